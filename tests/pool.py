@@ -1,0 +1,139 @@
+"""How does a test run on several ranks without paying for start-up each time?
+
+`run(fn, world_size, *args)` calls the module-level `fn(rank, world_size, *args)` in `world_size` processes that share a
+gloo process group, and returns the results by rank. Processes are started once per world size and reused by the
+tests that follow. Rendezvous is a file (no port to collide on), a call has a hard time limit, and the first error on
+any rank ends all of them: the ranks are killed and that error is raised here, so that nothing hangs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing as mp
+import os
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 120.0  # importing torch and DeepSpeed on a busy machine
+CALL_SECONDS = 180.0
+
+
+class RankError(AssertionError):
+    """What went wrong on a rank, with that rank's traceback."""
+
+
+def _environment(rank: int, world_size: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",  # never used: the process group meets at a file
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
+    os.environ.update(_environment(rank, world_size))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    pipe.send(("ready", None))
+    while True:
+        try:
+            fn, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            result = ("ok", fn(rank, world_size, *args))
+            dist.barrier()
+        except BaseException:
+            result = ("error", traceback.format_exc())
+        pipe.send(result)
+
+
+class Pool:
+    """`world_size` live processes in one process group."""
+
+    def __init__(self, world_size: int):
+        self.world_size = world_size
+        self.folder = tempfile.mkdtemp(prefix="mst-pool-")
+        context = mp.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, world_size, str(Path(self.folder) / "rendezvous"), theirs),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self._collect(START_SECONDS)
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((fn, args))
+        return self._collect(seconds)
+
+    def _collect(self, seconds: float) -> list[Any]:
+        deadline = time.monotonic() + seconds
+        results: dict[int, Any] = {}
+        while len(results) < self.world_size:
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                raise RankError(f"ranks {sorted(waiting.values())} gave no answer within {seconds:.0f} s")
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    kind, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    kind, value = "error", "the process ended"
+                if kind == "error":
+                    self.close()
+                    raise RankError(f"rank {rank} of {self.world_size}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(5)
+        for pipe in self.pipes:
+            pipe.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        _pools.pop(self.world_size, None)
+
+
+_pools: dict[int, Pool] = {}
+
+
+def run(fn: Callable[..., Any], world_size: int, *args: Any, seconds: float = CALL_SECONDS) -> list[Any]:
+    """`[fn(rank, world_size, *args) for each rank]`, each in its own process."""
+    if world_size not in _pools:
+        _pools[world_size] = Pool(world_size)
+    return _pools[world_size].call(fn, args, seconds)
+
+
+@atexit.register
+def close_all() -> None:
+    for pool in list(_pools.values()):
+        pool.close()
