@@ -1,0 +1,216 @@
+"""What can a user say about an experiment?
+
+Four frozen blocks beside the DeepSpeed config, in the same JSON file: `model`, `data`, `training` and `mst`. Each
+field's default is the paper's GPT-2 small where the paper states one. Durations are given either in steps (an
+integer) or as a share of the run (a float in (0, 1)), so that a 300-step run has the shape of a 140,000-step one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Duration = int | float
+
+
+def in_steps(duration: Duration, total: int) -> int:
+    """A duration in steps: integers are steps already, floats are a share of `total`."""
+    return duration if isinstance(duration, int) else round(duration * total)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a transformer. `preset` fills in a known shape; other keys override it."""
+
+    preset: str | None = None
+    arch: Literal["gpt"] = "gpt"
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    d_ffw: int | None = None  # None: 4 · n_embd
+    context: int = 1024
+    vocab_size: int = 50257
+    vocab_multiple: int = 64  # the embedding has rows up to the next multiple: 50257 → 50304
+    bias: bool = False
+    dropout: float = 0.0
+    tied_head: bool = True
+    activation_checkpointing: bool = False
+
+    @property
+    def ffw(self) -> int:
+        return 4 * self.n_embd if self.d_ffw is None else self.d_ffw
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "n_head", "n_embd", "context", "vocab_size", "vocab_multiple"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} must be at least 1, not {getattr(self, name)}")
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"model.n_embd = {self.n_embd} cannot be cut into {self.n_head} equal heads: "
+                f"choose n_head among the divisors of {self.n_embd}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"model.dropout must lie in [0, 1), not {self.dropout}")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from. With a `source`, a missing `dir` is prepared on first use."""
+
+    dir: str | None = None
+    source: str | None = None  # "stdlib", a hub data set such as "openwebtext", or files ("corpus/*.jsonl")
+    tokenizer: str = "gpt2"
+    text_key: str = "text"
+    val_fraction: float = 0.0005
+    max_bytes: int | None = None  # stop reading the source here (raw text)
+    seed: int = 2357  # of the train/validation split
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The run around the model. Batch, precision, ZeRO, optimizer and clipping stand in the DeepSpeed block."""
+
+    steps: int = 140_000
+    seed: int = 1337
+    lr_schedule: Literal["cosine", "wsd"] = "cosine"
+    warmup: Duration = 2_000
+    decay: Duration = 0.2  # wsd only: the last part of the run, over which the rate falls linearly
+    min_lr: float = 6e-5
+    log_every: int = 10
+    eval_every: int = 1_000  # 0: only at the end
+    eval_sequences: int = 256
+    save_every: int = 1_000  # 0: only at the end
+    keep_checkpoints: int = 2
+    stop_after_nonfinite: int = 5  # losses in a row
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"training.steps must be at least 1, not {self.steps}")
+        for name in ("log_every", "keep_checkpoints", "stop_after_nonfinite", "eval_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"training.{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("eval_every", "save_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"training.{name} must be 0 (only at the end) or more, not {getattr(self, name)}"
+                )
+        for name in ("warmup", "decay"):
+            value = getattr(self, name)
+            if value < 0 or (isinstance(value, float) and value > 1):
+                raise ValueError(
+                    f"training.{name} = {value}: give steps (an integer) or a share of the run (0…1)"
+                )
+
+
+@dataclass(frozen=True)
+class SparsityConfig:
+    """Sparsity Variation: how sparse, when; and how a global sparsity is spread over layers."""
+
+    variation: Literal["dense", "sparse", "sd", "dsd", "gd", "sv", "gmp", "acdc"] = "sv"
+    max: float = 0.96
+    warmup: Duration = 10_000
+    ultra: Duration = 100_000
+    restore: Duration = 10_000
+    stages: int = 5
+    warmup_moves: Literal["continuous", "staged"] = "continuous"
+    restore_moves: Literal["continuous", "staged"] = "staged"
+    distribution: Literal["er", "erk", "uniform"] = "er"
+    initial: Literal["magnitude", "random"] = "random"  # the first topology of runs that start sparse
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.max < 1.0:
+            raise ValueError(f"mst.sparsity.max must lie in [0, 1), not {self.max}")
+        if self.stages < 1:
+            raise ValueError(f"mst.sparsity.stages must be at least 1, not {self.stages}")
+        for name in ("warmup", "ultra", "restore"):
+            value = getattr(self, name)
+            if value < 0 or (isinstance(value, float) and value > 1):
+                raise ValueError(
+                    f"mst.sparsity.{name} = {value}: give steps (an integer) or a share of the run (0…1)"
+                )
+
+
+@dataclass(frozen=True)
+class TopologyConfig:
+    """Mixed-Growing: how often the topology moves, how far, and by which scores."""
+
+    interval: int = 100
+    policy: Literal["mst", "rigl", "set", "mest", "snfs", "static", "gmp"] = "mst"
+    update_fraction: float = 0.3
+    update_schedule: Literal["constant", "1-cosine", "2-cosine", "n-cosine", "decay-n-cosine"] = (
+        "decay-n-cosine"
+    )
+    update_decay: float = 0.5
+    random_ratio: float = 0.25  # R of mst: the share of growth drawn at random
+    mest_lambda: float = 1.0
+    regrow: bool = True  # a weight pruned in this very step may grow back, with its value
+    grown_moments: Literal["seeded", "zero"] = (
+        "seeded"  # Adam's v of a grown weight: its squared growth gradient, or 0
+    )
+    track_coverage: bool = True  # one bit a weight: was it ever active (ITOP)?
+    check_every: int = 1_000  # steps between drift checks of the masks, 0: never
+
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise ValueError(f"mst.topology.interval must be at least 1, not {self.interval}")
+        for name in ("update_fraction", "random_ratio", "update_decay"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"mst.topology.{name} must lie in [0, 1], not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Hybrid Sparse Attention: the pattern while weights are sparse, and when it turns dense."""
+
+    pattern: Literal["dense", "strided", "fixed"] = "strided"
+    stride: int = 256
+    dense_from: Literal["ultra_end", "restore_end"] | Duration = "restore_end"
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.stride < 1:
+            raise ValueError(f"mst.attention.stride must be at least 1, not {self.stride}")
+
+
+@dataclass(frozen=True)
+class TargetsConfig:
+    """Which parameters may become sparse: globs on their names. Norms, biases and embeddings never do."""
+
+    include: list[str] = field(default_factory=lambda: ["*"])
+    exclude: list[str] = field(default_factory=list)
+    lm_head: bool = True  # the head too, even where it is tied to the embedding (the paper's 4x needs it)
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """What the layers compute with while they are sparse. `dense` multiplies zeros: it saves FLOPs on paper only."""
+
+    backend: Literal["dense"] = "dense"
+
+
+@dataclass(frozen=True)
+class MSTConfig:
+    """Mixed Sparsity Training. `method` chooses a preset; the other blocks override it."""
+
+    method: str = "dense"
+    seed: int | None = None  # of the random growth; None: training.seed
+    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    targets: TargetsConfig = field(default_factory=TargetsConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One resolved experiment: our four blocks, and the DeepSpeed config that stood beside them."""
+
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig
+    mst: MSTConfig
+    deepspeed: dict[str, Any]

@@ -1,0 +1,185 @@
+"""How does a JSON file become an experiment?
+
+file → dict → `--set` overrides → recipe and method presets under the user's own keys → frozen blocks, strictly
+checked: an unknown or ill-typed key is an error that names the key, the file and the nearest valid name. What
+remains belongs to DeepSpeed and is passed on as it stands.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, MSTConfig, TrainingConfig
+from mst_scale.config.presets import DEEPSPEED_KEYS, METHODS, MODELS, RECIPES
+
+Block = TypeVar("Block")
+BLOCKS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
+
+
+def load(
+    config: str | Path | dict[str, Any], overrides: Iterable[str] = (), method: str | None = None
+) -> Experiment:
+    """The experiment in a file (or a dict), after `key=value` overrides and, if given, a method's preset."""
+    where, raw = read(config)
+    for override in overrides:
+        apply_override(raw, override)
+    if method is not None:
+        raw.setdefault("mst", {})["method"] = method
+    return resolve(raw, where)
+
+
+def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(name for messages, a dict of our own). Comments are not JSON: a file that cannot be parsed is named."""
+    if isinstance(config, dict):
+        return "config", copy.deepcopy(config)
+    path = Path(config)
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such config file (ready ones lie in ds_configs/)") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path}: not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: a config is a JSON object, this is a {type(raw).__name__}")
+    return str(path), raw
+
+
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """`mst.sparsity.max=0.9`: the value is read as JSON where it is JSON, else as a string."""
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ValueError(f"--set {override}: write KEY=VALUE, for example mst.sparsity.max=0.9")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    *path, last = key.split(".")
+    node = raw
+    for part in path:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ValueError(f"--set {override}: {part} is {node!r}, it has no keys of its own")
+    node[last] = value
+
+
+def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
+    """Presets filled in under what the user wrote, then every block checked."""
+    deepspeed = {key: value for key, value in raw.items() if key not in BLOCKS and key != "recipe"}
+    for key in deepspeed:
+        near = difflib.get_close_matches(key, [*DEEPSPEED_KEYS, *BLOCKS], n=1, cutoff=0.8)
+        if near and near[0] != key:
+            raise ValueError(f"{where}: unknown key {key!r}: did you mean {near[0]!r}?")
+    ours: dict[str, Any] = {name: raw.get(name, {}) for name in BLOCKS}
+    for name, block in ours.items():
+        if not isinstance(block, dict):
+            raise ValueError(f"{where}: {name} must be an object, not {block!r}")
+    if "recipe" in raw:
+        recipe = RECIPES[_known(raw["recipe"], RECIPES, "recipe", where)]
+        ours = {name: _under(recipe.get(name, {}), block) for name, block in ours.items()}
+    method = ours["mst"].get("method", "dense")
+    ours["mst"] = _under(METHODS[_known(method, METHODS, "mst.method", where)], ours["mst"])
+    preset = "tiny" if method == "tiny" else ours["model"].get("preset")
+    if preset is not None:
+        shape = MODELS[_known(preset, MODELS, "model.preset", where)]
+        if method == "tiny":  # the paper's small model replaces the shape of the config it is compared with
+            ours["model"] = {**ours["model"], **shape, "preset": "tiny", "d_ffw": None}
+        else:
+            ours["model"] = _under(shape, ours["model"])
+    blocks = {name: parse(cls, ours[name], name, where) for name, cls in BLOCKS.items()}
+    return Experiment(**blocks, deepspeed=deepspeed)
+
+
+def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
+    """A dict as a frozen dataclass; every key must exist and every value have its type."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: {path} must be an object, not {values!r}")
+    hints = typing.get_type_hints(cls)
+    arguments = {}
+    for key, value in values.items():
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
+            raise ValueError(
+                f"{where}: unknown key '{path}.{key}': the nearest valid one is '{path}.{near[0]}'"
+            )
+        arguments[key] = _typed(hints[key], value, f"{path}.{key}", where)
+    try:
+        return cls(**arguments)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def to_dict(experiment: Experiment) -> dict[str, Any]:
+    """The resolved experiment in the form it was read: `load(to_dict(e)) == e`."""
+    return {
+        **experiment.deepspeed,
+        **{name: dataclasses.asdict(getattr(experiment, name)) for name in BLOCKS},
+    }
+
+
+def _typed(hint: Any, value: Any, path: str, where: str) -> Any:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    for option in options:
+        if dataclasses.is_dataclass(option) and isinstance(option, type):
+            return parse(option, value, path, where)
+        if option is type(None):
+            if value is None:
+                return None
+        elif typing.get_origin(option) is Literal:
+            if isinstance(value, str) and value in typing.get_args(option):
+                return value
+        elif typing.get_origin(option) is list:
+            if isinstance(value, list) and all(isinstance(item, str) for item in value):
+                return value
+        elif isinstance(value, bool):  # before int: True is an int for Python, not for us
+            if option is bool:
+                return value
+        elif option is float and isinstance(value, int) and int not in options:
+            return float(value)
+        elif isinstance(value, option):
+            return value
+    raise ValueError(f"{where}: {path} must be {_describe(options)}, not {value!r}")
+
+
+def _describe(options: tuple[Any, ...]) -> str:
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
+    words: list[str] = []
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            words += [repr(choice) for choice in typing.get_args(option)]
+        elif typing.get_origin(option) is list:
+            words.append("a list of strings")
+        else:
+            words.append(names.get(option, str(option)))
+    return " or ".join(words)
+
+
+def _under(preset: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
+    """The preset, with the user's keys laid over it, block by block."""
+    merged = copy.deepcopy(preset)
+    for key, value in user.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _under(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _known(name: Any, table: dict[str, Any], key: str, where: str) -> str:
+    if isinstance(name, str) and name in table:
+        return name
+    near = difflib.get_close_matches(str(name), table, n=1, cutoff=0.0)[0]
+    raise ValueError(
+        f"{where}: unknown {key} {name!r}: the nearest is {near!r} (there are {', '.join(table)})"
+    )

@@ -1,0 +1,76 @@
+"""Which shapes and methods are known by name?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020, table 2.1; 13B with the usual 5120 = 40 · 128).
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},
+    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
+    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
+    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
+    "gpt3-1.3b": {"n_layer": 24, "n_head": 16, "n_embd": 2048, "context": 2048},
+    "gpt3-2.7b": {"n_layer": 32, "n_head": 32, "n_embd": 2560, "context": 2048},
+    "gpt3-6.7b": {"n_layer": 32, "n_head": 32, "n_embd": 4096, "context": 2048},
+    "gpt3-13b": {"n_layer": 40, "n_head": 40, "n_embd": 5120, "context": 2048},
+    "gpt3-175b": {"n_layer": 96, "n_head": 96, "n_embd": 12288, "context": 2048},
+    "tiny": {"n_layer": 6, "n_head": 12, "n_embd": 384},  # the paper's small dense model
+}
+
+# A method is data: what it says in the `mst` block (and, for `mst-wsd`, in `training`). The user's own keys win.
+_NO_HSA = {"pattern": "dense"}
+
+
+def _constant(policy: str, sparsity: float = 0.8, schedule: str = "1-cosine") -> dict[str, Any]:
+    return {
+        "sparsity": {"variation": "sparse", "max": sparsity},
+        "topology": {"policy": policy, "update_schedule": schedule},
+        "attention": _NO_HSA,
+    }
+
+
+def _varied(variation: str) -> dict[str, Any]:
+    return {"sparsity": {"variation": variation}, "topology": {"policy": "mst"}, "attention": _NO_HSA}
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "dense": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},
+    "dense-short": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},
+    "tiny": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},
+    "static": _constant("static", schedule="constant"),
+    "rigl": _constant("rigl"),
+    "set": _constant("set"),
+    "mest": _constant("mest"),
+    "snfs": _constant("snfs"),
+    "gmp": {
+        "sparsity": {"variation": "gmp", "max": 0.8},
+        "topology": {"policy": "gmp", "update_schedule": "constant"},
+        "attention": _NO_HSA,
+    },
+    "mst": {"sparsity": {"variation": "sv"}, "topology": {"policy": "mst"}},
+    "sparse": _varied("sparse"),
+    "sd": _varied("sd"),
+    "dsd": _varied("dsd"),
+    "gd": _varied("gd"),
+}
+
+# Whole recipes: `mst` with the paper's learning rate, and with one that stays high until the weights return.
+RECIPES: dict[str, dict[str, Any]] = {
+    "paper": {"mst": {"method": "mst"}, "training": {"lr_schedule": "cosine"}},
+    "mst-wsd": {"mst": {"method": "mst"}, "training": {"lr_schedule": "wsd"}},
+}
+
+# Top-level keys of a DeepSpeed config, to tell a slip of the pen from a key we do not know.
+DEEPSPEED_KEYS = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler",
+    "fp16", "bf16", "amp", "gradient_clipping", "zero_optimization", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "communication_data_type", "prescale_gradients", "gradient_predivide_factor",
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler",
+    "activation_checkpointing", "aio", "autotuning", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet",
+    "data_types", "data_efficiency", "curriculum_learning", "checkpoint", "elasticity", "compile", "pipeline",
+    "tensor_parallel", "sequence_parallel_size", "seq_parallel_communication_data_type", "hybrid_engine",
+    "torch_autocast", "timers", "nebula", "disable_allgather", "sparse_gradients", "load_universal_checkpoint",
+    "use_node_local_storage", "dataloader_drop_last", "gradient_accumulation_dtype", "eigenvalue",
+    "progressive_layer_drop", "graph_harvesting", "use_data_before_expert_parallelism", "zenflow",
+)  # fmt: skip
