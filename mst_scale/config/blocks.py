@@ -95,15 +95,11 @@ class TrainingConfig:
                 raise ValueError(f"training.{name} must be at least 1, not {getattr(self, name)}")
         for name in ("eval_every", "save_every"):
             if getattr(self, name) < 0:
-                raise ValueError(
-                    f"training.{name} must be 0 (only at the end) or more, not {getattr(self, name)}"
-                )
+                raise ValueError(f"training.{name} must be 0 (only at the end) or more, not {getattr(self, name)}")
         for name in ("warmup", "decay"):
             value = getattr(self, name)
             if value < 0 or (isinstance(value, float) and value > 1):
-                raise ValueError(
-                    f"training.{name} = {value}: give steps (an integer) or a share of the run (0…1)"
-                )
+                raise ValueError(f"training.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
 
 
 @dataclass(frozen=True)
@@ -129,9 +125,7 @@ class SparsityConfig:
         for name in ("warmup", "ultra", "restore"):
             value = getattr(self, name)
             if value < 0 or (isinstance(value, float) and value > 1):
-                raise ValueError(
-                    f"mst.sparsity.{name} = {value}: give steps (an integer) or a share of the run (0…1)"
-                )
+                raise ValueError(f"mst.sparsity.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
 
 
 @dataclass(frozen=True)
@@ -141,16 +135,12 @@ class TopologyConfig:
     interval: int = 100
     policy: Literal["mst", "rigl", "set", "mest", "snfs", "static", "gmp"] = "mst"
     update_fraction: float = 0.3
-    update_schedule: Literal["constant", "1-cosine", "2-cosine", "n-cosine", "decay-n-cosine"] = (
-        "decay-n-cosine"
-    )
+    update_schedule: Literal["constant", "1-cosine", "2-cosine", "n-cosine", "decay-n-cosine"] = "decay-n-cosine"
     update_decay: float = 0.5
     random_ratio: float = 0.25  # R of mst: the share of growth drawn at random
     mest_lambda: float = 1.0
     regrow: bool = True  # a weight pruned in this very step may grow back, with its value
-    grown_moments: Literal["seeded", "zero"] = (
-        "seeded"  # Adam's v of a grown weight: its squared growth gradient, or 0
-    )
+    grown_moments: Literal["seeded", "zero"] = "seeded"  # Adam's v of a grown weight: its squared growth gradient, or 0
     track_coverage: bool = True  # one bit a weight: was it ever active (ITOP)?
     check_every: int = 1_000  # steps between drift checks of the masks, 0: never
 

@@ -24,15 +24,14 @@ Block = TypeVar("Block")
 BLOCKS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
 
 
-def load(
-    config: str | Path | dict[str, Any], overrides: Iterable[str] = (), method: str | None = None
-) -> Experiment:
-    """The experiment in a file (or a dict), after `key=value` overrides and, if given, a method's preset."""
+def load(config: str | Path | dict[str, Any], overrides: Iterable[str] = (), method: str | None = None) -> Experiment:
+    """The experiment in a file (or a dict). Later wins: method's preset in the file, the file, `method`, `overrides`."""
     where, raw = read(config)
+    mst = raw.setdefault("mst", {})
+    if method is not None and isinstance(mst, dict) and method != mst.get("method"):
+        raw["mst"] = {**_under(mst, METHODS[_known(method, METHODS, "method", where)]), "method": method}
     for override in overrides:
         apply_override(raw, override)
-    if method is not None:
-        raw.setdefault("mst", {})["method"] = method
     return resolve(raw, where)
 
 
@@ -48,9 +47,7 @@ def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}: not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        ) from None
+        raise ValueError(f"{path}: not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: a config is a JSON object, this is a {type(raw).__name__}")
     return str(path), raw
@@ -97,7 +94,7 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
             ours["model"] = {**ours["model"], **shape, "preset": "tiny", "d_ffw": None}
         else:
             ours["model"] = _under(shape, ours["model"])
-    blocks = {name: parse(cls, ours[name], name, where) for name, cls in BLOCKS.items()}
+    blocks: dict[str, Any] = {name: parse(cls, ours[name], name, where) for name, cls in BLOCKS.items()}
     return Experiment(**blocks, deepspeed=deepspeed)
 
 
@@ -110,9 +107,7 @@ def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
     for key, value in values.items():
         if key not in hints:
             near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
-            raise ValueError(
-                f"{where}: unknown key '{path}.{key}': the nearest valid one is '{path}.{near[0]}'"
-            )
+            raise ValueError(f"{where}: unknown key '{path}.{key}': the nearest valid one is '{path}.{near[0]}'")
         arguments[key] = _typed(hints[key], value, f"{path}.{key}", where)
     try:
         return cls(**arguments)
@@ -180,6 +175,4 @@ def _known(name: Any, table: dict[str, Any], key: str, where: str) -> str:
     if isinstance(name, str) and name in table:
         return name
     near = difflib.get_close_matches(str(name), table, n=1, cutoff=0.0)[0]
-    raise ValueError(
-        f"{where}: unknown {key} {name!r}: the nearest is {near!r} (there are {', '.join(table)})"
-    )
+    raise ValueError(f"{where}: unknown {key} {name!r}: the nearest is {near!r} (there are {', '.join(table)})")

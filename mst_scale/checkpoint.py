@@ -1,0 +1,169 @@
+"""How does a run survive being killed at any moment?
+
+A checkpoint is a folder of DeepSpeed's own layout, `checkpoints/<tag>/`. It is written as `<tag>.partial`, digested
+file by file as read back from disk, sealed with a `manifest.json`, and only then renamed and named in `latest`. So a
+folder without `.partial` is whole unless a disk damaged it later, and that the digests tell. Older checkpoints go only
+after a newer one is sealed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from mst_scale.distributed import Ranks, logger
+
+PARTIAL = ".partial"
+MANIFEST = "manifest.json"
+
+
+def tag_of(step: int) -> str:
+    return f"step{step:08d}"
+
+
+def save(engine: Any, folder: Path, step: int, ranks: Ranks, keep: int, state: dict[str, Any]) -> None:
+    """One checkpoint on all ranks, whole or not at all. A full disk is an OSError that leaves the older ones alone."""
+    start = time.monotonic()
+    tag = tag_of(step)
+    draft, final = folder / (tag + PARTIAL), folder / tag
+    if ranks.on_first(lambda: (final / MANIFEST).exists()):
+        return  # this step has been saved already
+    ranks.on_first(lambda: _fresh(draft, final))
+    try:
+        ranks.together(lambda: _write(engine, folder, draft.name, {**state, "step": step}))
+        digests = ranks.together(lambda: _digest_share(draft, ranks))
+        ranks.on_first(lambda: None)  # every rank has read its share back
+        _seal(draft, final, digests, ranks, {"tag": tag, "step": step})
+    except OSError:
+        if ranks.first:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+    ranks.on_first(lambda: _prune(folder, keep))
+    logger.info("saved %s in %.1f s", final, time.monotonic() - start)
+
+
+def newest(folder: Path, ranks: Ranks) -> str | None:
+    """The tag of the newest whole checkpoint. Damaged ones are named and passed over."""
+    for tag in ranks.on_first(lambda: list_tags(folder)):
+        faults = ranks.together(lambda tag=tag: damage(folder / tag, ranks))  # type: ignore[misc]
+        if not ranks.any(bool(faults)):
+            return str(tag)
+        if faults:
+            logger.error("checkpoint %s is damaged: %s; trying the one before it", folder / tag, faults[0])
+    return None
+
+
+def list_tags(folder: Path) -> list[str]:
+    """Whole checkpoints, newest first, and no leftovers of killed saves."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if path.is_dir() and not path.name.endswith(PARTIAL)]
+    return [path.name for path in sorted(found, key=_step_of, reverse=True) if _step_of(path) >= 0]
+
+
+def damage(checkpoint: Path, ranks: Ranks | None = None) -> list[str]:
+    """What is wrong with a checkpoint's files; each rank reads its share of them."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        files = manifest["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return [f"{MANIFEST} cannot be read ({error})"]
+    faults = []
+    for name in _share(sorted(files), ranks):
+        path = checkpoint / name
+        if not path.is_file():
+            faults.append(f"{name} is missing")
+        elif path.stat().st_size != files[name]["bytes"]:
+            faults.append(f"{name} has {path.stat().st_size} bytes of {files[name]['bytes']}")
+        elif file_digest(path) != files[name]["sha256"]:
+            faults.append(f"{name} does not match its digest")
+    return faults
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file, reading 1 MiB at a time."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The old text or the new one, never half of it, whatever is killed when."""
+    draft = path.with_name(path.name + PARTIAL)
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+def _step_of(checkpoint: Path) -> int:
+    digits = checkpoint.name.removeprefix("step")
+    return int(digits) if checkpoint.name.startswith("step") and digits.isdigit() else -1
+
+
+def _fresh(draft: Path, final: Path) -> None:
+    for leftover in (draft, final):  # a final without manifest is not ours to trust
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    draft.mkdir(parents=True)
+
+
+def _write(engine: Any, folder: Path, tag: str, state: dict[str, Any]) -> None:
+    try:
+        engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
+    except RuntimeError as error:  # torch's zip writer reports a full disk as a RuntimeError
+        free = shutil.disk_usage(folder).free
+        raise OSError(f"cannot save a checkpoint in {folder} ({free / 1e9:.2f} GB free): {error}") from error
+
+
+def _share(names: list[str], ranks: Ranks | None) -> list[str]:
+    return names if ranks is None else names[ranks.rank :: ranks.world_size]
+
+
+def _digest_share(draft: Path, ranks: Ranks) -> dict[str, dict[str, Any]]:
+    files = sorted(str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file())
+    digests = {}
+    for name in _share(files, ranks):
+        path = draft / name
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+        digests[name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+    return digests
+
+
+def _seal(draft: Path, final: Path, digests: dict[str, Any], ranks: Ranks, head: dict[str, Any]) -> None:
+    import torch.distributed as dist
+
+    shares: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(shares, digests, group=ranks.control)
+    files = {name: entry for share in shares for name, entry in share.items()}
+
+    def rename() -> None:
+        write_atomically(draft / MANIFEST, json.dumps({**head, "files": files}, indent=1))
+        os.rename(draft, final)
+        write_atomically(final.parent / "latest", final.name)
+
+    ranks.on_first(rename)
+
+
+def _prune(folder: Path, keep: int) -> None:
+    for tag in list_tags(folder)[keep:]:
+        # renamed first: a removal that is killed half-way leaves no folder that looks whole
+        doomed = folder / (tag + PARTIAL)
+        os.rename(folder / tag, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed saves have left behind."""
+    if folder.is_dir():
+        for leftover in folder.glob("*" + PARTIAL):
+            shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink()

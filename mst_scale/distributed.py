@@ -1,0 +1,176 @@
+"""Which ranks are there, and how do they speak with one voice?
+
+Ranks are found in the launcher's environment (`deepspeed`, `torchrun`), through mpi4py under `mpirun`, or there is
+just this process. Messages come from rank 0. A decision or an error of one rank reaches all of them through a small
+gloo group (`Ranks.control`) that lives beside the training's own, so that nobody waits for a rank that has given up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+logger = logging.getLogger("mst_scale")
+T = TypeVar("T")
+
+# Preparing a corpus on one rank may take hours while the others wait; a rank that dies is noticed by its launcher.
+CONTROL_TIMEOUT = timedelta(hours=24)
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who we are among how many."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    control: Any  # a gloo process group for flags and small objects
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def on_first(self, what: Callable[[], T]) -> T:
+        """`what()` on rank 0 alone; its result, or its error, on every rank."""
+        return self._share(self._attempt(what) if self.first else None, source=0)
+
+    def together(self, what: Callable[[], T]) -> T:
+        """`what()` on every rank; if it fails anywhere, it fails everywhere, and the lowest such rank says why."""
+        import torch.distributed as dist
+
+        value, error = self._attempt(what)
+        verdicts: list[Any] = [None] * self.world_size
+        dist.all_gather_object(verdicts, error, group=self.control)
+        for rank, verdict in enumerate(verdicts):
+            if verdict is not None:
+                self._fail(verdict, rank)
+        return value
+
+    def any(self, flag: bool) -> bool:
+        import torch
+        import torch.distributed as dist
+
+        votes = torch.tensor(int(flag))
+        dist.all_reduce(votes, group=self.control)
+        return bool(votes)
+
+    def barrier(self) -> None:
+        self.any(False)
+
+    def _attempt(self, what: Callable[[], T]) -> tuple[Any, Exception | None]:
+        try:
+            return what(), None
+        except Exception as error:
+            if not isinstance(error, ValueError | OSError):
+                error.add_note(traceback.format_exc()) if hasattr(error, "add_note") else None
+            return None, error
+
+    def _share(self, outcome: tuple[Any, Exception | None] | None, source: int) -> Any:
+        import torch.distributed as dist
+
+        box = [outcome]
+        dist.broadcast_object_list(box, src=source, group=self.control)
+        assert box[0] is not None
+        value, error = box[0]
+        if error is not None:
+            self._fail(error, source)
+        return value
+
+    def _fail(self, error: Exception, rank: int) -> NoReturn:
+        if rank == self.rank:
+            raise error
+        raise Elsewhere(exit_code(error))
+
+
+class Elsewhere(Exception):
+    """Another rank has failed and says why; this one ends with the same exit code, in silence."""
+
+
+def init() -> Ranks:
+    """Join the process group that the launcher prepared; without a launcher, be the only rank."""
+    import deepspeed.comm as ds_comm
+    import torch.distributed as dist
+
+    if not all(name in os.environ for name in LAUNCHER_VARIABLES):
+        os.environ.update(_mpi_ranks() if _under_mpi() else _alone())
+    logger.setLevel(logging.INFO if os.environ["RANK"] == "0" else logging.ERROR)
+    if not dist.is_initialized():
+        try:
+            ds_comm.init_distributed(verbose=False, auto_mpi_discovery=False)
+        except dist.DistNetworkError as error:
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise OSError(
+                f"cannot meet the other ranks at {address} ({_first_line(error)}); "
+                "if the port is taken, choose another (--master_port)"
+            ) from None
+    return Ranks(
+        rank=dist.get_rank(),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        world_size=dist.get_world_size(),
+        control=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
+    )
+
+
+def exit_code(error: BaseException) -> int:
+    """2: used wrongly, 1: it failed."""
+    if isinstance(error, Elsewhere):
+        return int(error.args[0])
+    return 2 if isinstance(error, ValueError) else 1
+
+
+def end(error: BaseException) -> NoReturn:
+    """Say on one line what a user did wrong or what the machine refused; anything else is ours, with a traceback.
+
+    Leaves at once: a rank that unwinds slowly, waiting for collectives, would hang the others.
+    """
+    sys.stdout.flush()
+    if isinstance(error, ValueError | OSError | MemoryError) and "MST_TRACEBACK" not in os.environ:
+        rank = os.environ.get("RANK", "0")
+        print(f"mst_scale: {'' if rank == '0' else f'rank {rank}: '}{_first_line(error)}", file=sys.stderr)
+    elif not isinstance(error, Elsewhere):
+        traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(exit_code(error))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _under_mpi() -> bool:
+    return any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"))
+
+
+def _alone() -> dict[str, str]:
+    return dict(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "127.0.0.1", str(_free_port())), strict=True))
+
+
+def _mpi_ranks() -> dict[str, str]:
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        raise ValueError("under mpirun the ranks are found through mpi4py: pip install 'mst_scale[mpi]'") from None
+    world = MPI.COMM_WORLD
+    hosts = world.allgather(MPI.Get_processor_name())
+    rank = world.Get_rank()
+    # One host needs no name service; several meet at rank 0's name.
+    address = "127.0.0.1" if len(set(hosts)) == 1 else socket.getfqdn()
+    address, port = world.bcast((address, _free_port()) if rank == 0 else None, root=0)
+    local_rank = hosts[:rank].count(hosts[rank])
+    values = (str(rank), str(local_rank), str(world.Get_size()), address, str(port))
+    return dict(zip(LAUNCHER_VARIABLES, values, strict=True))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

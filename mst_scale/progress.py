@@ -1,0 +1,62 @@
+"""How does a run look while it trains? One line that is rewritten on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from typing import Any, TextIO
+
+
+class ProgressLine:
+    """Rank 0's view of the run."""
+
+    def __init__(self, total: int, step: int, out: TextIO | None = None):
+        self.out = out or sys.stdout
+        self.total, self.first_step, self.start = total, step, time.monotonic()
+        self.live = self.out.isatty()
+
+    def show(self, row: dict[str, Any]) -> None:
+        elapsed = time.monotonic() - self.start
+        left = elapsed / max(1, row["step"] - self.first_step) * (self.total - row["step"])
+        parts = [
+            f"step {row['step']:>{len(str(self.total))}}/{self.total}",
+            f"loss {row['loss']:.4f}",
+            f"{row['tokens_per_s']:,.0f} tokens/s",
+            f"ETA {clock(left)}",
+        ]
+        if row["target_sparsity"] or row["sparsity"]:
+            parts.insert(2, f"{row['phase']} {row['sparsity']:.1%} sparse (target {row['target_sparsity']:.1%})")
+            parts.insert(3, f"FLOPs ÷{row['flops_dense'] / row['flops']:.2f}")
+        line = " · ".join(parts)
+        if self.live:
+            width = shutil.get_terminal_size().columns - 1
+            self.out.write("\r" + line[:width].ljust(width))
+        else:
+            self.out.write(line + "\n")
+        self.out.flush()
+
+    def say(self, message: str) -> None:
+        """A line of its own, without tearing the progress line."""
+        self.close()
+        self.out.write(message + "\n")
+        self.out.flush()
+
+    def close(self) -> None:
+        if self.live:
+            self.out.write("\r\x1b[K")
+            self.out.flush()
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def table(rows: list[tuple[str, str]]) -> str:
+    """Two aligned columns under a rule."""
+    width = max(len(name) for name, _ in rows)
+    body = [f"  {name:<{width}}  {value}" for name, value in rows]
+    rule = "─" * max(len(line) for line in body)
+    return "\n".join([rule, *body, rule])
