@@ -1,0 +1,337 @@
+"""How sparse should the network be at a given step, and how much of its topology may change?
+
+Part 1 of Mixed Sparsity Training. A step number s counts finished optimizer steps: `at(s)` is what the forward
+pass after s optimizer steps runs with, and `is_topology_step(s)` says whether the s-th optimizer step ends with
+the topology step that brings the masks to `at(s)`. What `at(0)` asks for is set up before training.
+
+Sparsity Variation (the paper's equations as meant, x = progress of the phase in [0, 1]):
+
+    warm-up    S = S_M · (1 − (1 − x)³)      dense → sparse
+    ultra      S = S_M
+    restore    S = S_M · (1 − x)³            sparse → dense
+    dense      S = 0
+
+Each gradual phase is staged, x = ⌊t/Δ⌋/N with N stages of Δ steps, or continuous: x is read at each multiple of
+the topology interval. The update fraction is a piecewise cosine; piece i runs from T_{i−1} to T_i:
+
+    ζ_t = ζ_i/2 · (1 + cos(π · (t − T_{i−1}) / (T_i − T_{i−1}))),   T_1 = T_W + T_U, then every Δ_R
+
+Durations are stated in steps (int) or as a share of the run (float in [0, 1]): 1 is one step, 1.0 the whole run.
+`Variation` is the statement, `Variation.resolve(total_steps)` the `Schedule`: a frozen value without history.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+Duration = int | float
+"""Steps if int, share of the run if float."""
+
+DEFAULT_INTERVAL = 100  # the paper's Δ_t
+
+
+@dataclass(frozen=True)
+class Point:
+    """What holds at one step. `phase` is warmup, ultra, restore or dense."""
+
+    phase: str
+    sparsity: float
+    update_fraction: float
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps [start, stop) run in one phase at one sparsity."""
+
+    start: int
+    stop: int
+    phase: str
+    sparsity: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Steps [start, stop) of one phase; a gradual one has stages = N, or 0 where it is continuous."""
+
+    phase: str
+    start: int
+    stop: int
+    stages: int = 0
+
+    def stage_starts(self) -> list[int]:
+        """First step of each stage; where N does not divide the phase the lengths differ by one step."""
+        return [self.start + i * (self.stop - self.start) // self.stages for i in range(self.stages)]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Pieces laid end to end over [0, total_steps), resolved to integer steps."""
+
+    total_steps: int
+    interval: int
+    max_sparsity: float
+    pieces: tuple[Piece, ...]
+    cosine_bounds: tuple[int, ...]
+    """T_0 < T_1 < …: ends of the cosine pieces; empty means a constant update fraction while sparse."""
+    update_fraction: float
+    update_decay: float
+    update_until: int
+    """First step from which no connection is exchanged any more (RigL's T_end)."""
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        return tuple(piece.start for piece in self.pieces)
+
+    @cached_property
+    def sparse_until(self) -> int:
+        """First step from which the network stays dense; total_steps if it ends sparse."""
+        last = self.pieces[-1]
+        return last.start if last.phase == "dense" else self.total_steps
+
+    def first_step(self, phase: str) -> int | None:
+        """First step of a phase, None where the schedule has no such phase."""
+        return next((piece.start for piece in self.pieces if piece.phase == phase), None)
+
+    def at(self, step: int) -> Point:
+        """Phase, target sparsity and update fraction ζ for the forward pass after `step` optimizer steps."""
+        piece = self._piece(step)
+        sparsity = self._sparsity(piece, step)
+        return Point(piece.phase, sparsity, self._update_fraction(piece, step))
+
+    def is_topology_step(self, step: int) -> bool:
+        """Whether optimizer step number `step` (the first is 1) ends with a topology step.
+
+        True wherever the target moves, down to the first dense step, which takes the sparsity to exactly 0; and at
+        every multiple of the interval where connections are exchanged (ζ > 0) in a network that trains on.
+        """
+        if step < 1:
+            return False
+        now = self.at(step)
+        if now.sparsity != self.at(step - 1).sparsity:
+            return True
+        on_grid = step % self.interval == 0 and step < self.total_steps
+        return on_grid and now.sparsity > 0 and now.update_fraction > 0
+
+    def segments(self) -> Iterator[Segment]:
+        """The run as maximal stretches of equal phase and sparsity, in order: the ledger's input."""
+        for piece in self.pieces:
+            changes = sorted({piece.start, *self._changes(piece)})
+            open_at, value = changes[0], self._sparsity(piece, changes[0])
+            for step in changes[1:]:
+                sparsity = self._sparsity(piece, step)
+                if sparsity != value:
+                    yield Segment(open_at, step, piece.phase, value)
+                    open_at, value = step, sparsity
+            yield Segment(open_at, piece.stop, piece.phase, value)
+
+    def mean(self, value: Callable[[Segment], float]) -> float:
+        """Mean over all steps of a quantity that is constant on a segment."""
+        return math.fsum(value(s) * (s.stop - s.start) for s in self.segments()) / self.total_steps
+
+    def mean_sparsity(self) -> float:
+        return self.mean(lambda segment: segment.sparsity)
+
+    def topology_steps(self) -> Iterator[int]:
+        """Every step in [1, total_steps] for which `is_topology_step` holds."""
+        return (step for step in range(1, self.total_steps + 1) if self.is_topology_step(step))
+
+    def _piece(self, step: int) -> Piece:
+        if step < 0:
+            raise ValueError(f"step {step} is before the run; steps count from 0")
+        return self.pieces[bisect_right(self._starts, step) - 1]
+
+    def _changes(self, piece: Piece) -> list[int]:
+        """Steps inside a piece at which its sparsity may move."""
+        if piece.phase in ("dense", "ultra"):
+            return []
+        if piece.stages:
+            return piece.stage_starts()
+        first = -(-piece.start // self.interval) * self.interval
+        return list(range(first, piece.stop, self.interval))
+
+    def _sparsity(self, piece: Piece, step: int) -> float:
+        if piece.phase == "dense":
+            return 0.0
+        if piece.phase == "ultra":
+            return self.max_sparsity
+        if step >= piece.stop:  # only past the end of the run: a gradual last phase has then arrived
+            x = 1.0
+        elif piece.stages:
+            x = (bisect_right(piece.stage_starts(), step) - 1) / piece.stages
+        else:
+            read_at = max(piece.start, step // self.interval * self.interval)
+            x = (read_at - piece.start) / (piece.stop - piece.start)
+        cubic = (1.0 - x) ** 3
+        return self.max_sparsity * (1.0 - cubic if piece.phase == "warmup" else cubic)
+
+    def _update_fraction(self, piece: Piece, step: int) -> float:
+        if piece.phase == "dense" or step >= self.update_until:
+            return 0.0
+        if not self.cosine_bounds:
+            return self.update_fraction
+        index = bisect_right(self.cosine_bounds, step) - 1
+        if index + 1 >= len(self.cosine_bounds):
+            return 0.0
+        begin, end = self.cosine_bounds[index], self.cosine_bounds[index + 1]
+        amplitude = self.update_fraction * self.update_decay**index
+        return amplitude / 2 * (1 + math.cos(math.pi * (step - begin) / (end - begin)))
+
+
+PATTERNS = ("sv", "dense", "sparse", "sd", "dsd", "gd", "gmp", "acdc")
+UPDATES = ("1-cosine", "2-cosine", "n-cosine", "decay-n-cosine", "constant")
+
+
+@dataclass(frozen=True)
+class Variation:
+    """A schedule as stated, before the length of the run is known. The defaults are the paper's preset.
+
+    pattern   phases, in order (T_W = warmup, T_U = ultra, T_R = restore; the rest of the run follows the last)
+    sv        warm-up T_W, ultra T_U, restoration T_R, dense
+    dense     dense
+    sparse    ultra (static, SET, RigL, MEST)
+    sd        ultra T_W + T_U, dense
+    dsd       dense T_W, ultra T_U, dense
+    gd        restoration T_W + T_U + T_R, dense
+    gmp       warm-up T_W, ultra
+    acdc      dense T_W, then ultra and dense in turns of `turn` steps within T_U, then ultra
+    """
+
+    pattern: str = "sv"
+    max_sparsity: float = 0.96
+    warmup: Duration = 1 / 14
+    ultra: Duration = 10 / 14
+    restore: Duration = 1 / 14
+    stages: int = 5
+    warmup_shape: str = "continuous"
+    restore_shape: str = "staged"
+    turn: Duration = 1 / 14
+    interval: int | None = None
+    """Steps between topology steps; None: 100, or a fifth of the shortest gradual phase where that is less."""
+    update: str = "decay-n-cosine"
+    update_fraction: float = 0.3
+    update_decay: float = 0.5
+    update_until: Duration = 1.0
+
+    def __post_init__(self) -> None:
+        _one_of("pattern", self.pattern, PATTERNS)
+        _one_of("update", self.update, UPDATES)
+        _one_of("warmup_shape", self.warmup_shape, ("continuous", "staged"))
+        _one_of("restore_shape", self.restore_shape, ("continuous", "staged"))
+        if not 0 <= self.max_sparsity < 1:
+            raise ValueError(f"max_sparsity {self.max_sparsity} must lie in [0, 1)")
+        if not 0 <= self.update_fraction <= 1:
+            raise ValueError(f"update_fraction {self.update_fraction} must lie in [0, 1]")
+        if not 0 <= self.update_decay <= 1:
+            raise ValueError(f"update_decay {self.update_decay} must lie in [0, 1]")
+        if self.stages < 1:
+            raise ValueError(f"stages {self.stages} must be at least 1")
+        if self.interval is not None and (isinstance(self.interval, bool) or self.interval < 1):
+            raise ValueError(f"interval {self.interval} must be a whole number of steps, at least 1")
+        for name in ("warmup", "ultra", "restore", "turn", "update_until"):
+            _check_duration(name, getattr(self, name))
+
+    def resolve(self, total_steps: int) -> Schedule:
+        """The schedule of a run of `total_steps`: phase ends are rounded, and no phase that was asked for is lost."""
+        if total_steps < 1:
+            raise ValueError(f"total_steps {total_steps} must be at least 1")
+        pieces = self._pieces(total_steps)
+        gradual = [p.stop - p.start for p in pieces if p.phase in ("warmup", "restore")]
+        interval = self.interval or max(1, min([DEFAULT_INTERVAL, *(length // 5 for length in gradual)]))
+        until = round(_steps(self.update_until, total_steps))
+        return Schedule(
+            total_steps=total_steps,
+            interval=interval,
+            max_sparsity=self.max_sparsity,
+            pieces=pieces,
+            cosine_bounds=self._cosine_bounds(pieces, until),
+            update_fraction=self.update_fraction,
+            update_decay=self.update_decay if self.update == "decay-n-cosine" else 1.0,
+            update_until=until,
+        )
+
+    def _pieces(self, total: int) -> tuple[Piece, ...]:
+        warmup, ultra, restore = (_steps(d, total) for d in (self.warmup, self.ultra, self.restore))
+        if self.pattern == "sv":
+            stated = [("warmup", warmup), ("ultra", ultra), ("restore", restore), ("dense", None)]
+        elif self.pattern == "dense":
+            stated = [("dense", None)]
+        elif self.pattern == "sparse":
+            stated = [("ultra", None)]
+        elif self.pattern == "sd":
+            stated = [("ultra", warmup + ultra), ("dense", None)]
+        elif self.pattern == "dsd":
+            stated = [("dense", warmup), ("ultra", ultra), ("dense", None)]
+        elif self.pattern == "gd":
+            stated = [("restore", warmup + ultra + restore), ("dense", None)]
+        elif self.pattern == "gmp":
+            stated = [("warmup", warmup), ("ultra", None)]
+        else:
+            turn = _steps(self.turn, total)
+            if turn <= 0:
+                raise ValueError("acdc needs turn > 0, the length of its sparse and dense phases")
+            turns = [("ultra", turn), ("dense", turn)] * max(1, round(ultra / (2 * turn)))
+            stated = [("dense", warmup), *turns, ("ultra", None)]
+        return self._laid_out(stated, total)
+
+    def _laid_out(self, stated: list[tuple[str, float | None]], total: int) -> tuple[Piece, ...]:
+        pieces: list[Piece] = []
+        position, begin = 0.0, 0
+        for phase, length in stated:
+            if length is None:
+                end = total
+            elif length == 0:
+                continue
+            else:
+                position += length
+                end = max(math.floor(position + 0.5), begin + 1)  # half up; at least one step for what was asked
+            if end > total:
+                phases = ", ".join(phase for phase, length in stated if length)
+                raise ValueError(
+                    f"phases {phases} do not fit in {total} steps: shorten them, state them as shares of the run "
+                    "(floats at most 1.0), or lengthen the run"
+                )
+            if end > begin:
+                pieces.append(Piece(phase, begin, end, self._stages(phase)))
+            begin = end
+        assert begin == total, "an open last phase reaches the end of the run"
+        return tuple(pieces)
+
+    def _stages(self, phase: str) -> int:
+        shape = {"warmup": self.warmup_shape, "restore": self.restore_shape}.get(phase, "continuous")
+        return self.stages if shape == "staged" else 0
+
+    def _cosine_bounds(self, pieces: tuple[Piece, ...], until: int) -> tuple[int, ...]:
+        sparse = [piece for piece in pieces if piece.phase != "dense"]
+        if self.update == "constant" or not sparse:
+            return ()
+        end = sparse[-1].stop
+        bounds = {0, end}
+        restore = sparse[-1] if sparse[-1].phase == "restore" else None
+        if restore and self.update != "1-cosine":
+            bounds.add(restore.start)
+            if self.update != "2-cosine":
+                # Δ_R is T_R/N whether restoration is staged or continuous
+                bounds.update(Piece("restore", restore.start, restore.stop, self.stages).stage_starts())
+        return tuple(sorted({min(bound, until) for bound in bounds}))
+
+
+def _steps(duration: Duration, total: int) -> float:
+    return duration * total if isinstance(duration, float) else float(duration)
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} {value!r} is unknown: choose from {', '.join(choices)}")
+
+
+def _check_duration(name: str, value: Duration) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} {value!r} must be steps (int) or a share of the run (float)")
+    if value < 0:
+        raise ValueError(f"{name} {value} must not be negative")
+    if isinstance(value, float) and value > 1:
+        raise ValueError(f"{name} {value} as a float is a share of the run, at most 1.0: write steps as an int")

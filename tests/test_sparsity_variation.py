@@ -1,0 +1,249 @@
+"""Does the schedule follow the paper's equations as meant, at every step and for runs of any length?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mst_scale.sparsity_variation import PATTERNS, UPDATES, Piece, Schedule, Segment, Variation
+
+PAPER = Variation().resolve(140_000)
+EXACT = 1e-12  # a handful of float64 roundings of numbers of order 1
+
+
+def gpt2_small_gflops(segment: Segment) -> float:
+    """The paper's ledger for GPT-2 small, 3 × forward, HSA-256 until the dense phase."""
+    length, d, ffw, vocabulary = 1024, 768, 3072, 50304
+    linear = 12 * length * ((2 * d - 1) * 4 * d + (2 * d - 1) * ffw + (2 * ffw - 1) * d)
+    head = length * (2 * d - 1) * vocabulary
+    attention = 12 * 2 * 2 * length * length * d
+    q = 1.0 if segment.phase == "dense" else 231_040 / 1024**2
+    return 3 * ((1 - segment.sparsity) * (linear + head) + q * attention) / 1e9
+
+
+def test_the_preset_averages_to_the_papers_flops():
+    assert PAPER.mean(gpt2_small_gflops) == pytest.approx(219.45, abs=0.005)  # printed to two decimals
+
+
+def test_the_preset_averages_to_the_sum_written_out():
+    warmup = sum(0.96 * (1 - (1 - j / 100) ** 3) for j in range(100)) * 100
+    restore = sum(0.96 * (1 - x) ** 3 for x in (0, 0.2, 0.4, 0.6, 0.8)) * 2000
+    assert PAPER.mean_sparsity() == pytest.approx((warmup + 100_000 * 0.96 + restore) / 140_000, abs=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("step", "phase", "sparsity"),
+    [
+        (0, "warmup", 0.0),
+        (99, "warmup", 0.0),  # re-evaluated at multiples of 100 only
+        (100, "warmup", 0.96 * (1 - 0.99**3)),
+        (5_000, "warmup", 0.96 * 0.875),
+        (9_999, "warmup", 0.96 * (1 - 0.01**3)),
+        (10_000, "ultra", 0.96),
+        (109_999, "ultra", 0.96),
+        (110_000, "restore", 0.96),
+        (112_000, "restore", 0.96 * 0.512),
+        (114_000, "restore", 0.96 * 0.216),
+        (116_000, "restore", 0.96 * 0.064),
+        (119_999, "restore", 0.96 * 0.008),
+        (120_000, "dense", 0.0),
+        (139_999, "dense", 0.0),
+        (500_000, "dense", 0.0),
+    ],
+)
+def test_table_of_the_preset(step: int, phase: str, sparsity: float):
+    point = PAPER.at(step)
+    assert point.phase == phase
+    assert point.sparsity == pytest.approx(sparsity, abs=EXACT)
+
+
+def test_staged_warmup_moves_in_n_stages_and_continuous_restoration_at_each_topology_step():
+    schedule = Variation(warmup_shape="staged", restore_shape="continuous").resolve(140_000)
+    assert [schedule.at(t).sparsity for t in (0, 1_999, 2_000, 8_000, 10_000)] == pytest.approx(
+        [0, 0, 0.96 * (1 - 0.8**3), 0.96 * (1 - 0.2**3), 0.96], abs=EXACT
+    )
+    assert [schedule.at(t).sparsity for t in (110_000, 110_099, 110_100, 115_000)] == pytest.approx(
+        [0.96, 0.96, 0.96 * 0.99**3, 0.96 / 8], abs=EXACT
+    )
+
+
+@pytest.mark.parametrize(
+    ("update", "expected"),
+    [
+        # ζ = 0.3/2·(1 + cos(π·progress)): progress of the piece that holds the step, amplitude of that piece
+        ("1-cosine", {0: 0.3, 60_000: 0.15, 110_000: 0.15 * (1 + math.cos(math.pi * 11 / 12))}),
+        ("2-cosine", {0: 0.3, 55_000: 0.15, 110_000: 0.3, 115_000: 0.15}),
+        ("n-cosine", {0: 0.3, 55_000: 0.15, 110_000: 0.3, 111_000: 0.15, 112_000: 0.3, 118_000: 0.3}),
+        ("decay-n-cosine", {0: 0.3, 110_000: 0.15, 111_000: 0.075, 112_000: 0.075, 118_000: 0.3 / 32}),
+        ("constant", {0: 0.3, 55_000: 0.3, 111_000: 0.3, 118_000: 0.3}),
+    ],
+)
+def test_table_of_update_fractions(update: str, expected: dict[int, float]):
+    schedule = Variation(update=update).resolve(140_000)
+    for step, value in expected.items():
+        assert schedule.at(step).update_fraction == pytest.approx(value, abs=EXACT), step
+    assert schedule.at(120_000).update_fraction == 0
+
+
+def test_topology_steps_of_the_preset():
+    assert not PAPER.is_topology_step(0)
+    assert not PAPER.is_topology_step(99)
+    assert PAPER.is_topology_step(100)
+    assert PAPER.is_topology_step(109_900)
+    assert PAPER.is_topology_step(119_900)
+    assert PAPER.is_topology_step(120_000), "the first dense step takes the sparsity to exactly 0"
+    assert not any(PAPER.is_topology_step(step) for step in range(120_001, 140_001))
+    assert sum(1 for _ in PAPER.topology_steps()) == 1_200
+
+
+def test_a_run_of_300_steps_has_the_papers_shape():
+    schedule = Variation().resolve(300)
+    assert [(p.phase, p.start, p.stop) for p in schedule.pieces] == [
+        ("warmup", 0, 21),  # 300/14 = 21.43, 11·300/14 = 235.7, 12·300/14 = 257.1
+        ("ultra", 21, 236),
+        ("restore", 236, 257),
+        ("dense", 257, 300),
+    ]
+    assert schedule.interval == 4
+    stages = [segment for segment in schedule.segments() if segment.phase == "restore"]
+    assert [s.start for s in stages] == [236, 240, 244, 248, 252]
+    assert [s.sparsity for s in stages] == pytest.approx([0.96 * (1 - x / 5) ** 3 for x in range(5)], abs=EXACT)
+    assert schedule.mean_sparsity() == pytest.approx(PAPER.mean_sparsity(), abs=0.015)  # 5 warm-up levels, not 100
+
+
+def test_steps_and_shares_mix():
+    schedule = Variation(warmup=20, ultra=0.5, restore=30, interval=10).resolve(200)
+    assert [p.stop for p in schedule.pieces] == [20, 120, 150, 200]
+    assert Variation(warmup=0, ultra=1.0, restore=0).resolve(50).pieces == (Piece("ultra", 0, 50),)
+
+
+def test_an_interval_longer_than_a_phase_loses_no_phase():
+    schedule = Variation(interval=100).resolve(300)
+    assert {s.phase for s in schedule.segments()} == {"warmup", "ultra", "restore", "dense"}
+    assert schedule.is_topology_step(21)
+    assert schedule.is_topology_step(257)
+
+
+def test_exchange_stops_at_update_until_and_sparsity_does_not():
+    schedule = Variation(pattern="sparse", max_sparsity=0.8, update="1-cosine", update_until=0.75).resolve(1000)
+    assert schedule.at(375).update_fraction == pytest.approx(0.15, abs=EXACT)
+    assert schedule.at(750).update_fraction == 0
+    assert schedule.at(999).sparsity == 0.8
+    assert list(schedule.topology_steps()) == list(range(100, 750, 100))
+
+
+def test_static_and_dense_have_no_topology_step():
+    static = Variation(pattern="sparse", update="constant", update_fraction=0.0).resolve(1000)
+    assert list(static.topology_steps()) == []
+    assert list(Variation(pattern="dense").resolve(1000).topology_steps()) == []
+
+
+def test_restoration_that_ends_the_run_ends_dense():
+    schedule = Variation(warmup=10, ultra=80, restore=10).resolve(100)
+    assert schedule.at(99).sparsity > 0
+    assert schedule.at(100).sparsity == 0
+    assert schedule.is_topology_step(100)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "phases"),
+    [
+        ("sv", ["warmup", "ultra", "restore", "dense"]),
+        ("dense", ["dense"]),
+        ("sparse", ["ultra"]),
+        ("sd", ["ultra", "dense"]),
+        ("dsd", ["dense", "ultra", "dense"]),
+        ("gd", ["restore", "dense"]),
+        ("gmp", ["warmup", "ultra"]),
+        ("acdc", ["dense", *["ultra", "dense"] * 5, "ultra"]),
+    ],
+)
+def test_phases_of_each_pattern(pattern: str, phases: list[str]):
+    schedule = Variation(pattern=pattern).resolve(1400)
+    assert [piece.phase for piece in schedule.pieces] == phases
+    ends_dense = phases[-1] == "dense"
+    assert (schedule.at(1400).sparsity == 0) is ends_dense
+    assert schedule.sparse_until == (schedule.pieces[-1].start if ends_dense else 1400)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pattern": "vs"}, "choose from sv"),
+        ({"update": "cosine"}, "choose from 1-cosine"),
+        ({"warmup": 1.5}, "write steps as an int"),
+        ({"warmup": True}, "share of the run"),
+        ({"ultra": -3}, "negative"),
+        ({"max_sparsity": 1.0}, r"\[0, 1\)"),
+        ({"update_fraction": 1.2}, r"\[0, 1\]"),
+        ({"stages": 0}, "at least 1"),
+        ({"interval": 0}, "at least 1"),
+        ({"pattern": "acdc", "turn": 0}, "turn > 0"),
+        ({"warmup": 400}, "do not fit in 300 steps"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        Variation(**changes).resolve(300)
+
+
+def any_schedule() -> st.SearchStrategy[Schedule]:
+    return st.builds(
+        lambda variation, total: variation.resolve(total),
+        st.builds(
+            Variation,
+            pattern=st.sampled_from(PATTERNS),
+            update=st.sampled_from(UPDATES),
+            warmup_shape=st.sampled_from(["staged", "continuous"]),
+            restore_shape=st.sampled_from(["staged", "continuous"]),
+            max_sparsity=st.floats(0, 0.999),
+            warmup=st.floats(0, 0.3),
+            ultra=st.floats(0, 0.3),
+            restore=st.floats(0, 0.3),
+            turn=st.floats(0.05, 0.2),
+            interval=st.none() | st.integers(1, 50),
+            stages=st.integers(1, 7),
+        ),
+        st.integers(20, 400),
+    )
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(any_schedule())
+def test_segments_agree_with_at_and_cover_every_step(schedule: Schedule):
+    expected_start = 0
+    for segment in schedule.segments():
+        assert segment.start == expected_start < segment.stop
+        expected_start = segment.stop
+        for step in range(segment.start, segment.stop):
+            point = schedule.at(step)
+            assert (point.phase, point.sparsity) == (segment.phase, segment.sparsity)
+            assert 0 <= point.update_fraction <= 1
+    assert expected_start == schedule.total_steps
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(any_schedule())
+def test_the_target_moves_at_topology_steps_only(schedule: Schedule):
+    topology = set(schedule.topology_steps())
+    for step in range(1, schedule.total_steps + 1):
+        if step not in topology:
+            assert schedule.at(step).sparsity == schedule.at(step - 1).sparsity
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(st.integers(6, 2000))
+def test_no_phase_of_the_preset_is_lost_to_rounding(total: int):
+    schedule = Variation().resolve(total)
+    assert [piece.phase for piece in schedule.pieces] == ["warmup", "ultra", "restore", "dense"]
+    assert schedule.is_topology_step(schedule.sparse_until)
+
+
+def test_values_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Variation().stages = 4  # type: ignore[misc]
+    assert hash(Variation()) == hash(Variation())
