@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mst_scale import zero_shards
 from mst_scale.distributed import Ranks, logger
 
 PARTIAL = ".partial"
@@ -26,12 +27,12 @@ def tag_of(step: int) -> str:
     return f"step{step:08d}"
 
 
-def save(engine: Any, folder: Path, step: int, ranks: Ranks, keep: int, state: dict[str, Any]) -> None:
+def save(engine: Any, folder: Path, ranks: Ranks, *, step: int, keep: int, state: dict[str, Any]) -> None:
     """One checkpoint on all ranks, whole or not at all. A full disk is an OSError that leaves the older ones alone."""
     start = time.monotonic()
     tag = tag_of(step)
     draft, final = folder / (tag + PARTIAL), folder / tag
-    if ranks.on_first(lambda: (final / MANIFEST).exists()):
+    if ranks.on_first((final / MANIFEST).exists):
         return  # this step has been saved already
     ranks.on_first(lambda: _fresh(draft, final))
     try:
@@ -118,8 +119,9 @@ def _fresh(draft: Path, final: Path) -> None:
 
 def _write(engine: Any, folder: Path, tag: str, state: dict[str, Any]) -> None:
     try:
-        engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
-    except RuntimeError as error:  # torch's zip writer reports a full disk as a RuntimeError
+        with zero_shards.errors_after_saving(engine):
+            engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
+    except (OSError, RuntimeError) as error:
         free = shutil.disk_usage(folder).free
         raise OSError(f"cannot save a checkpoint in {folder} ({free / 1e9:.2f} GB free): {error}") from error
 

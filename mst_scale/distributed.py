@@ -90,6 +90,31 @@ class Ranks:
         raise Elsewhere(exit_code(error))
 
 
+class Votes:
+    """One small all-reduce a step, awaited a step later, so that no rank stands still for it.
+
+    `cast` returns the (stop, loss is not finite) verdicts that have come in, oldest first, the same on every rank: that
+    of the step before, and with `wait` also that of this step (before a checkpoint, an evaluation, a logged row).
+    """
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.flights: list[tuple[Any, Any]] = []
+
+    def cast(self, stop: bool, nonfinite: bool, wait: bool) -> list[tuple[bool, bool]]:
+        import torch
+        import torch.distributed as dist
+
+        arrived, self.flights = self.flights, []
+        ballot = torch.tensor([int(stop), int(nonfinite)])
+        self.flights.append((ballot, dist.all_reduce(ballot, group=self.ranks.control, async_op=True)))
+        if wait:
+            arrived, self.flights = arrived + self.flights, []
+        for _, work in arrived:
+            work.wait()
+        return [(bool(ballot[0]), bool(ballot[1])) for ballot, _ in arrived]
+
+
 class Elsewhere(Exception):
     """Another rank has failed and says why; this one ends with the same exit code, in silence."""
 
@@ -132,7 +157,7 @@ def end(error: BaseException) -> NoReturn:
     Leaves at once: a rank that unwinds slowly, waiting for collectives, would hang the others.
     """
     sys.stdout.flush()
-    if isinstance(error, ValueError | OSError | MemoryError) and "MST_TRACEBACK" not in os.environ:
+    if isinstance(error, ValueError | OSError | MemoryError | ArithmeticError) and "MST_TRACEBACK" not in os.environ:
         rank = os.environ.get("RANK", "0")
         print(f"mst_scale: {'' if rank == '0' else f'rank {rank}: '}{_first_line(error)}", file=sys.stderr)
     elif not isinstance(error, Elsewhere):

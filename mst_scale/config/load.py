@@ -25,7 +25,7 @@ BLOCKS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, 
 
 
 def load(config: str | Path | dict[str, Any], overrides: Iterable[str] = (), method: str | None = None) -> Experiment:
-    """The experiment in a file (or a dict). Later wins: method's preset in the file, the file, `method`, `overrides`."""
+    """The experiment in a file or dict. Later wins: the preset of its method, the file, `method`, `overrides`."""
     where, raw = read(config)
     mst = raw.setdefault("mst", {})
     if method is not None and isinstance(mst, dict) and method != mst.get("method"):

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# The whole test suite in the project's own environment; arguments go to pytest.
+#   bash launchers/test.sh                 everything this machine can run
+#   bash launchers/test.sh -k selection    a part of it
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # several processes share the cores
+exec python -m pytest "$@"

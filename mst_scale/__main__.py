@@ -1,0 +1,5 @@
+import sys
+
+from mst_scale.cli import main
+
+sys.exit(main())

@@ -1,0 +1,90 @@
+"""Can this experiment run at all, on this many ranks?
+
+DeepSpeed finds most of these mistakes too, on every rank at once and deep in a traceback. Here each costs one line,
+before any process group exists where that is possible.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mst_scale.config.blocks import Experiment
+
+PRECISIONS = ("fp16", "bf16")
+# Features of DeepSpeed whose optimizer step we neither need nor have tested together with sparse training.
+UNTESTED = ("zenflow", "hybrid_engine", "curriculum_learning", "progressive_layer_drop")
+
+
+def batch_shape(deepspeed: dict[str, Any], world_size: int) -> tuple[int, int, int]:
+    """(sequences per update, per process and micro-batch, micro-batches per update); DeepSpeed's rule, in words."""
+    total = _positive(deepspeed, "train_batch_size")
+    micro = _positive(deepspeed, "train_micro_batch_size_per_gpu")
+    accumulation = _positive(deepspeed, "gradient_accumulation_steps")
+    if total is None and micro is None:
+        raise ValueError("the config needs train_batch_size, or train_micro_batch_size_per_gpu, or both")
+    if total is None:
+        assert micro is not None
+        accumulation = accumulation or 1
+        return micro * accumulation * world_size, micro, accumulation
+    if micro is None:
+        parts = world_size * (accumulation or 1)
+        if total % parts:
+            raise ValueError(_uneven(total, f"{world_size} processes × {accumulation or 1} accumulation steps", parts))
+        return total, total // parts, accumulation or 1
+    if accumulation is None:
+        if total % (micro * world_size):
+            raise ValueError(_uneven(total, f"{world_size} processes × {micro} per micro-batch", micro * world_size))
+        return total, micro, total // (micro * world_size)
+    if total != micro * accumulation * world_size:
+        raise ValueError(
+            f"train_batch_size = {total}, but {micro} per micro-batch × {accumulation} accumulation steps × "
+            f"{world_size} processes = {micro * accumulation * world_size}: leave gradient_accumulation_steps out"
+        )
+    return total, micro, accumulation
+
+
+def check(experiment: Experiment) -> None:
+    """Everything that can be refused without knowing the number of ranks."""
+    ds = experiment.deepspeed
+    for key in ("zero_optimization", "optimizer", *PRECISIONS, "data_types"):
+        if not isinstance(ds.get(key, {}), dict):
+            raise ValueError(f"{key} must be an object, not {ds[key]!r}")
+    stage = ds.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise ValueError(f"zero_optimization.stage = {stage!r}: the stages are 0, 1, 2 and 3")
+    enabled = [name for name in PRECISIONS if ds.get(name, {}).get("enabled")]
+    if len(enabled) > 1:
+        raise ValueError("fp16 and bf16 are both enabled: choose one")
+    if "scheduler" in ds:
+        raise ValueError("the learning rate follows training.lr_schedule: remove the DeepSpeed block 'scheduler'")
+    for name in UNTESTED:
+        if isinstance(ds.get(name), dict) and ds[name].get("enabled", True):
+            raise ValueError(f"DeepSpeed's {name!r} has not been tested with mst_scale: remove that block")
+    peak_learning_rate(ds)
+    clip = ds.get("gradient_clipping", 0.0)
+    if not isinstance(clip, int | float) or clip < 0:
+        raise ValueError(f"gradient_clipping must be a number of at least 0 (0 turns it off), not {clip!r}")
+
+
+def peak_learning_rate(deepspeed: dict[str, Any]) -> float:
+    optimizer = deepspeed.get("optimizer")
+    if not optimizer:
+        raise ValueError('the config needs an optimizer: {"optimizer": {"type": "AdamW", "params": {"lr": 6e-4}}}')
+    rate = optimizer.get("params", {}).get("lr")
+    if not isinstance(rate, int | float) or isinstance(rate, bool) or rate <= 0:
+        raise ValueError(f"optimizer.params.lr must be a positive number, not {rate!r}")
+    return float(rate)
+
+
+def _positive(deepspeed: dict[str, Any], key: str) -> int | None:
+    value = deepspeed.get(key)
+    if value is None or value == "auto":
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} must be a positive integer, not {value!r}")
+    return value
+
+
+def _uneven(total: int, by: str, parts: int) -> str:
+    nearest = max(1, round(total / parts)) * parts
+    return f"train_batch_size = {total} does not divide into {by}: the nearest that does is {nearest}"

@@ -1,0 +1,334 @@
+"""Pretrain a GPT with DeepSpeed: the training loop, readable as one list.
+
+    deepspeed --num_accelerators 2 --module mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
+    torchrun --nproc_per_node 2 -m mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
+    mpirun -n 2 python -m mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
+
+Each step is a pure function of (weights, optimizer state, seed, step): batches, learning rate, dropout and topology ask
+the step's number, never a generator's state. That is why a killed run continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mst_scale import checkpoint, distributed, engine, zero_shards
+from mst_scale.config import Experiment, load, to_dict
+from mst_scale.config.check import batch_shape, check, peak_learning_rate
+from mst_scale.data import Sampler, ensure
+from mst_scale.distributed import Ranks, logger
+from mst_scale.learning_rate import learning_rate
+from mst_scale.metrics import MetricsFile, read
+from mst_scale.models.gpt import GPT
+from mst_scale.progress import ProgressLine, clock, table
+from mst_scale.randomness import counter_hash
+
+# The blocks in which a resumed run must agree with its checkpoint.
+SAME_ON_RESUME = ("model",)
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="mst_scale.pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="the experiment (ds_configs/*.json)")
+    parser.add_argument("--method", metavar="M", help="dense, mst, rigl, static, …: overrides mst.method")
+    parser.add_argument("--data", metavar="DIR", help="a folder with train.bin and val.bin: overrides data.dir")
+    parser.add_argument("--out", metavar="DIR", help="where the run's files go (default: runs/<config>-<method>)")
+    parser.add_argument("--steps", type=int, metavar="N", help="overrides training.steps")
+    parser.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
+    parser.add_argument("--resume", default="auto", metavar="auto|never|TAG", help="continue from a checkpoint of OUT")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    return parser.parse_args(argv)
+
+
+def experiment_of(args: argparse.Namespace) -> Experiment:
+    overrides = list(args.set)
+    if args.steps is not None:
+        overrides.append(f"training.steps={args.steps}")
+    if args.data is not None:
+        overrides += [f"data.dir={json.dumps(args.data)}", "data.source=null"]
+    experiment = load(args.deepspeed_config, overrides, args.method)
+    check(experiment)
+    return experiment
+
+
+class Run:
+    """One experiment on its ranks, from its first step or from a checkpoint to its last."""
+
+    def __init__(self, experiment: Experiment, out: Path, ranks: Ranks):
+        self.experiment, self.out, self.ranks = experiment, out, ranks
+        self.training = experiment.training
+        self.batch, self.micro, self.accumulation = batch_shape(experiment.deepspeed, ranks.world_size)
+        self.peak = peak_learning_rate(experiment.deepspeed)
+        self.checkpoints = out / "checkpoints"
+        self.nonfinite = 0
+        self.asked_to_stop = False
+        self.flops_spent = self.flops_dense = 0
+
+    # --- before the first step ---
+
+    def prepare(self, resume: str) -> None:
+        """Data, model, engine, checkpoint: whatever can be refused is refused here."""
+        tag = self._choose_checkpoint(resume)
+        folder = self.ranks.on_first(lambda: ensure(self.experiment.data))
+        self.train, self.val = self.ranks.together(
+            lambda: tuple(
+                Sampler(
+                    folder,
+                    self.experiment.model.context,
+                    self.training.seed,
+                    split=split,
+                    vocab_size=self.experiment.model.vocab_size,
+                )
+                for split in ("train", "val")
+            )
+        )
+        self.engine = self.ranks.together(self._build)
+        self.device = next(self.engine.module.parameters()).device
+        self.step = 0 if tag is None else self._load(tag)
+        self.ranks.on_first(self._describe)
+        if self.ranks.first:
+            self.metrics = MetricsFile(self.out / "metrics.jsonl", self.step)
+
+    def _choose_checkpoint(self, resume: str) -> str | None:
+        existing = self.ranks.on_first(lambda: checkpoint.list_tags(self.checkpoints))
+        if resume == "never":
+            if existing:
+                raise ValueError(f"{self.out} holds a run already: choose another --out, or --resume auto")
+            return None
+        if resume == "auto":
+            tag = checkpoint.newest(self.checkpoints, self.ranks)
+            if existing and tag is None:
+                raise OSError(f"no checkpoint in {self.checkpoints} is whole: start anew in another --out")
+            return tag
+        if resume not in existing:
+            found = f"it has {', '.join(existing)}" if existing else "there is none"
+            raise ValueError(f"no checkpoint {resume!r} in {self.checkpoints}: {found}")
+        return resume
+
+    def _build(self) -> Any:
+        torch.manual_seed(self.training.seed)
+        with zero_shards.partitioned_construction(self.experiment.deepspeed):
+            model = GPT(self.experiment.model)
+        decayed = [p for p in model.parameters() if zero_shards.is_matrix(p)]
+        others = [p for p in model.parameters() if not zero_shards.is_matrix(p)]
+        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        monitored = self._with_monitors()
+        built, *_ = engine.initialize(model=model, model_parameters=groups, config=monitored)
+        return built
+
+    def _with_monitors(self) -> Experiment:
+        """TensorBoard beside the metrics, unless the config says otherwise; DeepSpeed prints nothing of its own."""
+        deepspeed = dict(self.experiment.deepspeed)
+        deepspeed.setdefault(
+            "tensorboard", {"enabled": True, "output_path": str(self.out / "tensorboard"), "job_name": ""}
+        )
+        deepspeed.setdefault("steps_per_print", 2**31)
+        return Experiment(self.experiment.model, self.experiment.data, self.training, self.experiment.mst, deepspeed)
+
+    def _load(self, tag: str) -> int:
+        _, state = self.ranks.together(lambda: zero_shards.load_checkpoint(self.engine, self.checkpoints, tag))
+        self.flops_spent, self.flops_dense = state["flops"], state["flops_dense"]
+        logger.info("continuing %s from step %d", self.out, state["step"])
+        return int(state["step"])
+
+    def _describe(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        checkpoint.sweep(self.checkpoints)
+        resolved = to_dict(self.experiment)
+        path = self.out / "config.json"
+        if self.step and path.exists():
+            before = json.loads(path.read_text())
+            for block in SAME_ON_RESUME:
+                if before.get(block) != json.loads(json.dumps(resolved[block])):
+                    raise ValueError(f"{path}: the run in {self.out} has another {block!r} block: choose another --out")
+        checkpoint.write_atomically(path, json.dumps(resolved, indent=2) + "\n")
+
+    # --- the loop ---
+
+    def train_all(self) -> dict[str, Any]:
+        """Every step that is left; the last logged row."""
+        t = self.training
+        row: dict[str, Any] = {}
+        votes = distributed.Votes(self.ranks)
+        line = ProgressLine(t.steps, self.step)
+        window, window_start = self.step, time.monotonic()
+        while self.step < t.steps:
+            loss = self._update()
+            self.step += 1
+            last = self.step == t.steps
+            logs, evaluates, saves = (
+                last or bool(every and self.step % every == 0) for every in (t.log_every, t.eval_every, t.save_every)
+            )
+            # reading the loss waits for the device, which DeepSpeed's gradient norm has just done anyway
+            bad = not math.isfinite(float(loss))
+            verdicts = votes.cast(self.asked_to_stop, bad, wait=logs or evaluates or saves)
+            stop = any(verdict[0] for verdict in verdicts)
+            for _, nonfinite in verdicts:
+                self._count_nonfinite(nonfinite)
+            if logs or evaluates:
+                row = self._row(loss, (time.monotonic() - window_start) / (self.step - window))
+                if evaluates:
+                    row["val_loss"] = self.evaluate()
+                if self.ranks.first:
+                    self.metrics.write(row)
+                    self._monitor(row)
+                    line.show(row)
+                window, window_start = self.step, time.monotonic()
+            if (saves or stop) and not self.nonfinite:
+                line.close()
+                self._save()
+            if stop and not last:
+                line.say(f"asked to stop: step {self.step} is saved, the same command continues")
+                raise SystemExit(0)
+        line.close()
+        return row
+
+    def _update(self) -> torch.Tensor:
+        """One optimizer step on the global batch; the mean loss of this rank's micro-batches, still on the device."""
+        rate = learning_rate(self.step, self.peak, self.training)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        total = torch.zeros((), device=self.device)
+        for k in range(self.accumulation):
+            micro_batch = k * self.ranks.world_size + self.ranks.rank  # its place in the global batch
+            tokens, targets = self._micro_batch(self.train, self.step, micro_batch)
+            if self.experiment.model.dropout:
+                torch.manual_seed(counter_hash(self.training.seed, "dropout", self.step, micro_batch))
+            loss = self.engine(tokens, targets)
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.detach()
+        return total / self.accumulation
+
+    def _micro_batch(self, sampler: Sampler, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, targets = sampler.batch(step, range(index * self.micro, (index + 1) * self.micro))
+        return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean validation loss over fixed sequences, the same for any number of ranks.
+
+        Micro-batches are dealt out in turn; a rank without one left runs an idle forward, because under ZeRO-3 every
+        forward is a collective.
+        """
+        self.engine.eval()
+        count = -(-self.training.eval_sequences // self.micro)
+        losses = torch.zeros(count, dtype=torch.float64)
+        for start in range(0, count, self.ranks.world_size):
+            index = start + self.ranks.rank
+            tokens, targets = self._micro_batch(self.val, 0, min(index, count - 1))
+            loss = self.engine(tokens, targets)
+            if index < count:
+                losses[index] = loss.double().cpu()
+        dist.all_reduce(losses, group=self.ranks.control)  # each entry has one owner: the sum adds zeros to it
+        self.engine.train()
+        return float(losses.mean())
+
+    # --- what is written ---
+
+    def _row(self, loss: torch.Tensor, seconds: float) -> dict[str, Any]:
+        mean = loss.double().cpu()
+        dist.all_reduce(mean, group=self.ranks.control)
+        context = self.experiment.model.context
+        norm = zero_shards.grad_norm(self.engine)
+        return {
+            "step": self.step,
+            "tokens": self.step * self.batch * context,
+            "loss": float(mean) / self.ranks.world_size,
+            "lr": learning_rate(self.step - 1, self.peak, self.training),
+            "grad_norm": norm,
+            "phase": "dense",
+            "target_sparsity": 0.0,
+            "sparsity": 0.0,
+            "flops": self.flops_spent,
+            "flops_dense": self.flops_dense,
+            "tokens_per_s": self.batch * context / seconds,
+            "step_ms": 1e3 * seconds,
+        }
+
+    def _monitor(self, row: dict[str, Any]) -> None:
+        samples = self.step * self.batch
+        events = [
+            (f"mst/{name}", value, samples)
+            for name, value in row.items()
+            if isinstance(value, int | float) and name not in ("step", "tokens")
+        ]
+        if self.engine.monitor.enabled:
+            self.engine.monitor.write_events(events)
+
+    def _count_nonfinite(self, nonfinite: bool) -> None:
+        self.nonfinite = self.nonfinite + 1 if nonfinite else 0
+        if self.nonfinite >= self.training.stop_after_nonfinite:
+            raise FloatingPointError(
+                f"the loss was not a finite number in {self.nonfinite} steps in a row up to step {self.step} (learning "
+                f"rate {learning_rate(self.step - 1, self.peak, self.training):.3g}); the checkpoints in "
+                f"{self.checkpoints} are from before: lower the learning rate or look at the data, then resume"
+            )
+
+    def summary(self, seconds: float, first: int) -> str:
+        """The table at the end, from what stands in metrics.jsonl."""
+        last, validated = {}, {}
+        for row in read(self.out / "metrics.jsonl"):
+            last, validated = row, row if "val_loss" in row else validated
+        tokens = self.step * self.batch * self.experiment.model.context
+        rows = [
+            ("train loss", f"{last['loss']:.4f}" if last else "–"),
+            ("validation loss", f"{validated['val_loss']:.4f}" if validated else "–"),
+            ("tokens", f"{tokens:,} in {self.step:,} steps"),
+            ("time", clock(seconds) + (f" (since step {first})" if first else "")),
+            ("metrics", str(self.out / "metrics.jsonl")),
+            ("tensorboard", f"tensorboard --logdir {self.out / 'tensorboard'}"),
+            ("checkpoint", str(self.checkpoints / checkpoint.tag_of(self.step))),
+        ]
+        return table(rows)
+
+    def _save(self) -> None:
+        state = {"flops": self.flops_spent, "flops_dense": self.flops_dense}
+        checkpoint.save(
+            self.engine, self.checkpoints, self.ranks, step=self.step, keep=self.training.keep_checkpoints, state=state
+        )
+
+
+def main(argv: list[str] | None = None) -> None:
+    try:
+        _main(argv)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        distributed.end(error)
+
+
+def _main(argv: list[str] | None) -> None:
+    args = arguments(argv)
+    experiment = experiment_of(args)
+    ranks = distributed.init()
+    out = Path(args.out or f"runs/{Path(args.deepspeed_config).stem}-{experiment.mst.method}")
+    run = Run(experiment, out, ranks)
+
+    def ask_to_stop(signum: int, frame: Any) -> None:
+        run.asked_to_stop = True
+
+    for name in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(name, ask_to_stop)
+    run.prepare(args.resume)
+    start, first = time.monotonic(), run.step
+    run.train_all()
+    if ranks.first:
+        print(run.summary(time.monotonic() - start, first))
+    ranks.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

