@@ -1,7 +1,8 @@
 """What does a run leave behind, step by step?
 
 `metrics.jsonl`: one object a logged step, flushed line by line. A resumed run cuts the lines that lie after its
-checkpoint, so that the file reads like that of a run that was never stopped. A torn last line (a killed run) is dropped.
+checkpoint, so that the file reads like that of a run that was never stopped. A torn last line (of a killed run) is
+dropped.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ import deepspeed
 import torch
 from torch import nn
 
-
-# --- construction ------------------------------------------------------------------------------------------------------
+# --- construction ---
 
 
 def zero_stage(deepspeed_config: dict[str, Any]) -> int:
@@ -40,7 +39,7 @@ def is_matrix(parameter: nn.Parameter) -> bool:
     return len(shape_of(parameter)) > 1
 
 
-# --- the optimizer step ------------------------------------------------------------------------------------------------
+# --- the optimizer step ---
 
 
 def base_optimizer(engine: Any) -> torch.optim.Optimizer:
@@ -89,14 +88,15 @@ def total_norm(gradients: list[torch.Tensor]) -> float:
     return math.sqrt(torch.stack(squares).sum().item()) if squares else 0.0
 
 
-# --- checkpoints -------------------------------------------------------------------------------------------------------
+# --- checkpoints ---
 
 
 @contextlib.contextmanager
 def errors_after_saving(engine: Any) -> Iterator[None]:
     """Let a save run to its end on every rank, then raise what went wrong on this one.
 
-    DeepSpeed meets at barriers while it saves: a rank that raises in between (a full disk) would leave the others there.
+    DeepSpeed meets at barriers while it saves: a rank that raises in between (its disk is full) would leave the others
+    waiting there.
     """
     inner, recovery = engine.checkpoint_engine, engine._copy_recovery_script
     errors: list[Exception] = []
