@@ -31,7 +31,7 @@ def test_ranks_share_a_group_and_are_reused():
 
 
 def test_an_error_on_one_rank_ends_all_and_says_which():
-    with pytest.raises(pool.RankError, match="rank 1 of 2(.|\n)*rank one has had enough"):
+    with pytest.raises(pool.RankError, match=r"rank 1 of 2(.|\n)*rank one has had enough"):
         pool.run(fail_on_rank_one, 2)
     assert pool.run(total, 2, 1) == [3, 3], "the next call starts fresh processes"
 

@@ -1,0 +1,175 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from mst_scale.config import METHODS, MODELS, load, to_dict
+from mst_scale.config.check import batch_shape, check
+
+READY = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+MINIMAL = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_ready_configs_load_and_survive_a_round_trip(path):
+    experiment = load(path)
+    check(experiment)
+    assert load(json.loads(json.dumps(to_dict(experiment)))) == experiment
+
+
+def test_the_papers_config():
+    paper = load(READY[0].parent / "gpt2_small.json")
+    assert (paper.model.n_layer, paper.model.n_embd, paper.model.padded_vocab) == (12, 768, 50304)
+    assert paper.deepspeed["optimizer"]["params"] == {
+        "lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1
+    }  # fmt: skip
+    assert paper.deepspeed["gradient_clipping"] == 0.1
+    assert batch_shape(paper.deepspeed, 4) == (480, 12, 10)
+    sparsity, topology = paper.mst.sparsity, paper.mst.topology
+    assert (sparsity.max, sparsity.stages, sparsity.warmup, sparsity.ultra, sparsity.restore) == (
+        0.96, 5, 10_000, 100_000, 10_000
+    )  # fmt: skip
+    assert (topology.interval, topology.update_fraction, topology.random_ratio) == (100, 0.3, 0.25)
+    assert (paper.mst.attention.pattern, paper.mst.attention.stride) == ("strided", 256)
+
+
+def test_overrides_reach_any_key_and_win():
+    experiment = load(
+        {**MINIMAL, "mst": {"sparsity": {"max": 0.5}}},
+        ["mst.sparsity.max=0.9", "zero_optimization.stage=2", "data.dir=some/where", "model.bias=true"],
+    )
+    assert experiment.mst.sparsity.max == 0.9
+    assert experiment.deepspeed["zero_optimization"] == {"stage": 2}
+    assert experiment.data.dir == "some/where"
+    assert experiment.model.bias is True
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_resolves(method):
+    assert load(MINIMAL, method=method).mst.method == method
+
+
+def test_who_wins_preset_file_method_override():
+    raw = {**MINIMAL, "mst": {"method": "mst", "sparsity": {"max": 0.9}}}
+    assert load(raw).mst.sparsity.max == 0.9, "the file wins over the preset of its method"
+    assert load(raw, method="rigl").mst.sparsity.max == 0.8, "a method named on the command line wins over the file"
+    assert load(raw, ["mst.sparsity.max=0.7"], method="rigl").mst.sparsity.max == 0.7, "--set wins over all"
+    assert load(raw, method="mst").mst.sparsity.max == 0.9, "naming the file's own method changes nothing"
+
+
+def test_recipes():
+    assert load({**MINIMAL, "recipe": "mst-wsd"}).training.lr_schedule == "wsd"
+    assert load({**MINIMAL, "recipe": "paper"}).training.lr_schedule == "cosine"
+    assert load({**MINIMAL, "recipe": "mst-wsd"}).mst.method == "mst"
+    with pytest.raises(ValueError, match="nearest is 'mst-wsd'"):
+        load({**MINIMAL, "recipe": "mst-wds"})
+
+
+def test_model_presets_fill_in_under_the_users_keys():
+    model = load({**MINIMAL, "model": {"preset": "gpt2-xl", "bias": True, "n_layer": 3}}).model
+    assert (model.n_layer, model.n_embd, model.n_head, model.bias) == (3, 1600, 25, True)
+    assert set(MODELS) >= {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-1.3b", "gpt3-175b", "tiny"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"modle": {}}, "unknown key 'modle': did you mean 'model'"),
+        ({"zero_optimisation": {}}, "did you mean 'zero_optimization'"),
+        (
+            {"mst": {"sparsity": {"maximum": 0.9}}},
+            r"'mst.sparsity.maximum': the nearest valid one is 'mst.sparsity.max'",
+        ),
+        ({"mst": {"sparsity": {"max": "0.9"}}}, "mst.sparsity.max must be a number, not '0.9'"),
+        ({"mst": {"sparsity": {"max": 1.0}}}, r"mst.sparsity.max must lie in \[0, 1\)"),
+        ({"mst": {"method": "mts"}}, "unknown mst.method 'mts': the nearest is 'mst'"),
+        ({"mst": {"sparsity": [1]}}, "mst.sparsity must be an object"),
+        ({"model": {"preset": "gpt5"}}, "unknown model.preset 'gpt5': the nearest is 'gpt2'"),
+        ({"model": {"n_layer": 0}}, "model.n_layer must be at least 1"),
+        ({"model": {"n_layer": True}}, "model.n_layer must be an integer, not True"),
+        ({"model": {"n_embd": 100, "n_head": 3}}, "cannot be cut into 3 equal heads"),
+        ({"model": {"dropout": 1.0}}, "model.dropout must lie in"),
+        ({"training": {"lr_schedule": "cos"}}, "must be 'cosine' or 'wsd', not 'cos'"),
+        ({"training": {"steps": 0}}, "training.steps must be at least 1"),
+        ({"training": {"warmup": -1}}, "training.warmup = -1"),
+        ({"training": {"warmup": 1.5}}, "give steps .an integer. or a share"),
+        ({"training": 3}, "training must be an object"),
+        ({"data": {"dir": 3}}, "data.dir must be a string or null, not 3"),
+        ({"mst": {"targets": {"include": "blocks.*"}}}, "must be a list of strings"),
+    ],
+)
+def test_mistakes_name_the_key_and_the_cure(raw, message):
+    with pytest.raises(ValueError, match=message):
+        load({**MINIMAL, **raw})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "not valid JSON: .* at line 1"), ("[1]", "a config is a JSON object"), (None, "no such config file")],
+)
+def test_unreadable_files(tmp_path, text, message):
+    path = tmp_path / "c.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load(path)
+
+
+@pytest.mark.parametrize("override", ["mst", "=3", "mst..max=1", "train_batch_size.x=1"])
+def test_malformed_overrides(override):
+    with pytest.raises(ValueError, match="--set"):
+        load(MINIMAL, [override])
+
+
+@pytest.mark.parametrize(
+    ("ds", "world", "shape"),
+    [
+        ({"train_batch_size": 8}, 2, (8, 4, 1)),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, 1, (8, 2, 4)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, 4, (24, 2, 3)),
+        ({"train_batch_size": 8, "gradient_accumulation_steps": 2}, 2, (8, 2, 2)),
+        (
+            {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+            3,
+            (12, 2, 2),
+        ),
+    ],
+)
+def test_batch_shape(ds, world, shape):
+    assert batch_shape(ds, world) == shape
+
+
+@pytest.mark.parametrize(
+    ("ds", "message"),
+    [
+        ({"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2}, "9 does not divide into 2 processes × 2"),
+        ({"train_batch_size": 7}, "does not divide into 2 processes"),
+        ({}, "needs train_batch_size"),
+        ({"train_batch_size": 0}, "must be a positive integer"),
+        (
+            {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
+            "leave gradient_accumulation_steps out",
+        ),
+    ],
+)
+def test_batches_that_do_not_divide(ds, message):
+    with pytest.raises(ValueError, match=message):
+        batch_shape(ds, 2)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"zero_optimization": {"stage": 7}}, "stage = 7: the stages are 0, 1, 2 and 3"),
+        ({"zero_optimization": 2}, "zero_optimization must be an object"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "choose one"),
+        ({"scheduler": {"type": "WarmupLR"}}, "training.lr_schedule"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "must be a positive number"),
+        ({"optimizer": None}, "must be an object"),
+        ({"gradient_clipping": -1}, "gradient_clipping must be"),
+        ({"zenflow": {"topk_ratio": 0.1}}, "has not been tested"),
+    ],
+)
+def test_deepspeed_keys_that_cannot_be_right(extra, message):
+    with pytest.raises(ValueError, match=message):
+        check(load({**MINIMAL, **extra}))

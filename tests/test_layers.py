@@ -1,0 +1,80 @@
+"""Imports go only downwards: a module may import modules of a lower layer, or of its own package. The three parts of the
+paper (sparsity_variation, mixed_growing, hybrid_sparse_attention) share a layer, so they do not know each other.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import mst_scale
+
+ROOT = Path(mst_scale.__file__).parent
+LAYERS = {
+    "config": 1,
+    "distributed": 1,
+    "randomness": 1,
+    "sparsity_variation": 2,
+    "mixed_growing": 2,
+    "hybrid_sparse_attention": 2,
+    "sparse_linear": 2,
+    "learning_rate": 2,
+    "metrics": 2,
+    "progress": 2,
+    "models": 3,
+    "flops": 3,
+    "data": 3,
+    "zero_shards": 4,
+    "checkpoint": 5,
+    "engine": 5,
+    "inspect": 6,
+    "pretrain": 7,
+    "cli": 8,
+    "__main__": 9,
+    "__init__": 9,
+}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def unit_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported_units(path: Path) -> set[str]:
+    units = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] if node.module != "mst_scale" else [f"mst_scale.{a.name}" for a in node.names]
+            assert node.level == 0, f"{path}: relative import"
+        else:
+            continue
+        units |= {name.split(".")[1] for name in names if name.startswith("mst_scale.")}
+    return units
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_down(path: Path):
+    own = unit_of(path)
+    assert own in LAYERS, f"give {own} a layer"
+    for other in imported_units(path) - {own}:
+        assert LAYERS[other] < LAYERS[own], f"{path.relative_to(ROOT)} (layer {LAYERS[own]}) imports {other}"
+
+
+def test_the_rule_sees_an_upward_import(tmp_path: Path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("from mst_scale import engine\nimport mst_scale.cli.data\nfrom mst_scale.models.gpt import GPT\n")
+    assert imported_units(bad) == {"engine", "cli", "models"}
+
+
+def test_only_one_file_reads_deepspeeds_internals():
+    public = ("deepspeed", "deepspeed.comm", "deepspeed.checkpointing")
+    for path in FILES:
+        if path.name == "zero_shards.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            inside = [name for name in modules if name.split(".")[0] == "deepspeed" and name not in public]
+            assert not inside, f"{path.relative_to(ROOT)} imports {inside}"
