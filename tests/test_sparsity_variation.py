@@ -236,7 +236,7 @@ def test_the_target_moves_at_topology_steps_only(schedule: Schedule):
 
 
 @settings(deadline=None, max_examples=100, derandomize=True)
-@given(st.integers(7, 2000))
+@given(st.integers(8, 2000))
 def test_no_phase_of_the_preset_is_lost_to_rounding(total: int):
     schedule = Variation().resolve(total)
     assert [piece.phase for piece in schedule.pieces] == ["warmup", "ultra", "restore", "dense"]
