@@ -1,19 +1,22 @@
 """Where does DeepSpeed keep what we need? The only file that reads its internals (0.19.x).
 
-Construction under ZeRO-3, gradient norms, a plain fp32 optimizer step that records its norm and skips bad gradients as
-every other optimizer of DeepSpeed does, and checkpoint saves that fail on all ranks or on none.
+Construction under ZeRO-3; the optimizer step and its norm; for every sparse parameter this rank's slice, with live views
+of its master weight, reduced gradient and optimizer states; hooks around the step; saves that fail together.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
 from torch import nn
 
 # --- construction ---
@@ -86,6 +89,256 @@ def total_norm(gradients: list[torch.Tensor]) -> float:
         return 0.0
     squares = [torch.linalg.vector_norm(g.detach(), dtype=torch.float64).square() for g in gradients]
     return math.sqrt(torch.stack(squares).sum().item()) if squares else 0.0
+
+
+# --- where shards lie ---
+
+
+@dataclass(frozen=True)
+class Slice:
+    """This rank's part [start, start + length) of a flattened parameter; the length may be 0."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    length: int
+
+
+class Replicated:
+    """Stage 0: every rank holds every parameter whole, so there is nothing to reconcile (`group` is None)."""
+
+    group = None
+
+    def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
+        self.optimizer = base_optimizer(engine)
+        self.parameters = list(parameters.values())
+        self.slices = [Slice(name, tuple(p.shape), 0, p.numel()) for name, p in parameters.items()]
+        self._masters = _stage0_masters(engine.optimizer)
+
+    def owner(self, i: int) -> torch.Tensor:
+        """The tensor among the base optimizer's parameters that this parameter's master weights are part of."""
+        return self._master(i)[0]
+
+    def weight(self, i: int) -> torch.Tensor:
+        """Live fp32 master weights of this rank's slice, flat."""
+        flat, offset = self._master(i)
+        return flat.detach().view(-1).narrow(0, offset, self.slices[i].length)
+
+    def states(self, i: int) -> dict[str, torch.Tensor]:
+        """Live optimizer states of this rank's slice, flat, by their key ("exp_avg", "exp_avg_sq")."""
+        flat, offset = self._master(i)
+        return _states_of(self.optimizer, flat, offset, self.slices[i].length)
+
+    def gradient(self, i: int) -> torch.Tensor | None:
+        """The reduced, still loss-scaled gradient of this rank's slice, flat; write back with `put_gradient`."""
+        gradient = self.parameters[i].grad
+        return None if gradient is None else gradient.view(-1)
+
+    def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
+        live = self.gradient(i)
+        assert live is not None
+        if live.data_ptr() != gradient.data_ptr():
+            live.copy_(gradient)
+
+    def _master(self, i: int) -> tuple[torch.Tensor, int]:
+        return self._masters.get(id(self.parameters[i]), (self.parameters[i], 0))
+
+
+class FlatPartitions:
+    """Stages 1 and 2: a parameter group is one flat buffer cut evenly; a parameter may straddle ranks.
+
+    What a rank owns nothing of has an empty slice there. Nothing is cached: DeepSpeed rebinds states on load.
+    """
+
+    def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
+        self.zero = engine.optimizer
+        self.optimizer = base_optimizer(engine)
+        self.group = self.zero.dp_process_group
+        self.parameters = list(parameters.values())
+        self.slices = [self._slice(name, p) for name, p in parameters.items()]
+        self._group_of = {id(p): g for g, group in enumerate(self.zero.bit16_groups) for p in group}
+
+    def owner(self, i: int) -> torch.Tensor:
+        return self.zero.single_partition_of_fp32_groups[self._group_of[id(self.parameters[i])]]
+
+    def weight(self, i: int) -> torch.Tensor:
+        flat, start = self.owner(i), self._hp_start(i)
+        return flat.detach().view(-1).narrow(0, start, self.slices[i].length)
+
+    def states(self, i: int) -> dict[str, torch.Tensor]:
+        return _states_of(self.optimizer, self.owner(i), self._hp_start(i), self.slices[i].length)
+
+    def gradient(self, i: int) -> torch.Tensor | None:
+        parameter = self.parameters[i]
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:
+            return self.weight(i)  # empty
+        return mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)  # type: ignore[attr-defined]
+
+    def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
+        live = self.gradient(i)
+        assert live is not None
+        if live.data_ptr() != gradient.data_ptr():
+            live.copy_(gradient)
+        if self.zero.cpu_offload and self.slices[i].length:
+            # with offload the norm was recorded during backward, from the gradient as it was then
+            norm = gradient.double().norm(2)
+            self.zero.norm_for_param_grads[self.zero.get_param_id(self.parameters[i])] = norm
+
+    def _slice(self, name: str, parameter: nn.Parameter) -> Slice:
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        address = None if mapping is None else mapping.lp_fragment_address
+        start, length = (0, 0) if address is None else (address.start, address.numel)
+        return Slice(name, tuple(parameter.shape), start, length)
+
+    def _hp_start(self, i: int) -> int:
+        mapping = self.parameters[i]._hp_mapping  # type: ignore[attr-defined]
+        return 0 if mapping is None else mapping.hp_fragment_address.start
+
+
+class CutParameters:
+    """Stage 3: each parameter is cut on its own into equal parts; the last parts may hold padding, left out here."""
+
+    def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
+        self.zero = engine.optimizer
+        self.optimizer = base_optimizer(engine)
+        self.group = self.zero.dp_process_group
+        self.parameters = list(parameters.values())
+        self.slices = [self._slice(name, p) for name, p in parameters.items()]
+
+    def owner(self, i: int) -> torch.Tensor:
+        return self.zero.fp32_partitioned_groups_flat[self._position(i)[0]]
+
+    def weight(self, i: int) -> torch.Tensor:
+        return self.owner(i).detach().view(-1).narrow(0, self._position(i)[1], self.slices[i].length)
+
+    def states(self, i: int) -> dict[str, torch.Tensor]:
+        return _states_of(self.optimizer, self.owner(i), self._position(i)[1], self.slices[i].length)
+
+    def gradient(self, i: int) -> torch.Tensor | None:
+        whole = safe_get_local_grad(self.parameters[i])
+        return None if whole is None else whole.view(-1)[: self.slices[i].length]
+
+    def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
+        parameter = self.parameters[i]
+        if gradient.numel() == parameter.partition_numel():  # type: ignore[attr-defined]
+            safe_set_local_grad(parameter, gradient)
+        else:
+            padded = gradient.new_zeros(parameter.partition_numel())  # type: ignore[attr-defined]
+            padded[: gradient.numel()] = gradient
+            safe_set_local_grad(parameter, padded)
+
+    def _position(self, i: int) -> tuple[int, int]:
+        group, offset, _ = self.zero.grad_position[self.zero.get_param_id(self.parameters[i])]
+        return group, offset
+
+    def _slice(self, name: str, parameter: Any) -> Slice:
+        part = parameter.partition_numel()
+        start = min(part * dist.get_rank(self.group), parameter.ds_numel)
+        return Slice(name, tuple(parameter.ds_shape), start, min(part, parameter.ds_numel - start))
+
+
+Shards = Replicated | FlatPartitions | CutParameters
+
+
+def shards_of(engine: Any, parameters: dict[str, nn.Parameter]) -> Shards:
+    """Where the slices of these parameters lie on this rank. What cannot be right is refused with the reason."""
+    _refuse_untested(engine)
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        return Replicated(engine, parameters)
+    return CutParameters(engine, parameters) if stage == 3 else FlatPartitions(engine, parameters)
+
+
+def _refuse_untested(engine: Any) -> None:
+    kind = type(engine.optimizer).__name__
+    if kind == "BF16_Optimizer":
+        raise ValueError(
+            "bf16 with ZeRO-1 and data_types.grad_accum_dtype = fp32 takes its gradient norm from full gradients, "
+            "which no rank can mask with its shard of the masks: use ZeRO-2, or leave grad_accum_dtype out"
+        )
+    if engine.zero_optimization() and engine.zero_round_robin_gradients():
+        raise ValueError(
+            "zero_optimization.round_robin_gradients reorders shards so that masks cannot follow: set it to false"
+        )
+    offload = engine.zero_offload_optimizer() if engine.zero_optimization() else None
+    if offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme":
+        raise ValueError("masks cannot follow optimizer states to NVMe: set offload_optimizer.device to cpu")
+    if offload is not None and getattr(offload, "ratio", 1.0) != 1.0:
+        raise ValueError(f"offload_optimizer.ratio = {offload.ratio} is untested with sparse training: set it to 1.0")
+
+
+def _stage0_masters(optimizer: Any) -> dict[int, tuple[torch.Tensor, int]]:
+    """id(parameter) → (fp32 tensor, offset) under DeepSpeed's two stage-0 mixed-precision optimizers."""
+    masters: dict[int, tuple[torch.Tensor, int]] = {}
+    if hasattr(optimizer, "fp32_groups_flat"):  # fused: one flat master per group
+        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            offset = 0
+            for parameter in group:
+                masters[id(parameter)] = (flat, offset)
+                offset += parameter.numel()
+    elif hasattr(optimizer, "fp32_groups"):  # unfused: one master per parameter
+        for group, copies in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            masters.update({id(p): (copy, 0) for p, copy in zip(group, copies, strict=True)})
+    return masters
+
+
+def _states_of(optimizer: Any, flat: torch.Tensor, offset: int, length: int) -> dict[str, torch.Tensor]:
+    return {
+        key: value.view(-1).narrow(0, offset, length)
+        for key, value in optimizer.state.get(flat, {}).items()
+        if torch.is_tensor(value) and value.numel() == flat.numel() and value.dim() > 0
+    }
+
+
+# --- hooks ---
+
+
+def around_model_step(engine: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before` once per accumulation boundary, with reduced gradients, before clipping; `after` at its end."""
+    inner = engine._take_model_step
+
+    def step(lr_kwargs: Any) -> None:
+        before()
+        inner(lr_kwargs)
+        after()
+
+    engine._take_model_step = step
+
+
+def after_master_update(engine: Any, hook: Callable[[set[int]], None]) -> None:
+    """Call `hook` after each update of master weights, before the low-precision copy and gather.
+
+    It gets the ids of the tensors just updated: ZeRO-1/2 update once per parameter group, ZeRO-3 per sub-group, in the
+    same order on all ranks. After an overflow the base optimizer is not called, and so neither is the hook.
+    """
+
+    def post(optimizer: Any, args: Any, kwargs: Any) -> None:
+        hook({id(p) for group in optimizer.param_groups for p in group["params"]})
+
+    base_optimizer(engine).register_step_post_hook(post)
+
+
+def loss_scale(engine: Any) -> float:
+    """What the gradients are multiplied by before the optimizer's step (1 without fp16)."""
+    if not engine.fp16_enabled():
+        return 1.0
+    optimizer = engine.optimizer
+    config = getattr(optimizer, "loss_scale_config", None)
+    return float(config.cur_scale if config is not None else optimizer.loss_scale)
+
+
+def clip_factor(engine: Any) -> float:
+    """What clipping multiplied the last gradient by."""
+    clip, norm = engine.gradient_clipping(), getattr(engine.optimizer, "_global_grad_norm", None)
+    if not clip or norm is None:
+        return 1.0
+    return min(1.0, clip / (float(norm) + 1e-6))
+
+
+def low_precision(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
+    """What the forward reads, as this rank holds it: the whole parameter, or under ZeRO-3 this rank's part."""
+    return parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.data  # type: ignore[no-any-return]
 
 
 # --- checkpoints ---

@@ -1,0 +1,59 @@
+"""Small models and configs that several tests train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Toy(nn.Module):
+    """Odd sizes, so that parameters straddle ranks and ZeRO-3's parts carry padding; an embedding, norms, biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(19, 13)
+        self.up = nn.Linear(13, 37)
+        self.norm = nn.LayerNorm(37)
+        self.down = nn.Linear(37, 13, bias=False)
+        self.out = nn.Linear(13, 7)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = x + self.down(self.norm(torch.relu(self.up(x))))
+        return nn.functional.cross_entropy(self.out(x).float(), targets)
+
+
+def toy() -> Toy:
+    torch.manual_seed(11)
+    model = Toy()
+    for parameter in model.parameters():  # no accidental zeros or ones
+        nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def toy_batch(step: int, position: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + position)
+    return torch.randint(19, (size,), generator=generator), torch.randint(7, (size,), generator=generator)
+
+
+def deepspeed_config(
+    stage: int, world: int, precision: str = "fp32", accumulation: int = 1, **extra: Any
+) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": 8 * accumulation * world,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 2**31,
+    }
+    if precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    if stage == 3:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    for key, value in extra.items():
+        config[key] = {**config[key], **value} if isinstance(config.get(key), dict) else value
+    return config
