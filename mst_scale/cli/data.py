@@ -1,0 +1,133 @@
+"""`mst data`: how does text become a corpus that a run can read?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ABOUT = """\
+Tokenise text into a corpus folder: train.bin and val.bin (nanoGPT's layout) and meta.json.
+
+SOURCE is one of
+  stdlib          the sources of the running Python: real text that is on every machine (the default)
+  openwebtext     the paper's data set, with nanoGPT's train/validation split; 40 GB of text
+  NAME            any other data set of the Hugging Face hub (--subset, --split, --revision, --stream)
+  PATH...         files, globs and folders: .txt, .jsonl, .parquet, also .json, .csv, .arrow, .jsonl.gz/.zst/.xz/.bz2;
+                  or a folder that `datasets` has written with save_to_disk
+
+TOKENIZER is `byte` (256 bytes and an end of text), `gpt2` or another encoding of tiktoken, or the path of a .tiktoken
+rank file, split by GPT-2's pattern: r50k_base.tiktoken gives gpt2's ids without a network.
+
+A run that was killed is finished by the same command. A corpus that is there already is used as it is."""
+
+EXAMPLES = """\
+examples:
+  mst data                                              # corpora/stdlib-byte, in seconds
+  mst data openwebtext --out corpora/owt                # what the paper trains on; hours on a few cores
+  mst data 'books/*.txt' --tokenizer gpt2 --out corpora/books --val-fraction 0.02
+  mst data crawl.jsonl.zst --text-key content --out corpora/crawl
+  mst data HuggingFaceFW/fineweb-edu --subset sample-10BT --out corpora/fineweb
+  mst data HuggingFaceFW/fineweb-edu --stream --max-bytes 2G --out corpora/taste
+  mst data roneneldan/TinyStories --val-split validation --out corpora/stories
+  mst data --verify corpora/owt                         # read it all, compare with meta.json's digests
+"""
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def add(subparsers: Any) -> None:
+    verb = subparsers.add_parser(
+        "data",
+        help="tokenise text into a corpus",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    option = verb.add_argument
+    option("source", nargs="*", metavar="SOURCE", help="what to read (default: stdlib)")
+    option("--out", metavar="DIR", help="the corpus folder (default: corpora/SOURCE-TOKENIZER)")
+    option("--tokenizer", metavar="TOKENIZER", help="default: byte for stdlib, else gpt2")
+    option("--text-key", default="text", metavar="KEY", help="JSON key or column of the text (default: text)")
+    option(
+        "--val-fraction",
+        type=float,
+        metavar="F",
+        help="share that is set apart for validation (default: 0.0005 for openwebtext, 0.05 for stdlib, else 0.01)",
+    )
+    option("--max-bytes", type=_bytes, metavar="N", help="stop reading after N bytes: 500K, 20M, 3G")
+    option("--seed", type=int, default=2357, metavar="N", help="of the split (default: 2357, nanoGPT's)")
+    option("--subset", metavar="NAME", help="hub: the configuration of the data set")
+    option("--split", default="train", metavar="NAME", help="hub: the split to read (default: train)")
+    option("--val-split", metavar="NAME", help="hub: a split to validate on, in place of --val-fraction")
+    option("--revision", metavar="REV", help="hub: a commit, tag or branch")
+    option("--stream", action="store_true", help="hub: read while downloading, keep no copy")
+    option("--workers", type=int, metavar="N", help="processes (default: all cores); the result is the same")
+    option("--force", action="store_true", help="make it anew, whatever the folder holds")
+    option("--verify", metavar="DIR", help="check a corpus against its digests, and do nothing else")
+    option("--json", action="store_true", help="print meta.json on one line")
+    verb.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.verify is not None:
+        return _verify(args)
+    from mst_scale.data.prepare import prepare
+    from mst_scale.data.recipe import Recipe
+
+    recipe = Recipe(
+        source=args.source or "stdlib",
+        tokenizer=args.tokenizer,
+        text_key=args.text_key,
+        val_fraction=args.val_fraction,
+        max_bytes=args.max_bytes,
+        seed=args.seed,
+        subset=args.subset,
+        split=args.split,
+        val_split=args.val_split,
+        revision=args.revision,
+        stream=args.stream,
+    )
+    out = Path(args.out or Path("corpora", f"{_plain(recipe.paths[0])}-{_plain(recipe.tokenizer_name)}"))
+    meta = prepare(recipe, out, workers=args.workers, force=args.force)
+    print(json.dumps(meta) if args.json else _summary(out, meta))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from mst_scale.data.corpus import verify
+
+    if args.source or args.out:
+        raise ValueError("--verify takes a corpus folder and nothing else: mst data --verify DIR")
+    folder = Path(args.verify)
+    try:
+        meta = verify(folder)
+    except ValueError as error:
+        if not folder.is_dir():
+            raise
+        print(f"mst: {error}", file=sys.stderr)
+        return 1  # the question was right; the corpus is not
+    print(json.dumps(meta) if args.json else f"{_summary(folder, meta)}\nall digests agree")
+    return 0
+
+
+def _bytes(text: str) -> int:
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    try:
+        return int(float(number) * UNITS[unit])
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes like 500K, 20M or 3G") from None
+
+
+def _plain(name: str) -> str:
+    """The last part of a path or hub name, without what a folder's name should not hold."""
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in Path(name).stem).strip("-") or "corpus"
+
+
+def _summary(out: Path, meta: dict[str, Any]) -> str:
+    lines = [f"{out}: tokenizer {meta['tokenizer']}, {meta['vocab_size']:,} ids, {meta['dtype']}"]
+    for name, split in meta["splits"].items():
+        lines.append(f"  {name:5}  {split['tokens']:>14,} tokens  {split['documents']:>11,} documents  {split['file']}")
+    return "\n".join(lines)

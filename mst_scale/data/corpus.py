@@ -1,0 +1,155 @@
+"""What is a corpus, and can it be trusted?
+
+A folder with `train.bin` and `val.bin`: token ids one after the other, little-endian uint16 (uint32 where the
+vocabulary has more than 65,536), every document followed by the end of text; and `meta.json`, which `mst data` writes last:
+
+    {"format", "tokenizer", "vocab_size", "end_of_text", "dtype",
+     "splits": {"train" | "val": {"file", "tokens", "documents", "max_id", "sha256"}},
+     "recipe": what was asked for, "source": what was read, "versions": what read it}
+
+Without meta.json it is nanoGPT's layout, uint16; it works as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = "mst_scale corpus 1"
+META = "meta.json"
+PARTIAL = ".partial"  # holds what is being made (partial.py)
+BLOCK_BYTES = 32 << 20  # read at a time by whole-file checks
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """One split, memory-mapped. `vocab_size` and `tokenizer` are None for a bare `.bin`."""
+
+    path: Path
+    tokens: np.ndarray  # 1-D, uint16 or uint32
+    vocab_size: int | None
+    tokenizer: str | None
+
+
+def open_tokens(
+    folder: str | Path, split: str = "train", *, vocab_size: int | None = None, check_ids: bool = True
+) -> TokenFile:
+    """The ids of a split, or a ValueError that says what is wrong with the folder and what to do.
+
+    `vocab_size` is the model's: ids must be below it. meta.json vouches for that; a bare `.bin` is read through once
+    (1 to 3 s per GB from a fast disk), so let one rank do it and give the others `check_ids=False`.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise ValueError(f"data folder {folder} {what}; `mst data SOURCE --out {folder}` makes a corpus")
+    meta = read_meta(folder) if (folder / META).exists() else None
+    if meta is None and (folder / PARTIAL).exists():
+        raise ValueError(f"the corpus in {folder} is unfinished; run the `mst data` command that began it again")
+    if meta is not None and split not in meta["splits"]:
+        raise ValueError(f"{folder} has no split {split!r}; it has {', '.join(meta['splits'])}")
+    path = folder / (meta["splits"][split]["file"] if meta else f"{split}.bin")
+    if not path.is_file():
+        raise ValueError(f"there is no {path}; `mst data SOURCE --out {folder}` makes train.bin and val.bin")
+    dtype = np.dtype(meta["dtype"] if meta else np.uint16).newbyteorder("<")
+    if meta is not None:
+        _check_size(path, meta["splits"][split]["tokens"], dtype.itemsize)
+    elif path.stat().st_size % dtype.itemsize:
+        raise ValueError(f"{path} has an odd number of bytes: it is cut short or not uint16 ids; copy or make it again")
+    tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)
+    if vocab_size is not None:
+        _check_vocabulary(path, meta, vocab_size, check_ids)
+    return TokenFile(path, tokens, meta["vocab_size"] if meta else None, meta["tokenizer"] if meta else None)
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads((folder / META).read_text())
+    except ValueError:
+        raise ValueError(f"{folder / META} is not JSON; make the corpus again (--force)") from None
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        found = meta.get("format") if isinstance(meta, dict) else None
+        raise ValueError(f"{folder / META} has format {found!r}, not {FORMAT!r}; make the corpus again (--force)")
+    return meta
+
+
+def verify(folder: str | Path) -> dict[str, Any]:
+    """Read everything and compare with the digests; returns meta.json, or ValueError with what differs."""
+    folder = Path(folder)
+    if not (folder / META).exists():
+        open_tokens(folder)
+        raise ValueError(f"{folder} has no meta.json, so there are no digests to compare with")
+    meta = read_meta(folder)
+    check_sizes(folder, meta)
+    for split in meta["splits"].values():
+        digest = hashlib.sha256()
+        with open(folder / split["file"], "rb") as handle:
+            while block := handle.read(BLOCK_BYTES):
+                digest.update(block)
+        if digest.hexdigest() != split["sha256"]:
+            raise ValueError(
+                f"{folder / split['file']} is damaged: its SHA-256 is not meta.json's; make it again (--force)"
+            )
+    return meta
+
+
+def check_sizes(folder: Path, meta: dict[str, Any]) -> None:
+    for split in meta["splits"].values():
+        path = folder / split["file"]
+        if not path.is_file():
+            raise ValueError(f"there is no {path}, which {META} describes; copy it again, or make it again (--force)")
+        _check_size(path, split["tokens"], np.dtype(meta["dtype"]).itemsize)
+
+
+def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    """Where two recipes part, in words."""
+    for key in dict.fromkeys((*ours, *theirs)):
+        if ours.get(key) != theirs.get(key):
+            return f"{key} {ours.get(key)!r}, not {theirs.get(key)!r}"
+    return None
+
+
+def _check_size(path: Path, tokens: int, itemsize: int) -> None:
+    size = path.stat().st_size
+    if size != tokens * itemsize:
+        raise ValueError(
+            f"{path} has {size:,} bytes, but {META} says {tokens:,} tokens of {itemsize} bytes; it is damaged or was "
+            "replaced: copy it again, or make it again (--force)"
+        )
+
+
+def _check_vocabulary(path: Path, meta: dict[str, Any] | None, vocab_size: int, check_ids: bool) -> None:
+    if meta is not None:
+        if meta["vocab_size"] > vocab_size:
+            raise ValueError(
+                f"{path} was made with tokenizer {meta['tokenizer']!r} of {meta['vocab_size']} ids, but the model has "
+                f"vocab_size {vocab_size}; set model.vocab_size to {meta['vocab_size']} or use another corpus"
+            )
+        return
+    if vocab_size > 1 << 16:
+        raise ValueError(
+            f"{path} has no {META}, so it is read as nanoGPT's uint16, which cannot hold a vocabulary of {vocab_size}; "
+            "make the corpus with `mst data`, which then writes uint32"
+        )
+    if check_ids:
+        highest = highest_id(path)
+        if highest >= vocab_size:
+            raise ValueError(
+                f"{path} holds id {highest}, but the model has vocab_size {vocab_size}; the file belongs to another "
+                "tokenizer: set model.vocab_size to that one's"
+            )
+
+
+def highest_id(path: Path) -> int:
+    """Of a bare `.bin`, in one pass and 32 MiB of memory; -1 if it is empty."""
+    dtype = np.dtype("<u2")
+    highest = -1
+    with open(path, "rb") as handle:
+        while len(block := np.fromfile(handle, dtype, BLOCK_BYTES // dtype.itemsize)):
+            highest = max(highest, int(block.max()))
+    return highest

@@ -1,0 +1,186 @@
+"""How does a corpus folder appear all at once, though making it takes hours and may be killed at any moment?
+
+    out/.partial/   recipe.json; train.bin and val.bin as they grow; journal.json: how much of them is safe;
+                    meta.json: they are complete, only to be moved
+    out/            train.bin, val.bin, meta.json: moved in this order, when all is written and synced
+
+While `.partial` exists and `meta.json` does not, nobody takes what lies in `out` for a corpus (corpus.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mst_scale.data.corpus import META, PARTIAL, first_difference
+from mst_scale.data.sources import SPLITS
+
+READ_BACK = 8 << 20  # bytes at a time
+
+
+class SplitFile:
+    """A growing `.bin`, with the digest of what it holds; reopened at a state that the journal recorded."""
+
+    def __init__(self, path: Path, state: dict[str, Any] | None):
+        self.path = path
+        self.digest = hashlib.sha256()
+        self.n_bytes: int = state["bytes"] if state else 0
+        self.documents: int = state["documents"] if state else 0
+        self.max_id: int = state["max_id"] if state else -1
+        # Unbuffered: after an error there must be no buffer that is flushed later.
+        self.handle = open(path, "r+b" if state else "wb", buffering=0)  # noqa: SIM115
+        if state:
+            self._read_back(state["sha256"])
+
+    def _read_back(self, expected: str) -> None:
+        left = self.n_bytes
+        while left and (data := self.handle.read(min(left, READ_BACK))):
+            self.digest.update(data)
+            left -= len(data)
+        if self.digest.hexdigest() != expected:
+            raise ValueError(
+                f"{self.path} does not hold what was written to it; remove {self.path.parent} and start anew"
+            )
+        self.handle.truncate(self.n_bytes)
+
+    def append(self, ids: bytes, documents: int, max_id: int) -> None:
+        rest = memoryview(ids)
+        while rest:
+            rest = rest[self.handle.write(rest) :]
+        self.digest.update(ids)
+        self.n_bytes += len(ids)
+        self.documents += documents
+        self.max_id = max(self.max_id, max_id)
+
+    def sync(self) -> dict[str, Any]:
+        os.fsync(self.handle.fileno())
+        return {
+            "bytes": self.n_bytes,
+            "documents": self.documents,
+            "max_id": self.max_id,
+            "sha256": self.digest.hexdigest(),
+        }
+
+
+class Partial:
+    """The unfinished corpus of `out`."""
+
+    def __init__(self, out: Path):
+        self.out, self.folder = out, out / PARTIAL
+
+    @property
+    def complete(self) -> bool:
+        return (self.folder / META).exists()
+
+    @property
+    def worth_keeping(self) -> bool:
+        return self.complete or self.journal() is not None
+
+    def recipe(self) -> dict[str, Any] | None:
+        return _read_json(self.folder / "recipe.json")
+
+    def journal(self) -> dict[str, Any] | None:
+        """What is safely written: `chunks`, `amount`, `source`, and per split a SplitFile's state."""
+        return _read_json(self.folder / "journal.json")
+
+    def begin(self, recipe: dict[str, Any]) -> None:
+        """An empty folder for this recipe."""
+        self.discard()
+        self.folder.mkdir()
+        _write_json(self.folder / "recipe.json", recipe)
+
+    def write_journal(self, files: list[SplitFile], source: dict[str, Any], chunks: int, amount: int) -> None:
+        states = {name: file.sync() for name, file in zip(SPLITS, files, strict=True)}
+        content = {"chunks": chunks, "amount": amount, "source": source, "files": states}
+        _write_json(self.folder / "journal.json", content)
+
+    def finish(self, meta: dict[str, Any]) -> None:
+        _write_json(self.folder / META, meta)
+
+    def publish(self) -> None:
+        """Move the complete files in; does the rest of it when it was interrupted."""
+        (self.out / META).unlink(missing_ok=True)  # of the corpus that is replaced
+        _sync_folder(self.out)
+        for name in SPLITS:
+            file = self.folder / f"{name}.bin"
+            if file.exists():
+                file.replace(self.out / file.name)
+        _sync_folder(self.out)
+        (self.folder / META).replace(self.out / META)
+        _sync_folder(self.out)
+        self.discard()
+
+    def discard(self) -> None:
+        if self.folder.exists():
+            # What makes it complete goes first: half a folder must not be published later.
+            (self.folder / META).unlink(missing_ok=True)
+            (self.folder / "journal.json").unlink(missing_ok=True)
+            shutil.rmtree(self.folder)
+
+
+def check_free(out: Path, recipe: dict[str, Any]) -> None:
+    """ValueError if `out` holds something that is not this recipe's unfinished work."""
+    partial = Partial(out)
+    begun = partial.recipe()
+    if begun is not None and partial.worth_keeping:
+        difference = first_difference(begun, recipe)
+        if difference:
+            raise ValueError(f"{out} holds an unfinished corpus with {difference}; choose another folder, or --force")
+    elif begun is None and any((out / f"{name}.bin").exists() for name in SPLITS):
+        raise ValueError(f"{out} holds .bin files that were not made here; choose another folder, or --force")
+
+
+@contextlib.contextmanager
+def locked(out: Path, announce: Any) -> Iterator[None]:
+    """One process at a time prepares a folder; the lock dies with its process."""
+    with open(out / ".lock", "w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            announce(f"another process is preparing {out}; waiting for it")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What the machine refuses, on one line with the cure."""
+    try:
+        yield
+    except OSError as error:
+        cure = "check the folder and its permissions"
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            cure = "make room there and run the same command again: it goes on where it stopped"
+        raise OSError(f"cannot write in {folder}: {error.strerror or error}; {cure}") from None
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "w") as handle:
+        json.dump(content, handle, indent=2)
+        handle.write("\n")
+        handle.flush()
+        os.fsync(handle.fileno())
+    temporary.replace(path)
+    _sync_folder(path.parent)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,64 @@
+"""What decides every byte of a corpus? Which text, how it is split, and how it is tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mst_scale.data.tokenizer import tokenizer_identity
+
+VAL_FRACTIONS = {"openwebtext": 0.0005, "stdlib": 0.05}  # nanoGPT's; a few hundred thousand tokens of 10 MB
+OTHER_VAL_FRACTION = 0.01
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`source` is a word (`stdlib`, `openwebtext`), the name of a data set of the hub, or paths (locate.py). None
+    stands for the source's default, which takes its place here."""
+
+    source: str | Sequence[str] = "stdlib"
+    tokenizer: str | None = None  # `byte` for stdlib, else `gpt2`
+    text_key: str = "text"  # the JSON key or table column that holds a document
+    val_fraction: float | None = None  # 0.0005 for openwebtext, 0.05 for stdlib, else 0.01
+    max_bytes: int | None = None  # stop reading here
+    seed: int = 2357  # of the train/validation split: nanoGPT's
+    subset: str | None = None  # hub: the configuration, as in load_dataset(name, subset)
+    split: str = "train"  # hub, saved: the split to read
+    val_split: str | None = None  # hub, saved: a split to validate on, in place of a part of `split`
+    revision: str | None = None  # hub: a commit, tag or branch
+    stream: bool = False  # hub: read while downloading and keep no copy; openwebtext is then not split as nanoGPT does
+
+    def __post_init__(self) -> None:
+        paths = self.paths
+        if not paths or not all(paths):
+            raise ValueError("no source: name 'stdlib', a data set of the Hugging Face hub, or files")
+        word = paths[0] if len(paths) == 1 else ""
+        object.__setattr__(self, "source", word or tuple(paths))
+        if self.tokenizer is None:
+            object.__setattr__(self, "tokenizer", "byte" if word == "stdlib" else "gpt2")
+        if self.val_fraction is None:
+            object.__setattr__(self, "val_fraction", VAL_FRACTIONS.get(word, OTHER_VAL_FRACTION))
+        if not 1e-6 <= self.held_out < 1:
+            raise ValueError(f"val_fraction must lie in [0.000001, 1), not {self.val_fraction}")
+        if self.max_bytes is not None and self.max_bytes < 1:
+            raise ValueError(f"max_bytes must be at least 1, not {self.max_bytes}")
+
+    @property
+    def paths(self) -> list[str]:
+        return [self.source] if isinstance(self.source, str) else list(self.source)
+
+    @property
+    def tokenizer_name(self) -> str:
+        assert self.tokenizer is not None
+        return self.tokenizer
+
+    @property
+    def held_out(self) -> float:
+        assert self.val_fraction is not None
+        return self.val_fraction
+
+    def identity(self) -> dict[str, Any]:
+        """As JSON. Two recipes with one identity make the same corpus from the same data."""
+        content = {field.name: getattr(self, field.name) for field in fields(self)}
+        return content | {"source": self.paths, "tokenizer": tokenizer_identity(self.tokenizer_name)}

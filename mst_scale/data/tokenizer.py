@@ -1,0 +1,176 @@
+"""How does text become token ids?
+
+Four ways to name a tokenizer:
+- `byte`: the 256 bytes of UTF-8 and an end of text, 257 ids; needs no vocabulary;
+- `gpt2` (the paper's) or any other encoding name of tiktoken; tiktoken downloads its vocabulary once;
+- a path to a `.tiktoken` rank file (lines of "base64-token rank"), for machines without a network. Text is split by
+  GPT-2's pattern and the end of text is the id after the last rank, so `r50k_base.tiktoken` gives the very ids of
+  `gpt2`. Files of encodings with another pattern (`cl100k_base.tiktoken`, …) are refused, not silently mis-split.
+
+Special tokens inside a text are encoded as ordinary text; only the end of text is ever emitted, by `prepare`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+# GPT-2's split of text into words, as published with the model: contractions, words, numbers, punctuation, spaces.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+SPLIT_LIKE_GPT2 = ("gpt2", "r50k_base")  # encodings whose rank file is complete with that pattern
+DOWNLOAD_SECONDS = 60.0  # vocabularies are 1-4 MB; a network that drops packets would otherwise hang for minutes
+
+
+class Tokenizer(Protocol):
+    name: str
+    vocab_size: int  # ids are 0 … vocab_size - 1
+    end_of_text: int
+
+    def encode(self, text: str) -> np.ndarray:
+        """Unsigned ids, without the end of text."""
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """One id per byte of UTF-8; 256 ends a text."""
+
+    name = "byte"
+    vocab_size = 257
+    end_of_text = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if i != self.end_of_text).decode(errors="replace")
+
+
+class BpeTokenizer:
+    """A tiktoken encoding."""
+
+    def __init__(self, name: str, encoding: Any):
+        self.name = name
+        self.encoding = encoding
+        self.vocab_size: int = encoding.n_vocab
+        try:
+            self.end_of_text: int = encoding.eot_token
+        except KeyError:
+            raise ValueError(f"tokenizer {name!r} has no <|endoftext|>; choose one that has, like gpt2") from None
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.encoding.decode([i for i in ids if i != self.end_of_text])
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    if name == "byte":
+        return ByteTokenizer()
+    if is_rank_file(name):
+        return BpeTokenizer(name, _encoding_from_ranks(Path(name)))
+    return BpeTokenizer(name, _encoding_by_name(name))
+
+
+def is_rank_file(name: str) -> bool:
+    return name.endswith(".tiktoken") or "/" in name
+
+
+def tokenizer_identity(name: str) -> str:
+    """What decides the ids: the name, or the content of a rank file wherever it lies."""
+    return f"sha256:{hashlib.sha256(_read_ranks(Path(name))).hexdigest()}" if is_rank_file(name) else name
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """2 bytes a token while the ids fit, else 4: nanoGPT's layout and its natural extension."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
+
+
+def _encoding_by_name(name: str) -> Any:
+    import tiktoken
+
+    known = tiktoken.list_encoding_names()
+    if name not in known:
+        near = difflib.get_close_matches(name, ["byte", *known], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"unknown tokenizer {name!r}{hint} (known: byte, {', '.join(known)}, or the path of a .tiktoken file)"
+        )
+    try:
+        return _within(DOWNLOAD_SECONDS, lambda: tiktoken.get_encoding(name))
+    except (OSError, ValueError) as error:  # no network; or a proxy's page in place of the file
+        url = getattr(getattr(error, "request", None), "url", None)
+        where = ""
+        if url is not None:  # tiktoken names a cached file by the digest of its address
+            where = f" with {url} saved in it as {hashlib.sha1(url.encode()).hexdigest()}"
+        raise OSError(
+            f"the vocabulary of tokenizer {name!r} cannot be downloaded ({type(error).__name__}): set "
+            f"TIKTOKEN_CACHE_DIR to a folder{where}, or pass the path of a .tiktoken rank file (r50k_base.tiktoken is "
+            "gpt2's), or use 'byte'"
+        ) from None
+
+
+def _within(seconds: float, load: Callable[[], Any]) -> Any:
+    """`load()`, or TimeoutError: tiktoken's download itself has no time limit."""
+    outcome: list[tuple[Any, Exception | None]] = []
+
+    def attempt() -> None:
+        try:
+            outcome.append((load(), None))
+        except Exception as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def _read_ranks(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"no tokenizer rank file {path}; give an existing .tiktoken file, or use 'byte'") from None
+
+
+def _encoding_from_ranks(path: Path) -> Any:
+    import base64
+
+    import tiktoken
+
+    if path.stem in set(tiktoken.list_encoding_names()).difference(SPLIT_LIKE_GPT2):
+        raise ValueError(
+            f"{path} belongs to {path.stem!r}, which does not split text like GPT-2: ask for tokenizer "
+            f"{path.stem!r} and give tiktoken its file through TIKTOKEN_CACHE_DIR"
+        )
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(_read_ranks(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError:
+            raise ValueError(f"{path}:{number}: expected 'base64-token rank'; is this a .tiktoken file?") from None
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing or sorted(ranks.values()) != list(range(len(ranks))):
+        what = f"{len(missing)} of the 256 single bytes" if missing else "ranks 0, 1, 2, … without gaps"
+        raise ValueError(f"{path} is not a complete rank file: it lacks {what}; copy it again")
+    return tiktoken.Encoding(
+        path.stem,
+        pat_str=GPT2_PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": len(ranks)},
+    )
