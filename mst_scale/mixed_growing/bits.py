@@ -1,0 +1,164 @@
+"""How is one bit per weight stored, read and applied?
+
+Bit j of a shard stands in byte j >> 3, highest bit first: the order of `numpy.packbits`. Bits past the end are 0.
+Everything runs in spans that stay in cache, so a mask is never unpacked whole: temporaries are a few MB on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_PACK = -0x7FBFDFEFF7FBFDFF  # 0x8040201008040201 as int64: moves byte i's lowest bit to bit 63 - i
+_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def spans(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """[begin, end) cuts of a flat slice, on byte borders: 1 MB of float32 where caches are small, else 64 MB."""
+    span = 1 << (18 if device.type == "cpu" else 24)
+    for begin in range(0, length, span):
+        yield begin, min(begin + span, length)
+
+
+def byte_count(length: int) -> int:
+    return (length + 7) // 8
+
+
+def zeros(length: int, device: torch.device) -> Tensor:
+    return torch.zeros(byte_count(length), dtype=torch.uint8, device=device)
+
+
+def ones(length: int, device: torch.device) -> Tensor:
+    return clear_tail_(torch.full((byte_count(length),), 255, dtype=torch.uint8, device=device), length)
+
+
+def clear_tail_(bits: Tensor, length: int) -> Tensor:
+    """Zero the bits past the end, as the format wants them."""
+    if length % 8:
+        bits[-1] &= 0xFF << (8 - length % 8) & 0xFF
+    return bits
+
+
+def pack(flags: Tensor) -> Tensor:
+    """bool (n,) → uint8 (⌈n/8⌉,)."""
+    if flags.numel() % 8:
+        flags = torch.cat([flags, flags.new_zeros(8 - flags.numel() % 8)])
+    if flags.storage_offset() % 8 or not flags.is_contiguous():
+        flags = flags.clone(memory_format=torch.contiguous_format)
+    eights = flags.view(torch.int64)  # one 0/1 byte per weight
+    return ((eights * _PACK) >> 56).to(torch.uint8)
+
+
+def unpack(bits: Tensor, length: int) -> Tensor:
+    """uint8 (⌈n/8⌉,) → bool (n,), a temporary of one byte per weight."""
+    eights = _byte_table(bits.device).index_select(0, bits.to(torch.int32))
+    return eights.view(torch.bool)[:length]
+
+
+def unpack_span(bits: Tensor, begin: int, end: int) -> Tensor:
+    """Bits [begin, end) as bool; begin is a multiple of 8."""
+    return unpack(bits[begin // 8 : byte_count(end)], end - begin)
+
+
+def complement(bits: Tensor, length: int) -> Tensor:
+    return clear_tail_(~bits, length)
+
+
+def count(bits: Tensor) -> int:
+    """Set bits."""
+    table = _count_table(bits.device)
+    total = 0
+    for begin, end in spans(bits.numel(), bits.device):
+        total += int(table.index_select(0, bits[begin:end].to(torch.int32)).sum(dtype=torch.int64))
+    return total
+
+
+def indices(bits: Tensor, length: int) -> Tensor:
+    """Positions of the set bits, ascending, int64."""
+    found = [unpack_span(bits, a, b).nonzero().view(-1) + a for a, b in spans(length, bits.device)]
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=bits.device)
+
+
+def test(bits: Tensor, where: Tensor) -> Tensor:
+    """bool: whether the bits at these positions are set."""
+    byte = bits.index_select(0, where >> 3).to(torch.int32)
+    return ((byte >> (7 - (where & 7))) & 1).to(torch.bool)
+
+
+def add_(bits: Tensor, where: Tensor) -> None:
+    """Set bits that are clear so far, at distinct positions."""
+    bits.index_add_(0, where >> 3, (128 >> (where & 7)).to(torch.uint8))
+
+
+def cut(bits: Tensor, begin: int, end: int) -> Tensor:
+    """Bits [begin, end) as a shard of their own, at any offset."""
+    if begin % 8 == 0:
+        return clear_tail_(bits[begin // 8 : byte_count(end)].clone(), end - begin)
+    whole = begin // 8 * 8
+    pieces = []
+    for a, b in spans(end - begin, bits.device):
+        first = (begin + a) // 8 * 8
+        pieces.append(pack(unpack_span(bits, first, begin + b)[begin - whole :]))
+    return torch.cat(pieces)
+
+
+def join(pieces: list[tuple[Tensor, int]], device: torch.device) -> Tensor:
+    """Shards (bits, length) laid end to end as one."""
+    length = sum(n for _, n in pieces)
+    joined, position = zeros(length, device), 0
+    for bits, n in pieces:
+        if position % 8 == 0:
+            joined[position // 8 : position // 8 + byte_count(n)] = bits.to(device)
+        else:
+            for a, b in spans(n, device):
+                shifted = unpack_span(bits.to(device), a, b)
+                offset = (position + a) % 8
+                flags = torch.cat([shifted.new_zeros(offset), shifted])
+                first = (position + a) // 8
+                joined[first : first + byte_count(flags.numel())] |= pack(flags)
+        position += n
+    return joined
+
+
+def retain_(values: Tensor, bits: Tensor) -> None:
+    """Write exact zeros where a bit is clear, whatever stood there (NaN too); values is flat and written in place.
+
+    One pass: each byte of bits looks up 8 words of all ones or all zeros, and the words are ANDed into the values.
+    """
+    assert values.dim() == 1 and values.is_contiguous() and bits.numel() == byte_count(values.numel())
+    words = values.detach().view(_INTEGER_OF_SIZE[values.element_size()])
+    table = _word_table(words.dtype, words.device)
+    for begin, end in spans(values.numel(), values.device):
+        keep = table.index_select(0, bits[begin // 8 : byte_count(end)].to(torch.int32)).view(-1)
+        words[begin:end].bitwise_and_(keep[: end - begin])
+
+
+def fill_(values: Tensor, bits: Tensor, value: float) -> None:
+    """Write `value` where a bit is set; values is flat and written in place."""
+    assert values.dim() == 1 and bits.numel() == byte_count(values.numel())
+    flat = values.detach()
+    for begin, end in spans(values.numel(), values.device):
+        flat[begin:end].masked_fill_(unpack_span(bits, begin, end), value)
+
+
+def _bit_table() -> Tensor:
+    """(256, 8) int64: the bits of each byte, highest first."""
+    return (torch.arange(256)[:, None] >> torch.arange(7, -1, -1)) & 1
+
+
+@cache
+def _byte_table(device: torch.device) -> Tensor:
+    return _bit_table().to(torch.uint8).contiguous().view(torch.int64).view(-1).to(device)
+
+
+@cache
+def _word_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return (-_bit_table()).to(dtype).contiguous().to(device)
+
+
+@cache
+def _count_table(device: torch.device) -> Tensor:
+    return _bit_table().sum(dim=1).to(torch.uint8).to(device)

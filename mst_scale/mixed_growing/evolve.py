@@ -1,0 +1,338 @@
+"""How does the topology of all layers take one step, to exactly the target of each?
+
+Mixed-Growing (Algorithm 2 of the paper, as meant). A of a layer's n weights are alive, A' shall be:
+
+    N_prune = max(⌊ζ·A⌋, A − A')        the smallest |w| among the living
+    N_grow  = N_prune + A' − A
+    N_rand  = ⌊R·N_grow⌋,  N_grad = N_grow − N_rand
+    grow the N_grad largest |g| among what is dead after the prune, then N_rand of the rest at random
+
+g is the dense gradient of the whole batch, reduced over ranks, before masking. A just-pruned weight may grow back (an
+option, on by default); it is then reported neither as pruned nor as grown: it keeps its value and its moments. A layer
+whose target is full becomes dense: everything grows and nothing is pruned.
+
+The new masks are a function of (weights, gradients, seed, step, layer name) alone, bit for bit the same for any number
+of ranks. Weights are read, never written: the caller zeroes what was pruned and starts what was grown from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.gradient_size import mean_squares
+from mst_scale.mixed_growing.masks import LayerMask
+from mst_scale.mixed_growing.policies import BY_GRADIENT, BY_WEIGHT, Criterion, Policy
+from mst_scale.mixed_growing.selection import Request, Scores, peak_keys, select, select_at_random
+
+PARTS = 10**9  # update fractions count in billionths, so that ⌊0.3 · 10⌋ is 3 and every machine agrees
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's inputs: flat views of this rank's slice, and how many of all its weights shall be alive."""
+
+    mask: LayerMask
+    target: int
+    weight: Tensor
+    gradient: Tensor | None = None
+    """Dense: reduced over ranks and micro-batches, not masked."""
+    momentum: Tensor | None = None
+    """Dense too: an average of such gradients. Adam's first moment is masked and would rank all the dead alike."""
+
+    def inputs(self, criterion: Criterion) -> tuple[Tensor, ...]:
+        """The tensors a criterion reads."""
+        tensors = tuple(getattr(self, what) for what in criterion.reads)
+        for what, tensor in zip(criterion.reads, tensors, strict=True):
+            if tensor is None:
+                raise ValueError(f"{self.mask.name}: this policy ranks weights by {what} and none was given")
+        return tensors
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.target <= self.mask.numel:
+            raise ValueError(f"{self.mask.name}: {self.target} of {self.mask.numel} weights cannot be alive")
+        for what in ("weight", "gradient", "momentum"):
+            tensor = getattr(self, what)
+            if tensor is not None and tensor.shape != (self.mask.length,):
+                raise ValueError(
+                    f"{self.mask.name}: {what} of shape {tuple(tensor.shape)}, the mask's slice has {self.mask.length}"
+                )
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a topology step did to one layer. Counts are over all ranks; bits are of this rank's slice."""
+
+    name: str
+    numel: int
+    before: int
+    active: int
+    pruned: int
+    """Alive before and dead now."""
+    grown: int
+    """Dead before and alive now."""
+    regrown: int
+    """Pruned and grown back in the same step: alive all along."""
+    by_score: int
+    by_random: int
+    ever_active: int | None
+    """Weights alive at any time so far (ITOP), None if not counted."""
+    length: int = field(repr=False)
+    pruned_bits: Tensor | None = field(repr=False)
+    """Packed; None: no weight of any rank."""
+    grown_bits: Tensor | None = field(repr=False)
+    gradient_mean_square: float | None = None
+    """Mean of g² over the layer's weights, the size of second moment that a grown weight starts with."""
+
+    @property
+    def churn(self) -> float:
+        """Share of the layer's mask bits that differ from before."""
+        return (self.pruned + self.grown) / self.numel if self.numel else 0.0
+
+    def pruned_indices(self) -> Tensor:
+        """Positions in the slice, int64: 8 bytes each, so `fill_pruned_` is lighter where many change."""
+        return _indices(self.pruned_bits, self.length)
+
+    def grown_indices(self) -> Tensor:
+        return _indices(self.grown_bits, self.length)
+
+    def fill_pruned_(self, values: Tensor, value: float) -> None:
+        """Write `value` where this rank's slice was pruned."""
+        if self.pruned_bits is not None:
+            bitwise.fill_(values, self.pruned_bits, value)
+
+    def fill_grown_(self, values: Tensor, value: float) -> None:
+        """Write `value` where this rank's slice grew."""
+        if self.grown_bits is not None:
+            bitwise.fill_(values, self.grown_bits, value)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many weights of one layer to prune and to grow."""
+
+    prune: int
+    by_score: int
+    by_random: int
+
+    @property
+    def grow(self) -> int:
+        return self.by_score + self.by_random
+
+
+def evolve(
+    layers: Sequence[Layer],
+    *,
+    policy: Policy,
+    update_fraction: float,
+    seed: int,
+    step: int,
+    exchange: Exchange,
+    regrow: bool = True,
+    gradient_size: bool = True,
+) -> list[Change]:
+    """One topology step for all layers; the masks are updated in place, all of them or (on a NaN) none.
+
+    Called by all ranks of the exchange with the same layers in the same order. `gradient_size` asks for the mean
+    square of the gradient of the layers that grow.
+    """
+    zeta = update_fraction if policy.exchange else 0.0
+    plans = [plan(x.mask.numel, x.mask.active, x.target, zeta, policy.random_share, regrow) for x in layers]
+    work = [_Work(layer, plan) for layer, plan in zip(layers, plans, strict=True) if plan.prune or plan.grow]
+    peaks = _peaks(work, policy, gradient_size, exchange)
+
+    requests = [w.request(policy.prune, w.layer.mask.bits, w.layer.mask.active, w.plan.prune) for w in work]
+    pruned = select(requests, largest=False, exchange=exchange, peaks=peaks.get(policy.prune))
+    for w, bits in zip(work, pruned, strict=True):
+        w.prune(bits, regrow)
+
+    requests = [w.request(policy.grow, w.free, w.free_count, w.plan.by_score) for w in work]
+    for w, bits in zip(
+        work, select(requests, largest=True, exchange=exchange, peaks=peaks.get(policy.grow)), strict=True
+    ):
+        w.grow(bits, w.plan.by_score)
+
+    requests = [w.request(None, w.free, w.free_count, w.plan.by_random) for w in work]
+    for w, bits in zip(work, select_at_random(requests, key=("grow", seed, step), exchange=exchange), strict=True):
+        w.grow(bits, w.plan.by_random)
+
+    sizes = _gradient_sizes(work, peaks, exchange) if gradient_size else {}
+    totals = exchange.sum(torch.tensor([w.local_counts() for w in work], dtype=torch.int64).view(-1, 3)).tolist()
+    changes = {x.mask.name: _unchanged(x) for x in layers}
+    for w, (alive, _, _) in zip(work, totals, strict=True):
+        if alive != w.layer.target:
+            raise RuntimeError(
+                f"{w.layer.mask.name}: {alive} weights are alive after the step instead of {w.layer.target}: the mask "
+                "is not what the last topology step left; resume from the last checkpoint"
+            )
+    for w, (_, regrown, ever) in zip(work, totals, strict=True):
+        changes[w.layer.mask.name] = w.commit(regrown, ever, sizes.get(w.layer.mask.name))
+    return list(changes.values())
+
+
+def sparsify(layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange) -> list[Change]:
+    """Sparsity before the first step: dense masks keep `target` weights, the largest ("magnitude") or "random" ones."""
+    if how not in ("magnitude", "random"):
+        raise ValueError(f"initial masks {how!r} are unknown: choose magnitude or random")
+    work = [_Work(layer, Plan(layer.mask.numel - layer.target, 0, 0)) for layer in layers]
+    assert all(w.layer.mask.dense for w in work), "initial masks start from dense ones"
+    if how == "magnitude":
+        requests = [w.request(BY_WEIGHT, None, w.layer.mask.numel, w.layer.target) for w in work]
+        kept = select(requests, largest=True, exchange=exchange)
+    else:
+        requests = [w.request(None, None, w.layer.mask.numel, w.layer.target) for w in work]
+        kept = select_at_random(requests, key=("start", seed), exchange=exchange)
+    changes = []
+    for w, bits in zip(work, kept, strict=True):
+        w.prune(bitwise.complement(bits, w.layer.mask.length), regrow=True)
+        changes.append(w.commit(regrown=0, ever=w.layer.target, gradient_mean_square=None))
+    return changes
+
+
+def plan(numel: int, active: int, target: int, update_fraction: float, random_share: float, regrow: bool) -> Plan:  # noqa: PLR0917
+    """The equations above, in integers."""
+    if target == numel:
+        return Plan(0, numel - active, 0)
+    prune = max(share_of(update_fraction, active), active - target)
+    if not regrow:
+        prune = min(prune, numel - target)  # more would leave too few dead weights to grow
+    grow = prune + target - active
+    by_random = share_of(random_share, grow)
+    return Plan(prune, grow - by_random, by_random)
+
+
+def share_of(fraction: float, count: int) -> int:
+    """⌊fraction · count⌋ with the fraction rounded to billionths."""
+    return round(fraction * PARTS) * count // PARTS
+
+
+@dataclass
+class _Work:
+    """A layer on its way from one mask to the next. Packed bits of this rank's slice."""
+
+    layer: Layer
+    plan: Plan
+    pruned: Tensor = field(init=False)
+    alive: Tensor = field(init=False)
+    free: Tensor = field(init=False)
+    """What may still grow …"""
+    free_count: int = 0
+    """… and how many of these all ranks have together."""
+
+    def request(self, criterion: Criterion | None, bits: Tensor | None, candidates: int, want: int) -> Request:
+        """A selection from this layer; no criterion: at random."""
+        mask = self.layer.mask
+        return Request(
+            name=mask.name,
+            start=mask.start,
+            length=mask.length,
+            numel=mask.numel,
+            bits=bits,
+            candidates=candidates,
+            want=want,
+            device=mask.device,
+            scores=Scores(mask.name, self.layer.inputs(criterion), criterion.score) if criterion and want else None,
+        )
+
+    def prune(self, bits: Tensor, regrow: bool) -> None:
+        mask = self.layer.mask
+        self.pruned = bits
+        self.alive = mask.packed() & ~bits
+        self.free = bitwise.complement(self.alive if regrow else mask.packed(), mask.length)
+        self.free_count = mask.numel - mask.active + (self.plan.prune if regrow else 0)
+
+    def grow(self, bits: Tensor, count: int) -> None:
+        self.alive |= bits
+        self.free &= ~bits
+        self.free_count -= count
+
+    def local_counts(self) -> list[int]:
+        """Alive, regrown, ever alive in this rank's slice."""
+        ever = self.layer.mask.ever
+        return [
+            bitwise.count(self.alive),
+            bitwise.count(self.pruned & self.alive),
+            0 if ever is None else bitwise.count(ever | self.alive),
+        ]
+
+    def commit(self, regrown: int, ever: int, gradient_mean_square: float | None) -> Change:
+        """Make the new mask the layer's mask. `regrown` and `ever` are counts over all ranks."""
+        mask, before = self.layer.mask, self.layer.mask.active
+        grown = self.alive & ~mask.packed()
+        mask.set_bits(self.alive, self.layer.target)
+        return Change(
+            name=mask.name,
+            numel=mask.numel,
+            before=before,
+            active=mask.active,
+            pruned=self.plan.prune - regrown,
+            grown=self.plan.grow - regrown,
+            regrown=regrown,
+            by_score=self.plan.by_score,
+            by_random=self.plan.by_random,
+            ever_active=None if mask.ever is None else ever,
+            length=mask.length,
+            pruned_bits=self.pruned & ~self.alive,
+            grown_bits=grown,
+            gradient_mean_square=gradient_mean_square,
+        )
+
+
+def _peaks(
+    work: Sequence[_Work], policy: Policy, gradient_size: bool, exchange: Exchange
+) -> dict[Criterion, list[int]]:
+    """Key of the largest score of each layer, by criterion; refuses NaN before anything is changed."""
+    wanted = []
+    if any(w.plan.prune for w in work):
+        wanted.append(policy.prune)
+    if any(w.plan.by_score for w in work):
+        wanted.append(policy.grow)
+    if gradient_size and any(w.layer.gradient is not None for w in work):
+        wanted.append(BY_GRADIENT)
+    wanted = list(dict.fromkeys(wanted))
+    scores = [Scores(w.layer.mask.name, w.layer.inputs(c), c.score) for c in wanted for w in work]
+    found = peak_keys(scores, exchange)
+    return {criterion: found[i * len(work) : (i + 1) * len(work)] for i, criterion in enumerate(wanted)}
+
+
+def _gradient_sizes(work: Sequence[_Work], peaks: dict[Criterion, list[int]], exchange: Exchange) -> dict[str, float]:
+    """Mean g² of the layers that grow."""
+    growing = [i for i, w in enumerate(work) if w.plan.grow and w.layer.gradient is not None]
+    if not growing:
+        return {}
+    layers = [work[i].layer for i in growing]
+    means = mean_squares(
+        [gradient for layer in layers if (gradient := layer.gradient) is not None],
+        [layer.mask.numel for layer in layers],
+        [peaks[BY_GRADIENT][i] for i in growing],
+        exchange,
+    )
+    return dict(zip((layer.mask.name for layer in layers), means, strict=True))
+
+
+def _unchanged(layer: Layer) -> Change:
+    mask = layer.mask
+    return Change(
+        name=mask.name,
+        numel=mask.numel,
+        before=mask.active,
+        active=mask.active,
+        pruned=0,
+        grown=0,
+        regrown=0,
+        by_score=0,
+        by_random=0,
+        ever_active=None,
+        length=mask.length,
+        pruned_bits=None,
+        grown_bits=None,
+    )
+
+
+def _indices(packed: Tensor | None, length: int) -> Tensor:
+    return torch.empty(0, dtype=torch.int64) if packed is None else bitwise.indices(packed, length)

@@ -1,0 +1,55 @@
+"""How do ranks that hold shards of the same parameters talk, and how many bytes does it take?
+
+Only small all-reduces are ever used: sums of counts and maxima, one row per layer. `Exchange()` is one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class Traffic:
+    """All-reduced so far: calls, and the bytes of their payloads."""
+
+    calls: int = 0
+    payload: int = 0
+
+    def sent_per_rank(self, ranks: int) -> int:
+        """Bytes a rank sends in ring all-reduces: 2(R-1)/R of the payload."""
+        return 2 * (ranks - 1) * self.payload // ranks
+
+
+class Exchange:
+    """The ranks whose slices together make up each parameter once; group=None means one process holds all of it.
+
+    `device` is where the backend reduces (the GPU for NCCL); None means wherever the tensor is. Replicas (ZeRO-0) hold
+    the whole parameter each: they evolve with Exchange() and come to the same masks without a word.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None):
+        self.group = group
+        self.device = device
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self.traffic = Traffic()
+
+    def sum(self, counts: Tensor) -> Tensor:
+        """Element-wise sum over ranks of integers, on the CPU."""
+        return self._reduce(counts, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Element-wise maximum over ranks, on the CPU."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Tensor, op: Any) -> Tensor:
+        self.traffic.calls += 1
+        self.traffic.payload += values.numel() * values.element_size()
+        if self.group is not None and self.ranks > 1:
+            values = values.to(self.device or values.device, copy=True)
+            dist.all_reduce(values, op=op, group=self.group)
+        return values.cpu()

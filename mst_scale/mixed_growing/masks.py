@@ -1,0 +1,247 @@
+"""Which weights are alive, on this rank?
+
+One `LayerMask` per sparse parameter holds this rank's slice [start, start + length) of the flattened parameter, one
+bit per weight (parameters/8/ranks bytes). A layer whose every weight is alive keeps no bits at all. `MaskSet` is all of
+them, in parameter order, and what a checkpoint, an inspector and a drift check want from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.permutation import mix64
+from mst_scale.randomness import counter_hash
+
+DIGEST_MASK = (1 << 48) - 1  # 48 bits: sums of 2^15 ranks stay inside int64
+
+
+@dataclass
+class LayerMask:
+    """The mask of this rank's slice of one parameter. A new one is dense."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    length: int
+    device: torch.device
+    bits: Tensor | None = None
+    """uint8, ⌈length/8⌉ bytes; None: the whole parameter, on all ranks, is alive."""
+    ever: Tensor | None = None
+    """ITOP: weights that were alive at any time since they were first counted; None: not counted."""
+    active: int = field(default=-1)
+    """Weights alive on all ranks together."""
+
+    def __post_init__(self) -> None:
+        if self.active < 0:
+            self.active = self.numel
+        if self.length and not 0 <= self.start < self.start + self.length <= self.numel:
+            raise ValueError(
+                f"{self.name}: slice [{self.start}, {self.start + self.length}) lies outside its {self.numel} weights"
+            )
+
+    @property
+    def numel(self) -> int:
+        """Weights of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def dense(self) -> bool:
+        return self.bits is None
+
+    def packed(self) -> Tensor:
+        """The slice's bits; a dense layer makes them up."""
+        return bitwise.ones(self.length, self.device) if self.bits is None else self.bits
+
+    def flags(self) -> Tensor:
+        """The slice as bool, a temporary."""
+        return bitwise.unpack(self.packed(), self.length)
+
+    def set_flags(self, flags: Tensor, active: int) -> None:
+        """Take the slice from a bool tensor; `active` counts over all ranks."""
+        assert flags.numel() == self.length
+        self.set_bits(bitwise.pack(flags.view(-1)), active)
+
+    def set_bits(self, packed: Tensor, active: int) -> None:
+        """Take the slice's bits; a full layer drops them."""
+        assert packed.numel() == bitwise.byte_count(self.length) and 0 <= active <= self.numel
+        if self.ever is not None:
+            self.ever |= packed
+        self.bits = None if active == self.numel else packed
+        self.active = active
+
+    def track_ever(self) -> None:
+        """Count from now on which weights were ever alive."""
+        self.ever = self.packed().clone()
+
+    def count(self) -> int:
+        """Weights alive in the slice."""
+        return self.length if self.bits is None else bitwise.count(self.bits)
+
+    def retain_(self, *values: Tensor) -> None:
+        """Zero what is not alive in flat views of this slice (gradient, weight, moments): exact zeros, NaN included."""
+        if self.bits is not None:
+            for flat in values:
+                bitwise.retain_(flat, self.bits)
+
+    def digest(self) -> int:
+        """Sum over the slice's live weights of a hash of (name, flat index), mod 2^48; 0 for a dense layer.
+
+        Slices add up (mod 2^48) to the same number however the parameter is cut.
+        """
+        if self.bits is None:
+            return 0
+        key = counter_hash("mask", self.name) >> 1
+        total = 0
+        for begin, end in bitwise.spans(self.length, self.device):
+            alive = bitwise.unpack_span(self.bits, begin, end).nonzero().view(-1)
+            total += int(mix64(alive + (self.start + begin + key)).sum())  # int64 wraps: a sum mod 2^64
+        return total & DIGEST_MASK
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A piece of a mask at rest, in flattened-parameter coordinates; bits None means dense. What checkpoints keep."""
+
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    active: int
+    bits: Tensor | None
+    ever: Tensor | None = None
+
+
+class MaskSet:
+    """The masks of all sparse parameters on this rank, in parameter order."""
+
+    def __init__(self, layers: Iterable[LayerMask]):
+        given = list(layers)
+        self._layers = {layer.name: layer for layer in given}
+        if len(self._layers) != len(given):
+            raise ValueError("two sparse parameters share a name: a tied tensor is listed once")
+
+    def __iter__(self) -> Iterator[LayerMask]:
+        return iter(self._layers.values())
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, name: str) -> LayerMask:
+        return self._layers[name]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._layers)
+
+    @property
+    def sparsity(self) -> float:
+        """Share of all sparse parameters' weights, on all ranks, that are not alive."""
+        total = sum(layer.numel for layer in self)
+        return 1 - sum(layer.active for layer in self) / total if total else 0.0
+
+    @property
+    def dense(self) -> bool:
+        """No mask is left and nothing is multiplied."""
+        return all(layer.dense for layer in self)
+
+    def nbytes(self) -> int:
+        """Bytes kept on this rank."""
+        kept = [t for layer in self for t in (layer.bits, layer.ever) if t is not None]
+        return sum(t.numel() for t in kept)
+
+    def shards(self) -> dict[str, Shard]:
+        """This rank's masks, on the CPU, for a checkpoint."""
+
+        def at_rest(packed: Tensor | None) -> Tensor | None:
+            return None if packed is None else packed.detach().cpu().clone()
+
+        return {m.name: Shard(m.shape, m.start, m.length, m.active, at_rest(m.bits), at_rest(m.ever)) for m in self}
+
+    def load(self, ranks: Sequence[Mapping[str, Shard]]) -> None:
+        """Take over the masks that any number of ranks wrote, re-sliced by range to what this rank holds."""
+        fresh = {}
+        for layer in self:
+            pieces = [shards[layer.name] for shards in ranks if layer.name in shards]
+            fresh[layer.name] = _reslice(layer, pieces)
+        for layer in self:
+            layer.active, layer.bits, layer.ever = fresh[layer.name]
+
+    def digests(self, exchange: Exchange) -> list[int]:
+        """Digest of each whole mask, the same for any number of ranks; one small all-reduce."""
+        local = torch.tensor([layer.digest() for layer in self], dtype=torch.int64)
+        return [int(x) & DIGEST_MASK for x in exchange.sum(local)]
+
+    def check_drift(self, expected: Sequence[int], exchange: Exchange, replicas: Exchange | None = None) -> None:
+        """Stop, on all ranks alike, if a mask is no longer what it was when `digests` gave `expected`.
+
+        `replicas` are ranks that hold the same slices: they are compared with each other as well.
+        """
+        found = self.digests(exchange)
+        wrong = torch.tensor([int(a != b) for a, b in zip(found, expected, strict=True)], dtype=torch.int64)
+        if replicas is not None:
+            now = torch.tensor(found, dtype=torch.int64)
+            differ = (replicas.max(now) != -replicas.max(-now)).to(torch.int64)
+            wrong = replicas.max(torch.maximum(wrong, differ))
+        drifted = [name for name, bad in zip(self.names, wrong.tolist(), strict=True) if bad]
+        if drifted:
+            raise RuntimeError(
+                f"the mask of {drifted[0]} drifted ({len(drifted)} of {len(self)} layers differ from the last topology "
+                "step or between ranks): resume from the last checkpoint"
+            )
+
+
+def assemble(shards: Sequence[Shard], name: str = "mask") -> Tensor:
+    """The packed bits of a whole parameter from the shards of all ranks."""
+    numel = math.prod(shards[0].shape) if shards else 0
+    whole = LayerMask(name, shards[0].shape if shards else (0, 0), 0, numel, torch.device("cpu"))
+    whole.active, whole.bits, _ = _reslice(whole, shards)
+    if whole.count() != whole.active:
+        raise ValueError(
+            f"mask of {name} holds {whole.count()} live weights and should hold {whole.active}: it is damaged"
+        )
+    return whole.packed()
+
+
+def sha256(packed: Tensor) -> str:
+    """Digest of a whole mask: SHA-256 of its bits in `numpy.packbits` order, in parameter order."""
+    return hashlib.sha256(packed.cpu().numpy().tobytes()).hexdigest()
+
+
+def _reslice(layer: LayerMask, pieces: Sequence[Shard]) -> tuple[int, Tensor | None, Tensor | None]:
+    """(active, bits, ever) of the layer's slice from pieces that cover it; replicas may overlap."""
+    if not pieces:
+        raise ValueError(f"no mask of {layer.name}: it was saved for another model, or its file is missing")
+    for piece in pieces:
+        if tuple(piece.shape) != tuple(layer.shape):
+            raise ValueError(f"mask of {layer.name} has shape {tuple(piece.shape)}, the model {tuple(layer.shape)}")
+        if (piece.active, piece.bits is None) != (pieces[0].active, pieces[0].bits is None):
+            raise ValueError(f"masks of {layer.name} come from different steps: their active counts differ")
+    dense = pieces[0].bits is None
+    bits = None if dense else _gather(layer, [(p, p.bits) for p in pieces])
+    counted = all(p.ever is not None for p in pieces)
+    ever = _gather(layer, [(p, p.ever) for p in pieces]) if counted else None
+    return pieces[0].active, bits, ever
+
+
+def _gather(layer: LayerMask, pieces: Sequence[tuple[Shard, Tensor | None]]) -> Tensor:
+    """The layer's slice out of sorted pieces: at each position the piece that reaches furthest goes on."""
+    position, end = layer.start, layer.start + layer.length
+    taken: list[tuple[Tensor, int]] = []
+    while position < end:
+        here = [(s.start + s.numel, s, b) for s, b in pieces if s.start <= position < s.start + s.numel]
+        if not here:
+            raise ValueError(f"mask of {layer.name} lacks weight {position}: a rank's file is missing")
+        until, shard, packed = max(here, key=lambda piece: piece[0])
+        until = min(until, end)
+        if packed is None or packed.numel() != bitwise.byte_count(shard.numel):
+            raise ValueError(f"mask of {layer.name} at weight {shard.start} is cut short")
+        taken.append((bitwise.cut(packed, position - shard.start, until - shard.start), until - position))
+        position = until
+    return bitwise.join(taken, layer.device)
