@@ -27,6 +27,7 @@ setup(
         "deepspeed>=0.19,<0.20",
         "numpy>=1.26",
         "packaging",
+        "safetensors>=0.4",
         "tiktoken>=0.7",
         "datasets>=3",
         "tensorboard>=2.16",

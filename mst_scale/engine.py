@@ -1,6 +1,16 @@
 """How does a DeepSpeed engine come to train sparsely?
 
-`initialize` takes the arguments of `deepspeed.initialize` and returns its results.
+`initialize` takes the arguments of `deepspeed.initialize` and returns its results; `engine.mst` is the `Controller`. The
+order of one optimizer step, with what the controller adds marked by *:
+
+    reduced gradients are at hand
+  * on a topology step keep this rank's dense gradient
+  * mask this rank's gradient, so that its norm is the masked gradient's
+    norm, clipping; an overflow ends the step here, and the topology step stays due
+    the optimizer updates master weights (an inactive weight has g = m = v = w = 0 and stays exactly 0)
+  * on a topology step: prune, grow, zero what was pruned, start what has grown
+    low-precision copy and gather
+  * drift check every so often; the attention pattern of the next step
 """
 
 from __future__ import annotations
@@ -12,8 +22,17 @@ import deepspeed
 import torch
 from packaging.version import Version
 
-from mst_scale import zero_shards
+from mst_scale import mask_files, zero_shards
 from mst_scale.config import Experiment, load
+from mst_scale.distributed import logger
+from mst_scale.hybrid_sparse_attention import AttentionSchedule, Pattern, set_pattern, sparse_then_dense
+from mst_scale.mixed_growing.distribution import active_counts
+from mst_scale.mixed_growing.evolve import Change, Layer, evolve, sparsify
+from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.masks import LayerMask, MaskSet
+from mst_scale.mixed_growing.policies import policy
+from mst_scale.sparsity_variation import Point, Schedule
+from mst_scale.targets import choose_targets, variation_of
 
 SUPPORTED_DEEPSPEED = ("0.19", "0.20")  # from, and below: it moves its internals between minors
 OLDEST_TORCH = "2.8"
@@ -48,4 +67,202 @@ def initialize(
         **others,
     )
     zero_shards.guard_plain_step(engine)
+    engine.mst = Controller(engine, experiment)
     return engine, optimizer, loader, scheduler
+
+
+class Controller:
+    """Mixed Sparsity Training beside one DeepSpeed engine."""
+
+    def __init__(self, engine: Any, experiment: Experiment):
+        mst, training = experiment.mst, experiment.training
+        self.engine = engine
+        self.topology = mst.topology
+        self.seed = training.seed if mst.seed is None else mst.seed
+        self.schedule: Schedule = variation_of(mst).resolve(training.steps)
+        self.attention = _attention_schedule(mst.attention, self.schedule)
+        self.policy = policy(
+            mst.topology.policy,
+            random_share=mst.topology.random_ratio,
+            mest_share=mst.topology.mest_lambda if mst.topology.policy == "mest" else None,
+        )
+        self.distribution = mst.sparsity.distribution
+        self.settled = 0  # the last step whose topology work is done
+        self.changes: list[Change] = []  # what the last topology step did
+        self.changed_at = 0
+        self.masks = MaskSet([])
+        self.idle = mst.sparsity.variation == "dense" or mst.sparsity.max == 0
+        if not self.idle:
+            self._attach(engine, experiment)
+        set_pattern(engine.module, self.pattern)
+
+    def _attach(self, engine: Any, experiment: Experiment) -> None:
+        targets = choose_targets(engine.module, experiment.mst.targets)
+        self.shards = zero_shards.shards_of(engine, targets)
+        device = self.shards.weight(0).device
+        self.exchange = Exchange(self.shards.group, engine.device)
+        self.masks = MaskSet(LayerMask(s.name, s.shape, s.start, s.length, device) for s in self.shards.slices)
+        self.shapes = [s.shape for s in self.shards.slices]
+        if self.topology.track_coverage:
+            for mask in self.masks:
+                mask.track_ever()
+        self.kept: dict[int, torch.Tensor] = {}  # dense gradients of the topology step under way
+        self.due = self.updated = False
+        if self.schedule.at(0).sparsity:
+            self._start_sparse(experiment.mst.sparsity.initial)
+        self.digests = self.masks.digests(self.exchange)
+        zero_shards.around_model_step(engine, self._before_step, self._after_step)
+        zero_shards.after_master_update(engine, self._after_update)
+        mask_files.ride_along(engine, self)
+        logger.info(
+            "%s: %d parameters of %.1f M weights become up to %.0f %% sparse; %s",
+            experiment.mst.method,
+            len(targets),
+            sum(m.numel for m in self.masks) / 1e6,
+            100 * self.schedule.max_sparsity,
+            ", ".join(f"{piece.phase} from step {piece.start}" for piece in self.schedule.pieces),
+        )
+
+    # --- what others read ---
+
+    @property
+    def step(self) -> int:
+        """Finished optimizer steps."""
+        return int(self.engine.global_steps)
+
+    @property
+    def point(self) -> Point:
+        """Phase, target sparsity and update fraction of the next step."""
+        return self.schedule.at(self.step)
+
+    @property
+    def pattern(self) -> Pattern:
+        return self.attention.pattern_at(self.step)
+
+    @property
+    def sparsity(self) -> float:
+        """Share of the target parameters' weights that are not active."""
+        return self.masks.sparsity
+
+    def densities(self) -> dict[str, float]:
+        """Share of active weights by parameter name."""
+        return {mask.name: mask.active / mask.numel for mask in self.masks}
+
+    # --- one step ---
+
+    def _before_step(self) -> None:
+        step = self.step + 1
+        self.updated = False
+        self.due = any(self.schedule.is_topology_step(s) for s in range(self.settled + 1, step + 1))
+        if not self.due and self.masks.dense:
+            return
+        self.scale = zero_shards.loss_scale(self.engine)
+        masks_gradient = "momentum" not in self.policy.reads  # snfs averages dense gradients in Adam's own moment
+        for i, mask in enumerate(self.masks):
+            gradient = self.shards.gradient(i)
+            if gradient is None:  # the loss does not depend on this parameter
+                gradient = torch.zeros(mask.length, device=mask.device)
+            if self.due:
+                self.kept[i] = gradient.detach().to(torch.float32, copy=True)
+            if masks_gradient and not mask.dense:
+                mask.retain_(gradient)
+                self.shards.put_gradient(i, gradient)
+
+    def _after_update(self, tensors: set[int]) -> None:
+        self.updated = True
+        if not self.due and (self.masks.dense or "momentum" not in self.policy.reads):
+            return
+        here = [i for i in range(len(self.masks)) if id(self.shards.owner(i)) in tensors]
+        if self.due:
+            self.changes = [] if self.changed_at != self.step + 1 else self.changes
+            self.changed_at = self.step + 1
+            self.changes += self._evolve(here)
+        else:
+            for i, mask in enumerate(self.masks):
+                if i in here:
+                    mask.retain_(self.shards.weight(i))
+
+    def _after_step(self) -> None:
+        self.kept.clear()
+        if self.updated or not self.due:  # an overflow leaves the topology step due at the next boundary
+            self.settled = self.step
+        if self.due and self.updated:
+            self.digests = self.masks.digests(self.exchange)
+        every = self.topology.check_every
+        if every and self.step % every == 0 and not self.masks.dense:
+            self.check_drift()
+        set_pattern(self.engine.module, self.pattern)
+
+    def _evolve(self, here: list[int]) -> list[Change]:
+        """Prune and grow these parameters to the target of the step that is being taken."""
+        step = self.step + 1
+        point = self.schedule.at(step)
+        targets = active_counts(self.shapes, point.sparsity, self.distribution)
+        masks = list(self.masks)
+        states = {i: self.shards.states(i) for i in here}
+        layers = [
+            Layer(masks[i], targets[i], self.shards.weight(i), self.kept[i], states[i].get("exp_avg")) for i in here
+        ]
+        changes = evolve(
+            layers,
+            policy=self.policy,
+            update_fraction=point.update_fraction,
+            seed=self.seed,
+            step=step,
+            exchange=self.exchange,
+            regrow=self.topology.regrow,
+        )
+        for i, change in zip(here, changes, strict=True):
+            masks[i].retain_(self.shards.weight(i))
+            if "momentum" not in self.policy.reads:
+                masks[i].retain_(*states[i].values())
+                if self.topology.grown_moments == "seeded" and "exp_avg_sq" in states[i]:
+                    self._seed_second_moment(states[i]["exp_avg_sq"], self.kept[i], change)
+        return changes
+
+    def _seed_second_moment(self, v: torch.Tensor, gradient: torch.Tensor, change: Change) -> None:
+        """Give each grown weight the second moment it would have had, had its growth gradient been the usual one.
+
+        Adam divides by √v̂, v̂ = v / (1 - β₂ᵗ), and t counts the whole run: a weight that grows with v = 0 would take
+        first updates up to √(1 - β₁)²/(1 - β₂) times too large. v = (1 - β₂ᵗ)·max(g², mean g² of the layer) makes
+        them start at (1 - β₁) of a usual update and rise as the first moment fills.
+        """
+        if change.gradient_mean_square is None:
+            return
+        grown = change.grown_indices()
+        if not grown.numel():
+            return
+        factor = zero_shards.clip_factor(self.engine) / self.scale
+        beta2 = self.shards.optimizer.param_groups[0]["betas"][1]
+        warm = 1.0 - beta2 ** (self.step + 1)
+        size = gradient[grown].square_().clamp_(min=change.gradient_mean_square)
+        v[grown] = size.mul_(factor * factor * warm).to(v.dtype)
+
+    def _start_sparse(self, how: str) -> None:
+        """The first topology of a run that starts sparse, in master weights and in what the forward reads."""
+        counts = active_counts(self.shapes, self.schedule.at(0).sparsity, self.distribution)
+        layers = [Layer(m, counts[i], self.shards.weight(i)) for i, m in enumerate(self.masks)]
+        sparsify(layers, how=how, seed=self.seed, exchange=self.exchange)
+        for i, mask in enumerate(self.masks):
+            mask.retain_(self.shards.weight(i))
+            zero_shards.zero_inactive(self.shards, i, mask.flags())
+
+    def check_drift(self) -> None:
+        """Stop on all ranks if a mask is no longer what the last topology step left. One small all-reduce."""
+        replicas = Exchange(zero_shards.data_parallel_group(self.engine), self.engine.device)
+        self.masks.check_drift(self.digests, self.exchange, replicas)
+
+
+def _attention_schedule(attention: Any, schedule: Schedule) -> AttentionSchedule:
+    pattern = Pattern(attention.pattern, attention.stride) if attention.pattern != "dense" else Pattern("dense")
+    if pattern.kind == "dense":
+        return AttentionSchedule()
+    if attention.dense_from == "restore_end":
+        dense_from: int | None = schedule.sparse_until
+    elif attention.dense_from == "ultra_end":
+        dense_from = schedule.first_step("restore") or schedule.sparse_until
+    else:
+        dense_from = attention.dense_from
+    if isinstance(dense_from, float):
+        dense_from = round(dense_from * schedule.total_steps)
+    return sparse_then_dense(pattern, dense_from)

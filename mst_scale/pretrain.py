@@ -24,7 +24,9 @@ import torch.distributed as dist
 from mst_scale import checkpoint, distributed, engine, zero_shards
 from mst_scale.config import Experiment, load, to_dict
 from mst_scale.config.check import batch_shape, check, peak_learning_rate
-from mst_scale.data import Sampler, ensure
+from mst_scale.data.corpus import open_tokens
+from mst_scale.data.prepare import ensure
+from mst_scale.data.sampler import Sampler
 from mst_scale.distributed import Ranks, logger
 from mst_scale.learning_rate import learning_rate
 from mst_scale.metrics import MetricsFile, read
@@ -80,25 +82,38 @@ class Run:
     def prepare(self, resume: str) -> None:
         """Data, model, engine, checkpoint: whatever can be refused is refused here."""
         tag = self._choose_checkpoint(resume)
-        folder = self.ranks.on_first(lambda: ensure(self.experiment.data))
-        self.train, self.val = self.ranks.together(
-            lambda: tuple(
-                Sampler(
-                    folder,
-                    self.experiment.model.context,
-                    self.training.seed,
-                    split=split,
-                    vocab_size=self.experiment.model.vocab_size,
-                )
-                for split in ("train", "val")
-            )
-        )
+        folder = self.ranks.on_first(self._corpus)
+        self.train, self.val = self.ranks.together(lambda: (self._open(folder, "train"), self._open(folder, "val")))
         self.engine = self.ranks.together(self._build)
         self.device = next(self.engine.module.parameters()).device
         self.step = 0 if tag is None else self._load(tag)
         self.ranks.on_first(self._describe)
         if self.ranks.first:
             self.metrics = MetricsFile(self.out / "metrics.jsonl", self.step)
+
+    def _corpus(self) -> str:
+        """The folder of the token files, prepared on first use where the config names a source."""
+        data = self.experiment.data
+        if data.source is not None:
+            folder = data.dir or f"corpora/{data.source}"
+            ensure(
+                folder,
+                data.source,
+                data.tokenizer,
+                text_key=data.text_key,
+                val_fraction=data.val_fraction,
+                max_bytes=data.max_bytes,
+                seed=data.seed,
+            )
+            return folder
+        if data.dir is None:
+            raise ValueError("no data: give --data DIR, or data.dir or data.source in the config")
+        return data.dir
+
+    def _open(self, folder: str, split: str) -> Sampler:
+        model = self.experiment.model
+        file = open_tokens(folder, split, vocab_size=model.vocab_size, check_ids=self.ranks.first)
+        return Sampler(file, model.context, self.training.seed)
 
     def _choose_checkpoint(self, resume: str) -> str | None:
         existing = self.ranks.on_first(lambda: checkpoint.list_tags(self.checkpoints))

@@ -1,7 +1,7 @@
 """Where does DeepSpeed keep what we need? The only file that reads its internals (0.19.x).
 
-Construction under ZeRO-3; the optimizer step and its norm; for every sparse parameter this rank's slice, with live views
-of its master weight, reduced gradient and optimizer states; hooks around the step; saves that fail together.
+Construction under ZeRO-3; the optimizer step and its norm; for every sparse parameter this rank's slice, with live
+views of its master weight, reduced gradient and optimizer states; hooks around the step; saves that fail together.
 """
 
 from __future__ import annotations
@@ -336,9 +336,28 @@ def clip_factor(engine: Any) -> float:
     return min(1.0, clip / (float(norm) + 1e-6))
 
 
-def low_precision(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
-    """What the forward reads, as this rank holds it: the whole parameter, or under ZeRO-3 this rank's part."""
-    return parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.data  # type: ignore[no-any-return]
+def zero_inactive(shards: Shards, i: int, active: torch.Tensor) -> None:
+    """Zero what is inactive in what the forward reads; `active` flags this rank's slice (bool).
+
+    Under ZeRO-1/2 every rank reads the whole parameter, so the flags of all ranks are brought together: one byte a
+    weight, once, before the first step.
+    """
+    parameter: Any = shards.parameters[i]
+    if isinstance(shards, CutParameters):
+        parameter.ds_tensor.data.view(-1)[: active.numel()].masked_fill_(~active.to(parameter.ds_tensor.device), 0)
+        return
+    if isinstance(shards, FlatPartitions):
+        start = shards.slices[i].start
+        whole = torch.zeros(parameter.numel(), dtype=torch.uint8, device=parameter.device)
+        whole[start : start + active.numel()] = active.to(parameter.device)
+        dist.all_reduce(whole, group=shards.group)
+        active = whole.bool()
+    parameter.data.view(-1).masked_fill_(~active.to(parameter.device), 0)
+
+
+def data_parallel_group(engine: Any) -> Any:
+    """The ranks that hold the same model."""
+    return engine.seq_data_parallel_group
 
 
 # --- checkpoints ---

@@ -63,9 +63,9 @@ class DataConfig:
 
     dir: str | None = None
     source: str | None = None  # "stdlib", a hub data set such as "openwebtext", or files ("corpus/*.jsonl")
-    tokenizer: str = "gpt2"
+    tokenizer: str | None = None  # None: "byte" for stdlib, else "gpt2"
     text_key: str = "text"
-    val_fraction: float = 0.0005
+    val_fraction: float | None = None  # None: 0.0005 for openwebtext, 0.05 for stdlib, else 0.01
     max_bytes: int | None = None  # stop reading the source here (raw text)
     seed: int = 2357  # of the train/validation split
 
@@ -108,13 +108,14 @@ class SparsityConfig:
 
     variation: Literal["dense", "sparse", "sd", "dsd", "gd", "sv", "gmp", "acdc"] = "sv"
     max: float = 0.96
-    warmup: Duration = 10_000
-    ultra: Duration = 100_000
-    restore: Duration = 10_000
+    warmup: Duration = 1 / 14  # of the paper's 140,000 steps: 10,000
+    ultra: Duration = 10 / 14
+    restore: Duration = 1 / 14
     stages: int = 5
+    turn: Duration = 1 / 14  # acdc: the length of its sparse and dense phases
     warmup_moves: Literal["continuous", "staged"] = "continuous"
     restore_moves: Literal["continuous", "staged"] = "staged"
-    distribution: Literal["er", "erk", "uniform"] = "er"
+    distribution: Literal["erdos-renyi", "erk", "uniform"] = "erdos-renyi"
     initial: Literal["magnitude", "random"] = "random"  # the first topology of runs that start sparse
 
     def __post_init__(self) -> None:
@@ -122,7 +123,7 @@ class SparsityConfig:
             raise ValueError(f"mst.sparsity.max must lie in [0, 1), not {self.max}")
         if self.stages < 1:
             raise ValueError(f"mst.sparsity.stages must be at least 1, not {self.stages}")
-        for name in ("warmup", "ultra", "restore"):
+        for name in ("warmup", "ultra", "restore", "turn"):
             value = getattr(self, name)
             if value < 0 or (isinstance(value, float) and value > 1):
                 raise ValueError(f"mst.sparsity.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
@@ -132,12 +133,12 @@ class SparsityConfig:
 class TopologyConfig:
     """Mixed-Growing: how often the topology moves, how far, and by which scores."""
 
-    interval: int = 100
+    interval: int | None = None  # None: 100 steps, or a fifth of the shortest gradual phase where that is less
     policy: Literal["mst", "rigl", "set", "mest", "snfs", "static", "gmp"] = "mst"
     update_fraction: float = 0.3
     update_schedule: Literal["constant", "1-cosine", "2-cosine", "n-cosine", "decay-n-cosine"] = "decay-n-cosine"
     update_decay: float = 0.5
-    random_ratio: float = 0.25  # R of mst: the share of growth drawn at random
+    random_ratio: float | None = None  # R: the share of growth drawn at random; None: the policy's own (mst: 0.25)
     mest_lambda: float = 1.0
     regrow: bool = True  # a weight pruned in this very step may grow back, with its value
     grown_moments: Literal["seeded", "zero"] = "seeded"  # Adam's v of a grown weight: its squared growth gradient, or 0
@@ -145,10 +146,10 @@ class TopologyConfig:
     check_every: int = 1_000  # steps between drift checks of the masks, 0: never
 
     def __post_init__(self) -> None:
-        if self.interval < 1:
+        if self.interval is not None and self.interval < 1:
             raise ValueError(f"mst.topology.interval must be at least 1, not {self.interval}")
         for name in ("update_fraction", "random_ratio", "update_decay"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
+            if not 0.0 <= (getattr(self, name) or 0.0) <= 1.0:
                 raise ValueError(f"mst.topology.{name} must lie in [0, 1], not {getattr(self, name)}")
 
 

@@ -22,33 +22,34 @@ MODELS: dict[str, dict[str, Any]] = {
 _NO_HSA = {"pattern": "dense"}
 
 
-def _constant(policy: str, sparsity: float = 0.8, schedule: str = "1-cosine") -> dict[str, Any]:
+def _constant(policy: str, sparsity: float = 0.8, **topology: Any) -> dict[str, Any]:
     return {
         "sparsity": {"variation": "sparse", "max": sparsity},
-        "topology": {"policy": policy, "update_schedule": schedule},
+        "topology": {"policy": policy, "random_ratio": None, "update_schedule": "1-cosine", **topology},
         "attention": _NO_HSA,
     }
 
 
 def _varied(variation: str) -> dict[str, Any]:
-    return {"sparsity": {"variation": variation}, "topology": {"policy": "mst"}, "attention": _NO_HSA}
+    topology = {"policy": "mst", "random_ratio": None}
+    return {"sparsity": {"variation": variation}, "topology": topology, "attention": _NO_HSA}
 
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},
     "dense-short": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},
     "tiny": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},
-    "static": _constant("static", schedule="constant"),
+    "static": _constant("static", update_schedule="constant", update_fraction=0.0),
     "rigl": _constant("rigl"),
     "set": _constant("set"),
     "mest": _constant("mest"),
     "snfs": _constant("snfs"),
     "gmp": {
         "sparsity": {"variation": "gmp", "max": 0.8},
-        "topology": {"policy": "gmp", "update_schedule": "constant"},
+        "topology": {"policy": "gmp", "random_ratio": None, "update_schedule": "constant", "update_fraction": 0.0},
         "attention": _NO_HSA,
     },
-    "mst": {"sparsity": {"variation": "sv"}, "topology": {"policy": "mst"}},
+    "mst": {"sparsity": {"variation": "sv"}, "topology": {"policy": "mst", "random_ratio": None}},
     "sparse": _varied("sparse"),
     "sd": _varied("sd"),
     "dsd": _varied("dsd"),
