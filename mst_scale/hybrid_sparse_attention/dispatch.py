@@ -1,9 +1,12 @@
 """Which kernel computes this attention?
 
-`attention(q, k, v, pattern)` checks its inputs once, then hands them to a backend. All backends give the same result:
+`attention(q, k, v, pattern)` checks its inputs once, then hands them to a backend. All give the same result:
 
     dense        torch's scaled_dot_product_attention, when the pattern holds every pair
-    definition   masked dense attention: any device, any floating dtype, quadratic
+    cpp          compiled kernel for CPU
+    triton       fused kernels for CUDA
+    blocked      torch operators, any device: cost of the pairs, many small launches
+    definition   masked dense attention, any device: quadratic
 
 `auto` picks by device, dtype and size, and logs each different choice once. Asking by name for a backend that cannot
 run is a ValueError that says why.
@@ -11,16 +14,22 @@ run is a ValueError that says why.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 
 import torch
 import torch.nn.functional as F
 
+from mst_scale.hybrid_sparse_attention import cpp
+from mst_scale.hybrid_sparse_attention.blocked import attention_blocked
+from mst_scale.hybrid_sparse_attention.custom_op import SparseAttention
 from mst_scale.hybrid_sparse_attention.definition import definition
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
-BACKENDS = ("auto", "dense", "definition")
+BACKENDS = ("auto", "dense", "cpp", "triton", "blocked", "definition")
+# Up to here (batch × heads × length²) masked dense attention costs less than the launches of the blocked one.
+SMALL = 1 << 18
 DENSE = Pattern("dense")
 log = logging.getLogger("mst_scale")
 
@@ -35,30 +44,75 @@ def attention(  # noqa: PLR0917  (the public signature)
     *,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attention of q (batch, heads, length, head_dim) over k, v (batch, heads or a divisor of it, length, head_dim)."""
+    """softmax(q·kᵀ / √head_dim) v over the pairs of `pattern`.
+
+    q is (batch, heads, length, head_dim); k and v may have fewer heads, each then shared by heads / kv_heads
+    neighbouring query heads. Dropout acts on the probabilities and is only available where attention is dense.
+    """
     _check(q, k, v)
-    length = q.shape[-2]
-    if dropout > 0.0 and not pattern.is_dense(length):
-        raise ValueError(
-            f"attention dropout {dropout} is only available with dense attention: set it to 0 for {pattern}"
-        )
-    scale = 1.0 / math.sqrt(q.shape[-1])
+    dense = pattern.is_dense(q.shape[-2])
+    if dropout > 0.0 and not (dense and backend in ("auto", "dense")):
+        raise ValueError(f"attention dropout is not available in sparse attention: set it to 0 to use {pattern}")
     if backend == "auto":
-        backend = "dense" if pattern.is_dense(length) else "definition"
+        backend, why = choose(q, pattern)
+        _say(q.device.type, str(q.dtype), pattern, backend, why)
+    elif (reason := why_not(backend, q, pattern)) is not None:
+        raise ValueError(f"attention backend {backend!r} cannot run here: {reason}")
     if backend == "dense":
-        if not pattern.is_dense(length):
-            raise ValueError(f"backend 'dense' cannot leave out pairs: {pattern} needs a sparse backend")
         return _dense(q, k, v, causal, dropout)
     if backend == "definition":
-        return definition(q, k, v, pattern=pattern, causal=causal, scale=scale)
-    raise ValueError(f"attention backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
+        return definition(q, k, v, pattern=pattern, causal=causal, scale=1.0 / math.sqrt(q.shape[-1]))
+    return _operator(backend)(q, k, v, pattern=pattern, causal=causal)
+
+
+def choose(q: torch.Tensor, pattern: Pattern) -> tuple[str, str]:
+    """What `auto` takes for queries like q, and why nothing before it in the order of speed."""
+    if pattern.is_dense(q.shape[-2]):
+        return "dense", "the pattern holds every pair"
+    fused = "triton" if q.device.type == "cuda" else "cpp"
+    reason = why_not(fused, q, pattern)
+    if reason is None:
+        return fused, f"the fused kernel for {q.device.type}"
+    if q[..., 0].numel() * q.shape[-2] <= SMALL:
+        return "definition", f"no {fused} ({reason}), and small enough for masked dense attention"
+    return "blocked", f"no {fused}: {reason}"
+
+
+def why_not(backend: str, q: torch.Tensor, pattern: Pattern) -> str | None:
+    """Why `backend` cannot compute `pattern` for queries like q; None when it can."""
+    if backend not in BACKENDS[1:]:
+        raise ValueError(f"attention backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
+    if backend == "dense" and not pattern.is_dense(q.shape[-2]):
+        return f"it computes every pair, and {pattern} leaves some out; use auto"
+    if backend == "cpp":
+        return cpp.why_not(q)
+    if backend == "triton":
+        try:
+            from mst_scale.hybrid_sparse_attention import triton_kernel
+        except ImportError as error:
+            return f"triton cannot be imported ({error})"
+        return triton_kernel.why_not(q)
+    return None
+
+
+def _operator(backend: str) -> SparseAttention:
+    if backend == "triton":
+        from mst_scale.hybrid_sparse_attention.triton_kernel import attention_triton
+
+        return attention_triton
+    return cpp.attention_cpp if backend == "cpp" else attention_blocked
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, dropout: float) -> torch.Tensor:
     group = q.shape[1] // k.shape[1]
-    if group > 1:  # enable_gqa would leave the flash kernel on some devices; these copies stay inside the call
+    if group > 1:  # enable_gqa would leave the flash kernel on CPU
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
+
+
+@functools.cache
+def _say(device: str, dtype: str, pattern: Pattern, backend: str, why: str) -> None:
+    log.info("attention %s on %s in %s: backend %s (%s)", pattern, device, dtype, backend, why)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

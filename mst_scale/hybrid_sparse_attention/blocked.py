@@ -1,0 +1,212 @@
+"""How is a pattern computed with torch operators alone, at the cost of its pairs?
+
+    strided   window  i - l < j ≤ i   ∪   rows r, r + l, r + 2l … among themselves, for each residue r
+    fixed     blocks of l rows among themselves   ∪   every query with the last keys of earlier blocks
+
+Each part is a `Band`: views of the rows that may be seen as extra batch dimensions (residues, blocks), in which query a
+sees an interval of keys. It is walked in blocks of queries: one product with the keys that the block can see, a mask
+where the interval's edges cut it. Forward merges the parts of a row through log-sum-exp:
+
+    lse = ln(e^lse_1 + e^lse_2),   out = out_1 e^(lse_1 - lse) + out_2 e^(lse_2 - lse)
+
+and backward needs no gradient of lse: each part runs with the merged out and lse. Time O(n·(l + n/l)), memory for
+scores at most `SCORES` elements at once. Any device, any floating type; half types are computed in float32.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mst_scale.hybrid_sparse_attention.custom_op import accumulator, empty_output, sparse_operator
+from mst_scale.hybrid_sparse_attention.pattern import Pattern
+
+SCORES = 1 << 22  # 16 MiB of float32 scores; backward holds two such blocks
+View = Callable[[torch.Tensor], torch.Tensor]
+Bound = Callable[[Any], Any]  # of one row (int), or of a tensor of rows; may reach outside of the keys
+
+
+@dataclass(frozen=True)
+class Band:
+    """Query a of `queries(q)` sees those of `keys(k)` with low(a) ≤ b < high(a); both bounds never decrease."""
+
+    queries: View
+    keys: View
+    low: Bound
+    high: Bound
+
+
+def bands(pattern: Pattern, length: int, causal: bool) -> Iterator[Band]:
+    """The parts of a pattern. They are disjoint, and the first ones give every row at least one key."""
+    n, l = length, min(pattern.stride, length)  # noqa: E741  (the paper's letters)
+    whole, rest = divmod(n, l)
+    if pattern.is_dense(n):
+        yield Band(_all, _all, _never, _self if causal else _ever)
+    elif pattern.kind == "strided":
+        yield Band(_all, _all, lambda a: a - l + 1, _self if causal else lambda a: a + l)
+        for first, residues, count in ((0, rest, whole + 1), (rest, l - rest, whole)):
+            if residues and count > 1:
+                view = _residues(first, residues, count, l)
+                yield Band(view, view, _never, lambda a: a)
+                if not causal:
+                    yield Band(view, view, lambda a: a + 1, _ever)
+    else:
+        for view, size in ((_blocks(0, whole, l), l), (_blocks(whole * l, 1, rest), rest)):
+            if size:
+                yield Band(view, view, _never, _self if causal else _ever)
+        last = _residues(l - 1, 1, whole, l)  # the last key of every whole block, behind a batch dimension of 1
+        yield Band(_unsqueezed, last, _never, lambda a: a // l)
+        if not causal:
+            yield Band(_unsqueezed, last, lambda a: a // l + 1, _ever)
+
+
+def _never(_: Any) -> int:
+    return 0
+
+
+def _ever(_: Any) -> int:
+    return sys.maxsize
+
+
+def _self(a: Any) -> Any:
+    return a + 1
+
+
+def _all(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _unsqueezed(x: torch.Tensor) -> torch.Tensor:
+    return x.unsqueeze(-3)
+
+
+def _residues(first: int, residues: int, count: int, stride: int) -> View:
+    """(…, n, d) → (…, residues, count, d): row a of residue r is row first + r + a·stride. A view, no padding."""
+
+    def view(x: torch.Tensor) -> torch.Tensor:
+        *lead, row, column = x.stride()
+        shape = (*x.shape[:-2], residues, count, x.shape[-1])
+        return x.as_strided(shape, (*lead, row, stride * row, column), x.storage_offset() + first * row)
+
+    return view
+
+
+def _blocks(first: int, blocks: int, size: int) -> View:
+    """(…, n, d) → (…, blocks, size, d), from row `first` on."""
+
+    def view(x: torch.Tensor) -> torch.Tensor:
+        return x[..., first : first + blocks * size, :].unflatten(-2, (blocks, size))
+
+    return view
+
+
+def _tiles(band: Band, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    """Blocks of queries, the keys that each can see, and the mask if it is not all of them.
+
+    A block is about as long as the interval of keys (16 to 128 rows), so that at most about half of what is computed
+    is masked away; shorter where many batches would make the scores large.
+    """
+    count, keys = q.shape[-2], k.shape[-2]
+    batch = q[..., 0, 0].numel()
+    start = 0
+    while start < count:
+        span = max(1, min(keys, band.high(start)) - max(0, band.low(start)))
+        size = min(128, max(16, span))
+        while size > 1 and batch * size * (span + size) > SCORES:
+            size //= 2
+        stop = min(count, start + size)
+        low, high = max(0, band.low(start)), min(keys, band.high(stop - 1))
+        if low < high:
+            mask = None
+            if band.low(stop - 1) > low or band.high(start) < high:
+                row = torch.arange(start, stop, device=q.device)[:, None]
+                column = torch.arange(low, high, device=q.device)
+                mask = (column < band.low(row)) | (column >= band.high(row))
+            yield slice(start, stop), slice(low, high), mask
+        start = stop
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float, dtype: torch.dtype
+) -> torch.Tensor:
+    scores = q.to(dtype) @ k.to(dtype).transpose(-2, -1) * scale
+    return scores if mask is None else scores.masked_fill_(mask, -torch.inf)
+
+
+def _grouped(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(b, h, n, d) and (b, g, n, d) → (b, g, h/g, n, d) and (b, g, 1, n, d), as views."""
+    return q.unflatten(1, (k.shape[1], -1)), k.unsqueeze(2)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = accumulator(q.dtype)
+    out = empty_output(q)
+    total = out.zero_() if q.dtype == dtype else torch.zeros_like(out, dtype=dtype)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
+    if q.numel():
+        (q5, k5), (o5, v5) = _grouped(q, k), _grouped(total, v)
+        l5 = lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)
+        for band in bands(pattern, q.shape[2], causal):
+            qs, ks, vs = band.queries(q5), band.keys(k5), band.keys(v5)
+            merged, lses = band.queries(o5), band.queries(l5)
+            for rows, columns, mask in _tiles(band, qs, ks):
+                scores = _scores(qs[..., rows, :], ks[..., columns, :], mask, scale, dtype)
+                before = lses[..., rows, :]
+                top = torch.maximum(scores.amax(-1, keepdim=True), before)
+                base = top.masked_fill(top == -torch.inf, 0.0)  # a row that has seen no key yet: exp(-inf - 0) = 0
+                p = scores.sub_(base).exp_()
+                kept = (before - base).exp()  # e^lse of what is merged already
+                both = kept + p.sum(-1, keepdim=True)
+                share = both.masked_fill(both == 0.0, 1.0)
+                merged[..., rows, :].mul_(kept / share).add_((p / share) @ vs[..., columns, :].to(dtype))
+                before.copy_(base + both.log())
+    if total is not out:
+        out.copy_(total)
+    return out, lse
+
+
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    dout: torch.Tensor,
+    pattern: Pattern,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dtype = accumulator(q.dtype)
+    grads = [empty_output(x) for x in (q, k, v)]
+    dq, dk, dv = (x.zero_() if x.dtype == dtype else torch.zeros_like(x, dtype=dtype) for x in grads)
+    if q.numel():
+        delta = torch.einsum("bhnd,bhnd->bhn", dout.to(dtype), out.to(dtype))  # Σ_j p_ij dp_ij
+        (q5, k5), (do5, v5), (dq5, dk5) = _grouped(q, k), _grouped(dout, v), _grouped(dq, dk)
+        dv5, heads = dv.unsqueeze(2), (k.shape[1], -1)
+        l5, d5 = (x.unflatten(1, heads).unsqueeze(-1) for x in (lse.masked_fill(lse == -torch.inf, torch.inf), delta))
+        for band in bands(pattern, q.shape[2], causal):
+            qs, dos, dqs, ls, ds = (band.queries(x) for x in (q5, do5, dq5, l5, d5))
+            ks, vs, dks, dvs = (band.keys(x) for x in (k5, v5, dk5, dv5))
+            for rows, columns, mask in _tiles(band, qs, ks):
+                qt, dot = qs[..., rows, :].to(dtype), dos[..., rows, :].to(dtype)
+                kt = ks[..., columns, :].to(dtype)
+                p = _scores(qt, kt, mask, scale, dtype).sub_(ls[..., rows, :]).exp_()
+                dvs[..., columns, :] += (p.transpose(-2, -1) @ dot).sum_to_size(dvs[..., columns, :].shape)
+                dp = dot @ vs[..., columns, :].to(dtype).transpose(-2, -1)
+                dscores = dp.sub_(ds[..., rows, :]).mul_(p).mul_(scale)
+                dqs[..., rows, :] += dscores @ kt
+                dks[..., columns, :] += (dscores.transpose(-2, -1) @ qt).sum_to_size(dks[..., columns, :].shape)
+    for grad, sums in zip(grads, (dq, dk, dv), strict=True):
+        if grad is not sums:
+            grad.copy_(sums)
+    return grads[0], grads[1], grads[2]
+
+
+attention_blocked = sparse_operator("sparse_attention_blocked", forward, backward)

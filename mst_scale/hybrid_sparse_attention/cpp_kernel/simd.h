@@ -1,0 +1,162 @@
+// Vectors, 2^x, storage types, and the one matrix product that all tiles use.
+//
+// GCC/Clang vector types keep this free of intrinsics, except for float16 where x86 compilers do not vectorise the cast.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+typedef int64_t i64;
+
+#if defined(__AVX512F__)
+constexpr int VECTOR_BYTES = 64, PANEL = 4;  // 32 registers: 6 × 4 accumulators + 4 + 1
+#elif defined(__AVX__)
+constexpr int VECTOR_BYTES = 32, PANEL = 2;  // 16 registers: 6 × 2 accumulators + 2 + 1
+#else
+constexpr int VECTOR_BYTES = 16, PANEL = 4;
+#endif
+
+template <class T> struct Simd;
+template <> struct Simd<float> {
+    typedef float V __attribute__((vector_size(VECTOR_BYTES)));
+    typedef float Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+    typedef int32_t I __attribute__((vector_size(VECTOR_BYTES)));
+    static constexpr int WIDTH = VECTOR_BYTES / 4, MANTISSA = 23, DEGREE = 7;
+    static constexpr float ROUND = 12582912.0f, LEAST = -125.0f;  // 1.5 · 2^23; smallest exponent kept normal
+};
+template <> struct Simd<double> {
+    typedef double V __attribute__((vector_size(VECTOR_BYTES)));
+    typedef double Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
+    typedef i64 I __attribute__((vector_size(VECTOR_BYTES)));
+    static constexpr int WIDTH = VECTOR_BYTES / 8, MANTISSA = 52, DEGREE = 13;
+    static constexpr double ROUND = 6755399441055744.0, LEAST = -1021.0;
+};
+template <class T> using Vec = typename Simd<T>::V;
+template <class T> INLINE Vec<T> load(const T* p) { return *(const typename Simd<T>::Unaligned*)p; }
+template <class T> INLINE void store(T* p, Vec<T> x) { *(typename Simd<T>::Unaligned*)p = x; }
+template <class T> INLINE Vec<T> splat(T x) { return x - Vec<T>{}; }
+
+// 2^x for x ≤ 0 (or a rounding error above): 2^round(x) in the exponent bits times a Taylor polynomial on [-½, ½], whose
+// remainder (½ ln 2)^(DEGREE+1) / (DEGREE+1)! is below half an ulp. NaN stays NaN, -inf gives 0.
+template <class T> INLINE Vec<T> exp2v(Vec<T> x) {
+    using S = Simd<T>;
+    constexpr double LN2 = 0.69314718055994530942;
+    const auto tiny = x < S::LEAST;
+    x = tiny ? splat<T>(S::LEAST) : x;
+    const Vec<T> rounded = x + S::ROUND, r = x - (rounded - S::ROUND);
+    double c[S::DEGREE + 1];
+    c[0] = 1;
+    for (int k = 1; k <= S::DEGREE; k++) c[k] = c[k - 1] * LN2 / k;
+    Vec<T> p = splat<T>(T(c[S::DEGREE]));
+    for (int k = S::DEGREE - 1; k >= 0; k--) p = p * r + T(c[k]);
+    const auto scaled = (typename S::I)p + ((typename S::I)rounded << S::MANTISSA);
+    return tiny ? Vec<T>{} : (Vec<T>)scaled;
+}
+template <class T> INLINE T sum(Vec<T> x) {
+    T total = 0;
+    for (int i = 0; i < Simd<T>::WIDTH; i++) total += x[i];
+    return total;
+}
+
+// Storage types that are computed in float.
+struct bfloat { uint16_t bits; };
+struct half { uint16_t bits; };
+
+template <class T> INLINE void convert(const T* from, T* to, i64 n) { std::memcpy(to, from, n * sizeof(T)); }
+INLINE void convert(const bfloat* from, float* to, i64 n) {
+    for (i64 i = 0; i < n; i++) {
+        const uint32_t bits = uint32_t(from[i].bits) << 16;
+        std::memcpy(to + i, &bits, 4);
+    }
+}
+INLINE void convert(const float* from, bfloat* to, i64 n) {
+    for (i64 i = 0; i < n; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, from + i, 4);
+        const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest even
+        to[i].bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
+    }
+}
+#if defined(__AVX512F__)
+INLINE void convert(const half* from, float* to, i64 n) {
+    for (i64 i = 0; i < n; i += 16) {
+        const __mmask16 m = n - i >= 16 ? 0xffff : (1u << (n - i)) - 1;
+        uint16_t part[16] = {};
+        std::memcpy(part, from + i, std::min<i64>(16, n - i) * 2);
+        _mm512_mask_storeu_ps(to + i, m, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)part)));
+    }
+}
+INLINE void convert(const float* from, half* to, i64 n) {
+    for (i64 i = 0; i < n; i += 16) {
+        const __mmask16 m = n - i >= 16 ? 0xffff : (1u << (n - i)) - 1;
+        uint16_t part[16];
+        _mm256_storeu_si256((__m256i*)part, _mm512_cvtps_ph(_mm512_maskz_loadu_ps(m, from + i), 0));
+        std::memcpy(to + i, part, std::min<i64>(16, n - i) * 2);
+    }
+}
+#else
+INLINE void convert(const half* from, float* to, i64 n) {
+    for (i64 i = 0; i < n; i++) {
+        _Float16 x;
+        std::memcpy(&x, from + i, 2);
+        to[i] = float(x);
+    }
+}
+INLINE void convert(const float* from, half* to, i64 n) {
+    for (i64 i = 0; i < n; i++) {
+        const _Float16 x = _Float16(from[i]);
+        std::memcpy(to + i, &x, 2);
+    }
+}
+#endif
+
+// C (+)= A·B with A(m, k) at a[m·am + k·ak], read as scalars; rows of B and C are vectors, bk and ck apart.
+template <class T, int ROWS, int VECS>
+INLINE void block(i64 depth, const T* a, i64 am, i64 ak, const T* b, i64 bk, T* c, i64 ck, bool add) {
+    constexpr int W = Simd<T>::WIDTH;
+    Vec<T> total[ROWS][VECS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < VECS; v++) total[r][v] = add ? load(c + r * ck + v * W) : Vec<T>{};
+    for (i64 k = 0; k < depth; k++, a += ak, b += bk) {
+        Vec<T> row[VECS];
+#pragma GCC unroll 16
+        for (int v = 0; v < VECS; v++) row[v] = load(b + v * W);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+            const Vec<T> x = splat<T>(a[r * am]);
+#pragma GCC unroll 16
+            for (int v = 0; v < VECS; v++) total[r][v] += x * row[v];
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 16
+        for (int v = 0; v < VECS; v++) store(c + r * ck + v * W, total[r][v]);
+}
+template <class T, int VECS>
+void panel(i64 rows, i64 depth, const T* a, i64 am, i64 ak, const T* b, i64 bk, T* c, i64 ck, bool add) {
+    constexpr int MOST = VECS == 4 ? 6 : VECS == 3 ? 8 : PANEL == 2 ? (VECS == 2 ? 6 : 8) : 8;
+    i64 r = 0;
+    for (; r + MOST <= rows; r += MOST) block<T, MOST, VECS>(depth, a + r * am, am, ak, b, bk, c + r * ck, ck, add);
+    if (r + 4 <= rows) block<T, 4, VECS>(depth, a + r * am, am, ak, b, bk, c + r * ck, ck, add), r += 4;
+    if (r + 2 <= rows) block<T, 2, VECS>(depth, a + r * am, am, ak, b, bk, c + r * ck, ck, add), r += 2;
+    for (; r < rows; r++) block<T, 1, VECS>(depth, a + r * am, am, ak, b, bk, c + r * ck, ck, add);
+}
+template <class T>
+void gemm(i64 rows, i64 columns, i64 depth, const T* a, i64 am, i64 ak, const T* b, i64 bk, T* c, i64 ck, bool add) {
+    constexpr int W = Simd<T>::WIDTH;
+    for (i64 n = 0; n < columns; n += PANEL * W) {
+        switch (std::min<i64>(PANEL, (columns - n) / W)) {
+            case 1: panel<T, 1>(rows, depth, a, am, ak, b + n, bk, c + n, ck, add); break;
+            case 2: panel<T, 2>(rows, depth, a, am, ak, b + n, bk, c + n, ck, add); break;
+            case 3: panel<T, 3>(rows, depth, a, am, ak, b + n, bk, c + n, ck, add); break;
+            default: panel<T, 4>(rows, depth, a, am, ak, b + n, bk, c + n, ck, add); break;
+        }
+    }
+}

@@ -1,0 +1,123 @@
+// What forward and backward share: the call, views of its tensors, and a band cut into pieces of tiles.
+#pragma once
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <type_traits>
+
+#include "bands.h"
+
+extern "C" {
+struct Tensor {
+    void* data;
+    i64 batch, head, row;  // strides in elements; the last dimension is contiguous
+};
+struct Call {
+    Tensor q, k, v, out, dout, dq, dk, dv;
+    void* lse;  // (batch, heads, length), float or double
+    i64 batches, heads, kv_heads, length, dim;
+    i64 dtype, kind, stride, causal, regroup, threads;
+    double scale;
+};
+}
+
+template <class IO> struct View {  // one head of a tensor
+    IO* data;
+    i64 row;
+    View(const Tensor& t, i64 b, i64 h) : data((IO*)t.data + b * t.batch + h * t.head), row(t.row) {}
+};
+
+template <class T> struct Buffer {
+    std::unique_ptr<T, void (*)(void*)> data;
+    explicit Buffer(i64 n) : data((T*)std::aligned_alloc(64, (n * sizeof(T) + 127) / 64 * 64), std::free) {}
+    operator T*() const { return data.get(); }
+};
+
+constexpr i64 STRIP = 16;  // streamed rows taken at once where the band's edge cuts the tile
+
+template <class T, class IO> struct Tiles {
+    static constexpr int W = Simd<T>::WIDTH;
+    static constexpr i64 LANES = 4 * W;  // rows of one tile
+    static constexpr i64 STREAM = 64;    // rows streamed at once inside a band
+    const Call& call;
+    const Plan plan;
+    const i64 n, d, wide;  // wide: d rounded up to whole vectors; the padding is zero
+    const T log2e = T(1.44269504088896340736);
+
+    explicit Tiles(const Call& c)
+        : call(c), plan(make_plan(c.length, c.kind, c.stride, c.causal, c.regroup)), n(c.length), d(c.dim),
+          wide((c.dim + W - 1) / W * W) {}
+
+    struct Matrix {
+        const T* data;
+        i64 row;
+    };
+    // `count` rows as T, padded to `wide`: in place when they are that already, else copied into scratch.
+    Matrix rows(const View<IO>& x, i64 first, i64 step, i64 count, T* scratch) const {
+        if constexpr (std::is_same<T, IO>::value)
+            if (wide == d && step == 1) return {x.data + first * x.row, x.row};
+        copy_rows(x, first, step, count, count, scratch);
+        return {scratch, wide};
+    }
+    void copy_rows(const View<IO>& x, i64 first, i64 step, i64 count, i64 padded, T* to) const {
+        for (i64 r = 0; r < count; r++) {
+            convert(x.data + (first + r * step) * x.row, to + r * wide, d);
+            for (i64 c = d; c < wide; c++) to[r * wide + c] = 0;
+        }
+        std::fill(to + count * wide, to + padded * wide, T(0));
+    }
+    // Columns of `to` (LANES apart) are the rows of `from`, times `factor`.
+    void transpose(const T* from, T* to, T factor) const {
+        for (i64 c = 0; c < d; c += 8)
+            for (i64 r = 0; r < LANES; r++)
+                for (i64 k = c; k < std::min(c + 8, d); k++) to[k * LANES + r] = factor * from[r * wide + k];
+    }
+
+    // Cut the streamed rows [from, to) of a band into pieces, each with the whole vectors of lanes it can touch.
+    // `interval(row)` gives the lanes [first, second) that the row touches, non-decreasing in the row.
+    template <class Interval, class Use> INLINE void pieces(i64 from, i64 to, i64 lanes, Interval interval, Use use) const {
+        for (i64 row = from, count; row < to; row += count) {
+            count = std::min(STREAM, to - row);
+            if (interval(row + count - 1).first > 0 || interval(row).second < lanes) count = std::min(STRIP, to - row);
+            const auto first = interval(row), last = interval(row + count - 1);
+            const i64 begin = std::max<i64>(first.first, 0) / W, end = (std::min(last.second, lanes) + W - 1) / W;
+            if (begin >= end) continue;
+            const bool whole = last.first <= begin * W && std::min(first.second, lanes) >= end * W;
+            use(row, count, begin, end, whole);
+        }
+    }
+    // -inf where a lane lies outside its row's interval
+    template <class Interval>
+    INLINE void mask(T* s, i64 row, i64 count, i64 begin, i64 end, i64 lanes, Interval interval) const {
+        typename Simd<T>::I lane;
+        for (int i = 0; i < W; i++) lane[i] = i;
+        using Int = typename std::remove_reference<decltype(lane[0])>::type;
+        for (i64 r = 0; r < count; r++) {
+            const auto keep = interval(row + r);
+            const i64 first = std::max<i64>(keep.first, 0), last = std::max<i64>(std::min(keep.second, lanes), 0);
+            for (i64 v = begin; v < end; v++) {
+                const auto at = lane + Int(v * W);
+                T* x = s + r * LANES + v * W;
+                store<T>(x, (at >= Int(first)) & (at < Int(last)) ? load(x) : splat<T>(-std::numeric_limits<T>::infinity()));
+            }
+        }
+    }
+
+    struct Diagonal {  // lanes [first, last) pair with row + shift
+        i64 shift, first, last;
+    };
+    std::vector<Diagonal> diagonals(i64 row, i64 lanes, i64 sign) const {
+        std::vector<Diagonal> found;
+        for (const i64 shift : plan.shifts) {
+            const i64 o = sign * shift, first = std::max<i64>(0, -(row + o)), last = std::min(lanes, n - row - o);
+            if (first < last) found.push_back({o, first, last});
+        }
+        return found;
+    }
+    INLINE T dot(const T* a, const T* b) const {
+        Vec<T> total{};
+        for (i64 c = 0; c < wide; c += W) total += load(a + c) * load(b + c);
+        return sum<T>(total);
+    }
+};

@@ -1,0 +1,100 @@
+"""How does a hand-written forward and backward become one operator that autograd and torch.compile accept?
+
+    (out, lse) = forward(q, k, v)            lse_i = ln Σ_j exp(s_ij), the one number per row that the backward needs
+    (dq, dk, dv) = backward(q, k, v, out, lse, dout)
+
+Every sparse backend is such a pair. It is registered with torch.library, so that torch.compile keeps it in the graph as
+one opaque node and activation checkpointing recomputes it like any other operator. Saved for backward: q, k, v, out and
+4 bytes per row, as in dense flash attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from mst_scale.hybrid_sparse_attention.pattern import Pattern
+
+Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Backward = Callable[..., Tensors3]
+
+
+class Forward(Protocol):
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class SparseAttention(Protocol):
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool
+    ) -> torch.Tensor: ...
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type sums are kept in: float32, or float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_output(q: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, length, head_dim), laid out so that merging the heads of a row is a view."""
+    batch, heads, length, dim = q.shape
+    return q.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+
+def empty_lse(q: torch.Tensor) -> torch.Tensor:
+    return q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
+
+
+def sparse_operator(name: str, forward: Forward, backward: Backward) -> SparseAttention:
+    """Register `mst_scale::{name}` and return it as a function of (q, k, v, pattern, causal)."""
+    options = "str kind, int stride, bool causal, float scale"
+    saved = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+
+    def run_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        *qkv, kind, stride, causal, scale = inputs
+        return forward(*qkv, pattern=Pattern(kind, stride), causal=causal, scale=scale)
+
+    def run_backward(*inputs: Any) -> Tensors3:
+        *tensors, dout, kind, stride, causal, scale = inputs
+        return backward(*tensors, dout=dout, pattern=Pattern(kind, stride), causal=causal, scale=scale)
+
+    def shapes_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return empty_output(inputs[0]), empty_lse(inputs[0])
+
+    def shapes_backward(*inputs: Any) -> Tensors3:
+        return empty_output(inputs[0]), empty_output(inputs[1]), empty_output(inputs[2])
+
+    forward_op = torch.library.custom_op(
+        f"mst_scale::{name}",
+        run_forward,
+        mutates_args=(),
+        schema=f"(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)",
+    )
+    backward_op = torch.library.custom_op(
+        f"mst_scale::{name}_backward",
+        run_backward,
+        mutates_args=(),
+        schema=f"({saved}, Tensor dout, {options}) -> (Tensor, Tensor, Tensor)",
+    )
+    forward_op.register_fake(shapes_forward)
+    backward_op.register_fake(shapes_backward)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        q, k, v, *ctx.options = inputs
+        out, lse = output
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+
+    def run_autograd(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (*backward_op(*ctx.saved_tensors, dout, *ctx.options), None, None, None, None)
+
+    forward_op.register_autograd(run_autograd, setup_context=setup_context)
+
+    def apply(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool) -> torch.Tensor:
+        return forward_op(q, k, v, pattern.kind, pattern.stride, causal, 1.0 / math.sqrt(q.shape[-1]))[0]
+
+    return apply

@@ -1,0 +1,366 @@
+"""How does a GPU compute attention over a pattern of pairs, paying only for the pairs?
+
+Positions are put in an order in which every part of a pattern is a band next to the diagonal of a matrix, so that
+tensor cores see whole tiles:
+
+    window    i - l < j ≤ i, in the order of the sequence
+    residues  j = i - ml: residue by residue (0, l, 2l, …, 1, l+1, …); a tile of 64 positions holds several residues
+    block     ⌊i/l⌋ = ⌊j/l⌋, in the order of the sequence
+    last      keys kl + l - 1 of earlier blocks
+
+One forward kernel (online softmax), one for dq, one for dk and dv, each launched once per part (two parts make a
+pattern). The second launch continues from the first one's out and lse; gradients add. The part with few pairs goes
+first in forward and dq, so that what is rounded to the storage type in between weighs least.
+
+Importing this file needs triton; dispatch.py does so only when a Triton backend is asked for.
+"""
+
+# ruff: noqa: PLR0917  (kernels take their arguments by position)
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+from mst_scale.hybrid_sparse_attention.custom_op import empty_lse, empty_output, sparse_operator
+from mst_scale.hybrid_sparse_attention.pattern import Pattern
+
+WINDOW, RESIDUES, BLOCK, LAST = (tl.constexpr(part) for part in range(4))
+BEYOND = tl.constexpr(2**31 - 1)  # a row that no sequence has
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+# ------------------------------------------------------------------------------------------------ geometry of a part
+@triton.jit
+def _query_row(position, stride, per, PART: tl.constexpr):
+    """Row of the sequence at a position in the part's order; `per` is the number of rows per residue, rounded up."""
+    if PART == RESIDUES:
+        return tl.where(position < per * stride, (position % per) * stride + position // per, BEYOND)
+    else:
+        return position
+
+
+@triton.jit
+def _key_row(position, stride, per, PART: tl.constexpr):
+    if PART == LAST:
+        return (
+            position * stride + stride - 1
+        )  # at least the length for position = length // stride, the first that is none
+    else:
+        return _query_row(position, stride, per, PART)
+
+
+@triton.jit
+def _seen(query, key, stride, per, PART: tl.constexpr, CAUSAL: tl.constexpr):
+    """Does the query at this position see the key at that one?"""
+    if PART == WINDOW:
+        return (query - key < stride) & (key <= query if CAUSAL else key - query < stride)
+    elif PART == RESIDUES:
+        return (query // per == key // per) & (key < query if CAUSAL else key != query)
+    elif PART == BLOCK:
+        return (query // stride == key // stride) & (key <= query if CAUSAL else True)
+    else:
+        return key < query // stride if CAUSAL else key != query // stride
+
+
+@triton.jit
+def _keys_of(first, last, n, stride, per, PART: tl.constexpr, CAUSAL: tl.constexpr):
+    """Positions [low, high) of the keys that queries first … last can see."""
+    if PART == WINDOW:
+        return tl.maximum(first - stride + 1, 0), tl.minimum(n, (last + 1) if CAUSAL else (last + stride))
+    elif PART == RESIDUES:
+        return first // per * per, tl.minimum(per * stride, (last + 1) if CAUSAL else ((last // per + 1) * per))
+    elif PART == BLOCK:
+        return first // stride * stride, tl.minimum(n, (last + 1) if CAUSAL else ((last // stride + 1) * stride))
+    else:
+        return 0, tl.minimum(n // stride, (last // stride) if CAUSAL else n)
+
+
+@triton.jit
+def _queries_of(first, last, n, stride, per, PART: tl.constexpr, CAUSAL: tl.constexpr):
+    """Positions [low, high) of the queries that can see keys first … last."""
+    if PART == WINDOW:
+        return first if CAUSAL else tl.maximum(first - stride + 1, 0), tl.minimum(n, last + stride)
+    elif PART == RESIDUES:
+        return first if CAUSAL else first // per * per, tl.minimum(per * stride, (last // per + 1) * per)
+    elif PART == BLOCK:
+        return first if CAUSAL else first // stride * stride, tl.minimum(n, (last // stride + 1) * stride)
+    else:
+        return (first + 1) * stride if CAUSAL else 0, n
+
+
+@triton.jit
+def _load(base, rows, pitch, n, D: tl.constexpr, WIDE: tl.constexpr):
+    """Rows of one head as (len(rows), WIDE); zeros outside of the tensor."""
+    column = tl.arange(0, WIDE)
+    inside = (rows < n)[:, None] & (column < D)[None, :]
+    return tl.load(base + rows[:, None] * pitch + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(base, rows, pitch, n, value, D: tl.constexpr, WIDE: tl.constexpr):
+    column = tl.arange(0, WIDE)
+    inside = (rows < n)[:, None] & (column < D)[None, :]
+    tl.store(base + rows[:, None] * pitch + column[None, :], value.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _own(base, b, h, n, heads, WIDTH: tl.constexpr):
+    """One head of a tensor that this file has allocated: (batch, length, heads, WIDTH) without gaps."""
+    return base + b * n * heads * WIDTH + h * WIDTH
+
+
+@triton.jit
+def _lse2(lse, row, n):
+    """lse in units of ln 2; +inf for rows without keys and outside of the sequence, so that exp2(s - lse) is 0."""
+    value = tl.load(lse + row, mask=row < n, other=-float("inf"))
+    return tl.where(value == -float("inf"), float("inf"), value * LOG2E)
+
+
+# ------------------------------------------------------------------------------------------------ kernels
+@triton.jit
+def _forward(
+    q, k, v, out, lse,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    n, stride, per, heads, tiles, positions, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PART: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) % tiles * QUERIES
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    b, h = head // heads, head % heads
+    q += b * q_batch + h * q_head
+    k += b * k_batch + h // GROUP * k_head
+    v += b * v_batch + h // GROUP * v_head
+    out = _own(out, b, h, n, heads, D)
+    lse += head * n
+
+    position = first + tl.arange(0, QUERIES)
+    row = _query_row(position, stride, per, PART)
+    query = _load(q, row, q_row, n, D, WIDE)
+    if FIRST:
+        top = tl.full([QUERIES], -float("inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        sums = tl.zeros([QUERIES, WIDE], tl.float32)
+    else:  # go on from what the launch before has merged: weight 1 at lse
+        top = tl.load(lse + row, mask=row < n, other=-float("inf")) * LOG2E
+        total = tl.where(top == -float("inf"), 0.0, 1.0)
+        sums = _load(out, row, heads * D, n, D, WIDE).to(tl.float32)
+    low, high = _keys_of(first, tl.minimum(first + QUERIES, positions) - 1, n, stride, per, PART, CAUSAL)
+    for start in range(low, high, KEYS):
+        other = start + tl.arange(0, KEYS)
+        key_row = _key_row(other, stride, per, PART)
+        key = _load(k, key_row, k_row, n, D, WIDE)
+        value = _load(v, key_row, v_row, n, D, WIDE)
+        s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
+        seen = _seen(position[:, None], other[None, :], stride, per, PART, CAUSAL) & (key_row < n)[None, :]
+        s = tl.where(seen, s, -float("inf"))
+        above = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(above == -float("inf"), 0.0, above)
+        shrink = tl.exp2(top - base)
+        p = tl.exp2(s - base[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        sums = sums * shrink[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
+        top = above
+    _store(out, row, heads * D, n, sums / tl.where(total == 0.0, 1.0, total)[:, None], D, WIDE)
+    tl.store(lse + row, (top + tl.log2(total)) / LOG2E, mask=row < n)
+
+
+@triton.jit
+def _backward_queries(
+    q, k, v, out, lse, dout, delta, dq,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    n, stride, per, heads, tiles, positions, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PART: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) % tiles * QUERIES
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    b, h = head // heads, head % heads
+    q += b * q_batch + h * q_head
+    k += b * k_batch + h // GROUP * k_head
+    v += b * v_batch + h // GROUP * v_head
+    out, dout, dq = _own(out, b, h, n, heads, D), _own(dout, b, h, n, heads, D), _own(dq, b, h, n, heads, D)
+    lse += head * n
+    delta += head * n
+
+    position = first + tl.arange(0, QUERIES)
+    row = _query_row(position, stride, per, PART)
+    query = _load(q, row, q_row, n, D, WIDE)
+    dvalue = _load(dout, row, heads * D, n, D, WIDE)
+    lse2 = _lse2(lse, row, n)
+    mean = tl.sum(dvalue.to(tl.float32) * _load(out, row, heads * D, n, D, WIDE).to(tl.float32), 1)  # Σ_j p_ij dp_ij
+    if FIRST:
+        tl.store(delta + row, mean, mask=row < n)  # the dk, dv kernel reads it
+    sums = tl.zeros([QUERIES, WIDE], tl.float32)
+    low, high = _keys_of(first, tl.minimum(first + QUERIES, positions) - 1, n, stride, per, PART, CAUSAL)
+    for start in range(low, high, KEYS):
+        other = start + tl.arange(0, KEYS)
+        key_row = _key_row(other, stride, per, PART)
+        key = _load(k, key_row, k_row, n, D, WIDE)
+        value = _load(v, key_row, v_row, n, D, WIDE)
+        s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
+        seen = _seen(position[:, None], other[None, :], stride, per, PART, CAUSAL) & (key_row < n)[None, :]
+        p = tl.where(seen, tl.exp2(s - lse2[:, None]), 0.0)
+        dp = tl.dot(dvalue, tl.trans(value), input_precision="ieee")
+        ds = p * (dp - mean[:, None])
+        sums += tl.dot(ds.to(key.dtype), key, input_precision="ieee")
+    sums *= scale
+    if not FIRST:
+        sums += _load(dq, row, heads * D, n, D, WIDE).to(tl.float32)
+    _store(dq, row, heads * D, n, sums, D, WIDE)
+
+
+@triton.jit
+def _backward_keys(
+    q, k, v, lse, dout, delta, dk, dv,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    n, stride, per, key_heads, tiles, positions, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PART: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) % tiles * KEYS
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    b, g = head // key_heads, head % key_heads
+    heads = key_heads * GROUP
+    q += b * q_batch
+    k += b * k_batch + g * k_head
+    v += b * v_batch + g * v_head
+    dk, dv = _own(dk, b, g, n, key_heads, D), _own(dv, b, g, n, key_heads, D)
+
+    position = first + tl.arange(0, KEYS)
+    row = _key_row(position, stride, per, PART)
+    key = _load(k, row, k_row, n, D, WIDE)
+    value = _load(v, row, v_row, n, D, WIDE)
+    sums_k = tl.zeros([KEYS, WIDE], tl.float32)
+    sums_v = tl.zeros([KEYS, WIDE], tl.float32)
+    low, high = _queries_of(first, tl.minimum(first + KEYS, positions) - 1, n, stride, per, PART, CAUSAL)
+    for shared in range(GROUP):  # all query heads that read this key head
+        h = g * GROUP + shared
+        for start in range(low, high, QUERIES):
+            other = start + tl.arange(0, QUERIES)
+            query_row = _query_row(other, stride, per, PART)
+            query = _load(q + h * q_head, query_row, q_row, n, D, WIDE)
+            dvalue = _load(_own(dout, b, h, n, heads, D), query_row, heads * D, n, D, WIDE)
+            at = (b * heads + h) * n
+            lse2 = _lse2(lse + at, query_row, n)
+            mean = tl.load(delta + at + query_row, mask=query_row < n, other=0.0)
+            s = tl.dot(key, tl.trans(query), input_precision="ieee") * (scale * LOG2E)
+            seen = _seen(other[None, :], position[:, None], stride, per, PART, CAUSAL) & (row < n)[:, None]
+            p = tl.where(seen, tl.exp2(s - lse2[None, :]), 0.0)
+            sums_v += tl.dot(p.to(dvalue.dtype), dvalue, input_precision="ieee")
+            dp = tl.dot(value, tl.trans(dvalue), input_precision="ieee")
+            ds = p * (dp - mean[None, :])
+            sums_k += tl.dot(ds.to(query.dtype), query, input_precision="ieee")
+    sums_k *= scale
+    if not FIRST:
+        sums_k += _load(dk, row, key_heads * D, n, D, WIDE).to(tl.float32)
+        sums_v += _load(dv, row, key_heads * D, n, D, WIDE).to(tl.float32)
+    _store(dk, row, key_heads * D, n, sums_k, D, WIDE)
+    _store(dv, row, key_heads * D, n, sums_v, D, WIDE)
+
+
+# ------------------------------------------------------------------------------------------------ launches
+def interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def why_not(q: torch.Tensor) -> str | None:
+    """Why these kernels cannot take q, or None when they can."""
+    if q.device.type != "cuda" and not interpreted():
+        return f"it needs a CUDA device (tensors are on {q.device.type}), or TRITON_INTERPRET=1 before the first import"
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it does not take {q.dtype}"
+    if q.dtype == torch.bfloat16 and interpreted():
+        return "Triton's interpreter multiplies bfloat16 wrongly: use float32 or float16"
+    if q.shape[-1] > 256:
+        return f"it takes head_dim up to 256, not {q.shape[-1]}"
+    return None
+
+
+def _parts(pattern: Pattern, length: int) -> list[int]:
+    """The launches that make a pattern, the one with the fewest pairs first."""
+    if pattern.is_dense(length):
+        return [WINDOW.value]
+    return [RESIDUES.value, WINDOW.value] if pattern.kind == "strided" else [LAST.value, BLOCK.value]
+
+
+def _tile(q: torch.Tensor) -> dict[str, int]:
+    """Rows per tile such that three operands of one tile fit into shared memory; not tuned on any one GPU."""
+    wide = max(16, triton.next_power_of_2(q.shape[-1]))
+    queries, keys = (32, 32) if q.dtype == torch.float32 or wide > 128 else (64, 64)
+    return {"D": q.shape[-1], "WIDE": wide, "QUERIES": queries, "KEYS": keys, "num_warps": 4, "num_stages": 2}
+
+
+def _launch(kernel, tensors, q, k, v, pattern, causal, scale, part, first, over_keys):
+    batch, heads, length, _ = q.shape
+    stride = length if pattern.is_dense(length) else pattern.stride
+    per = triton.cdiv(length, stride)
+    owners = k.shape[1] if over_keys else heads
+    positions = (
+        length // stride if part == LAST.value and over_keys else per * stride if part == RESIDUES.value else length
+    )
+    options = _tile(q)
+    tiles = triton.cdiv(positions, options["KEYS" if over_keys else "QUERIES"])
+    if tiles == 0:
+        return
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    kernel[(tiles * batch * owners,)](
+        *tensors, *strides, length, stride, per, owners, tiles, positions, scale,
+        GROUP=heads // k.shape[1], PART=part, CAUSAL=causal, FIRST=first, **options,
+    )  # fmt: skip
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """Last dimension contiguous, and offsets inside a head within 32 bits."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.shape[2] * x.stride(2) < 2**31 else x.contiguous()
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, length, d) laid out as the kernels' own tensors are."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = map(_readable, (q, k, v))
+    out, lse = empty_output(q), empty_lse(q)
+    if q.numel():
+        for index, part in enumerate(_parts(pattern, q.shape[2])):
+            _launch(_forward, (q, k, v, out, lse), q, k, v, pattern, causal, scale, part, index == 0, False)
+    return out, lse
+
+
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    dout: torch.Tensor,
+    pattern: Pattern,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = map(_readable, (q, k, v))
+    out, dout, lse = _packed(out), _packed(dout), lse.contiguous()
+    dq, dk, dv = empty_output(q), empty_output(k), empty_output(v)
+    if q.numel():
+        delta = torch.empty_like(lse)
+        parts = _parts(pattern, q.shape[2])
+        for index, part in enumerate(parts):
+            tensors = (q, k, v, out, lse, dout, delta, dq)
+            _launch(_backward_queries, tensors, q, k, v, pattern, causal, scale, part, index == 0, False)
+        for index, part in enumerate(reversed(parts)):  # here the first launch must write every row
+            tensors = (q, k, v, lse, dout, delta, dk, dv)
+            _launch(_backward_keys, tensors, q, k, v, pattern, causal, scale, part, index == 0, True)
+    return dq, dk, dv
+
+
+attention_triton = sparse_operator("sparse_attention_triton", forward, backward)
