@@ -109,12 +109,12 @@ def library() -> ctypes.CDLL | str:
     return loaded
 
 
-def why_not(q: torch.Tensor) -> str | None:
-    """Why this kernel cannot take q, or None when it can."""
-    if q.device.type != "cpu":
-        return f"it runs on CPU tensors, not {q.device.type}"
-    if q.dtype not in DTYPES:
-        return f"it does not take {q.dtype}"
+def why_not(device: str, dtype: torch.dtype) -> str | None:
+    """Why this kernel cannot run, or None when it can (it is compiled now if it never was)."""
+    if device != "cpu":
+        return f"it runs on CPU tensors, not {device}"
+    if dtype not in DTYPES:
+        return f"it does not take {dtype}"
     loaded = library()
     return loaded if isinstance(loaded, str) else None
 

@@ -50,14 +50,13 @@ def attention(  # noqa: PLR0917  (the public signature)
     neighbouring query heads. Dropout acts on the probabilities and is only available where attention is dense.
     """
     _check(q, k, v)
-    dense = pattern.is_dense(q.shape[-2])
+    length = q.shape[-2]
+    # "True if … else False" turns a symbolic length into a guard where torch.compile traces with dynamic shapes
+    dense = True if pattern.is_dense(length) else False  # noqa: SIM210
     if dropout > 0.0 and not (dense and backend in ("auto", "dense")):
         raise ValueError(f"attention dropout is not available in sparse attention: set it to 0 to use {pattern}")
-    if backend == "auto":
-        backend, why = choose(q, pattern)
-        _say(q.device.type, str(q.dtype), pattern, backend, why)
-    elif (reason := why_not(backend, q, pattern)) is not None:
-        raise ValueError(f"attention backend {backend!r} cannot run here: {reason}")
+    small = True if q.shape[0] * q.shape[1] * length * length <= SMALL else False  # noqa: SIM210
+    backend = select(backend, q.device.type, q.dtype, int(q.shape[-1]), dense, small)
     if backend == "dense":
         return _dense(q, k, v, causal, dropout)
     if backend == "definition":
@@ -65,33 +64,46 @@ def attention(  # noqa: PLR0917  (the public signature)
     return _operator(backend)(q, k, v, pattern=pattern, causal=causal)
 
 
-def choose(q: torch.Tensor, pattern: Pattern) -> tuple[str, str]:
-    """What `auto` takes for queries like q, and why nothing before it in the order of speed."""
-    if pattern.is_dense(q.shape[-2]):
-        return "dense", "the pattern holds every pair"
-    fused = "triton" if q.device.type == "cuda" else "cpp"
-    reason = why_not(fused, q, pattern)
-    if reason is None:
-        return fused, f"the fused kernel for {q.device.type}"
-    if q[..., 0].numel() * q.shape[-2] <= SMALL:
-        return "definition", f"no {fused} ({reason}), and small enough for masked dense attention"
-    return "blocked", f"no {fused}: {reason}"
-
-
-def why_not(backend: str, q: torch.Tensor, pattern: Pattern) -> str | None:
-    """Why `backend` cannot compute `pattern` for queries like q; None when it can."""
-    if backend not in BACKENDS[1:]:
+@torch.compiler.assume_constant_result  # decided while torch.compile traces: a function of constants
+def select(  # noqa: PLR0917
+    backend: str, device: str, dtype: torch.dtype, head_dim: int, dense: bool, small: bool
+) -> str:
+    """The backend to use. `auto` takes the fastest that can run; a named one that cannot run is an error."""
+    if backend not in BACKENDS:
         raise ValueError(f"attention backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
-    if backend == "dense" and not pattern.is_dense(q.shape[-2]):
-        return f"it computes every pair, and {pattern} leaves some out; use auto"
+    if backend == "auto":
+        backend, why = choose(device, dtype, head_dim, dense, small)
+        _say(device, dtype, "every pair" if dense else "sparse", backend, why)
+    elif (reason := why_not(backend, device, dtype, head_dim, dense)) is not None:
+        raise ValueError(f"attention backend {backend!r} cannot run here: {reason}")
+    return backend
+
+
+def choose(device: str, dtype: torch.dtype, head_dim: int, dense: bool, small: bool) -> tuple[str, str]:
+    """What `auto` takes, and why."""
+    if dense:
+        return "dense", "the pattern holds every pair"
+    fused = "triton" if device == "cuda" else "cpp"
+    reason = why_not(fused, device, dtype, head_dim, dense)
+    if reason is None:
+        return fused, f"the fused kernel for {device}"
+    if small:
+        return "definition", f"no {fused}, as {reason}; masked dense attention is cheap at this size"
+    return "blocked", f"no {fused}, as {reason}"
+
+
+def why_not(backend: str, device: str, dtype: torch.dtype, head_dim: int, dense: bool) -> str | None:
+    """Why a backend cannot run, or None when it can."""
+    if backend == "dense" and not dense:
+        return "it computes every pair, and this pattern leaves some out; use auto"
     if backend == "cpp":
-        return cpp.why_not(q)
+        return cpp.why_not(device, dtype)
     if backend == "triton":
         try:
             from mst_scale.hybrid_sparse_attention import triton_kernel
         except ImportError as error:
             return f"triton cannot be imported ({error})"
-        return triton_kernel.why_not(q)
+        return triton_kernel.why_not(device, dtype, head_dim)
     return None
 
 
@@ -110,9 +122,9 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, drop
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
 
 
-@functools.cache
-def _say(device: str, dtype: str, pattern: Pattern, backend: str, why: str) -> None:
-    log.info("attention %s on %s in %s: backend %s (%s)", pattern, device, dtype, backend, why)
+@functools.cache  # once per choice and process
+def _say(device: str, dtype: torch.dtype, pairs: str, backend: str, why: str) -> None:
+    log.info("attention (%s) on %s in %s: backend %s, %s", pairs, device, dtype, backend, why)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

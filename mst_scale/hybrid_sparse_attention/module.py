@@ -9,6 +9,7 @@ compilation per pattern, then both are kept), and activation checkpointing recom
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from mst_scale.hybrid_sparse_attention.dispatch import attention
@@ -36,21 +37,20 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(n_embd, n_embd, bias=bias)
         self.n_head, self.head_dim = n_head, n_embd // n_head
         self.dropout, self.causal, self.pattern, self.backend = dropout, causal, pattern, backend
+        self.exchange: nn.Module | None = None  # see `sequence_parallel`
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         # unbind, not three slices: its backward is one stack instead of three zero-filled buffers
         q, k, v = self.qkv(x).view(batch, length, 3, self.n_head, self.head_dim).unbind(2)
-        out = attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            self.pattern,
-            self.causal,
-            self.backend,
-            dropout=self.dropout if self.training else 0.0,
-        )
-        return self.proj(out.transpose(1, 2).reshape(batch, length, width))
+        out = self.attend(q, k, v) if self.exchange is None else self.exchange(q, k, v, 0)  # 0: where the batch is
+        return self.proj(out.reshape(batch, length, width))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention in the layout of the projections, (batch, length, heads, head_dim)."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        return attention(q, k, v, self.pattern, self.causal, self.backend, dropout=dropout).transpose(1, 2)
 
     def extra_repr(self) -> str:
         return f"heads={self.n_head}, causal={self.causal}, pattern={self.pattern}, backend={self.backend!r}"
@@ -61,4 +61,22 @@ def set_pattern(model: nn.Module, pattern: Pattern) -> int:
     layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
     for layer in layers:
         layer.pattern = pattern
+    return len(layers)
+
+
+def sequence_parallel(model: nn.Module, group: dist.ProcessGroup) -> int:
+    """Let every SelfAttention of a model work on sequences that are cut over the ranks of `group` (Ulysses).
+
+    Each rank feeds its own length/world rows, in rank order. DeepSpeed's DistributedAttention exchanges them for whole
+    sequences of n_head/world heads (all-to-all of q, k, v: 3 · batch · length · n_embd / world elements), attention
+    runs on those with the layer's pattern, and a fourth all-to-all brings the rows back. Returns the number of layers.
+    """
+    from deepspeed.sequence.layer import DistributedAttention
+
+    world = dist.get_world_size(group)
+    layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    for layer in layers:
+        if layer.n_head % world:
+            raise ValueError(f"{layer.n_head} heads cannot be dealt to {world} ranks: choose a divisor as group size")
+        layer.exchange = DistributedAttention(layer.attend, group, scatter_idx=2, gather_idx=1)
     return len(layers)

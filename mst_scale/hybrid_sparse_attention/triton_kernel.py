@@ -268,16 +268,16 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def why_not(q: torch.Tensor) -> str | None:
-    """Why these kernels cannot take q, or None when they can."""
-    if q.device.type != "cuda" and not interpreted():
-        return f"it needs a CUDA device (tensors are on {q.device.type}), or TRITON_INTERPRET=1 before the first import"
-    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it does not take {q.dtype}"
-    if q.dtype == torch.bfloat16 and interpreted():
+def why_not(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why these kernels cannot run, or None when they can."""
+    if device != "cuda" and not interpreted():
+        return f"it needs a CUDA device (tensors are on {device}), or TRITON_INTERPRET=1 before the first import"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it does not take {dtype}"
+    if dtype == torch.bfloat16 and interpreted():
         return "Triton's interpreter multiplies bfloat16 wrongly: use float32 or float16"
-    if q.shape[-1] > 256:
-        return f"it takes head_dim up to 256, not {q.shape[-1]}"
+    if head_dim > 256:
+        return f"it takes head_dim up to 256, not {head_dim}"
     return None
 
 
