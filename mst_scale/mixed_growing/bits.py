@@ -16,9 +16,13 @@ _PACK = -0x7FBFDFEFF7FBFDFF  # 0x8040201008040201 as int64: moves byte i's lowes
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+CPU_SPAN = 1 << 18  # weights handled at once: 1 MB of float32, about a core's cache
+DEVICE_SPAN = 1 << 24  # 64 MB: launches cost more than traffic
+
+
 def spans(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """[begin, end) cuts of a flat slice, on byte borders: 1 MB of float32 where caches are small, else 64 MB."""
-    span = 1 << (18 if device.type == "cpu" else 24)
+    """[begin, end) cuts of a flat slice, on byte borders."""
+    span = CPU_SPAN if device.type == "cpu" else DEVICE_SPAN
     for begin in range(0, length, span):
         yield begin, min(begin + span, length)
 
@@ -44,6 +48,8 @@ def clear_tail_(bits: Tensor, length: int) -> Tensor:
 
 def pack(flags: Tensor) -> Tensor:
     """bool (n,) → uint8 (⌈n/8⌉,)."""
+    if flags.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8, device=flags.device)
     if flags.numel() % 8:
         flags = torch.cat([flags, flags.new_zeros(8 - flags.numel() % 8)])
     if flags.storage_offset() % 8 or not flags.is_contiguous():
@@ -95,6 +101,8 @@ def add_(bits: Tensor, where: Tensor) -> None:
 
 def cut(bits: Tensor, begin: int, end: int) -> Tensor:
     """Bits [begin, end) as a shard of their own, at any offset."""
+    if begin == end:
+        return zeros(0, bits.device)
     if begin % 8 == 0:
         return clear_tail_(bits[begin // 8 : byte_count(end)].clone(), end - begin)
     whole = begin // 8 * 8

@@ -144,6 +144,8 @@ def evolve(
     zeta = update_fraction if policy.exchange else 0.0
     plans = [plan(x.mask.numel, x.mask.active, x.target, zeta, policy.random_share, regrow) for x in layers]
     work = [_Work(layer, plan) for layer, plan in zip(layers, plans, strict=True) if plan.prune or plan.grow]
+    if not work:
+        return [_unchanged(layer) for layer in layers]
     peaks = _peaks(work, policy, gradient_size, exchange)
 
     requests = [w.request(policy.prune, w.layer.mask.bits, w.layer.mask.active, w.plan.prune) for w in work]

@@ -171,7 +171,10 @@ class MaskSet:
             pieces = [shards[layer.name] for shards in ranks if layer.name in shards]
             fresh[layer.name] = _reslice(layer, pieces)
         for layer in self:
+            counting = layer.ever is not None
             layer.active, layer.bits, layer.ever = fresh[layer.name]
+            if counting and layer.ever is None:  # the run that wrote it did not count: start from here
+                layer.track_ever()
 
     def digests(self, exchange: Exchange) -> list[int]:
         """Digest of each whole mask, the same for any number of ranks; one small all-reduce."""

@@ -35,6 +35,7 @@ INFINITY_KEY = 0x7F80_0000  # bit pattern of float32 +inf; NaNs are above
 SAMPLE = 1 << 14  # candidates sampled per layer, on all ranks together
 SMALL = 1 << 16  # layers up to this size go straight to refinement
 SIGMAS = 6.0  # half width of the bracket in standard deviations of the sample's count
+SLACK = 16  # and in samples: counts are not normal where they are few
 SHORT = 1 / 16  # lists up to this share of the candidates may start at the best score
 ROW_BYTES_PER_ROUND = 1 << 15  # few layers get wider digits, until their histograms add up to 32 KiB
 DIGIT_BITS = (7, 12)
@@ -138,7 +139,7 @@ def select_at_random(requests: Sequence[Request], *, key: Sequence[int | str], e
         brackets = []
         for request, (_, places) in zip(requests, whole, strict=True):
             # Among the first p places stand about p·C/places candidates: the k-th is met near p = k·places/C.
-            slack = SIGMAS * math.sqrt(request.want) + 16
+            slack = SIGMAS * math.sqrt(request.want) + SLACK
             per_candidate = places / request.candidates
             low = max(0, math.floor((request.want - slack) * per_candidate))
             brackets.append((low, min(places, math.ceil((request.want + slack) * per_candidate))))
@@ -195,7 +196,7 @@ def _sampled_brackets(
     for row, i in enumerate(sampled):
         counts = list(accumulate(coarse[row]))
         size, share = counts[-1], requests[i].want / requests[i].candidates
-        slack = SIGMAS * math.sqrt(size * share * (1 - share)) + 16
+        slack = SIGMAS * math.sqrt(size * share * (1 - share)) + SLACK
         first, last = math.floor(size * share - slack), math.ceil(size * share + slack)
         low, high = _enclose(counts, whole[i], shifts[row], first, last)
         below = counts[((low - whole[i][0]) >> shifts[row]) - 1] if low > whole[i][0] else 0

@@ -41,15 +41,14 @@ def places(numel: int, *key: int | str) -> np.ndarray:
     def draw(r: int, x: int, modulus: int) -> int:
         return (mix64((x + 1) * GOLDEN64 + counter_hash(*key, r)) >> 32) % modulus
 
-    f0, f2 = ([draw(r, x, a) for x in range(b)] for r in (0, 2))
-    f1, f3 = ([draw(r, x, b) for x in range(a)] for r in (1, 3))
+    to_left = [[draw(r, x, a) for x in range(b)] for r in (0, 2, 4)]
+    to_right = [[draw(r, x, b) for x in range(a)] for r in (1, 3, 5)]
     result = np.empty(numel, dtype=np.int64)
     for i in range(numel):
         left, right = divmod(i, b)
-        left = (left + f0[right]) % a
-        right = (right + f1[left]) % b
-        left = (left + f2[right]) % a
-        right = (right + f3[left]) % b
+        for even, odd in zip(to_left, to_right, strict=True):
+            left = (left + even[right]) % a
+            right = (right + odd[left]) % b
         result[i] = left * b + right
     return result
 

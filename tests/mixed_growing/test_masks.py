@@ -1,0 +1,184 @@
+"""Does a mask set keep, cut, join, digest and watch its bits?"""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mst_scale.mixed_growing import bits
+from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.masks import LayerMask, MaskSet, Shard, assemble, sha256
+
+CPU = torch.device("cpu")
+
+
+def sliced(name: str, flags: np.ndarray, begin: int, end: int) -> LayerMask:
+    mask = LayerMask(name, (flags.size, 1), begin, end - begin, CPU)
+    mask.set_flags(torch.from_numpy(flags[begin:end]), int(flags.sum()))
+    return mask
+
+
+def some_flags(size: int = 103) -> np.ndarray:
+    return np.random.default_rng(size).random(size) < 0.4
+
+
+def cut_points(size: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, size), max_size=4).map(lambda ends: [0, *sorted(ends), size])
+
+
+def test_a_new_mask_is_dense_and_keeps_nothing():
+    masks = MaskSet([LayerMask("a", (4, 5), 3, 7, CPU)])
+    assert masks.dense
+    assert masks.sparsity == 0
+    assert masks.nbytes() == 0
+    values = torch.tensor([1.0, float("nan"), 3, 4, 5, 6, 7])
+    before = values.clone()
+    masks["a"].retain_(values)
+    assert torch.equal(values.view(torch.int32), before.view(torch.int32)), "nothing is multiplied"
+
+
+def test_a_full_mask_drops_its_bits():
+    mask = sliced("a", some_flags(), 10, 50)
+    assert not mask.dense
+    mask.set_flags(torch.ones(40, dtype=torch.bool), 103)
+    assert mask.dense
+    assert mask.bits is None
+
+
+def test_memory_is_an_eighth_of_a_byte_per_weight_of_the_slice():
+    masks = MaskSet([sliced("a", some_flags(1003), 101, 606)])
+    assert masks.nbytes() == 64  # ⌈505/8⌉
+    masks["a"].track_ever()
+    assert masks.nbytes() == 128
+
+
+def test_ever_active_remembers():
+    mask = sliced("a", np.array([1, 0, 0, 1], bool), 0, 4)
+    mask.track_ever()
+    mask.set_flags(torch.tensor([False, True, False, True]), 2)
+    assert mask.flags().tolist() == [False, True, False, True]
+    assert bits.unpack(mask.ever, 4).tolist() == [True, True, False, True]
+
+
+def test_retain_zeroes_several_views():
+    mask = sliced("a", np.array([1, 0, 1, 0, 0], bool), 1, 5)
+    weight, moment = torch.ones(4), torch.full((4,), float("inf"))
+    mask.retain_(weight, moment)
+    assert weight.tolist() == [0, 1, 0, 0]
+    assert moment.tolist() == [0, float("inf"), 0, 0]
+
+
+def test_names_are_unique():
+    with pytest.raises(ValueError, match="tied"):
+        MaskSet([sliced("a", some_flags(), 0, 5), sliced("a", some_flags(), 5, 9)])
+
+
+def test_a_slice_outside_its_parameter_is_refused():
+    with pytest.raises(ValueError, match="lies outside its 20 weights"):
+        LayerMask("a", (4, 5), 15, 6, CPU)
+    assert LayerMask("a", (4, 5), 24, 0, CPU).length == 0  # ZeRO-3 pads: a rank may stand past the end with nothing
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(cut_points(103), cut_points(103), st.booleans())
+def test_masks_move_to_any_other_cut(old: list[int], new: list[int], dense: bool):
+    flags = np.ones(103, bool) if dense else some_flags()
+    written = []
+    for a, b in pairwise(old):
+        mask = sliced("a", flags, a, b)
+        mask.track_ever()
+        written.append(MaskSet([mask]).shards())
+    for a, b in pairwise(new):
+        masks = MaskSet([LayerMask("a", (103, 1), a, b - a, CPU)])
+        masks.load(written)
+        assert np.array_equal(masks["a"].flags().numpy(), flags[a:b])
+        assert masks["a"].active == flags.sum()
+        assert masks["a"].dense is dense
+        assert np.array_equal(bits.unpack(masks["a"].ever, b - a).numpy(), flags[a:b])
+    whole = assemble([shards["a"] for shards in written])
+    assert np.array_equal(whole.numpy(), np.packbits(flags))
+    assert sha256(whole) == hashlib.sha256(np.packbits(flags).tobytes()).hexdigest()
+
+
+def test_replicas_load_too():
+    flags = some_flags()
+    written = [MaskSet([sliced("a", flags, 0, 103)]).shards() for _ in range(3)]
+    masks = MaskSet([LayerMask("a", (103, 1), 20, 50, CPU)])
+    masks.load(written)
+    assert np.array_equal(masks["a"].flags().numpy(), flags[20:70])
+
+
+def damaged(kind: str) -> list[dict[str, Shard]]:
+    flags = some_flags()
+    ranks = [MaskSet([sliced("a", flags, a, b)]).shards() for a, b in ((0, 40), (40, 103))]
+    good = ranks[1]["a"]
+    if kind == "rank missing":
+        return ranks[:1]
+    if kind == "layer missing":
+        return [{}, {}]
+    changes = {
+        "foreign": {"shape": (51, 2)},
+        "short": {"bits": good.bits[:-1]},
+        "other step": {"active": good.active + 1},
+        "dense in part": {"bits": None},
+    }[kind]
+    return [ranks[0], {"a": Shard(**{**vars(good), **changes})}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("rank missing", "lacks weight 40"),
+        ("layer missing", "no mask of a"),
+        ("foreign", "shape"),
+        ("short", "cut short"),
+        ("other step", "different steps"),
+        ("dense in part", "different steps"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(kind: str, message: str):
+    masks = MaskSet([sliced("a", ~some_flags(), 0, 103)])
+    before = masks["a"].bits.clone()
+    with pytest.raises(ValueError, match=message):
+        masks.load(damaged(kind))
+    assert torch.equal(masks["a"].bits, before)
+
+
+def test_a_flipped_bit_is_seen_when_the_whole_is_put_together():
+    shard = MaskSet([sliced("a", some_flags(), 0, 103)]).shards()["a"]
+    shard.bits[3] ^= 16
+    with pytest.raises(ValueError, match="damaged"):
+        assemble([shard], "a")
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(cut_points(103))
+def test_digests_of_slices_add_up(ends: list[int]):
+    flags = some_flags()
+    whole = sliced("a", flags, 0, 103).digest()
+    assert sum(sliced("a", flags, a, b).digest() for a, b in pairwise(ends)) % 2**48 == whole
+
+
+def test_digests_tell_masks_and_names_apart():
+    flags = some_flags()
+    swapped = flags.copy()
+    on, off = np.flatnonzero(flags)[0], np.flatnonzero(~flags)[0]
+    swapped[[on, off]] = False, True  # the count stays the same
+    found = {sliced(n, f, 0, 103).digest() for n in "ab" for f in (flags, swapped)}
+    assert len(found) == 4
+
+
+def test_drift_is_named():
+    masks = MaskSet([sliced("first", some_flags(), 0, 103), sliced("second", some_flags(99), 0, 99)])
+    exchange = Exchange()
+    expected = masks.digests(exchange)
+    masks.check_drift(expected, exchange)
+    masks["second"].bits[5] ^= 4
+    with pytest.raises(RuntimeError, match="mask of second drifted"):
+        masks.check_drift(expected, exchange)
