@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale import zero_shards
-from mst_scale.distributed import Ranks, logger
+from mst_scale.distributed import Elsewhere, Ranks, logger
 
 PARTIAL = ".partial"
 MANIFEST = "manifest.json"
@@ -40,7 +40,7 @@ def save(engine: Any, folder: Path, ranks: Ranks, *, step: int, keep: int, state
         digests = ranks.together(lambda: _digest_share(draft, ranks))
         ranks.on_first(lambda: None)  # every rank has read its share back
         _seal(draft, final, digests, ranks, {"tag": tag, "step": step})
-    except OSError:
+    except (OSError, Elsewhere):
         if ranks.first:
             shutil.rmtree(draft, ignore_errors=True)
         raise

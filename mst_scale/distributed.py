@@ -33,6 +33,7 @@ class Ranks:
     local_rank: int
     world_size: int
     control: Any  # a gloo process group for flags and small objects
+    joined: bool = True  # the process group is ours to leave
 
     @property
     def first(self) -> bool:
@@ -54,6 +55,10 @@ class Ranks:
                 self._fail(verdict, rank)
         return value
 
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise what all ranks have come to see alike: rank 0 says it."""
+        self._fail(error, 0)
+
     def any(self, flag: bool) -> bool:
         import torch
         import torch.distributed as dist
@@ -62,8 +67,13 @@ class Ranks:
         dist.all_reduce(votes, group=self.control)
         return bool(votes)
 
-    def barrier(self) -> None:
+    def leave(self) -> None:
+        """All are done: end together."""
+        import torch.distributed as dist
+
         self.any(False)
+        if self.joined:
+            dist.destroy_process_group()
 
     def _attempt(self, what: Callable[[], T]) -> tuple[Any, Exception | None]:
         try:
@@ -127,7 +137,8 @@ def init() -> Ranks:
     if not all(name in os.environ for name in LAUNCHER_VARIABLES):
         os.environ.update(_mpi_ranks() if _under_mpi() else _alone())
     logger.setLevel(logging.INFO if os.environ["RANK"] == "0" else logging.ERROR)
-    if not dist.is_initialized():
+    joined = not dist.is_initialized()
+    if joined:
         try:
             ds_comm.init_distributed(verbose=False, auto_mpi_discovery=False)
         except dist.DistNetworkError as error:
@@ -141,6 +152,7 @@ def init() -> Ranks:
         local_rank=int(os.environ["LOCAL_RANK"]),
         world_size=dist.get_world_size(),
         control=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
+        joined=joined,
     )
 
 
@@ -154,16 +166,25 @@ def exit_code(error: BaseException) -> int:
 def end(error: BaseException) -> NoReturn:
     """Say on one line what a user did wrong or what the machine refused; anything else is ours, with a traceback.
 
-    Leaves at once: a rank that unwinds slowly, waiting for collectives, would hang the others.
+    Before the ranks have met, each finds the same mistake for itself and rank 0 says it. Leaves at once: a rank that
+    unwinds slowly, waiting for collectives, would hang the others.
     """
     sys.stdout.flush()
-    if isinstance(error, ValueError | OSError | MemoryError | ArithmeticError) and "MST_TRACEBACK" not in os.environ:
+    if os.environ.get("RANK", "0") != "0" and not _met():
+        pass
+    elif isinstance(error, ValueError | OSError | MemoryError | ArithmeticError) and "MST_TRACEBACK" not in os.environ:
         rank = os.environ.get("RANK", "0")
         print(f"mst_scale: {'' if rank == '0' else f'rank {rank}: '}{_first_line(error)}", file=sys.stderr)
     elif not isinstance(error, Elsewhere):
         traceback.print_exception(error)
     sys.stderr.flush()
     os._exit(exit_code(error))
+
+
+def _met() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_initialized()
 
 
 def _first_line(error: BaseException) -> str:

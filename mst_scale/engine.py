@@ -1,7 +1,7 @@
 """How does a DeepSpeed engine come to train sparsely?
 
-`initialize` takes the arguments of `deepspeed.initialize` and returns its results; `engine.mst` is the `Controller`. The
-order of one optimizer step, with what the controller adds marked by *:
+`initialize` takes the arguments of `deepspeed.initialize` and returns its results; `engine.mst` is the `Controller`.
+The order of one optimizer step, with what the controller adds marked by *:
 
     reduced gradients are at hand
   * on a topology step keep this rank's dense gradient

@@ -15,6 +15,7 @@ import json
 import math
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ class Run:
     def prepare(self, resume: str) -> None:
         """Data, model, engine, checkpoint: whatever can be refused is refused here."""
         tag = self._choose_checkpoint(resume)
+        self.ranks.on_first(self._compare_with_before)
         folder = self.ranks.on_first(self._corpus)
         self.train, self.val = self.ranks.together(lambda: (self._open(folder, "train"), self._open(folder, "val")))
         self.engine = self.ranks.together(self._build)
@@ -119,16 +121,16 @@ class Run:
         existing = self.ranks.on_first(lambda: checkpoint.list_tags(self.checkpoints))
         if resume == "never":
             if existing:
-                raise ValueError(f"{self.out} holds a run already: choose another --out, or --resume auto")
+                self.ranks.refuse(ValueError(f"{self.out} holds a run already: choose another --out, or --resume auto"))
             return None
         if resume == "auto":
             tag = checkpoint.newest(self.checkpoints, self.ranks)
             if existing and tag is None:
-                raise OSError(f"no checkpoint in {self.checkpoints} is whole: start anew in another --out")
+                self.ranks.refuse(OSError(f"no checkpoint in {self.checkpoints} is whole: start anew in another --out"))
             return tag
         if resume not in existing:
             found = f"it has {', '.join(existing)}" if existing else "there is none"
-            raise ValueError(f"no checkpoint {resume!r} in {self.checkpoints}: {found}")
+            self.ranks.refuse(ValueError(f"no checkpoint {resume!r} in {self.checkpoints}: {found}"))
         return resume
 
     def _build(self) -> Any:
@@ -157,17 +159,22 @@ class Run:
         logger.info("continuing %s from step %d", self.out, state["step"])
         return int(state["step"])
 
+    def _compare_with_before(self) -> None:
+        """A run goes on with the model it began with."""
+        path = self.out / "config.json"
+        if not checkpoint.list_tags(self.checkpoints) or not path.exists():
+            return
+        before, now = json.loads(path.read_text()), json.loads(json.dumps(to_dict(self.experiment)))
+        for block in SAME_ON_RESUME:
+            if before.get(block) != now[block]:
+                raise ValueError(f"{path}: the run in {self.out} has another {block!r} block: choose another --out")
+
     def _describe(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         checkpoint.sweep(self.checkpoints)
-        resolved = to_dict(self.experiment)
-        path = self.out / "config.json"
-        if self.step and path.exists():
-            before = json.loads(path.read_text())
-            for block in SAME_ON_RESUME:
-                if before.get(block) != json.loads(json.dumps(resolved[block])):
-                    raise ValueError(f"{path}: the run in {self.out} has another {block!r} block: choose another --out")
-        checkpoint.write_atomically(path, json.dumps(resolved, indent=2) + "\n")
+        checkpoint.write_atomically(
+            self.out / "config.json", json.dumps(to_dict(self.experiment), indent=2) + "\n"
+        )
 
     # --- the loop ---
 
@@ -257,15 +264,18 @@ class Run:
         dist.all_reduce(mean, group=self.ranks.control)
         context = self.experiment.model.context
         norm = zero_shards.grad_norm(self.engine)
+        mst = self.engine.mst
         return {
             "step": self.step,
             "tokens": self.step * self.batch * context,
             "loss": float(mean) / self.ranks.world_size,
             "lr": learning_rate(self.step - 1, self.peak, self.training),
             "grad_norm": norm,
-            "phase": "dense",
-            "target_sparsity": 0.0,
-            "sparsity": 0.0,
+            "phase": mst.point.phase,
+            "target_sparsity": mst.point.sparsity,
+            "sparsity": mst.sparsity,
+            "update_fraction": mst.point.update_fraction,
+            "attention": str(mst.pattern),
             "flops": self.flops_spent,
             "flops_dense": self.flops_dense,
             "tokens_per_s": self.batch * context / seconds,
@@ -285,11 +295,13 @@ class Run:
     def _count_nonfinite(self, nonfinite: bool) -> None:
         self.nonfinite = self.nonfinite + 1 if nonfinite else 0
         if self.nonfinite >= self.training.stop_after_nonfinite:
-            raise FloatingPointError(
+            rate = learning_rate(self.step - 1, self.peak, self.training)
+            message = (
                 f"the loss was not a finite number in {self.nonfinite} steps in a row up to step {self.step} (learning "
-                f"rate {learning_rate(self.step - 1, self.peak, self.training):.3g}); the checkpoints in "
-                f"{self.checkpoints} are from before: lower the learning rate or look at the data, then resume"
+                f"rate {rate:.3g}); the checkpoints in {self.checkpoints} are from before: lower the learning rate or "
+                "look at the data, then resume"
             )
+            self.ranks.refuse(FloatingPointError(message))
 
     def summary(self, seconds: float, first: int) -> str:
         """The table at the end, from what stands in metrics.jsonl."""
@@ -325,11 +337,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _main(argv: list[str] | None) -> None:
+    # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: true, and nothing a user can act on
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     args = arguments(argv)
     experiment = experiment_of(args)
     ranks = distributed.init()
     out = Path(args.out or f"runs/{Path(args.deepspeed_config).stem}-{experiment.mst.method}")
-    run = Run(experiment, out, ranks)
+    run = ranks.together(lambda: Run(experiment, out, ranks))
 
     def ask_to_stop(signum: int, frame: Any) -> None:
         run.asked_to_stop = True
@@ -341,8 +355,7 @@ def _main(argv: list[str] | None) -> None:
     run.train_all()
     if ranks.first:
         print(run.summary(time.monotonic() - start, first))
-    ranks.barrier()
-    dist.destroy_process_group()
+    ranks.leave()
 
 
 if __name__ == "__main__":

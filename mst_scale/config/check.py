@@ -11,15 +11,14 @@ from typing import Any
 from mst_scale.config.blocks import Experiment
 
 PRECISIONS = ("fp16", "bf16")
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Features of DeepSpeed whose optimizer step we neither need nor have tested together with sparse training.
 UNTESTED = ("zenflow", "hybrid_engine", "curriculum_learning", "progressive_layer_drop")
 
 
 def batch_shape(deepspeed: dict[str, Any], world_size: int) -> tuple[int, int, int]:
     """(sequences per update, per process and micro-batch, micro-batches per update); DeepSpeed's rule, in words."""
-    total = _positive(deepspeed, "train_batch_size")
-    micro = _positive(deepspeed, "train_micro_batch_size_per_gpu")
-    accumulation = _positive(deepspeed, "gradient_accumulation_steps")
+    total, micro, accumulation = (_positive(deepspeed, key) for key in BATCH_KEYS)
     if total is None and micro is None:
         raise ValueError("the config needs train_batch_size, or train_micro_batch_size_per_gpu, or both")
     if total is None:
@@ -60,6 +59,8 @@ def check(experiment: Experiment) -> None:
     for name in UNTESTED:
         if isinstance(ds.get(name), dict) and ds[name].get("enabled", True):
             raise ValueError(f"DeepSpeed's {name!r} has not been tested with mst_scale: remove that block")
+    for key in BATCH_KEYS:
+        _positive(ds, key)
     peak_learning_rate(ds)
     clip = ds.get("gradient_clipping", 0.0)
     if not isinstance(clip, int | float) or clip < 0:

@@ -1,0 +1,293 @@
+"""Whatever a user gets wrong costs one line on one rank, exit code 2 or 1, no traceback, and no rank hangs."""
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mst_scale import pretrain
+from tests import pool, tiny_run
+
+
+class Exited(BaseException):
+    """Stands for os._exit: the process would be gone."""
+
+
+def attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    """Run `pretrain` in this process: (exit code, what it wrote to stderr)."""
+    stderr, leave = io.StringIO(), os._exit
+
+    def gone(code: int) -> None:
+        raise Exited(code)
+
+    os._exit = gone  # type: ignore[assignment]
+    try:
+        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
+            pretrain.main(argv)
+        code = 0
+    except Exited as exited:
+        code = exited.args[0]
+    except SystemExit as exited:
+        code = exited.code or 0
+    finally:
+        os._exit = leave
+    return code, stderr.getvalue()
+
+
+def arguments(folder: Path, *more: str, **blocks) -> list[str]:
+    return ["--deepspeed_config", str(tiny_run.config(folder, **blocks)), "--out", str(folder / "out"), *more]
+
+
+def without_config(folder):
+    return ["--deepspeed_config", str(folder / "nowhere.json")]
+
+
+def broken_json(folder):
+    (folder / "c.json").write_text('{"model": ')
+    return ["--deepspeed_config", str(folder / "c.json")]
+
+
+def list_config(folder):
+    (folder / "c.json").write_text("[]")
+    return ["--deepspeed_config", str(folder / "c.json")]
+
+
+def directory_as_config(folder):
+    return ["--deepspeed_config", str(folder)]
+
+
+def missing_data(folder):
+    return arguments(folder, "--data", str(folder / "nowhere"))
+
+
+def empty_data_folder(folder):
+    (folder / "empty").mkdir()
+    return arguments(folder, "--data", str(folder / "empty"))
+
+
+def short_data(folder):
+    tiny_run.corpus(folder / "short", tokens=20)
+    return arguments(folder, "--data", str(folder / "short"))
+
+
+def odd_data(folder):
+    tiny_run.corpus(folder / "odd")
+    (folder / "odd" / "train.bin").write_bytes(b"123")
+    return arguments(folder, "--data", str(folder / "odd"))
+
+
+def foreign_ids(folder):
+    tiny_run.corpus(folder / "foreign", vocab=300)
+    return arguments(folder, "--data", str(folder / "foreign"))
+
+
+def large_vocabulary_in_an_old_bin(folder):
+    return arguments(folder, model={"vocab_size": 70_000})
+
+
+def truncated_corpus(folder):
+    tiny_run.corpus(folder / "cut")
+    meta = {
+        "format": "mst_scale corpus 1", "tokenizer": "byte", "vocab_size": 64, "end_of_text": 63, "dtype": "uint16",
+        "splits": {
+            name: {"file": f"{name}.bin", "tokens": 10**6, "documents": 1, "max_id": 63, "sha256": "0"}
+            for name in ("train", "val")
+        },
+        "recipe": {}, "source": {}, "versions": {},
+    }  # fmt: skip
+    (folder / "cut" / "meta.json").write_text(json.dumps(meta))
+    return arguments(folder, "--data", str(folder / "cut"))
+
+
+def no_data_at_all(folder):
+    return arguments(folder, "--set", "data.dir=null")
+
+
+def out_is_a_file(folder):
+    (folder / "out").write_text("here first")
+    return arguments(folder)
+
+
+def another_model_in_out(folder):
+    done = arguments(folder, "--steps", "1")
+    assert pool.run(attempt, 2, done) == [(0, "")] * 2
+    return arguments(folder, "--steps", "2", model={"n_embd": 32})
+
+
+def run_exists_and_resume_never(folder):
+    done = arguments(folder, "--steps", "1")
+    assert pool.run(attempt, 2, done) == [(0, "")] * 2
+    return [*done, "--resume", "never"]
+
+
+def all_checkpoints_damaged(folder):
+    done = arguments(folder, "--steps", "1")
+    assert pool.run(attempt, 2, done) == [(0, "")] * 2
+    for part in (folder / "out" / "checkpoints").rglob("*optim_states.pt"):
+        data = bytearray(part.read_bytes())
+        data[len(data) // 2] ^= 1
+        part.write_bytes(data)
+    return arguments(folder, "--steps", "2")
+
+
+EARLY = [  # refused by each process for itself, before it looks for others
+    (without_config, 2, "no such config file"),
+    (broken_json, 2, "not valid JSON"),
+    (list_config, 2, "a config is a JSON object"),
+    (directory_as_config, 2, "cannot be read"),
+    (lambda f: arguments(f, "--method", "mts"), 2, "unknown method 'mts': the nearest is 'mst'"),
+    (lambda f: arguments(f, model={"preset": "gpt5"}), 2, "unknown model.preset 'gpt5'"),
+    (lambda f: arguments(f, model={"n_layers": 3}), 2, "nearest valid one is 'model.n_layer'"),
+    (lambda f: arguments(f, training={"steps": "many"}), 2, "training.steps must be an integer"),
+    (lambda f: arguments(f, "--steps", "0"), 2, "training.steps must be at least 1"),
+    (lambda f: arguments(f, "--set", "mst.sparsity.max"), 2, "write KEY=VALUE"),
+    (lambda f: arguments(f, "--set", "mst.sparsity.max=2"), 2, "must lie in [0, 1)"),
+    (lambda f: arguments(f, zero_optimization={"stage": 7}), 2, "the stages are 0, 1, 2 and 3"),
+    (lambda f: arguments(f, fp16={"enabled": True}, bf16={"enabled": True}), 2, "choose one"),
+    (lambda f: arguments(f, optimizer={"params": {}}), 2, "optimizer.params.lr"),
+    (lambda f: arguments(f, scheduler={"type": "WarmupLR"}), 2, "training.lr_schedule"),
+    (lambda f: arguments(f, zero_optimisation={"stage": 1}), 2, "did you mean 'zero_optimization'"),
+    (lambda f: arguments(f, train_batch_size=-8), 2, "train_batch_size must be a positive integer"),
+]
+LATE = [  # refused by one rank, for all
+    (lambda f: arguments(f, train_batch_size=9), 2, "does not divide into 2 processes"),
+    (missing_data, 2, "does not exist"),
+    (empty_data_folder, 2, "there is no"),
+    (short_data, 2, "fewer than one sequence"),
+    (odd_data, 2, "odd number of bytes"),
+    (foreign_ids, 2, "holds id"),
+    (large_vocabulary_in_an_old_bin, 2, "uint16"),
+    (truncated_corpus, 2, "damaged or was replaced"),
+    (no_data_at_all, 2, "no data: give --data DIR"),
+    (out_is_a_file, 1, "out"),
+    (another_model_in_out, 2, "has another 'model' block"),
+    (run_exists_and_resume_never, 2, "holds a run already"),
+    (lambda f: arguments(f, "--resume", "step00000009"), 2, "no checkpoint 'step00000009'"),
+    (all_checkpoints_damaged, 1, "no checkpoint in"),
+    (lambda f: arguments(f, fp16={"enabled": True}), 2, "fp16"),
+    (lambda f: arguments(f, "--method", "mst", "--set", 'mst.targets.include=["no.*"]'), 2, "matches no parameter"),
+    (
+        lambda f: arguments(f, "--method", "mst", bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}),
+        2,
+        "use ZeRO-2",
+    ),
+]  # fmt: skip
+
+
+def name_of(case) -> str:
+    return case.__name__ if callable(case) and case.__name__ != "<lambda>" else "case"
+
+
+@pytest.mark.parametrize(("make", "code", "message"), EARLY, ids=name_of)
+def test_refused_before_anything_starts(tmp_path, make, code, message):
+    argv = make(tmp_path)
+    found, text = attempt(0, 1, argv)
+    assert (found, len(text.splitlines())) == (code, 1), text
+    assert message in text
+    assert text.startswith("mst_scale: ")
+
+
+@pytest.mark.parametrize(("make", "code", "message"), LATE, ids=name_of)
+def test_refused_on_one_rank_for_all(tmp_path, make, code, message):
+    results = pool.run(attempt, 2, make(tmp_path), seconds=120)
+    assert [found for found, _ in results] == [code] * 2, results
+    lines = [line for _, text in results for line in text.splitlines() if line.startswith("mst_scale: ")]
+    assert len(lines) == 1, results
+    assert message in lines[0]
+    assert "Traceback" not in "".join(text for _, text in results)
+
+
+def test_early_refusals_are_said_by_rank_0_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert attempt(1, 2, without_config(tmp_path)) == (2, "")
+
+
+def test_a_taken_port_is_named(tmp_path):
+    import socket
+    import subprocess
+    import sys
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        child = subprocess.run(
+            [sys.executable, "-m", "mst_scale.pretrain", *arguments(tmp_path)],
+            env=tiny_run.environment(
+                RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            ),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    ours = [line for line in child.stderr.splitlines() if line.startswith("mst_scale: ")]
+    assert child.returncode == 1
+    assert len(ours) == 1 and port in ours[0] and "--master_port" in ours[0]
+    assert "Traceback" not in child.stderr
+
+
+def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tmp_path):
+    """The kernel refuses to write on one rank; both end, and nothing half remains."""
+    results = pool.run(fill_up, 2, arguments(tmp_path, "--steps", "8"), str(tmp_path / "out"))
+    assert [code for code, _, _ in results] == [1, 1], results
+    assert sum("cannot save a checkpoint" in text for _, text, _ in results) == 1, results
+    assert results[0][2] == ["step00000004"], "the checkpoint of step 4 is whole, nothing half is left of step 8"
+
+
+def fill_up(rank: int, world: int, argv: list[str], out: str) -> tuple[int, str, list[str]]:
+    """After the first checkpoint the kernel refuses files above 4 kB on rank 1 (RLIMIT_FSIZE: EFBIG)."""
+    import resource
+    import signal
+
+    from mst_scale import checkpoint
+
+    inner, calls = checkpoint.save, []
+
+    def save(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2 and rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        return inner(*args, **kwargs)
+
+    checkpoint.save = save
+    try:
+        code, text = attempt(rank, world, argv)
+    finally:
+        checkpoint.save = inner
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    left = sorted(path.name for path in (Path(out) / "checkpoints").iterdir() if path.is_dir())
+    return code, text, left
+
+
+def test_a_loss_that_stays_non_finite_stops_the_run_and_spares_the_checkpoint(tmp_path):
+    """Rank 1's weights turn NaN after step 5: the next losses are NaN on one rank, both stop after 3 in a row."""
+    argv = arguments(tmp_path, "--steps", "12", "--set", "training.stop_after_nonfinite=3")
+    results = pool.run(poison, 2, argv, str(tmp_path / "out"))
+    assert [code for code, _, _ in results] == [1, 1]
+    texts = [text for _, text, _ in results if "not a finite number in 3 steps in a row up to step 8" in text]
+    assert len(texts) >= 1, results
+    assert results[0][2] == ["step00000004"], "step 8 was not saved"
+
+
+def poison(rank: int, world: int, argv: list[str], out: str) -> tuple[int, str, list[str]]:
+    inner = pretrain.Run._micro_batch
+
+    def micro_batch(self, sampler, step, index):
+        tokens, targets = inner(self, sampler, step, index)
+        if self.step == 5 and rank == 1:
+            self.engine.module.ln_f.weight.data.fill_(np.nan)
+        return tokens, targets
+
+    pretrain.Run._micro_batch = micro_batch
+    try:
+        code, text = attempt(rank, world, argv)
+    finally:
+        pretrain.Run._micro_batch = inner
+    left = sorted(path.name for path in (Path(out) / "checkpoints").iterdir() if path.is_dir())
+    return code, text, left

@@ -1,0 +1,90 @@
+"""A pretraining run small enough for tests: its config, its corpus, its start as real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+CONTEXT = 32
+
+
+def corpus(folder: Path, tokens: int = 20_000, vocab: int = 64) -> Path:
+    """A bare nanoGPT corpus: a noisy walk over the vocabulary, so that there is something to learn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(5)
+    walk = (np.cumsum(rng.integers(0, 3, tokens)) % vocab).astype(np.uint16)
+    walk.tofile(folder / "train.bin")
+    walk[: tokens // 10].tofile(folder / "val.bin")
+    return folder
+
+
+def config(folder: Path, **blocks: Any) -> Path:
+    """A config file; a block is merged into the default one."""
+    raw: dict[str, Any] = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1},
+        "tensorboard": {"enabled": False},
+        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "context": CONTEXT, "vocab_size": 64},
+        "data": {"dir": str(folder / "corpus")},
+        "training": {
+            "steps": 12, "warmup": 2, "min_lr": 1e-3, "log_every": 1,
+            "eval_every": 6, "eval_sequences": 8, "save_every": 4,
+        },
+    }  # fmt: skip
+    for name, block in blocks.items():
+        raw[name] = {**raw[name], **block} if isinstance(raw.get(name), dict) and isinstance(block, dict) else block
+    if not (folder / "corpus").exists():
+        corpus(folder / "corpus")
+    path = folder / "config.json"
+    path.write_text(json.dumps(raw))
+    return path
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a child process: this source tree, one thread, no accelerator, quiet."""
+    path = os.pathsep.join([str(ROOT), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": path,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        **more,
+    }
+
+
+def start(world: int, arguments: list[str], **popen: Any) -> list[subprocess.Popen[str]]:
+    """The ranks of a run as processes of their own, without a launcher between us and them."""
+    port = str(free_port())
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "mst_scale.pretrain", *arguments],
+            env=environment(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            ),
+            text=True,
+            **popen,
+        )
+        for rank in range(world)
+    ]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
