@@ -32,6 +32,8 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # kernel
 # From this many rows per residue class on, gathering the class beats its diagonals: it reads each row once per 64
 # others instead of once per pair. Measured at l = 256, 64 wide: equal at 32 rows, 1.3 times faster at 64.
 REGROUP_FROM = 48
+# Multiply-adds that are worth waking one more thread: about 20 µs of work.
+PER_THREAD = 1 << 20
 log = logging.getLogger("mst_scale")
 
 
@@ -132,6 +134,7 @@ def _call(
     if q.numel() == 0:
         return
     length = q.shape[2]
+    work = q.shape[0] * q.shape[1] * q.shape[3] * pattern.pairs(length, causal)
     call = _Call(
         **{name: _Tensor(x.data_ptr(), *x.stride()[:3]) for name, x in tensors.items()},
         lse=lse.data_ptr(),
@@ -145,7 +148,7 @@ def _call(
         stride=min(pattern.stride, length),
         causal=causal,
         regroup=pattern.kind == "strided" and length >= REGROUP_FROM * pattern.stride,
-        threads=torch.get_num_threads(),
+        threads=max(1, min(torch.get_num_threads(), work // PER_THREAD)),
         scale=scale,
     )
     status = getattr(loaded, function)(ctypes.byref(call))

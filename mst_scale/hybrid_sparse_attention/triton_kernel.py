@@ -288,11 +288,11 @@ def _parts(pattern: Pattern, length: int) -> list[int]:
     return [RESIDUES.value, WINDOW.value] if pattern.kind == "strided" else [LAST.value, BLOCK.value]
 
 
-def _tile(q: torch.Tensor) -> dict[str, int]:
-    """Rows per tile such that three operands of one tile fit into shared memory; not tuned on any one GPU."""
-    wide = max(16, triton.next_power_of_2(q.shape[-1]))
-    queries, keys = (32, 32) if q.dtype == torch.float32 or wide > 128 else (64, 64)
-    return {"D": q.shape[-1], "WIDE": wide, "QUERIES": queries, "KEYS": keys, "num_warps": 4, "num_stages": 2}
+def tile(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
+    """Rows per tile such that the operands of two stages fit into shared memory; not tuned on any one GPU."""
+    wide = max(16, triton.next_power_of_2(head_dim))
+    rows = 32 if dtype == torch.float32 or wide > 128 else 64
+    return {"D": head_dim, "WIDE": wide, "QUERIES": rows, "KEYS": rows, "num_warps": 4, "num_stages": 2}
 
 
 def _launch(kernel, tensors, q, k, v, pattern, causal, scale, part, first, over_keys):
@@ -303,7 +303,7 @@ def _launch(kernel, tensors, q, k, v, pattern, causal, scale, part, first, over_
     positions = (
         length // stride if part == LAST.value and over_keys else per * stride if part == RESIDUES.value else length
     )
-    options = _tile(q)
+    options = tile(q.dtype, q.shape[-1])
     tiles = triton.cdiv(positions, options["KEYS" if over_keys else "QUERIES"])
     if tiles == 0:
         return

@@ -1,0 +1,74 @@
+"""Sequences cut over two ranks, exchanged for heads and back by DeepSpeed, against one process with whole sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mst_scale.hybrid_sparse_attention import Pattern, SelfAttention, sequence_parallel
+from tests.pool import run
+
+LENGTH, WIDTH = 40, 32
+PATTERNS = [("strided", 8), ("fixed", 8), ("dense", 1)]
+
+
+def _module() -> SelfAttention:
+    torch.manual_seed(0)
+    return SelfAttention(WIDTH, 4).double()
+
+
+def _data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
+    return x, dy
+
+
+def _step(module: SelfAttention, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    y = module(x)
+    y.backward(dy)
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+
+def _on_a_rank(rank: int, world: int) -> list[list[torch.Tensor]]:
+    import deepspeed.comm
+    import torch.distributed as dist
+
+    if not deepspeed.comm.is_initialized():  # adopts the pool's gloo group, whose all-to-all does the exchange
+        deepspeed.comm.init_distributed("gloo", dist_init_required=False, verbose=False)
+    module = _module()
+    assert sequence_parallel(module, dist.group.WORLD) == 1
+    rows = slice(rank * LENGTH // world, (rank + 1) * LENGTH // world)
+    results = []
+    for kind, stride in PATTERNS:
+        module.pattern = Pattern(kind, stride)
+        results.append(_step(module, *(t[:, rows] for t in _data())))
+    return results
+
+
+def test_two_ranks_equal_one() -> None:
+    ranks = run(_on_a_rank, 2)
+    module = _module()
+    for index, (kind, stride) in enumerate(PATTERNS):
+        module.pattern = Pattern(kind, stride)
+        y, dx, *weights = _step(module, *_data())
+        for whole, part in ((y, 0), (dx, 1)):
+            joined = torch.cat([rank[index][part] for rank in ranks], dim=1)
+            assert torch.allclose(joined, whole, rtol=0, atol=1e-12)  # float64, values of order one
+        for n, weight in enumerate(weights):  # each rank holds the share of its own rows: they add up
+            total = sum(rank[index][2 + n] for rank in ranks)
+            assert torch.allclose(total, weight, rtol=0, atol=1e-11)  # sums over 80 rows
+
+
+def _odd_heads(rank: int, world: int) -> str:
+    import torch.distributed as dist
+
+    with pytest.raises(ValueError, match="cannot be dealt") as error:
+        sequence_parallel(SelfAttention(30, 5), dist.group.WORLD)
+    return str(error.value)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    assert run(_odd_heads, 2)[0].startswith("5 heads")
