@@ -37,8 +37,9 @@ SMALL = 1 << 16  # layers up to this size go straight to refinement
 SIGMAS = 6.0  # half width of the bracket in standard deviations of the sample's count
 SLACK = 16  # and in samples: counts are not normal where they are few
 SHORT = 1 / 16  # lists up to this share of the candidates may start at the best score
-ROW_BYTES_PER_ROUND = 1 << 15  # few layers get wider digits, until their histograms add up to 32 KiB
-DIGIT_BITS = (7, 12)
+SAMPLE_BITS = 7
+DIGIT_BITS = (6, 12)  # narrow digits send less, 2^bits/bits counts per bit of the key, in a round or two more
+ROUND_BYTES = 1 << 14  # few layers get wider digits, until their histograms add up to 16 KiB
 
 Range = tuple[int, int]
 
@@ -192,7 +193,7 @@ def _sampled_brackets(
     ends = []  # per layer: the sample ranks to enclose, and whether the list may start at the best score
     ranges = [whole[i] for i in sampled]
     count_type = _count_type(requests)
-    coarse, shifts = _histograms(samples, ranges, DIGIT_BITS[0], count_type, exchange)
+    coarse, shifts = _histograms(samples, ranges, SAMPLE_BITS, count_type, exchange)
     for row, i in enumerate(sampled):
         counts = list(accumulate(coarse[row]))
         size, share = counts[-1], requests[i].want / requests[i].candidates
@@ -204,7 +205,7 @@ def _sampled_brackets(
         samples[row] = samples[row][(samples[row] >= low) & (samples[row] < high)]
         ends.append((first - below, last - below, first <= 0 or last <= size * SHORT))
 
-    fine, shifts = _histograms(samples, ranges, DIGIT_BITS[0], count_type, exchange)
+    fine, shifts = _histograms(samples, ranges, SAMPLE_BITS, count_type, exchange)
     for row, i in enumerate(sampled):
         first, last, from_best = ends[row]
         low, high = _enclose(list(accumulate(fine[row])), ranges[row], shifts[row], first, last)
@@ -401,7 +402,7 @@ def _refine(
         if need[i] > 0:
             layers.append(_Open(i, part.keys, part.where, low, high, need[i]))
     while layers:
-        widest = (ROW_BYTES_PER_ROUND // (4 * len(layers))).bit_length() - 1
+        widest = (ROUND_BYTES // (4 * len(layers))).bit_length() - 1
         digit_bits = min(max(widest, DIGIT_BITS[0]), DIGIT_BITS[1])
         ranges = [(layer.low, layer.high) for layer in layers]
         rows, shifts = _histograms([x.values for x in layers], ranges, digit_bits, _count_type(requests), exchange)

@@ -32,6 +32,7 @@ def small_machine() -> Iterator[None]:
         patch.setattr(selection, "SAMPLE", 24)
         patch.setattr(selection, "SIGMAS", 0.1)
         patch.setattr(selection, "SLACK", 0)
+        patch.setattr(selection, "SAMPLE_BITS", 2)
         patch.setattr(selection, "DIGIT_BITS", (2, 3))
         yield
 
