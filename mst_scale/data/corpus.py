@@ -1,7 +1,7 @@
 """What is a corpus, and can it be trusted?
 
 A folder with `train.bin` and `val.bin`: token ids one after the other, little-endian uint16 (uint32 where the
-vocabulary has more than 65,536), every document followed by the end of text; and `meta.json`, which `mst data` writes last:
+vocabulary has more than 65,536), every document followed by the end of text; and `meta.json`, written last:
 
     {"format", "tokenizer", "vocab_size", "end_of_text", "dtype",
      "splits": {"train" | "val": {"file", "tokens", "documents", "max_id", "sha256"}},
@@ -74,7 +74,10 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder / META} is not JSON; make the corpus again (--force)") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         found = meta.get("format") if isinstance(meta, dict) else None
-        raise ValueError(f"{folder / META} has format {found!r}, not {FORMAT!r}; make the corpus again (--force)")
+        raise ValueError(
+            f"{folder / META} has format {found!r}, not {FORMAT!r}; make the corpus again (--force), or move that file "
+            "away if another program wrote it"
+        )
     return meta
 
 

@@ -15,8 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +91,7 @@ class Partial:
         return _read_json(self.folder / "journal.json")
 
     def begin(self, recipe: dict[str, Any]) -> None:
-        """An empty folder for this recipe."""
-        self.discard()
-        self.folder.mkdir()
+        self.empty()
         _write_json(self.folder / "recipe.json", recipe)
 
     def write_journal(self, files: list[SplitFile], source: dict[str, Any], chunks: int, amount: int) -> None:
@@ -118,12 +115,18 @@ class Partial:
         _sync_folder(self.out)
         self.discard()
 
+    def empty(self) -> None:
+        """A folder with nothing in it; what vouches for the rest goes first, should this be interrupted."""
+        self.folder.mkdir(exist_ok=True)
+        for name in (META, "journal.json"):
+            (self.folder / name).unlink(missing_ok=True)
+        for file in self.folder.iterdir():
+            file.unlink()
+
     def discard(self) -> None:
         if self.folder.exists():
-            # What makes it complete goes first: half a folder must not be published later.
-            (self.folder / META).unlink(missing_ok=True)
-            (self.folder / "journal.json").unlink(missing_ok=True)
-            shutil.rmtree(self.folder)
+            self.empty()
+            self.folder.rmdir()
 
 
 def check_free(out: Path, recipe: dict[str, Any]) -> None:
@@ -139,9 +142,11 @@ def check_free(out: Path, recipe: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def locked(out: Path, announce: Any) -> Iterator[None]:
+def locked(out: Path, announce: Callable[[str], None]) -> Iterator[None]:
     """One process at a time prepares a folder; the lock dies with its process."""
-    with open(out / ".lock", "w") as handle:
+    with writing(out):
+        handle = open(out / ".lock", "w")  # noqa: SIM115  (closed below; only its opening is `writing`)
+    with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

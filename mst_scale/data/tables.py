@@ -30,7 +30,7 @@ def parquet(files: list[File], recipe: Recipe) -> Stream:
         try:
             footer = pq.read_metadata(file.path)
         except pa.ArrowInvalid as error:
-            raise ValueError(f"{file.path} is not a Parquet file ({_first_line(error)}); leave it out") from None
+            raise ValueError(f"{file.path} is not a Parquet file ({_on_one_line(error)}); leave it out") from None
         columns = footer.schema.names
         _check_column(str(file.path), columns, recipe.text_key)
         column = columns.index(recipe.text_key)
@@ -155,7 +155,7 @@ def _through_datasets(name: str, call: Callable[[Any], Any]) -> Any:
 
 
 def _explained(name: str, error: Exception) -> Exception:
-    kind, message = type(error).__name__, _first_line(error)
+    kind, message = type(error).__name__, _on_one_line(error)
     if isinstance(error, ConnectionError) or "Connect" in kind or "LocalEntryNotFound" in kind:
         return ConnectionError(
             f"{name!r} is no file or folder here, and the Hugging Face hub cannot be reached for it ({kind}): "
@@ -168,5 +168,6 @@ def _explained(name: str, error: Exception) -> Exception:
     return ValueError(f"{name!r} cannot be read: {kind}: {message}")
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+def _on_one_line(error: BaseException) -> str:
+    """`datasets` names a config that is missing, and then, lines below, those there are."""
+    return " ".join(str(error).split())[:400]

@@ -53,8 +53,9 @@ class TextFiles:
         self.parts: list[tuple[File, int, int]] = []  # file, bytes of it in use, the last of them that are validation's
         for file, size in reversed(used):
             val_size = size if whole_files and left > 0 else max(0, min(size, left))
-            self.parts.insert(0, (file, size, val_size))
+            self.parts.append((file, size, val_size))
             left -= val_size
+        self.parts.reverse()
 
     def describe(self) -> dict[str, Any]:
         return describe_files(self.files)

@@ -21,9 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-# GPT-2's split of text into words, as published with the model: contractions, words, numbers, punctuation, spaces.
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 SPLIT_LIKE_GPT2 = ("gpt2", "r50k_base")  # encodings whose rank file is complete with that pattern
+SHORTEST_HALF = 1 << 10  # characters; no pattern fails on less
 DOWNLOAD_SECONDS = 60.0  # vocabularies are 1-4 MB; a network that drops packets would otherwise hang for minutes
 
 
@@ -65,7 +64,14 @@ class BpeTokenizer:
             raise ValueError(f"tokenizer {name!r} has no <|endoftext|>; choose one that has, like gpt2") from None
 
     def encode(self, text: str) -> np.ndarray:
-        return self.encoding.encode_to_numpy(text, disallowed_special=())
+        try:
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError:
+            # The engine of the pattern gives up on a run of some 100,000 blanks: encode the text in halves.
+            half = len(text) // 2
+            if half < SHORTEST_HALF:
+                raise
+            return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.encoding.decode([i for i in ids if i != self.end_of_text])
@@ -149,6 +155,7 @@ def _encoding_from_ranks(path: Path) -> Any:
     import base64
 
     import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]  # GPT-2's
 
     if path.stem in set(tiktoken.list_encoding_names()).difference(SPLIT_LIKE_GPT2):
         raise ValueError(
@@ -170,7 +177,7 @@ def _encoding_from_ranks(path: Path) -> Any:
         raise ValueError(f"{path} is not a complete rank file: it lacks {what}; copy it again")
     return tiktoken.Encoding(
         path.stem,
-        pat_str=GPT2_PATTERN,
+        pat_str=r50k_pat_str,
         mergeable_ranks=ranks,
         special_tokens={"<|endoftext|>": len(ranks)},
     )

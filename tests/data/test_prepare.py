@@ -1,0 +1,371 @@
+"""Does a corpus come out whole or not at all, the same however it was made, in bounded memory?"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mst_scale.data import partial, prepare
+from mst_scale.data.corpus import open_tokens, verify
+from mst_scale.data.prepare import Tokenise, ensure
+from mst_scale.data.recipe import Recipe
+from tests.data.texts import jsonl, make, rank_file, words
+
+TEXTS = [words(1 + n % 17, seed=n) for n in range(300)]
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"}
+
+
+@pytest.fixture
+def big_text(tmp_path: Path) -> Path:
+    """7 MB: 7 chunks."""
+    path = tmp_path / "big.txt"
+    path.write_text(words(20_000) * 70)
+    assert path.stat().st_size > 7e6
+    return path
+
+
+# What is written ----------------------------------------------------------------------------------------------------
+
+
+def test_every_document_is_followed_by_the_end_of_text(tmp_path: Path):
+    meta = make(jsonl(tmp_path / "a.jsonl", ["one", "two", "é"]), tmp_path / "out")
+    train, val = (np.fromfile(tmp_path / "out" / f"{name}.bin", np.uint16).tolist() for name in ("train", "val"))
+    assert val == [*b"one", 256]
+    assert train == [*b"two", 256, *"é".encode(), 256]
+    assert meta["splits"]["train"] | {"sha256": ""} == {
+        "file": "train.bin",
+        "tokens": 7,
+        "documents": 2,
+        "max_id": 256,
+        "sha256": "",
+    }
+    assert (meta["tokenizer"], meta["vocab_size"], meta["end_of_text"], meta["dtype"]) == ("byte", 257, 256, "uint16")
+    assert meta == json.loads((tmp_path / "out" / "meta.json").read_text()) == verify(tmp_path / "out")
+    assert sorted(contents(tmp_path / "out")) == ["meta.json", "train.bin", "val.bin"]
+
+
+def test_a_large_vocabulary_is_written_in_four_bytes(tmp_path: Path):
+    ranks = rank_file(tmp_path / "large.tiktoken", [b"%08d" % n for n in range(70_000)])
+    meta = make(jsonl(tmp_path / "a.jsonl", ["one", "two"]), tmp_path / "out", str(ranks))
+    assert (meta["dtype"], meta["end_of_text"]) == ("uint32", 70_256)
+    assert np.fromfile(tmp_path / "out" / "train.bin", np.uint32).tolist() == [*b"two", 70_256]
+    assert open_tokens(tmp_path / "out", vocab_size=70_257).tokens.dtype == np.uint32
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, big_text: Path, kind: str):
+    source = big_text
+    if kind == "jsonl":
+        rng = random.Random(0)
+        text = big_text.read_text()
+        starts = [rng.randrange(len(text) - 4000) for _ in range(3000)]
+        source = jsonl(tmp_path / "big.jsonl", [text[at : at + rng.randrange(4000)] for at in starts])
+    ranks = str(rank_file(tmp_path / "small.tiktoken"))
+    for workers in (1, 2, 3):
+        make(source, tmp_path / f"out{workers}", ranks, workers=workers)
+    assert contents(tmp_path / "out1") == contents(tmp_path / "out2") == contents(tmp_path / "out3")
+
+
+def test_ensure_is_what_a_run_calls(tmp_path: Path):
+    first = ensure(tmp_path / "out", "stdlib", "byte", max_bytes=300_000)
+    assert first["recipe"]["max_bytes"] == 300_000
+    start = time.monotonic()
+    assert ensure(tmp_path / "out", "stdlib", "byte", max_bytes=300_000) == first
+    assert time.monotonic() - start < 1  # nothing is read again: measured 1 ms
+
+
+# What is there already ----------------------------------------------------------------------------------------------
+
+
+def test_a_finished_corpus_is_reused_without_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = jsonl(tmp_path / "a.jsonl", TEXTS)
+    first = make(source, tmp_path / "out")
+    monkeypatch.setattr(prepare, "open_source", lambda recipe: pytest.fail("the source was opened"))
+    assert make(source, tmp_path / "out") == first
+    source.unlink()
+    assert make(source, tmp_path / "out") == first
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"val_fraction": 0.5}, "val_fraction 0.01, not 0.5"),
+        ({"seed": 1}, "seed 2357, not 1"),
+        ({"max_bytes": 10_000}, "max_bytes None, not 10000"),
+    ],
+)
+def test_other_arguments_in_the_same_folder_are_refused(tmp_path: Path, change: dict, complaint: str):
+    source = jsonl(tmp_path / "a.jsonl", TEXTS)
+    make(source, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    with pytest.raises(ValueError, match=f"holds a corpus with {complaint}.*--force"):
+        make(source, tmp_path / "out", **change)
+    assert contents(tmp_path / "out") == before
+
+
+def test_force_replaces_what_is_there(tmp_path: Path):
+    source = jsonl(tmp_path / "a.jsonl", TEXTS)
+    make(source, tmp_path / "out")
+    recipe = Recipe(str(source), "byte", val_fraction=0.5)
+    forced = prepare.prepare(recipe, tmp_path / "out", workers=1, force=True, quiet=True)
+    make(source, tmp_path / "fresh", val_fraction=0.5)
+    assert forced["recipe"]["val_fraction"] == 0.5
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_a_changed_source_is_noticed(tmp_path: Path):
+    source = jsonl(tmp_path / "a.jsonl", TEXTS)
+    make(source, tmp_path / "out")
+    jsonl(source, [*TEXTS, "more"])
+    with pytest.raises(ValueError, match=r"files of the source have changed.*--force"):
+        make(source, tmp_path / "out")
+
+
+def test_a_truncated_corpus_is_not_reused(tmp_path: Path):
+    source = jsonl(tmp_path / "a.jsonl", TEXTS)
+    make(source, tmp_path / "out")
+    with open(tmp_path / "out" / "train.bin", "r+b") as handle:
+        handle.truncate(100)
+    with pytest.raises(ValueError, match=r"train.bin has 100 bytes, but meta.json says .*--force"):
+        make(source, tmp_path / "out")
+
+
+def test_foreign_bins_are_not_overwritten(tmp_path: Path):
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    with pytest.raises(ValueError, match=r"\.bin files that were not made here"):
+        make(jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path)
+    assert np.fromfile(tmp_path / "train.bin", np.uint16).tolist() == list(range(100))
+
+
+def test_too_few_documents_leave_nothing_behind(tmp_path: Path):
+    source = jsonl(tmp_path / "a.jsonl", ["only one"])
+    with pytest.raises(ValueError, match=r"too few documents.*none is left for train"):
+        make(source, tmp_path / "out")
+    jsonl(source, ["one", "two"])
+    make(source, tmp_path / "out", val_fraction=0.4)  # other arguments: nothing worth keeping was in the way
+
+
+def test_no_workers_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="workers must be at least 1"):
+        make(tmp_path, tmp_path / "out", workers=0)
+
+
+# Killed -------------------------------------------------------------------------------------------------------------
+
+SLOW = """
+import sys, time
+from mst_scale.data import prepare
+from mst_scale.data.recipe import Recipe
+from mst_scale.data.reporting import Report
+prepare.JOURNAL_BYTES = 1 << 20
+Report.advance = lambda *args: time.sleep(0.1)
+prepare.prepare(Recipe(sys.argv[1], sys.argv[2]), sys.argv[3], workers=int(sys.argv[4]), quiet=True)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_run_is_refused_and_then_finished(
+    tmp_path: Path, big_text: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+):
+    ranks, out = str(rank_file(tmp_path / "small.tiktoken")), tmp_path / "out"
+    child = subprocess.Popen([sys.executable, "-c", SLOW, str(big_text), ranks, str(out), str(workers)])
+    journal = out / ".partial" / "journal.json"
+    deadline = time.monotonic() + 30
+    while not journal.exists() or json.loads(journal.read_text())["chunks"] < 3:
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.05)  # somewhere between two journals
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    with pytest.raises(ValueError, match="unfinished; run the `mst data` command that began it again"):
+        open_tokens(out)
+    with pytest.raises(ValueError, match=r"unfinished corpus with val_fraction 0.01, not 0.5"):
+        make(big_text, out, ranks, val_fraction=0.5)
+
+    done = json.loads(journal.read_text())["chunks"]
+    tokenised: list[int] = []
+    tokenise = Tokenise.__call__
+    monkeypatch.setattr(Tokenise, "__call__", lambda self, chunk: tokenised.append(1) or tokenise(self, chunk))
+    make(big_text, out, ranks)
+    n_resumed = len(tokenised)
+    make(big_text, tmp_path / "undisturbed", ranks)
+    assert contents(out) == contents(tmp_path / "undisturbed")
+    assert n_resumed == len(tokenised) - n_resumed - done, "what the journal vouches for is not done again"
+
+
+def test_a_damaged_partial_file_is_not_built_upon(tmp_path: Path, big_text: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prepare, "JOURNAL_BYTES", 1 << 20)
+    _interrupt_after(5, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        make(big_text, tmp_path / "out")
+    monkeypatch.undo()
+    with open(tmp_path / "out" / ".partial" / "train.bin", "r+b") as handle:
+        handle.write(b"\xff")
+    with pytest.raises(ValueError, match=r"train.bin does not hold what was written to it; remove .*\.partial"):
+        make(big_text, tmp_path / "out")
+
+
+def test_a_source_that_changed_meanwhile_is_read_anew(tmp_path: Path, big_text: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prepare, "JOURNAL_BYTES", 1 << 20)
+    _interrupt_after(5, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        make(big_text, tmp_path / "out")
+    monkeypatch.undo()
+    big_text.write_text("changed\n" + big_text.read_text())
+    make(big_text, tmp_path / "out")
+    make(big_text, tmp_path / "undisturbed")
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
+def _interrupt_after(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def advance(*args: object) -> None:
+        seen.append(1)
+        if len(seen) == chunks:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare.Report, "advance", advance)
+
+
+class Killed(BaseException):
+    """Nothing in the package handles it: as if the process ended here."""
+
+
+@pytest.mark.parametrize("rebuilding", [False, True])
+@pytest.mark.parametrize("moment", range(8))
+def test_killed_while_files_are_moved_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int, rebuilding: bool
+):
+    """At each of the steps of publishing: what can be opened is whole, and a rerun makes it so."""
+    source, out = jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
+    make(source, tmp_path / "expected", val_fraction=0.5)
+    before = make(source, out) if rebuilding else None
+    countdown = [moment]
+
+    def counted(function):
+        def call(*args, **kwargs):
+            countdown[0] -= 1
+            if countdown[0] < 0:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    publish = partial.Partial.publish
+
+    def counting_publish(self: partial.Partial) -> None:
+        for owner, name in ((Path, "replace"), (Path, "unlink"), (Path, "rmdir"), (partial, "_sync_folder")):
+            monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+        publish(self)
+
+    monkeypatch.setattr(partial.Partial, "publish", counting_publish)
+    recipe = Recipe(str(source), "byte", val_fraction=0.5)
+    with pytest.raises(Killed):
+        prepare.prepare(recipe, out, workers=1, force=rebuilding, quiet=True)
+    monkeypatch.undo()
+    try:
+        found = {split: open_tokens(out, split) for split in ("train", "val")}
+    except ValueError as error:
+        assert "unfinished" in str(error)
+    else:
+        assert verify(out) in [before, verify(tmp_path / "expected")]
+        assert all(len(file.tokens) for file in found.values())
+    if (out / "meta.json").exists() and before == json.loads((out / "meta.json").read_text()):
+        prepare.prepare(recipe, out, workers=1, force=True, quiet=True)  # killed before anything was moved
+    else:
+        make(source, out, val_fraction=0.5)
+    assert contents(out) == contents(tmp_path / "expected")
+
+
+def test_two_at_once_wait_for_each_other(tmp_path: Path, big_text: Path):
+    command = [sys.executable, "-c", SLOW, str(big_text), "byte", str(tmp_path / "out"), "1"]
+    both = [subprocess.Popen(command) for _ in range(2)]
+    assert [child.wait() for child in both] == [0, 0]
+    verify(tmp_path / "out")
+
+
+# The machine's limits -----------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_one_line_and_can_be_continued(tmp_path: Path, big_text: Path, monkeypatch: pytest.MonkeyPatch):
+    class Full(partial.SplitFile):
+        def append(self, ids: bytes, documents: int, max_id: int) -> None:
+            if self.n_bytes + len(ids) > 5 << 20:
+                self.handle.write(ids[:1000])  # what still fits
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().append(ids, documents, max_id)
+
+    monkeypatch.setattr(prepare, "JOURNAL_BYTES", 1 << 20)
+    monkeypatch.setattr(prepare, "SplitFile", Full)
+    with pytest.raises(OSError, match=r"cannot write in .*: No space left on device; make room there") as caught:
+        make(big_text, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="unfinished"):
+        open_tokens(tmp_path / "out")
+    monkeypatch.undo()
+    make(big_text, tmp_path / "out")
+    make(big_text, tmp_path / "undisturbed")
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
+def test_a_real_limit_on_file_size_is_one_line(tmp_path: Path, big_text: Path):
+    """RLIMIT_FSIZE stands in for a full disk: the system itself refuses the write."""
+    script = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, 5_000_000))
+{SLOW}"""
+    command = [sys.executable, "-c", script, str(big_text), "byte", str(tmp_path / "out"), "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"OSError: cannot write in {tmp_path / 'out'}") and "File too large; make room" in last
+    assert not (tmp_path / "out" / "train.bin").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match=r"cannot write in .*/file/out: Not a directory"):
+        make(jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize("kind", ["txt", "parquet"])
+def test_memory_is_bounded_for_a_file_beyond_the_bound(tmp_path: Path, kind: str):
+    """210 MB in one text file, and in one row group; the main process may hold 192 MiB, a worker 96 MiB."""
+    block = words(2000)
+    source = tmp_path / f"big.{kind}"
+    n_blocks = int(210e6 / len(block.encode()))
+    if kind == "txt":
+        source.write_text(block * n_blocks)
+    else:
+        texts = pa.array([block] * n_blocks)
+        pq.write_table(pa.table({"text": texts}), source, use_dictionary=False, compression="none")
+    script = """
+import resource, sys
+from mst_scale.data import prepare
+from mst_scale.data.recipe import Recipe
+prepare.prepare(Recipe(sys.argv[1], "byte"), sys.argv[2], workers=2, quiet=True)
+# getrusage of this process would count what the one that started it held
+status = dict(line.split(":") for line in open("/proc/self/status"))
+print(int(status["VmHWM"].split()[0]) * 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+"""
+    command = [sys.executable, "-c", script, str(source), str(tmp_path / "out")]
+    peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    main, worker = map(int, peak)
+    assert source.stat().st_size > prepare.MAIN_BYTES
+    assert main < prepare.MAIN_BYTES, f"main process: {main / 2**20:.0f} MiB"
+    assert worker < prepare.WORKER_BYTES, f"worker: {worker / 2**20:.0f} MiB"

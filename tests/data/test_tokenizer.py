@@ -1,0 +1,143 @@
+"""Do texts become the ids they should, and does a vocabulary that cannot be had say what to do?"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+import tiktoken
+import tiktoken.load
+
+from mst_scale.data import tokenizer as tok
+from mst_scale.data.tokenizer import load_tokenizer, token_dtype, tokenizer_identity
+from tests.data.texts import MERGES, rank_file, words
+
+THE, SPACE_THE, END = 257, 260, 256 + len(MERGES)
+
+
+def test_byte_is_utf8_and_an_end():
+    byte = load_tokenizer("byte")
+    assert byte.encode("aé\n").tolist() == [97, 0xC3, 0xA9, 10]
+    assert (byte.vocab_size, byte.end_of_text) == (257, 256)
+    assert byte.decode([97, 0xC3, 0xA9, 256]) == "aé"
+
+
+def test_rank_file_merges_by_rank_and_splits_like_gpt2(tmp_path: Path):
+    bpe = load_tokenizer(str(rank_file(tmp_path / "small.tiktoken")))
+    assert (bpe.vocab_size, bpe.end_of_text) == (END + 1, END)
+    assert bpe.encode("the the").tolist() == [THE, SPACE_THE]
+    assert bpe.encode("x\n\nthe").tolist() == [120, 10, 10, THE]  # GPT-2: the last blank stands alone before a word
+    assert bpe.encode("x\n\n").tolist() == [120, 262]
+    text = words(300)
+    assert bpe.decode([*bpe.encode(text).tolist(), END]) == text
+
+
+def test_special_tokens_in_a_text_are_text(tmp_path: Path):
+    bpe = load_tokenizer(str(rank_file(tmp_path / "small.tiktoken")))
+    assert END not in bpe.encode("a<|endoftext|>b")
+    assert bpe.decode(bpe.encode("a<|endoftext|>b").tolist()) == "a<|endoftext|>b"
+
+
+def test_a_run_of_blanks_that_the_pattern_engine_gives_up_on(tmp_path: Path):
+    bpe = load_tokenizer(str(rank_file(tmp_path / "small.tiktoken")))
+    text = "x" + " " * 300_000 + "y"
+    assert bpe.decode(bpe.encode(text).tolist()) == text
+
+
+def test_two_bytes_while_the_vocabulary_fits():
+    assert token_dtype(257) == token_dtype(1 << 16) == np.uint16
+    assert token_dtype((1 << 16) + 1) == np.uint32
+
+
+def test_a_rank_file_is_known_by_its_content(tmp_path: Path):
+    one, two = rank_file(tmp_path / "a.tiktoken"), rank_file(tmp_path / "b.tiktoken")
+    assert tokenizer_identity(str(one)) == tokenizer_identity(str(two))
+    rank_file(two, [*MERGES, b"zz"])
+    assert tokenizer_identity(str(one)) != tokenizer_identity(str(two))
+    assert tokenizer_identity("gpt2") == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"not a rank file", "expected 'base64-token rank'"),
+        (b"YQ== 0\n", "255 of the 256 single bytes"),
+        (None, "no tokenizer rank file"),
+    ],
+)
+def test_bad_rank_files_are_refused(tmp_path: Path, content: bytes | None, complaint: str):
+    path = tmp_path / "bad.tiktoken"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=complaint):
+        load_tokenizer(str(path))
+
+
+def test_ranks_with_a_gap_are_refused(tmp_path: Path):
+    path = rank_file(tmp_path / "gap.tiktoken")
+    path.write_bytes(path.read_bytes() + b"enp6 9999\n")
+    with pytest.raises(ValueError, match="without gaps"):
+        load_tokenizer(str(path))
+
+
+def test_a_rank_file_of_another_pattern_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"does not split text like GPT-2.*TIKTOKEN_CACHE_DIR"):
+        load_tokenizer(str(rank_file(tmp_path / "cl100k_base.tiktoken")))
+
+
+def test_unknown_names_are_answered_with_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'gpt2'"):
+        load_tokenizer("gpt-2")
+
+
+@pytest.fixture
+def no_vocabulary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+
+
+@pytest.mark.usefixtures("no_vocabulary")
+def test_without_a_network_the_error_names_the_cures(monkeypatch: pytest.MonkeyPatch):
+    def closed(url: str) -> bytes:
+        raise requests.ConnectionError("no route", request=requests.Request("GET", url).prepare())
+
+    monkeypatch.setattr(tiktoken.load, "read_file", closed)
+    with pytest.raises(OSError) as caught:
+        load_tokenizer("r50k_base")
+    message = str(caught.value)
+    assert "\n" not in message
+    for cure in ("TIKTOKEN_CACHE_DIR", "r50k_base.tiktoken saved in it as ", "rank file", "'byte'"):
+        assert cure in message
+
+
+@pytest.mark.usefixtures("no_vocabulary")
+def test_the_file_put_where_the_error_says_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The name in the error is tiktoken's own: a file saved under it is read. Its digest is tiktoken's to check."""
+    asked: list[str] = []
+
+    def closed(url: str) -> bytes:
+        asked.append(url)
+        raise requests.ConnectionError("no route", request=requests.Request("GET", url).prepare())
+
+    monkeypatch.setattr(tiktoken.load, "read_file", closed)
+    monkeypatch.setattr(tiktoken.load, "check_hash", lambda data, expected: True)
+    with pytest.raises(OSError) as caught:
+        load_tokenizer("r50k_base")
+    name = str(caught.value).split("saved in it as ")[1].split(",")[0]
+    (tmp_path / "cache").mkdir()
+    rank_file(tmp_path / "cache" / name, [b"%05d" % n for n in range(50_000)])  # r50k_base has 50,256 ranks
+    assert load_tokenizer("r50k_base").end_of_text == 50_256
+    assert len(asked) == 1
+
+
+@pytest.mark.usefixtures("no_vocabulary")
+def test_a_network_that_drops_packets_does_not_hang(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tok, "DOWNLOAD_SECONDS", 0.1)
+    monkeypatch.setattr(tiktoken.load, "read_file", lambda url: time.sleep(3))
+    start = time.monotonic()
+    with pytest.raises(OSError, match=r"TimeoutError.*TIKTOKEN_CACHE_DIR"):
+        load_tokenizer("r50k_base")
+    assert time.monotonic() - start < 2  # less than the 3 s that the download hangs

@@ -1,0 +1,35 @@
+"""What do the data tests read? Small text with words, blank lines, tabs, accents and CJK; a small BPE vocabulary."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from pathlib import Path
+
+from mst_scale.data.prepare import prepare
+from mst_scale.data.recipe import Recipe
+
+WORDS = ["the", "theory", "of", "hat", "x1", "naïve", "漢字", "def f(a):", "return", "\t", "  ", "it's", "42", "…"]
+MERGES = [b"th", b"the", b"he", b" t", b" the", b"at", b"\n\n", b"  ", b"in", b"42", "ï".encode()]  # ids 256, 257, …
+
+
+def words(n: int, seed: int = 0) -> str:
+    rng = random.Random(seed)
+    return "".join(rng.choice(WORDS) + rng.choice([" ", " ", "\n", "\n\n"]) for _ in range(n)) + "end"
+
+
+def rank_file(path: Path, merges: list[bytes] | None = None) -> Path:
+    tokens = [bytes([b]) for b in range(256)] + (MERGES if merges is None else merges)
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
+    return path
+
+
+def jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
+    path.write_text("".join(json.dumps({"id": n, key: text}) + "\n" for n, text in enumerate(texts)))
+    return path
+
+
+def make(source: object, out: Path, tokenizer: str = "byte", workers: int = 1, **recipe: object) -> dict:
+    named = [str(path) for path in source] if isinstance(source, list) else str(source)
+    return prepare(Recipe(named, tokenizer, **recipe), out, workers=workers, quiet=True)  # type: ignore[arg-type]
