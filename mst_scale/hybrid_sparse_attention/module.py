@@ -64,8 +64,8 @@ def set_pattern(model: nn.Module, pattern: Pattern) -> int:
     return len(layers)
 
 
-def sequence_parallel(model: nn.Module, group: dist.ProcessGroup) -> int:
-    """Let every SelfAttention of a model work on sequences that are cut over the ranks of `group` (Ulysses).
+def sequence_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
+    """Let every SelfAttention of a model work on sequences cut over the ranks of `group` (Ulysses; None: all ranks).
 
     Each rank feeds its own length/world rows, in rank order. DeepSpeed's DistributedAttention exchanges them for whole
     sequences of n_head/world heads (all-to-all of q, k, v: 3 · batch · length · n_embd / world elements), attention
@@ -78,5 +78,5 @@ def sequence_parallel(model: nn.Module, group: dist.ProcessGroup) -> int:
     for layer in layers:
         if layer.n_head % world:
             raise ValueError(f"{layer.n_head} heads cannot be dealt to {world} ranks: choose a divisor as group size")
-        layer.exchange = DistributedAttention(layer.attend, group, scatter_idx=2, gather_idx=1)
+        layer.exchange = DistributedAttention(layer.attend, group or dist.group.WORLD, scatter_idx=2, gather_idx=1)
     return len(layers)

@@ -1,0 +1,354 @@
+"""How much faster is Hybrid Sparse Attention than dense flash attention, and what is left of the pairs it skips?
+
+    python -m benchmarks.attention [--device cpu|cuda|all] [--json | --markdown] [--quick]
+
+Forward + backward of `attention(q, k, v, Pattern("strided", 256))` against causal flash SDPA on the same tensors, and
+forward against compiled FlexAttention under the same mask (it has no backward on CPU). The runs alternate and the
+medians are compared, so that a change of clock or a neighbour's load meets both. `ceiling` is the dense causal pairs
+over ours: the speed-up of a kernel whose pairs cost what flash attention's do. Rows that cannot be measured say why.
+
+Peak memory is that of one forward + backward, inputs and gradients included: resident set of a fresh process on CPU,
+allocated bytes on CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mst_scale.hybrid_sparse_attention import Pattern, attention
+from mst_scale.hybrid_sparse_attention.dispatch import choose
+
+HEADS, HEAD_DIM, STRIDE = 12, 64, 256
+SDPA, FLEX = "SDPA flash, causal", "FlexAttention, compiled, same mask"
+# (dtype, length) → the least speed-up over flash SDPA that is asked for on 2 AVX-512 cores
+ASKED = {
+    ("float32", 1024): 1.5,
+    ("float32", 2048): 2.5,
+    ("float32", 4096): 4.0,
+    ("bfloat16", 1024): 1.0,
+    ("bfloat16", 4096): 2.0,
+}
+CPU_CASES = [("float32", n) for n in (1024, 2048, 4096, 8192, 16384)] + [("bfloat16", n) for n in (1024, 2048, 4096)]
+CUDA_CASES = [("bfloat16", n) for n in (1024, 4096, 16384)]
+Row = dict[str, Any]
+Run = Callable[[], object]
+
+
+def machine() -> dict[str, Any]:
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    cuda = torch.cuda.is_available()
+    return {
+        "cpu": model,
+        "simd": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load": [round(x, 2) for x in os.getloadavg()],
+    }
+
+
+def alternate(runs: Sequence[Run], seconds: float, device: str) -> list[list[float]]:
+    """Milliseconds of every run, taken in turns: at least 3 rounds, at most 60, about `seconds` in all."""
+    for run in runs:
+        run()
+    times: list[list[float]] = [[] for _ in runs]
+    end = time.perf_counter() + seconds
+    while len(times[0]) < 3 or (time.perf_counter() < end and len(times[0]) < 60):
+        for run, into in zip(runs, times, strict=True):
+            _wait(device)
+            start = time.perf_counter()
+            run()
+            _wait(device)
+            into.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def tensors(dtype: str, length: int, device: str) -> list[torch.Tensor]:
+    """q, k, v, dout. On a GPU the batch fills 16k tokens, so that short sequences occupy it too."""
+    batch = 1 if device == "cpu" else max(1, 16384 // length)
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (batch, HEADS, length, HEAD_DIM)
+    return [
+        torch.randn(shape, dtype=getattr(torch, dtype), device=device, generator=generator).requires_grad_(i < 3)
+        for i in range(4)
+    ]
+
+
+def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # an error rather than another kernel
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return attention(q, k, v, Pattern("strided", STRIDE))
+
+
+def flex(pattern: Pattern, length: int, device: str) -> Callable[..., torch.Tensor]:
+    """FlexAttention compiled for this pattern; 128-blocks without a pair are skipped."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return (j <= i) & ((i - j < pattern.stride) | ((i - j) % pattern.stride == 0))
+
+    blocks = create_block_mask(mask, None, None, length, length, device=device)
+    compiled = torch.compile(flex_attention)
+    return lambda q, k, v: compiled(q, k, v, block_mask=blocks)
+
+
+def both_ways(compute: Callable[..., torch.Tensor], q: Any, k: Any, v: Any, dout: torch.Tensor) -> Run:
+    return lambda: torch.autograd.grad(compute(q, k, v), (q, k, v), dout)
+
+
+def one_way(compute: Callable[..., torch.Tensor], q: Any, k: Any, v: Any) -> Run:
+    def run() -> object:
+        with torch.no_grad():
+            return compute(q, k, v)
+
+    return run
+
+
+def run(device: str = "all", seconds: float = 20.0, quick: bool = False) -> list[Row]:
+    """All rows. `seconds` is the time for one comparison; `quick` leaves out what takes longer than a few of them."""
+    rows: list[Row] = []
+    if device in ("cpu", "all"):
+        for dtype, length in CPU_CASES:
+            if not (quick and length > 4096):
+                rows += compare(dtype, length, "cpu", seconds)
+        for dtype, length in (("float32", 4096), ("bfloat16", 4096)):
+            rows.append(memory(dtype, length, "cpu"))
+    if device in ("cuda", "all"):
+        for dtype, length in CUDA_CASES:
+            if torch.cuda.is_available():
+                rows += compare(dtype, length, "cuda", seconds)
+                rows.append(memory(dtype, length, "cuda"))
+            else:
+                why = "not measured: no CUDA device"
+                case = _case("forward + backward", dtype, length, "cuda")
+                rows += [{**case, **_unmeasured(rival, why)} for rival in (SDPA, FLEX)]
+    return rows
+
+
+def _case(what: str, dtype: str, length: int, device: str) -> Row:
+    pattern = Pattern("strided", STRIDE)
+    return {
+        "what": what,
+        "device": device,
+        "dtype": dtype,
+        "length": length,
+        "pattern": f"strided {STRIDE}",
+        "heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "backend": choose(device, getattr(torch, dtype), HEAD_DIM, dense=False, small=False)[0],
+        "ceiling": round(Pattern().pairs(length) / pattern.pairs(length), 2),
+    }
+
+
+def _unmeasured(rival: str, why: str) -> Row:
+    return {"ours_ms": None, "rival": rival, "rival_ms": None, "speedup": None, "why": why}
+
+
+def _versus(ours: list[float], rival: str, theirs: list[float]) -> Row:
+    mine, other = statistics.median(ours), statistics.median(theirs)
+    return {
+        "ours_ms": round(mine, 3),
+        "ours_range": _middle_half(ours),
+        "rival": rival,
+        "rival_ms": round(other, 3),
+        "rival_range": _middle_half(theirs),
+        "speedup": round(other / mine, 2),
+        "rounds": len(ours),
+    }
+
+
+def _middle_half(times: list[float]) -> list[float]:
+    ordered = sorted(times)
+    return [round(ordered[len(ordered) // 4], 3), round(ordered[(3 * len(ordered)) // 4], 3)]
+
+
+def compare(dtype: str, length: int, device: str, seconds: float) -> list[Row]:
+    """Both ways against flash SDPA (and on a GPU FlexAttention), forward alone against FlexAttention on CPU."""
+    pattern = Pattern("strided", STRIDE)
+    q, k, v, dout = tensors(dtype, length, device)
+
+    mine, theirs = alternate([both_ways(f, q, k, v, dout) for f in (ours, flash)], seconds, device)
+    case = _case("forward + backward", dtype, length, device)
+    row = {**case, **_versus(mine, SDPA, theirs)}
+    row["ns_per_pair"] = round(1e6 * row["ours_ms"] / (pattern.pairs(length) * q.shape[0] * HEADS), 3)
+    if device == "cpu" and (dtype, length) in ASKED:
+        row["asked"] = ASKED[dtype, length]
+    rows = [row]
+    if device == "cuda" or length <= 4096:
+        what = "forward" if device == "cpu" else "forward + backward"
+        case = _case(what, dtype, length, device)
+        try:
+            other = flex(pattern, length, device)
+            pair = (ours, other)
+            if device == "cpu":
+                mine, theirs = alternate(
+                    [one_way(f, q.detach(), k.detach(), v.detach()) for f in pair], seconds, device
+                )
+            else:
+                mine, theirs = alternate([both_ways(f, q, k, v, dout) for f in pair], seconds, device)
+            rows.append({**case, **_versus(mine, FLEX, theirs)})
+        except Exception as error:  # whatever stops the rival is reported in its row, and must not stop ours
+            reason = str(error).splitlines()[0] if str(error) else "no message"
+            rows.append({**case, **_unmeasured(FLEX, f"not measured: {type(error).__name__}: {reason[:160]}")})
+    return rows
+
+
+def memory(dtype: str, length: int, device: str) -> Row:
+    """Peak memory of a forward + backward in MiB, each in a process of its own on CPU."""
+    peaks = {}
+    for name in ("ours", "flash"):
+        if device == "cuda":
+            peaks[name] = _peak_cuda(name, dtype, length)
+        else:
+            context = multiprocessing.get_context("spawn")
+            with context.Pool(1) as pool:
+                peaks[name] = pool.apply(_peak_cpu, (name, dtype, length))
+    return {
+        **_case("peak memory", dtype, length, device),
+        "ours_ms": None,
+        "rival": SDPA,
+        "rival_ms": None,
+        "speedup": None,
+        "why": "memory, not time",
+        "ours_mib": round(peaks["ours"], 1),
+        "rival_mib": round(peaks["flash"], 1),
+        "memory_ratio": round(peaks["ours"] / peaks["flash"], 3),
+        "memory_asked": 1.2,
+    }
+
+
+def _step(name: str, dtype: str, length: int, device: str) -> None:
+    both_ways(ours if name == "ours" else flash, *tensors(dtype, length, device))()
+
+
+def _peak_cpu(name: str, dtype: str, length: int) -> float:
+    _step(name, dtype, 512, "cpu")  # libraries, thread pools and the compiled kernel are there before
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    before = _status("VmRSS")
+    _step(name, dtype, length, "cpu")
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith(field)))
+
+
+def _peak_cuda(name: str, dtype: str, length: int) -> float:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    _step(name, dtype, length, "cuda")
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+# ------------------------------------------------------------------------------------------------ presentation
+def flatness(rows: list[Row]) -> float | None:
+    """Largest over smallest time per pair among the float32 rows on CPU."""
+    costs = [
+        row["ns_per_pair"]
+        for row in rows
+        if row["device"] == "cpu" and row["dtype"] == "float32" and "ns_per_pair" in row
+    ]
+    return max(costs) / min(costs) if len(costs) > 1 else None
+
+
+def _range(value: list[float]) -> str:
+    return f"{value[0]:.1f} – {value[1]:.1f}"
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| device | dtype | n | what | ours ms (middle half) | rival | rival ms (middle half) "
+        "| speed-up | asked | pair ceiling | ns per pair |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        start = f"| {row['device']} | {row['dtype']} | {row['length']} | {row['what']} |"
+        if row["speedup"] is not None:
+            lines.append(
+                f"{start} {row['ours_ms']:.1f} ({_range(row['ours_range'])}) | {row['rival']} "
+                f"| {row['rival_ms']:.1f} ({_range(row['rival_range'])}) | **{row['speedup']:.2f}** "
+                f"| {row.get('asked', '')} | {row['ceiling']} | {row.get('ns_per_pair', '')} |"
+            )
+        elif "memory_ratio" in row:
+            lines.append(
+                f"{start} {row['ours_mib']} MiB | {row['rival']} | {row['rival_mib']} MiB "
+                f"| ratio **{row['memory_ratio']:.2f}** | ≤ {row['memory_asked']} | | |"
+            )
+        else:
+            lines.append(f"{start} – | {row['rival']} | – | {row['why']} | | {row['ceiling']} | |")
+    flat = flatness(rows)
+    if flat is not None:
+        lines += [
+            "",
+            f"Time per pair over the float32 rows on CPU: largest / smallest = **{flat:.2f}** (asked: at most 1.5).",
+        ]
+    return "\n".join(lines)
+
+
+def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
+    facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
+    return (
+        f"# Hybrid Sparse Attention against dense flash attention\n\n"
+        f"Made by `{command}`; what is measured, and how, stands in `benchmarks/attention.py`.\n"
+        f"Batch 1 on CPU, {HEADS} heads of {HEAD_DIM}, pattern strided {STRIDE}. Medians of alternating runs in one "
+        f"process; the range is the middle half of the runs.\n\n{facts}\n\n{table(rows)}\n"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.attention", description=(__doc__ or "").split("\n", 1)[0]
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda", "all"), default="all")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time for one comparison")
+    parser.add_argument("--quick", action="store_true", help="lengths up to 4096")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="for machines")
+    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    options = parser.parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    about = machine()
+    rows = run(options.device, options.seconds, options.quick)
+    if options.json:
+        print(json.dumps({"machine": about, "rows": rows}))
+    elif options.markdown:
+        given = f" --device {options.device}" + (" --quick" if options.quick else "")
+        print(markdown(about, rows, f"python -m benchmarks.attention{given} --markdown"))
+    else:
+        print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
