@@ -88,6 +88,10 @@ class GPT(nn.Module):
     def head(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
 
+    def get_output_embeddings(self) -> nn.Module:
+        """The module whose weight the head multiplies with (Hugging Face's name for it): a tied head's is `wte`."""
+        return self.wte if self.lm_head is None else self.lm_head
+
     def _recomputes(self) -> bool:
         return self.config.activation_checkpointing and self.training and torch.is_grad_enabled()
 
