@@ -152,6 +152,10 @@ def locked(out: Path, announce: Callable[[str], None]) -> Iterator[None]:
         except BlockingIOError:
             announce(f"another process is preparing {out}; waiting for it")
             fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in {errno.ENOSYS, errno.ENOTSUP}:
+                raise
+            announce(f"{out} lies on a file system without locks: let one process at a time prepare it")
         yield
 
 

@@ -29,7 +29,7 @@ from mst_scale.data.pool import ordered_map
 from mst_scale.data.recipe import Recipe
 from mst_scale.data.reporting import Report
 from mst_scale.data.sources import SPLITS, Chunk, Source, describe_files
-from mst_scale.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
+from mst_scale.data.tokenizer import Tokenizer, is_rank_file, load_tokenizer, token_dtype
 
 JOURNAL_BYTES = 64 << 20  # of ids: ten seconds or more of a core that tokenises with a BPE
 # Peak resident size as measured, with a BPE of 50,257 ids: 73 MB in the main process for text, 141 MB for Parquet with
@@ -56,7 +56,7 @@ def prepare(
     text: tuple[Tokenizer, Source] | None = None
     if force or not partial.complete:  # a name that cannot be read must not leave a folder behind
         report.say(f"preparing {' '.join(recipe.paths)} with tokenizer {recipe.tokenizer_name} in {out}")
-        text = load_tokenizer(recipe.tokenizer_name), open_source(recipe)
+        text = _open(recipe)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     with locked(out, report.say):
@@ -69,8 +69,7 @@ def prepare(
             check_free(out, identity)
         if not partial.complete:
             try:
-                assert text is not None
-                _build(recipe, text, partial, workers or _cores(), report)
+                _build(recipe, text or _open(recipe), partial, workers or _cores(), report)
             except BaseException:
                 if not partial.worth_keeping:
                     partial.discard()
@@ -110,6 +109,10 @@ def _finished(out: Path, recipe: Recipe, identity: dict[str, Any]) -> dict[str, 
     if files is not None and describe_files(files) != meta["source"]:
         raise ValueError(f"the files of the source have changed since {out} was made from them; --force makes it anew")
     return meta
+
+
+def _open(recipe: Recipe) -> tuple[Tokenizer, Source]:
+    return load_tokenizer(recipe.tokenizer_name), open_source(recipe)
 
 
 def _build(recipe: Recipe, text: tuple[Tokenizer, Source], partial: Partial, workers: int, report: Report) -> None:
@@ -203,7 +206,7 @@ def _meta(recipe: Recipe, tokenizer: Tokenizer, source: dict[str, Any], files: l
         splits[name] = {"file": f"{name}.bin", "tokens": state.pop("bytes") // dtype.itemsize} | state
     return {
         "format": FORMAT,
-        "tokenizer": recipe.tokenizer_name,
+        "tokenizer": os.path.abspath(name) if is_rank_file(name := recipe.tokenizer_name) else name,
         "vocab_size": tokenizer.vocab_size,
         "end_of_text": tokenizer.end_of_text,
         "dtype": dtype.name,

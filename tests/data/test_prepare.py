@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -300,6 +301,21 @@ def test_two_at_once_wait_for_each_other(tmp_path: Path, big_text: Path):
     verify(tmp_path / "out")
 
 
+def test_a_file_system_without_locks_is_said_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Lustre is often mounted so."""
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(partial.fcntl, "flock", refuse)
+    source = jsonl(tmp_path / "a.jsonl", TEXTS)
+    prepare.prepare(Recipe(str(source), "byte"), tmp_path / "out", workers=1)
+    assert "without locks: let one process at a time" in capsys.readouterr().err
+    verify(tmp_path / "out")
+
+
 # The machine's limits -----------------------------------------------------------------------------------------------
 
 
@@ -367,5 +383,6 @@ print(int(status["VmHWM"].split()[0]) * 1024, resource.getrusage(resource.RUSAGE
     peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     main, worker = map(int, peak)
     assert source.stat().st_size > prepare.MAIN_BYTES
+    shutil.rmtree(tmp_path)  # 0.6 GB, which pytest would keep
     assert main < prepare.MAIN_BYTES, f"main process: {main / 2**20:.0f} MiB"
     assert worker < prepare.WORKER_BYTES, f"worker: {worker / 2**20:.0f} MiB"
