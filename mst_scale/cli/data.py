@@ -55,7 +55,7 @@ def add(subparsers: Any) -> None:
         "--val-fraction",
         type=float,
         metavar="F",
-        help="share that is set apart for validation (default: 0.0005 for openwebtext, 0.05 for stdlib, else 0.01)",
+        help="share that is set apart for validation (default: 0.0005 for openwebtext, 0.02 for stdlib, else 0.01)",
     )
     option("--max-bytes", type=_bytes, metavar="N", help="stop reading after N bytes: 500K, 20M, 3G")
     option("--seed", type=int, default=2357, metavar="N", help="of the split (default: 2357, nanoGPT's)")

@@ -8,7 +8,7 @@ from typing import Any
 
 from mst_scale.data.tokenizer import tokenizer_identity
 
-VAL_FRACTIONS = {"openwebtext": 0.0005, "stdlib": 0.05}  # nanoGPT's; a few hundred thousand tokens of 10 MB
+VAL_FRACTIONS = {"openwebtext": 0.0005, "stdlib": 0.02}  # nanoGPT's; a few hundred thousand tokens of 10 MB
 OTHER_VAL_FRACTION = 0.01
 
 
@@ -20,7 +20,7 @@ class Recipe:
     source: str | Sequence[str] = "stdlib"
     tokenizer: str | None = None  # `byte` for stdlib, else `gpt2`
     text_key: str = "text"  # the JSON key or table column that holds a document
-    val_fraction: float | None = None  # 0.0005 for openwebtext, 0.05 for stdlib, else 0.01
+    val_fraction: float | None = None  # 0.0005 for openwebtext, 0.02 for stdlib, else 0.01
     max_bytes: int | None = None  # stop reading here
     seed: int = 2357  # of the train/validation split: nanoGPT's
     subset: str | None = None  # hub: the configuration, as in load_dataset(name, subset)
