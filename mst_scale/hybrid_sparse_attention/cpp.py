@@ -30,8 +30,8 @@ SOURCES = Path(__file__).parent / "cpp_kernel"
 FLAGS = ["-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # kernel.cpp's codes 0, 1, 2, 3
 # From this many rows per residue class on, gathering the class beats its diagonals: it reads each row once per 64
-# others instead of once per pair. Measured at l = 256, 64 wide: equal at 32 rows, 1.3 times faster at 64.
-REGROUP_FROM = 48
+# others instead of once per pair. Measured 64 wide at l = 32 … 256: equal at 32 rows, 1.2 to 1.4 times faster at 64.
+REGROUP_FROM = 32
 # Multiply-adds that are worth waking one more thread: about 20 µs of work.
 PER_THREAD = 1 << 20
 log = logging.getLogger("mst_scale")

@@ -308,10 +308,11 @@ def _launch(kernel, tensors, q, k, v, pattern, causal, scale, part, first, over_
     if tiles == 0:
         return
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    kernel[(tiles * batch * owners,)](
-        *tensors, *strides, length, stride, per, owners, tiles, positions, scale,
-        GROUP=heads // k.shape[1], PART=part, CAUSAL=causal, FIRST=first, **options,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        kernel[(tiles * batch * owners,)](
+            *tensors, *strides, length, stride, per, owners, tiles, positions, scale,
+            GROUP=heads // k.shape[1], PART=part, CAUSAL=causal, FIRST=first, **options,
+        )  # fmt: skip
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:

@@ -166,6 +166,20 @@ def test_rows_with_nothing_to_attend_are_zero(backend: str) -> None:
     assert bool(dv.isfinite().all())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operators_keep_the_rules_of_torch_library(backend: str) -> None:
+    """Schema, autograd registration, and shapes and strides as torch.compile is told them."""
+    q, k, v, dout = inputs((1, 4, 20, 8), 2, torch.float32)
+    options = ("strided", 4, True, 0.5)
+    operator = getattr(torch.ops.mst_scale, f"sparse_attention_{backend}")
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(operator, (*leaves, *options))
+    out, lse = operator(q, k, v, *options)
+    torch.library.opcheck(
+        getattr(torch.ops.mst_scale, f"sparse_attention_{backend}_backward"), (q, k, v, out, lse, dout, *options)
+    )
+
+
 def test_gathering_residues_equals_diagonals(monkeypatch: pytest.MonkeyPatch) -> None:
     """The C++ kernel's two ways through the strided pairs, whatever `auto` would choose at this size."""
     pattern = Pattern("strided", 12)

@@ -1,4 +1,4 @@
-// Backward: keys lie in the lanes, so that dk and dv of a tile stay in cache; queries are streamed and dq is summed in memory.
+// Backward: keys lie in the lanes, so that dk and dv of a tile stay in cache; queries are streamed, dq summed in memory.
 #pragma once
 #include "tiles.h"
 
@@ -14,7 +14,8 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
         Buffer<T> kt, vt, k, v, dk, dv, s, dp, q, dout;
         explicit Scratch(i64 wide)
             : kt(LANES * wide), vt(LANES * wide), k(LANES * wide), v(LANES * wide), dk(LANES * wide), dv(LANES * wide),
-              s(STREAM * LANES), dp(STREAM * LANES), q(std::max(STREAM, LANES) * wide), dout(std::max(STREAM, LANES) * wide) {}
+              s(STREAM * LANES), dp(STREAM * LANES), q(std::max(STREAM, LANES) * wide),
+              dout(std::max(STREAM, LANES) * wide) {}
     };
     struct Queries {  // one query head as the backward reads it
         View<IO> q, dout;
@@ -50,7 +51,8 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
             }
             gemm<T>(width, wide, count, f.s + at, 1, LANES, dout.data, dout.row, f.dv + at * wide, wide, true);
             gemm<T>(width, wide, count, f.dp + at, 1, LANES, q.data, q.row, f.dk + at * wide, wide, true);
-            gemm<T>(count, wide, width, f.dp + at, LANES, 1, f.k + at * wide, wide, x.dq + first * x.row, step * x.row, true);
+            T* dq = x.dq + first * x.row;
+            gemm<T>(count, wide, width, f.dp + at, LANES, 1, f.k + at * wide, wide, dq, step * x.row, true);
         });
     }
     void backward_diagonals(Scratch& f, i64 row, i64 lanes, const Queries& x) const {
@@ -60,7 +62,8 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
             const Matrix q = rows(x.q, first, 1, count, f.q), dout = rows(x.dout, first, 1, count, f.dout);
             for (i64 r = 0; r < count; r++) {
                 f.s[r] = factor * dot(q.data + r * q.row, f.k + (g.first + r) * wide) - x.lse2[first + r];
-                f.dp[r] = T(call.scale) * dot(dout.data + r * dout.row, f.v + (g.first + r) * wide) - x.delta[first + r];
+                const T dp = dot(dout.data + r * dout.row, f.v + (g.first + r) * wide);
+                f.dp[r] = T(call.scale) * dp - x.delta[first + r];
             }
             for (i64 r = count; r < LANES; r++) f.s[r] = f.dp[r] = 0;
             for (i64 r = 0; r < LANES; r += W) {
@@ -89,7 +92,8 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
         T* data;
         i64 row;
         Sum(const View<IO>& to, bool in_place, i64 elements, i64 wide)
-            : to(to), scratch(elements), data(in_place ? (T*)to.data : elements ? (T*)scratch : nullptr), row(in_place ? to.row : wide) {}
+            : to(to), scratch(elements), data(in_place ? (T*)to.data : elements ? (T*)scratch : nullptr),
+              row(in_place ? to.row : wide) {}
     };
     void deposit(const T* from, const Sum& sum, i64 at, bool add) const {
         if (!sum.data) return convert(from, sum.to.data + at * sum.to.row, d);
@@ -136,7 +140,8 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
         }
         if (in_place) return;
         for (const Sum* sum : {&dk, &dv})
-            for (i64 i = 0; sum->data && i < n; i++) convert((const T*)sum->data + i * wide, sum->to.data + i * sum->to.row, d);
+            for (i64 i = 0; sum->data && i < n; i++)
+                convert((const T*)sum->data + i * wide, sum->to.data + i * sum->to.row, d);
         for (i64 e = 0; e < group; e++) {
             const View<IO> dq(call.dq, b, g * group + e);
             for (i64 i = 0; i < n; i++) convert((const T*)queries[e].dq + i * wide, dq.data + i * dq.row, d);

@@ -13,8 +13,8 @@ template <class T, class IO> struct Forward : Tiles<T, IO> {
     struct Scratch {
         Buffer<T> natural, qt, out, s, keys, values, top, total;
         explicit Scratch(i64 wide)
-            : natural(LANES * wide), qt(LANES * wide), out(LANES * wide), s(STREAM * LANES), keys(std::max(STREAM, LANES) * wide),
-              values(std::max(STREAM, LANES) * wide), top(LANES), total(LANES) {}
+            : natural(LANES * wide), qt(LANES * wide), out(LANES * wide), s(STREAM * LANES),
+              keys(std::max(STREAM, LANES) * wide), values(std::max(STREAM, LANES) * wide), top(LANES), total(LANES) {}
     };
     struct Head {  // one query head as the forward reads and writes it
         View<IO> q, k, v, out;
@@ -22,7 +22,8 @@ template <class T, class IO> struct Forward : Tiles<T, IO> {
     };
     Head head(i64 b, i64 h) const {
         const i64 g = h / (call.heads / call.kv_heads);
-        return {{call.q, b, h}, {call.k, b, g}, {call.v, b, g}, {call.out, b, h}, (T*)call.lse + (b * call.heads + h) * n};
+        T* lse = (T*)call.lse + (b * call.heads + h) * n;
+        return {{call.q, b, h}, {call.k, b, g}, {call.v, b, g}, {call.out, b, h}, lse};
     }
     // Scores s (rows × lanes) become probabilities against the running maximum; what was summed before is rescaled.
     void soften(Scratch& f, i64 count, i64 begin, i64 end) const {
@@ -53,17 +54,18 @@ template <class T, class IO> struct Forward : Tiles<T, IO> {
         }
     }
     void forward_band(Scratch& f, const Band& band, i64 a0, i64 lanes, const View<IO>& k, const View<IO>& v) const {
-        const i64 from = std::max<i64>(0, band.low.at(a0)), to = std::min(band.keys.count, band.high.at(a0 + lanes - 1));
+        const i64 from = std::max<i64>(0, band.low.at(a0));
+        const i64 to = std::min(band.keys.count, band.high.at(a0 + lanes - 1));
         const auto interval = [&](i64 b) {
             return std::pair<i64, i64>(band.high.first_above(b) - a0, band.low.first_above(b) - a0);
         };
         pieces(from, to, lanes, interval, [&](i64 b, i64 count, i64 begin, i64 end, bool whole) {
-            const i64 first = band.keys.at(b), step = band.keys.step, width = (end - begin) * W;
+            const i64 first = band.keys.at(b), step = band.keys.step, at = begin * W, width = (end - begin) * W;
             const Matrix key = rows(k, first, step, count, f.keys), value = rows(v, first, step, count, f.values);
-            gemm<T>(count, width, d, key.data, key.row, 1, f.qt + begin * W, LANES, f.s + begin * W, LANES, false);
+            gemm<T>(count, width, d, key.data, key.row, 1, f.qt + at, LANES, f.s + at, LANES, false);
             if (!whole) mask(f.s, b, count, begin, end, lanes, interval);
             soften(f, count, begin, end);
-            gemm<T>(width, wide, count, f.s + begin * W, 1, LANES, value.data, value.row, f.out + begin * W * wide, wide, true);
+            gemm<T>(width, wide, count, f.s + at, 1, LANES, value.data, value.row, f.out + at * wide, wide, true);
         });
     }
     void forward_diagonals(Scratch& f, i64 row, i64 lanes, const View<IO>& k, const View<IO>& v) const {

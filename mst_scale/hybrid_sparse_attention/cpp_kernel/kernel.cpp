@@ -1,7 +1,8 @@
 // How does a CPU compute attention over a pattern of pairs, paying only for the pairs?
 //
 //     out_i = Σ_j p_ij v_j,   p_ij = exp(s_ij - lse_i),   s_ij = scale q_i·k_j       over the pairs (i, j) kept
-//     ds_ij = p_ij (do_i·v_j - do_i·out_i),   dq_i = scale Σ_j ds_ij k_j,   dk_j = scale Σ_i ds_ij q_i,   dv_j = Σ_i p_ij do_i
+//     ds_ij = p_ij (do_i·v_j - do_i·out_i),   dq_i = scale Σ_j ds_ij k_j,   dk_j = scale Σ_i ds_ij q_i,
+//     dv_j = Σ_i p_ij do_i
 //
 // A pattern is a few bands (`Band`): rectangles of query rows × key rows, taken with a step, in which each query keeps
 // one interval of keys. A band is walked in tiles: LANES rows of one side lie across SIMD lanes, the other side is
@@ -12,7 +13,7 @@
 // The strided pairs (i, i - ml) lie on few diagonals when length/l is small: dot products of shifted rows. When it is
 // large (`regroup`) the rows i, i - l, i - 2l … are gathered, and are an ordinary causal band of their own.
 //
-// Plain C++17 with GCC/Clang vector types and OpenMP, no other dependency; called through C structs (see cpu.py).
+// Plain C++17 with GCC/Clang vector types and OpenMP, no other dependency; called through C structs (see cpp.py).
 
 #include "backward.h"
 #include "forward.h"

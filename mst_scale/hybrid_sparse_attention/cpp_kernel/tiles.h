@@ -30,7 +30,9 @@ template <class IO> struct View {  // one head of a tensor
 
 template <class T> struct Buffer {
     std::unique_ptr<T, void (*)(void*)> data;
-    explicit Buffer(i64 n) : data((T*)std::aligned_alloc(64, (n * sizeof(T) + 127) / 64 * 64), std::free) {}
+    explicit Buffer(i64 n) : data((T*)std::aligned_alloc(64, (n * sizeof(T) + 127) / 64 * 64), std::free) {
+        if (!data) std::abort();  // an exception must not leave an OpenMP region
+    }
     operator T*() const { return data.get(); }
 };
 
@@ -74,9 +76,11 @@ template <class T, class IO> struct Tiles {
                 for (i64 k = c; k < std::min(c + 8, d); k++) to[k * LANES + r] = factor * from[r * wide + k];
     }
 
-    // Cut the streamed rows [from, to) of a band into pieces, each with the whole vectors of lanes it can touch.
+    // Cut the streamed rows [from, to) of a band into pieces, each with the whole vectors of lanes it can touch: STREAM
+    // rows where all lanes see all of them, STRIP at the band's edges, so that little is computed in vain.
     // `interval(row)` gives the lanes [first, second) that the row touches, non-decreasing in the row.
-    template <class Interval, class Use> INLINE void pieces(i64 from, i64 to, i64 lanes, Interval interval, Use use) const {
+    template <class Interval, class Use>
+    INLINE void pieces(i64 from, i64 to, i64 lanes, Interval interval, Use use) const {
         for (i64 row = from, count; row < to; row += count) {
             count = std::min(STREAM, to - row);
             if (interval(row + count - 1).first > 0 || interval(row).second < lanes) count = std::min(STRIP, to - row);
@@ -98,8 +102,9 @@ template <class T, class IO> struct Tiles {
             const i64 first = std::max<i64>(keep.first, 0), last = std::max<i64>(std::min(keep.second, lanes), 0);
             for (i64 v = begin; v < end; v++) {
                 const auto at = lane + Int(v * W);
+                const auto inside = (at >= Int(first)) & (at < Int(last));
                 T* x = s + r * LANES + v * W;
-                store<T>(x, (at >= Int(first)) & (at < Int(last)) ? load(x) : splat<T>(-std::numeric_limits<T>::infinity()));
+                store<T>(x, inside ? load(x) : splat<T>(-std::numeric_limits<T>::infinity()));
             }
         }
     }
