@@ -24,9 +24,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     logits (…, rows), targets (…) of the same leading shape.
     """
     if logits.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} need targets {tuple(logits.shape[:-1])}, not {tuple(targets.shape)}"
-        )
+        raise ValueError(f"targets have shape {tuple(targets.shape)}, logits {tuple(logits.shape)} need one a row")
     loss: torch.Tensor = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
     return loss
 

@@ -59,7 +59,7 @@ class GPT(nn.Module):
         self.config = config
         # One draw from the global generator, before any layer draws its own default values: the weights depend on
         # torch.manual_seed, not on which layers there are, which device they are on or how ZeRO cuts them.
-        seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, (), device="cpu"))
         self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
         self.wpe = nn.Embedding(config.context, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)

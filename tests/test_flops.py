@@ -1,0 +1,138 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mst_scale.config import MODELS, ModelConfig
+from mst_scale.flops import Flops, dense_step_flops, forward_flops, matrices, step_flops
+from mst_scale.hybrid_sparse_attention import Pattern
+from mst_scale.models import GPT
+from mst_scale.sparsity_variation import Variation
+
+SMALL = ModelConfig()  # GPT-2 small, 1024 tokens, 50304 rows
+TINY = ModelConfig(**MODELS["tiny"])
+HSA = Pattern("strided", 256)
+PRINTED = 0.05e9  # the paper prints one decimal of a GFLOP
+
+
+def test_the_papers_table():
+    assert abs(dense_step_flops(SMALL).total - 874.8e9) < PRINTED  # printed 847.8: two digits swapped (PAPER.md)
+    assert abs(dense_step_flops(TINY).total - 212.7e9) < PRINTED
+    assert abs(step_flops(SMALL, density=0.2).total - 267.7e9) < PRINTED
+
+
+def mst_mean(accounting: str = "paper", head: bool = True) -> float:
+    """Mean FLOPs of a step over the paper's run: HSA until step 120,000, then dense attention."""
+    run = Variation(warmup=10_000, ultra=100_000, restore=10_000, interval=100).resolve(140_000)
+
+    def cost(segment) -> float:
+        density: float | dict[str, float] = 1 - segment.sparsity
+        if not head:
+            density = {m.name: 1 - segment.sparsity for m in matrices(SMALL) if m.component != "head"}
+        pattern = HSA if segment.start < 120_000 else Pattern("dense")
+        return step_flops(SMALL, density, pattern, accounting).total
+
+    return run.mean(cost)
+
+
+def test_the_papers_mst_row():
+    assert abs(mst_mean() - 219.4e9) < 0.1e9  # 219.45: this reading of the schedule, PAPER.md
+    assert dense_step_flops(SMALL).total / mst_mean() == pytest.approx(3.99, abs=0.005)
+
+
+def test_what_the_four_times_rest_on():
+    """On the sparse head (without it 2.2×) and on counting dense attention as the full square (without it 3.9×)."""
+    paper, causal = (dense_step_flops(SMALL, accounting).total for accounting in ("paper", "causal"))
+    assert paper / mst_mean(head=False) == pytest.approx(2.19, abs=0.005)
+    assert causal / mst_mean("causal") == pytest.approx(3.87, abs=0.005)
+    assert causal / mst_mean("causal", head=False) == pytest.approx(2.08, abs=0.005)
+
+
+def test_one_layer_by_hand():
+    model = ModelConfig(n_layer=2, n_head=1, n_embd=2, d_ffw=5, context=3, vocab_size=7, vocab_multiple=1)
+    assert forward_flops(model) == Flops(
+        qkv=2 * 3 * 3 * 6,  # layers · tokens · (2·2 - 1) · outputs
+        scores=2 * 2 * 9 * 2,  # layers · 2 · pairs · width
+        reduce=2 * 2 * 9 * 2,
+        proj=2 * 3 * 3 * 2,
+        ffw1=2 * 3 * 3 * 5,
+        ffw2=2 * 3 * 9 * 2,
+        head=3 * 3 * 7,
+    )
+    assert forward_flops(model, accounting="causal").scores == 2 * 2 * 6 * 2
+    assert step_flops(model) == 3 * forward_flops(model)
+    assert forward_flops(model, length=2).scores == 2 * 2 * 4 * 2
+
+
+def test_density_may_differ_by_matrix():
+    named = {m.name: 0.2 for m in matrices(SMALL)}
+    assert step_flops(SMALL, named) == step_flops(SMALL, 0.2)
+    one = step_flops(SMALL, {"blocks.3.mlp.up.weight": 0.5})
+    dense = dense_step_flops(SMALL)
+    assert dense.total - one.total == pytest.approx(dense.ffw1 / 12 / 2), "half of one layer; the rest is dense"
+    assert one.matrices - one.ffw1 == dense.matrices - dense.ffw1
+    assert step_flops(SMALL, {}) == dense
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_are_the_models(tied: bool):
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=8, d_ffw=24, context=4, vocab_size=10, tied_head=tied)
+    model = GPT(config)
+    listed = {m.name: (m.outputs, m.inputs) for m in matrices(config)}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.dim() == 2}
+    embeddings = {"wpe.weight"} if tied else {"wte.weight", "wpe.weight"}
+    assert listed == {name: shape for name, shape in shapes.items() if name not in embeddings}
+
+
+def test_sparse_attention_costs_the_same_pairs_in_both_accountings():
+    paper, causal = (step_flops(SMALL, pattern=HSA, accounting=a) for a in ("paper", "causal"))
+    assert paper.attention == pytest.approx(causal.attention)
+    assert paper.scores == pytest.approx(3 * 12 * 2 * 231_040 * 768)
+    assert paper.attention / dense_step_flops(SMALL).attention == pytest.approx(0.2203, abs=5e-5)
+    assert causal.attention / dense_step_flops(SMALL, "causal").attention == pytest.approx(0.440, abs=5e-4)
+
+
+def test_flops_add_and_scale():
+    a, b = step_flops(SMALL), step_flops(TINY, 0.5)
+    assert (a + b).total == pytest.approx(a.total + b.total)
+    assert (0.5 * a).head == (a * 0.5).head == a.head / 2
+    assert a.total == pytest.approx(math.fsum(dataclasses.astuple(a)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"density": 1.5}, "1.5 is not a share"),
+        ({"density": {"wte.weight": -0.1}}, "wte.weight: -0.1 is not a share"),
+        ({"density": {"lm_head.weight": 0.5}}, "no matrix of this model is called 'lm_head.weight'"),
+        ({"accounting": "generous"}, "'generous' is unknown: choose one of paper, causal"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        step_flops(SMALL, **arguments)
+
+
+def test_torchs_counter_agrees_term_by_term():
+    """FlopCounterMode on a real forward and backward pass with biases. Its terms and ours:
+
+    matrices    torch counts 2·I per output and token, the paper 2·I - 1; three times, as backward is 2 · forward
+    attention   equal: the full square, twice forward and four times backward. That holds for unfused attention, which
+                is what runs here. Fused kernels torch counts with 5 products backward (they compute the scores again),
+                or not at all (the CPU's).
+    """
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, context=24, vocab_size=100, bias=True)
+    batch = 3
+    model, tokens = GPT(config), torch.zeros(batch, config.context, dtype=torch.long)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    counted = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    assert counted.keys() == {"aten.mm", "aten.addmm", "aten.bmm"}
+
+    ours = batch * step_flops(config)
+    one_more = 3 * batch * config.context * sum(m.outputs for m in matrices(config))
+    assert counted["aten.mm"] + counted["aten.addmm"] == ours.matrices + one_more
+    assert counted["aten.bmm"] == ours.attention
