@@ -32,9 +32,7 @@ def save(engine: Any, folder: Path, ranks: Ranks, *, step: int, keep: int, state
     start = time.monotonic()
     tag = tag_of(step)
     draft, final = folder / (tag + PARTIAL), folder / tag
-    if ranks.on_first((final / MANIFEST).exists):
-        return  # this step has been saved already
-    ranks.on_first(lambda: _fresh(draft, final))
+    ranks.on_first(lambda: _fresh(draft))
     try:
         ranks.together(lambda: _write(engine, folder, draft.name, {**state, "step": step}))
         digests = ranks.together(lambda: _digest_share(draft, ranks))
@@ -110,10 +108,9 @@ def _step_of(checkpoint: Path) -> int:
     return int(digits) if checkpoint.name.startswith("step") and digits.isdigit() else -1
 
 
-def _fresh(draft: Path, final: Path) -> None:
-    for leftover in (draft, final):  # a final without manifest is not ours to trust
-        if leftover.exists():
-            shutil.rmtree(leftover)
+def _fresh(draft: Path) -> None:
+    if draft.exists():
+        shutil.rmtree(draft)
     draft.mkdir(parents=True)
 
 
@@ -150,6 +147,8 @@ def _seal(draft: Path, final: Path, digests: dict[str, Any], ranks: Ranks, head:
 
     def rename() -> None:
         write_atomically(draft / MANIFEST, json.dumps({**head, "files": files}, indent=1))
+        if final.exists():  # damaged, or of a run that was set back before it
+            _remove(final)
         os.rename(draft, final)
         write_atomically(final.parent / "latest", final.name)
 
@@ -158,10 +157,14 @@ def _seal(draft: Path, final: Path, digests: dict[str, Any], ranks: Ranks, head:
 
 def _prune(folder: Path, keep: int) -> None:
     for tag in list_tags(folder)[keep:]:
-        # renamed first: a removal that is killed half-way leaves no folder that looks whole
-        doomed = folder / (tag + PARTIAL)
-        os.rename(folder / tag, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        _remove(folder / tag)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Renamed first: a removal that is killed half-way leaves no folder that looks whole."""
+    doomed = checkpoint.with_name(f"{checkpoint.name}.old{PARTIAL}")
+    os.rename(checkpoint, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def sweep(folder: Path) -> None:

@@ -172,13 +172,27 @@ def end(error: BaseException) -> NoReturn:
     sys.stdout.flush()
     if os.environ.get("RANK", "0") != "0" and not _met():
         pass
-    elif isinstance(error, ValueError | OSError | MemoryError | ArithmeticError) and "MST_TRACEBACK" not in os.environ:
+    elif is_plain(error):
         rank = os.environ.get("RANK", "0")
         print(f"mst_scale: {'' if rank == '0' else f'rank {rank}: '}{_first_line(error)}", file=sys.stderr)
     elif not isinstance(error, Elsewhere):
         traceback.print_exception(error)
     sys.stderr.flush()
     os._exit(exit_code(error))
+
+
+def is_plain(error: BaseException) -> bool:
+    """Whether one line says it all: the machine refused, or a `raise` somewhere found what a user should change.
+
+    A ValueError that no `raise` statement made (a wrong unpacking, say) is a defect, and its traceback is wanted.
+    """
+    if "MST_TRACEBACK" in os.environ:
+        return False
+    if isinstance(error, OSError | MemoryError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    raised = not frames or (frames[-1].line or "").lstrip().startswith("raise")
+    return isinstance(error, ValueError | ArithmeticError) and raised
 
 
 def _met() -> bool:

@@ -29,6 +29,7 @@ from mst_scale.data.corpus import open_tokens
 from mst_scale.data.prepare import ensure
 from mst_scale.data.sampler import Sampler
 from mst_scale.distributed import Ranks, logger
+from mst_scale.flops import dense_step_flops, step_flops
 from mst_scale.learning_rate import learning_rate
 from mst_scale.metrics import MetricsFile, read
 from mst_scale.models.gpt import GPT
@@ -76,7 +77,8 @@ class Run:
         self.checkpoints = out / "checkpoints"
         self.nonfinite = 0
         self.asked_to_stop = False
-        self.flops_spent = self.flops_dense = 0
+        self.flops_spent = self.flops_dense = 0.0
+        self.flops_per_step: dict[Any, float] = {}
 
     # --- before the first step ---
 
@@ -154,7 +156,7 @@ class Run:
         return Experiment(self.experiment.model, self.experiment.data, self.training, self.experiment.mst, deepspeed)
 
     def _load(self, tag: str) -> int:
-        _, state = self.ranks.together(lambda: zero_shards.load_checkpoint(self.engine, self.checkpoints, tag))
+        state = self.ranks.together(lambda: zero_shards.load_checkpoint(self.engine, self.checkpoints, tag))
         self.flops_spent, self.flops_dense = state["flops"], state["flops_dense"]
         logger.info("continuing %s from step %d", self.out, state["step"])
         return int(state["step"])
@@ -172,9 +174,7 @@ class Run:
     def _describe(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         checkpoint.sweep(self.checkpoints)
-        checkpoint.write_atomically(
-            self.out / "config.json", json.dumps(to_dict(self.experiment), indent=2) + "\n"
-        )
+        checkpoint.write_atomically(self.out / "config.json", json.dumps(to_dict(self.experiment), indent=2) + "\n")
 
     # --- the loop ---
 
@@ -186,6 +186,7 @@ class Run:
         line = ProgressLine(t.steps, self.step)
         window, window_start = self.step, time.monotonic()
         while self.step < t.steps:
+            self._count_flops()
             loss = self._update()
             self.step += 1
             last = self.step == t.steps
@@ -232,6 +233,15 @@ class Run:
             self.engine.step()
             total += loss.detach()
         return total / self.accumulation
+
+    def _count_flops(self) -> None:
+        """Add the coming step as it will be computed: its masks, its attention pattern (the paper's accounting)."""
+        mst, model = self.engine.mst, self.experiment.model
+        state = (mst.pattern, tuple(mask.active for mask in mst.masks))
+        if state not in self.flops_per_step:  # the same for a hundred steps: counted once
+            self.flops_per_step = {state: self.batch * step_flops(model, mst.densities(), mst.pattern).total}
+        self.flops_spent += self.flops_per_step[state]
+        self.flops_dense += self.batch * dense_step_flops(model).total
 
     def _micro_batch(self, sampler: Sampler, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, targets = sampler.batch(step, range(index * self.micro, (index + 1) * self.micro))

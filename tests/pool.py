@@ -78,7 +78,7 @@ class Pool:
             process = context.Process(
                 target=_serve,
                 args=(rank, world_size, str(Path(self.folder) / "rendezvous"), theirs),
-                daemon=True,
+                daemon=False,  # preparing a corpus starts processes of its own; `close_all` ends what is left
             )
             process.start()
             theirs.close()

@@ -10,6 +10,8 @@ import importlib
 import os
 import sys
 
+from mst_scale.distributed import exit_code, is_plain
+
 VERBS = ("data",)
 
 
@@ -32,10 +34,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has left
         return 1
-    except (ValueError, OSError, MemoryError) as error:
-        if "MST_TRACEBACK" in os.environ:
+    except Exception as error:
+        if not is_plain(error):
             raise
-        return _say(str(error).strip() or type(error).__name__, 2 if isinstance(error, ValueError) else 1)
+        return _say(str(error).strip() or type(error).__name__, exit_code(error))
 
 
 def _say(message: str, code: int) -> int:

@@ -65,7 +65,7 @@ class DataConfig:
     source: str | None = None  # "stdlib", a hub data set such as "openwebtext", or files ("corpus/*.jsonl")
     tokenizer: str | None = None  # None: "byte" for stdlib, else "gpt2"
     text_key: str = "text"
-    val_fraction: float | None = None  # None: 0.0005 for openwebtext, 0.05 for stdlib, else 0.01
+    val_fraction: float | None = None  # None: 0.0005 for openwebtext, 0.02 for stdlib, else 0.01
     max_bytes: int | None = None  # stop reading the source here (raw text)
     seed: int = 2357  # of the train/validation split
 

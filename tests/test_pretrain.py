@@ -1,0 +1,267 @@
+"""The training run as a user starts it: three launchers, resume bit for bit after kills, signals, what is written."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import pool, tiny_run
+from tests.test_bad_input import attempt
+
+MST = {
+    "method": "mst",
+    "sparsity": {"max": 0.8},
+    "topology": {"interval": 2, "check_every": 3},
+    "attention": {"pattern": "strided", "stride": 8},
+}
+CONTRACT = [
+    "step", "tokens", "loss", "lr", "grad_norm", "phase", "target_sparsity", "sparsity", "flops", "flops_dense",
+    "tokens_per_s", "step_ms",
+]  # fmt: skip
+TIMES = ("tokens_per_s", "step_ms")
+
+
+def arguments(folder: Path, out: str = "out", *more: str, **blocks) -> list[str]:
+    return ["--deepspeed_config", str(tiny_run.config(folder, **blocks)), "--out", str(folder / out), *more]
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def weights(out: Path, tag: str) -> dict[str, torch.Tensor]:
+    """Every tensor in a checkpoint's files, optimizer states and masks included."""
+    found = {}
+    for path in sorted((out / "checkpoints" / tag).rglob("*.pt")):
+        collect(torch.load(path, weights_only=False), path.name, found)
+    for path in sorted((out / "checkpoints" / tag).rglob("*.safetensors")):
+        found[path.name] = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    return found
+
+
+def collect(value, path: str, found: dict) -> None:
+    if torch.is_tensor(value):
+        found[path] = value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            collect(inner, f"{path}/{key}", found)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            collect(inner, f"{path}/{index}", found)
+
+
+LAUNCHERS = {
+    "deepspeed": ["deepspeed", "--num_accelerators", "2", "--master_port", "{port}", "--module", "mst_scale.pretrain"],
+    "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", "{port}", "-m", "mst_scale.pretrain"],
+    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", "python", "-m", "mst_scale.pretrain"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_each_launcher_trains_on_two_processes(tmp_path, launcher):
+    command = [word.format(port=tiny_run.free_port()) for word in LAUNCHERS[launcher]]
+    child = subprocess.run(
+        [*command, *arguments(tmp_path, "out", "--steps", "3")],
+        env=tiny_run.environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    assert [row["step"] for row in tiny_run.rows(tmp_path / "out")] == [1, 2, 3]
+    shards = list((tmp_path / "out" / "checkpoints" / "step00000003").glob("*optim_states.pt"))
+    assert len(shards) == 2, "two ranks took part"
+    assert "validation loss" in child.stdout and "tokens/s" in child.stdout and "ETA" in child.stdout
+
+
+def test_a_config_that_names_a_source_runs_in_a_fresh_folder(tmp_path):
+    """As the README says it, but smaller: the corpus is made by one rank while the other waits."""
+    demo = tiny_run.ROOT / "ds_configs" / "demo.json"
+    argv = [
+        "--deepspeed_config", str(demo), "--out", str(tmp_path / "x"), "--steps", "2",
+        "--set", f"data.dir={tmp_path / 'corpus'}", "--set", "data.max_bytes=1000000",
+        "--set", "model.n_layer=1", "--set", "training.eval_sequences=8",
+    ]  # fmt: skip
+    processes = tiny_run.start(2, argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    texts = [process.communicate(timeout=180)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+    assert (tmp_path / "corpus" / "meta.json").exists()
+    assert [row["step"] for row in tiny_run.rows(tmp_path / "x")][-1] == 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_a_run_leaves_behind(tmp_path, stage):
+    blocks = {
+        "zero_optimization": {"stage": stage},
+        "tensorboard": {"enabled": True, "output_path": str(tmp_path / "tb")},
+    }
+    assert pool.run(attempt, 2, arguments(tmp_path, mst=MST, **blocks)) == [(0, "")] * 2
+    out = tmp_path / "out"
+    rows = tiny_run.rows(out)
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    for row in rows:
+        assert [key for key in CONTRACT if key not in row] == []
+        assert row["grad_norm"] > 0 and row["tokens"] == row["step"] * 8 * tiny_run.CONTEXT
+    assert [row["step"] for row in rows if "val_loss" in row] == [6, 12]
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1, "it learns"
+    assert {row["phase"] for row in rows} >= {"ultra", "dense"}
+    assert rows[-1]["flops"] < rows[-1]["flops_dense"]
+    resolved = json.loads((out / "config.json").read_text())
+    assert resolved["mst"]["sparsity"]["max"] == 0.8 and resolved["training"]["steps"] == 12
+    names = sorted(path.name for path in (out / "checkpoints").iterdir() if path.is_dir())
+    assert names == ["step00000008", "step00000012"], "two are kept"
+    assert (out / "checkpoints" / "latest").read_text() == "step00000012"
+    assert list((tmp_path / "tb").rglob("events.out.tfevents*"))
+
+
+def test_the_losses_do_not_depend_on_how_many_processes_share_the_batch(tmp_path):
+    """1 process × 4 micro-batches, 2 × 2 and 4 × 1 see the same samples; sums differ in order only (float32)."""
+    losses = {}
+    for world in (1, 2, 4):
+        argv = arguments(tmp_path, f"out{world}", "--steps", "4")
+        assert all(code == 0 for code, _ in pool.run(attempt, world, argv))
+        losses[world] = [(row["loss"], row.get("val_loss")) for row in tiny_run.rows(tmp_path / f"out{world}")]
+    for world in (2, 4):
+        for (loss, val), (expected, expected_val) in zip(losses[world], losses[1], strict=True):
+            assert loss == pytest.approx(expected, rel=1e-5)  # float32 eps 1e-7, through 4 Adam steps
+            assert (val is None) == (expected_val is None)
+            assert val is None or val == pytest.approx(expected_val, rel=1e-5)
+
+
+def wait_for(condition, processes, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        assert all(process.poll() is None for process in processes), "a rank ended by itself"
+        time.sleep(0.0005)
+
+
+def kill(processes) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+
+
+def logged(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert pool.run(attempt, 2, arguments(folder, mst=MST)) == [(0, "")] * 2
+    return folder / "out"
+
+
+def test_killed_at_several_moments_and_resumed_bit_for_bit(tmp_path, undisturbed):
+    argv, out = arguments(tmp_path, mst=MST), tmp_path / "out"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    moments = [
+        lambda: logged(out) >= 2,  # before the first checkpoint
+        lambda: any((out / "checkpoints").glob("step00000004.partial")),  # during a save
+        lambda: logged(out) >= 7,  # between two checkpoints
+    ]
+    for moment in moments:
+        processes = tiny_run.start(2, argv, **quiet)
+        wait_for(moment, processes)
+        kill(processes)
+    # a torn last line, as a kill within a write leaves it
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "lo')
+    processes = tiny_run.start(2, argv, **quiet)
+    assert [process.wait(180) for process in processes] == [0, 0]
+    assert without_times(tiny_run.rows(out)) == without_times(tiny_run.rows(undisturbed))
+    ours, theirs = weights(out, "step00000012"), weights(undisturbed, "step00000012")
+    assert ours.keys() == theirs.keys() and len(ours) > 10
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert not list((out / "checkpoints").glob("*.partial")), "leftovers of killed saves are swept"
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_path, undisturbed, caplog):
+    shutil.copytree(undisturbed, tmp_path / "out")
+    newest = tmp_path / "out" / "checkpoints" / "step00000012"
+    victim = sorted(newest.glob("*optim_states.pt"))[0]
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    results = pool.run(logged_attempt, 2, arguments(tmp_path, mst=MST))
+    assert [code for code, _ in results] == [0, 0]
+    text = "".join(text for _, text in results)
+    assert "step00000012 is damaged" in text and victim.name in text
+    assert without_times(tiny_run.rows(tmp_path / "out")) == without_times(tiny_run.rows(undisturbed))
+    again = weights(tmp_path / "out", "step00000012")
+    assert [n for n, value in weights(undisturbed, "step00000012").items() if not torch.equal(again[n], value)] == []
+
+
+def logged_attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    """`attempt`, with what our logger says."""
+    import io
+    import logging
+
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("mst_scale").addHandler(handler)
+    try:
+        code, text = attempt(rank, world, argv)
+    finally:
+        logging.getLogger("mst_scale").removeHandler(handler)
+    return code, text + stream.getvalue()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_saves_on_all_and_exits_0(tmp_path, signum):
+    argv = arguments(tmp_path, "out", "--steps", "5000", training={"save_every": 0, "eval_every": 0})
+    out = tmp_path / "out"
+    processes = tiny_run.start(2, argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    wait_for(lambda: logged(out) >= 3, processes)
+    os.kill(processes[1].pid, signum)
+    texts = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert "asked to stop" in texts[0]
+    (tag,) = [path.name for path in (out / "checkpoints").iterdir() if path.is_dir()]
+    assert int(tag.removeprefix("step")) == tiny_run.rows(out)[-1]["step"]
+
+
+def test_a_finished_run_started_again_says_so_and_changes_nothing(tmp_path, undisturbed):
+    shutil.copytree(undisturbed, tmp_path / "out")
+    before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
+    assert pool.run(attempt, 2, arguments(tmp_path, mst=MST)) == [(0, "")] * 2
+    assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
+
+
+def test_more_steps_continue_a_finished_run(tmp_path, undisturbed):
+    shutil.copytree(undisturbed, tmp_path / "out")
+    argv = arguments(tmp_path, "out", "--steps", "14", mst={"method": "dense"})
+    results = pool.run(attempt, 2, argv)
+    assert [code for code, _ in results] == [0, 0], results
+    assert [row["step"] for row in tiny_run.rows(tmp_path / "out")][-2:] == [13, 14]
+
+
+def test_dropout_resumes_bit_for_bit(tmp_path):
+    """Dropout's generator is seeded by (seed, step, micro-batch), so a resumed run draws what it would have drawn."""
+    block = {"model": {"dropout": 0.2}}
+    assert pool.run(attempt, 2, arguments(tmp_path, "whole", "--steps", "6", **block)) == [(0, "")] * 2
+    argv = arguments(tmp_path, "parts", **block)
+    tag = ["--set", "training.warmup=2"]
+    assert pool.run(attempt, 2, [*argv, *tag, "--steps", "6"]) == [(0, "")] * 2
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step00000006")
+    assert pool.run(attempt, 2, [*argv, *tag, "--steps", "6"]) == [(0, "")] * 2
+    assert without_times(tiny_run.rows(tmp_path / "parts")) == without_times(tiny_run.rows(tmp_path / "whole"))
+
+
+def test_help_shows_how_it_is_started():
+    child = subprocess.run(
+        [sys.executable, "-m", "mst_scale.pretrain", "--help"],
+        env=tiny_run.environment(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "deepspeed --num_accelerators 2 --module mst_scale.pretrain" in child.stdout
