@@ -315,7 +315,8 @@ class Run:
 
     def summary(self, seconds: float, first: int) -> str:
         """The table at the end, from what stands in metrics.jsonl."""
-        last, validated = {}, {}
+        last: dict[str, Any] = {}
+        validated: dict[str, Any] = {}
         for row in read(self.out / "metrics.jsonl"):
             last, validated = row, row if "val_loss" in row else validated
         tokens = self.step * self.batch * self.experiment.model.context

@@ -62,7 +62,7 @@ def guard_plain_step(engine: Any) -> None:
     The norm is recorded and the same on every rank (gradients are replicated), and an update with a gradient that is
     not finite is skipped and reported as overflow.
     """
-    optimizer = engine.optimizer
+    optimizer: Any = engine.optimizer
     if base_optimizer(engine) is not optimizer:
         return
     step, clip = optimizer.step, engine.gradient_clipping()
