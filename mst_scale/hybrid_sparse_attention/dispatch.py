@@ -29,7 +29,7 @@ from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
 BACKENDS = ("auto", "dense", "cpp", "triton", "blocked", "definition")
 # Up to here (batch × heads × length²) masked dense attention costs less than the launches of the blocked one.
-SMALL = 1 << 18
+SMALL = 1 << 21
 DENSE = Pattern("dense")
 log = logging.getLogger("mst_scale")
 

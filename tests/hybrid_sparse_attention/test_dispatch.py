@@ -60,7 +60,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cap
         with caplog.at_level(logging.INFO, logger="mst_scale"):
             for _ in range(2):
                 result = attention(*small(), SPARSE)
-            large = attention(*(x.repeat(1, 1, 32, 1) for x in small()), SPARSE)
+            large = attention(*(x.repeat(1, 1, 64, 1) for x in small()), SPARSE)
         with pytest.raises(ValueError, match="no C\\+\\+ compiler"):
             attention(*small(), SPARSE, backend="cpp")
     finally:

@@ -45,8 +45,7 @@ template <class T> INLINE Vec<T> splat(T x) { return x - Vec<T>{}; }
 template <class T> INLINE Vec<T> exp2v(Vec<T> x) {
     using S = Simd<T>;
     constexpr double LN2 = 0.69314718055994530942;
-    const auto tiny = x < S::LEAST;
-    x = tiny ? splat<T>(S::LEAST) : x;
+    const auto tiny = x < S::LEAST;  // whatever comes of these below is replaced by 0
     const Vec<T> rounded = x + S::ROUND, r = x - (rounded - S::ROUND);
     double c[S::DEGREE + 1];
     c[0] = 1;
