@@ -24,11 +24,14 @@ import torch
 from torch import Tensor
 
 from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing.chance import select_at_random
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import BY_GRADIENT, BY_WEIGHT, Criterion, Policy
-from mst_scale.mixed_growing.selection import Request, Scores, peak_keys, select, select_at_random
+from mst_scale.mixed_growing.refinement import Request
+from mst_scale.mixed_growing.scores import Scores, peak_keys
+from mst_scale.mixed_growing.selection import select
 
 PARTS = 10**9  # update fractions count in billionths, so that ⌊0.3 · 10⌋ is 3 and every machine agrees
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mst_scale.mixed_growing import bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
-from mst_scale.mixed_growing.selection import INFINITY_KEY
+from mst_scale.mixed_growing.scores import INFINITY_KEY
 
 
 def mean_squares(

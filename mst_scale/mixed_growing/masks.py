@@ -166,6 +166,9 @@ class MaskSet:
 
     def load(self, ranks: Sequence[Mapping[str, Shard]]) -> None:
         """Take over the masks that any number of ranks wrote, re-sliced by range to what this rank holds."""
+        foreign = sorted({name for shards in ranks for name in shards} - set(self.names))
+        if foreign:
+            raise ValueError(f"the masks hold {foreign[0]}, which is not a sparse parameter of this model")
         fresh = {}
         for layer in self:
             pieces = [shards[layer.name] for shards in ranks if layer.name in shards]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from mst_scale.mixed_growing import bits, selection
+from mst_scale.mixed_growing import bits, chance, refinement, selection
 from mst_scale.mixed_growing.evolve import Change, Layer, evolve
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
@@ -30,10 +30,11 @@ def small_machine() -> Iterator[None]:
         patch.setattr(bits, "CPU_SPAN", 64)
         patch.setattr(selection, "SMALL", 40)
         patch.setattr(selection, "SAMPLE", 24)
-        patch.setattr(selection, "SIGMAS", 0.1)
-        patch.setattr(selection, "SLACK", 0)
+        for module in (selection, chance):
+            patch.setattr(module, "SIGMAS", 0.1)
+            patch.setattr(module, "SLACK", 0)
         patch.setattr(selection, "SAMPLE_BITS", 2)
-        patch.setattr(selection, "DIGIT_BITS", (2, 3))
+        patch.setattr(refinement, "DIGIT_BITS", (2, 3))
         yield
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
-from mst_scale.mixed_growing.selection import Scores, peak_keys
+from mst_scale.mixed_growing.scores import Scores, peak_keys
 
 
 class Sums(Exchange):

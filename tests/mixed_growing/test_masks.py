@@ -120,6 +120,8 @@ def damaged(kind: str) -> list[dict[str, Shard]]:
     good = ranks[1]["a"]
     if kind == "rank missing":
         return ranks[:1]
+    if kind == "layer too many":
+        return [{**ranks[0], "b": good}, ranks[1]]
     if kind == "layer missing":
         return [{}, {}]
     changes = {
@@ -136,6 +138,7 @@ def damaged(kind: str) -> list[dict[str, Shard]]:
     [
         ("rank missing", "lacks weight 40"),
         ("layer missing", "no mask of a"),
+        ("layer too many", "hold b, which is not"),
         ("foreign", "shape"),
         ("short", "cut short"),
         ("other step", "different steps"),

@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mst_scale.mixed_growing import bits, selection
+from mst_scale.mixed_growing.chance import select_at_random
 from mst_scale.mixed_growing.exchange import Exchange, Traffic
-from mst_scale.mixed_growing.selection import Request, Scores, select, select_at_random
+from mst_scale.mixed_growing.refinement import Request
+from mst_scale.mixed_growing.scores import INFINITY_KEY, Scores
+from mst_scale.mixed_growing.selection import select
 from tests.mixed_growing import oracle
 from tests.mixed_growing.cases import CPU, KINDS, scores, small_machine
 
@@ -100,7 +103,7 @@ def test_sampled_brackets_hold_and_are_narrow():
     rng = np.random.default_rng(2)
     values, candidates = scores(rng, 1_000_000, "normal"), np.ones(1_000_000, bool)
     asked = [request("layer", values, candidates, k) for k in (300_000, 900_000)]
-    whole = [(0, selection.INFINITY_KEY)] * 2
+    whole = [(0, INFINITY_KEY)] * 2
     for r, (low, high) in zip(asked, selection._sampled_brackets(asked, whole, False, Exchange()), strict=True):
         keys = oracle.keys(values)
         below, inside = (keys < low).sum(), ((keys >= low) & (keys < high)).sum()
