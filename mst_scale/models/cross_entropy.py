@@ -6,7 +6,7 @@
 The logits are the largest tensor of the run: at 12 × 1024 tokens and 50304 rows 2.5 GB in float32. Autograd's version
 in bfloat16 holds them six times over (float32 copies of the logits, of the log-probabilities and of two gradients).
 This one keeps the logits and one float per row, and computes in float32 piece by piece: twice the logits at the peak,
-logits and gradient, in their own dtype, and half the time on a CPU.
+logits and gradient, in their own dtype. On a CPU it takes 0.8–0.9 of the time at 50304 rows, and 1.5 times at 257.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(logits: torch.Tensor) -> int:
-    """Rows to compute at once: 8 MB of float32 stay in a CPU's cache; a GPU wants few, large launches (256 MB)."""
-    return max(1, (1 << 26 if logits.is_cuda else 1 << 21) // logits.shape[-1])
+    """Rows to compute at once: 8 MiB of float32 stay in a CPU's cache; a GPU wants few, large launches (128 MiB)."""
+    if torch.compiler.is_compiling():
+        return logits.shape[0]  # a compiler fuses the passes itself, and would unroll the loop over pieces
+    return max(1, (1 << 25 if logits.is_cuda else 1 << 21) // logits.shape[-1])
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -53,7 +55,8 @@ class _CrossEntropy(torch.autograd.Function):
         result = torch.empty_like(logits)
         rows = (tensor.split(_pieces(logits)) for tensor in (logits, result, index, lse, weight))
         for z, out, target, norm, w in zip(*rows, strict=True):
-            probability = (z.to(norm.dtype) - norm[:, None]).exp_().mul_(w[:, None])
+            # bf16 - float32 is float32: exact, and on a GPU without a converted copy of z
+            probability = (z - norm[:, None]).exp_().mul_(w[:, None])
             probability.scatter_add_(1, target[:, None], -w[:, None])
             out.copy_(probability)
         return result, None
