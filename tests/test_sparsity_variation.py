@@ -180,6 +180,7 @@ def test_phases_of_each_pattern(pattern: str, phases: list[str]):
         ({"ultra": -3}, "negative"),
         ({"max_sparsity": 1.0}, r"\[0, 1\)"),
         ({"update_fraction": 1.2}, r"\[0, 1\]"),
+        ({"update_decay": -0.1}, r"\[0, 1\]"),
         ({"stages": 0}, "at least 1"),
         ({"interval": 0}, "at least 1"),
         ({"pattern": "acdc", "turn": 0}, "turn > 0"),
@@ -189,6 +190,19 @@ def test_phases_of_each_pattern(pattern: str, phases: list[str]):
 def test_what_cannot_be_meant_is_refused(changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         Variation(**changes).resolve(300)
+
+
+def test_first_steps_of_phases():
+    assert [PAPER.first_step(phase) for phase in ("warmup", "ultra", "restore", "dense", "none")] == [
+        0, 10_000, 110_000, 120_000, None,
+    ]  # fmt: skip
+
+
+def test_steps_and_runs_start_at_zero_and_one():
+    with pytest.raises(ValueError, match="before the run"):
+        PAPER.at(-1)
+    with pytest.raises(ValueError, match="at least 1"):
+        Variation().resolve(0)
 
 
 def any_schedule() -> st.SearchStrategy[Schedule]:

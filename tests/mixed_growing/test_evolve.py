@@ -252,6 +252,14 @@ def test_a_corrupted_rank_stops_all_with_the_layers_name():
         assert all("broken" in message and "sound" not in message for message in messages)
 
 
+def test_a_mask_that_lost_weights_stops_the_step():
+    """Counts say 4 of 8, the bits say 2: prune 3 of them."""
+    layer = one_layer([1, 1, 1, 1, 0, 0, 0, 0], [4, 1, 1, 2, 0, 0, 0, 0], [9, 1, 2, 9, 3, 5, 5, 0], 1)
+    layer.mask.bits[0] = 0b11000000
+    with pytest.raises(RuntimeError, match="layer: its mask has lost weights"):
+        step(layer, zeta=0.0)
+
+
 def replicas_that_differ(rank: int, world: int) -> str:
     from mst_scale.mixed_growing.masks import MaskSet
 

@@ -35,6 +35,7 @@ def cut_points(size: int) -> st.SearchStrategy[list[int]]:
 def test_a_new_mask_is_dense_and_keeps_nothing():
     masks = MaskSet([LayerMask("a", (4, 5), 3, 7, CPU)])
     assert masks.dense
+    assert masks["a"].dense
     assert masks.sparsity == 0
     assert masks.nbytes() == 0
     values = torch.tensor([1.0, float("nan"), 3, 4, 5, 6, 7])
@@ -112,6 +113,14 @@ def test_replicas_load_too():
     masks = MaskSet([LayerMask("a", (103, 1), 20, 50, CPU)])
     masks.load(written)
     assert np.array_equal(masks["a"].flags().numpy(), flags[20:70])
+
+
+def test_coverage_starts_anew_where_the_writer_did_not_count():
+    flags = some_flags()
+    masks = MaskSet([sliced("a", ~flags, 0, 103)])
+    masks["a"].track_ever()
+    masks.load([MaskSet([sliced("a", flags, 0, 103)]).shards()])
+    assert np.array_equal(bits.unpack(masks["a"].ever, 103).numpy(), flags)
 
 
 def damaged(kind: str) -> list[dict[str, Shard]]:
