@@ -84,7 +84,7 @@ class Change:
     by_score: int
     by_random: int
     ever_active: int | None
-    """Weights alive at any time so far (ITOP), None if not counted."""
+    """Weights alive at any time so far (ITOP); None where that is not counted or nothing changed."""
     length: int = field(repr=False)
     pruned_bits: Tensor | None = field(repr=False)
     """Packed; None: no weight of any rank."""
@@ -195,6 +195,8 @@ def sparsify(layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange
     changes = []
     for w, bits in zip(work, kept, strict=True):
         w.prune(bitwise.complement(bits, w.layer.mask.length), regrow=True)
+        if w.layer.mask.ever is not None:
+            w.layer.mask.ever.zero_()  # the dense start was never trained
         changes.append(w.commit(regrown=0, ever=w.layer.target, gradient_mean_square=None))
     return changes
 

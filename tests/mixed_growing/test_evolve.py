@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mst_scale.mixed_growing import bits
 from mst_scale.mixed_growing.evolve import Change, Layer, Plan, evolve, plan, share_of, sparsify
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
@@ -327,11 +328,11 @@ def assert_like_the_oracle(case: Case, world: int, ranks: list[tuple[list[np.nda
         change = ranks[0][1][i]
         if change.ever_active is not None:
             assert change.ever_active == (before | after).sum()
-        for bits_of, expected in (("pruned_indices", before & ~after), ("grown_indices", after & ~before)):
+        for indices_of, expected in (("pruned_indices", before & ~after), ("grown_indices", after & ~before)):
             parts = []
             for rank, (_, changes) in enumerate(ranks):
                 begin, _ = case.slices(rank, world)[i]
-                parts.append(getattr(changes[i], bits_of)().numpy() + begin)
+                parts.append(getattr(changes[i], indices_of)().numpy() + begin)
             assert np.array_equal(np.concatenate(parts), np.flatnonzero(expected))
 
 
@@ -413,6 +414,14 @@ def test_initial_masks(how: str):
     assert np.array_equal(sparsify_on_ranks(0, 1, how)[0], expected)
     for world in (2, 4):
         assert np.array_equal(np.concatenate([r[0] for r in run(sparsify_on_ranks, world, how)]), expected)
+
+
+def test_coverage_counts_from_the_initial_masks():
+    mask = LayerMask("layer", (4, 1), 0, 4, CPU)
+    mask.track_ever()
+    (change,) = sparsify([Layer(mask, 2, torch.tensor([1.0, 4, 2, 3]))], how="magnitude", seed=0, exchange=Exchange())
+    assert change.ever_active == 2
+    assert bits.unpack(mask.ever, 4).tolist() == [False, True, False, True]
 
 
 def test_initial_masks_by_an_unknown_rule():
