@@ -173,14 +173,14 @@ class Controller:
         if not self.due and (self.masks.dense or "momentum" not in self.policy.reads):
             return
         here = [i for i in range(len(self.masks)) if id(self.shards.owner(i)) in tensors]
+        if "momentum" in self.policy.reads:  # moments are dense, so the update has moved inactive weights
+            for i, mask in enumerate(self.masks):
+                if i in here:
+                    mask.retain_(self.shards.weight(i))
         if self.due:
             self.changes = [] if self.changed_at != self.step + 1 else self.changes
             self.changed_at = self.step + 1
             self.changes += self._evolve(here)
-        else:
-            for i, mask in enumerate(self.masks):
-                if i in here:
-                    mask.retain_(self.shards.weight(i))
 
     def _after_step(self) -> None:
         self.kept.clear()

@@ -45,7 +45,7 @@ def is_matrix(parameter: nn.Parameter) -> bool:
 # --- the optimizer step ---
 
 
-def base_optimizer(engine: Any) -> torch.optim.Optimizer:
+def base_optimizer(engine: Any) -> Any:
     """The optimizer that updates master weights, under whatever DeepSpeed has wrapped around it."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 

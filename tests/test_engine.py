@@ -1,0 +1,451 @@
+"""Sparse training beside a DeepSpeed engine: exact on any number of ranks and any ZeRO stage."""
+
+import math
+
+import pytest
+import torch
+
+import mst_scale
+from mst_scale import zero_shards
+from mst_scale.config import METHODS
+from mst_scale.mixed_growing.masks import assemble, sha256
+from tests import pool
+from tests.toys import deepspeed_config, toy, toy_batch
+
+STAGES = [0, 1, 2, 3]
+
+
+def mst_config(stage, world, precision="fp32", *, accumulation=1, method="mst", steps=40, topology=None, **extra):
+    config = deepspeed_config(stage, world, precision, accumulation, **extra)
+    config["training"] = {"steps": steps, "seed": 3}
+    config["mst"] = {
+        "method": method,
+        "sparsity": {"max": 0.8},
+        "topology": {"interval": 3, "check_every": 5, **(topology or {})},
+        "targets": {"lm_head": False},
+    }
+    return config
+
+
+def train(engine, rank, world, steps, *, accumulation=1, first=0):
+    losses = []
+    for step in range(first, first + steps):
+        for k in range(accumulation):
+            loss = engine(*toy_batch(step, k * world + rank))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+def shas(engine, world) -> list[str]:
+    """sha256 of each whole mask, from the shards of all ranks."""
+    gathered = [None] * world
+    torch.distributed.all_gather_object(gathered, engine.mst.masks.shards())
+    ranks = gathered if engine.mst.exchange.group is not None else gathered[:1]
+    return [sha256(assemble([shards[name] for shards in ranks], name)) for name in engine.mst.masks.names]
+
+
+def full(engine, tensor, i, world) -> torch.Tensor:
+    """A flat parameter-sized tensor out of every rank's slice."""
+    s = engine.mst.shards.slices[i]
+    whole = torch.zeros(math.prod(s.shape))
+    whole[s.start : s.start + s.length] = tensor.float()
+    if engine.mst.exchange.group is not None:
+        torch.distributed.all_reduce(whole)
+    return whole
+
+
+# --- the same masks everywhere ---
+
+
+def masks_over_time(rank, world, config, accumulation, steps):
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    history = []
+    for step in range(steps):
+        train(engine, rank, world, 1, accumulation=accumulation, first=step)
+        if engine.mst.changed_at == step + 1:
+            history.append((step + 1, shas(engine, world), [m.active for m in engine.mst.masks]))
+    return history
+
+
+def test_training_gives_the_same_masks_on_any_stage_and_number_of_ranks():
+    """40 steps, ≥ 10 topology steps: 1 process × 2 accumulation steps against 2 processes, float32, all stages."""
+    histories = {}
+    for stage in STAGES:
+        for world, accumulation in ((1, 2), (2, 1)):
+            config = mst_config(stage, world, accumulation=accumulation)
+            results = pool.run(masks_over_time, world, config, accumulation, 40)
+            assert all(result == results[0] for result in results)
+            histories[stage, world] = results[0]
+    reference = histories[0, 1]
+    assert len(reference) >= 10
+    assert len({digests[0] for _, digests, _ in reference}) > 5, "the topology really moves"
+    for case, history in histories.items():
+        assert history == reference, f"stage and ranks {case}"
+
+
+def masks_from_given_scores(rank, world, stage):
+    """Weights stand still and gradients are given, so that no order of summation comes between the cases."""
+    config = mst_config(stage, world, optimizer={"params": {"lr": 0.0, "weight_decay": 0.0}})
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    controller = engine.mst
+
+    def given(i):
+        s = controller.shards.slices[i]
+        generator = torch.Generator().manual_seed(100 * controller.step + i)
+        whole = torch.randn(math.prod(s.shape), generator=generator)
+        whole = (whole * 4).round() / 4  # many ties
+        return whole[s.start : s.start + s.length].clone()
+
+    controller.shards.gradient = given
+    controller.shards.put_gradient = lambda i, gradient: None
+    history = []
+    for step in range(34):
+        train(engine, rank, world, 1, first=step)
+        if controller.changed_at == step + 1:
+            history.append(shas(engine, world))
+    return history
+
+
+def test_the_same_weights_and_gradients_give_bit_identical_masks():
+    reference = None
+    for stage in STAGES:
+        for world in (1, 2, 3, 4):
+            (result, *others) = pool.run(masks_from_given_scores, world, stage)
+            assert all(other == result for other in others)
+            reference = reference or result
+            assert len(result) >= 10 and result == reference, f"stage {stage}, {world} ranks"
+
+
+# --- what holds after every step ---
+
+
+def invariants(rank, world, config, steps):
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    controller = engine.mst
+    dense_moments = "momentum" in controller.policy.reads
+    faults = []
+    for step in range(steps):
+        before = {m.name: m.flags() for m in controller.masks}
+        train(engine, rank, world, 1, first=step)
+        for i, mask in enumerate(controller.masks):
+            weight, states, active = controller.shards.weight(i), controller.shards.states(i), mask.flags()
+            where = f"step {step + 1}, {mask.name}"
+            if weight[~active].count_nonzero():
+                faults.append(f"{where}: an inactive weight is not exactly 0")
+            if not dense_moments and any(value[~active].count_nonzero() for value in states.values()):
+                faults.append(f"{where}: an inactive weight has a moment")
+            if controller.changed_at == step + 1 and weight[active & ~before[mask.name]].count_nonzero():
+                faults.append(f"{where}: a grown weight does not start at 0")
+            total = torch.tensor(int(active.sum()))
+            if controller.exchange.group is not None:
+                torch.distributed.all_reduce(total)
+            if int(total) != mask.active:
+                faults.append(f"{where}: {int(total)} active, {mask.active} counted")
+            if not read_by_forward(engine, i, world).eq(0)[~full(engine, active, i, world).bool()].all():
+                faults.append(f"{where}: the forward reads an inactive weight that is not 0")
+        for change in controller.changes if controller.changed_at == step + 1 else []:
+            target = dict(zip(controller.masks.names, controller_targets(controller, step + 1), strict=True))
+            if change.active != target[change.name]:
+                faults.append(f"{change.name}: {change.active} active, target {target[change.name]}")
+    return faults, controller.changed_at
+
+
+def controller_targets(controller, step):
+    from mst_scale.mixed_growing.distribution import active_counts
+
+    return active_counts(controller.shapes, controller.schedule.at(step).sparsity, controller.distribution)
+
+
+def read_by_forward(engine, i, world) -> torch.Tensor:
+    parameter = engine.mst.shards.parameters[i]
+    if hasattr(parameter, "ds_tensor"):
+        return full(engine, parameter.ds_tensor[: engine.mst.shards.slices[i].length], i, world)
+    return parameter.data.detach().float().flatten().clone()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_every_step_inactive_means_zero_everywhere(stage, precision):
+    for faults, changed in pool.run(invariants, 2, mst_config(stage, 2, precision, steps=28), 28):
+        assert faults == []
+        assert changed > 20
+
+
+OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_same_with_the_optimizer_offloaded(stage):
+    for faults, changed in pool.run(invariants, 2, mst_config(stage, 2, steps=28, **OFFLOAD), 28):
+        assert faults == [] and changed > 20
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"dense", "tiny", "dense-short"}))
+def test_every_method_runs_and_holds_its_targets(method):
+    config = mst_config(1, 2, method=method, steps=28)
+    config["mst"]["sparsity"] = {**METHODS[method]["sparsity"], "max": 0.7}
+    config["mst"]["topology"] |= METHODS[method]["topology"]
+    for faults, _ in pool.run(invariants, 2, config, 28):
+        assert faults == []
+
+
+def acdc_phases(rank, world):
+    config = mst_config(1, world, steps=30)
+    config["mst"]["sparsity"] = {"variation": "acdc", "max": 0.7, "warmup": 3, "ultra": 24, "turn": 4}
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    sparsities = []
+    for step in range(30):
+        train(engine, rank, world, 1, first=step)
+        sparsities.append(round(engine.mst.sparsity, 1))
+    return sparsities
+
+
+def test_acdc_alternates():
+    (found, *_) = pool.run(acdc_phases, 2)
+    turns = [value for k, value in enumerate(found) if k == 0 or value != found[k - 1]]
+    assert turns == [0.0, 0.7, 0.0, 0.7, 0.0, 0.7, 0.0, 0.7]
+
+
+# --- starting sparse ---
+
+
+def start(rank, world, stage, precision, initial):
+    config = mst_config(stage, world, precision, method="static")
+    config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.8, "initial": initial}
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    reads = [read_by_forward(engine, i, world) for i in range(len(engine.mst.masks))]
+    counts = [int(r.count_nonzero()) for r in reads]
+    expected = [m.active for m in engine.mst.masks]
+    kept = [float(r.abs().sum()) for r in reads]
+    digest = shas(engine, world)
+    train(engine, rank, world, 3)
+    return counts, expected, kept, digest, shas(engine, world), engine.mst.sparsity
+
+
+@pytest.mark.parametrize("initial", ["random", "magnitude"])
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp32")])
+def test_a_sparse_start_is_sparse_before_the_first_forward(stage, precision, initial):
+    results = pool.run(start, 2, stage, precision, initial)
+    (alone, *_) = pool.run(start, 1, 0, precision, initial)
+    for counts, expected, _kept, digest, later, sparsity in results:
+        assert counts == expected
+        assert digest == alone[3], "the same on one process"
+        assert later == digest, "static stays"
+        assert sparsity == pytest.approx(0.8, abs=0.01)  # half a weight per layer of a small toy
+
+
+# --- clipping, overflow, drift ---
+
+
+def norms(rank, world, stage):
+    config = mst_config(stage, world, gradient_clipping=0.05)
+    config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.8, "initial": "magnitude"}
+    config["mst"]["topology"]["update_fraction"] = 0.0
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    reads = {m.name: read_by_forward(engine, i, world) for i, m in enumerate(engine.mst.masks)}
+    train(engine, rank, world, 1)
+    return (
+        zero_shards.grad_norm(engine),
+        reads,
+        {m.name: full(engine, m.flags(), i, world) for i, m in enumerate(engine.mst.masks)},
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_sees_the_norm_of_the_masked_gradient(stage):
+    results = pool.run(norms, 2, stage)
+    _, reads, flags = results[0]
+    model = toy()
+    for name, parameter in model.named_parameters():
+        if name in reads:
+            parameter.data.copy_(reads[name].view_as(parameter))
+    (sum(model(*toy_batch(0, rank)) for rank in range(2)) / 2).backward()
+    squares = {
+        name: (p.grad.flatten() * flags[name] if name in flags else p.grad).double().square().sum()
+        for name, p in model.named_parameters()
+    }
+    expected = float(sum(squares.values()).sqrt())
+    unmasked = float(sum(p.grad.double().square().sum() for p in model.parameters()).sqrt())
+    assert unmasked > 1.1 * expected, "masking matters here"
+    assert [norm for norm, *_ in results] == [results[0][0]] * 2, "the same number on every rank"
+    assert results[0][0] == pytest.approx(expected, rel=1e-6)  # float32 sums in another order
+
+
+def overflow(rank, world, stage):
+    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world))
+    controller = engine.mst
+    events = []
+    for step in range(7):
+        loss = engine(*toy_batch(step, rank))
+        if step == 2 and rank == 0:  # the third step ends with a topology step
+            loss = loss * float("inf")
+        engine.backward(loss)
+        engine.step()
+        events.append((controller.changed_at, controller.sparsity > 0, len(controller.kept)))
+    return events, engine.skipped_steps
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_overflow_puts_the_topology_step_off_to_the_next_boundary(stage):
+    for events, skipped in pool.run(overflow, 2, stage):
+        assert skipped == 1
+        assert events[1] == (0, False, 0)
+        assert events[2] == (0, False, 0), "no topology step on a bad gradient, and its statistics are dropped"
+        assert events[3] == (4, True, 0), "but on the next"
+        assert events[5][0] == 6, "then by the schedule again"
+
+
+def drift(rank, world, stage, how):
+    config = mst_config(stage, world, topology={"check_every": 1, "interval": 100})
+    config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.5}
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    train(engine, rank, world, 2)
+    mask = engine.mst.masks["down.weight"]
+    if rank == world - 1:
+        flags = mask.flags()
+        on, off = flags.nonzero()[0], (~flags).nonzero()[0]
+        flags[off] = True
+        if how == "moved":  # the count stays right
+            flags[on] = False
+        active = mask.active
+        mask.set_flags(flags, active)
+    try:
+        train(engine, rank, world, 1)
+    except RuntimeError as error:
+        return str(error)
+    return "went on"
+
+
+@pytest.mark.parametrize("how", ["moved", "added"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_mask_that_drifts_on_one_rank_stops_all_with_the_layers_name(stage, how):
+    for message in pool.run(drift, 2, stage, how):
+        assert "down.weight drifted" in message
+
+
+# --- growth and Adam ---
+
+
+def first_updates(rank, world, grown_moments, beta2):
+    """Sizes of the first updates of weights that grow late in a run, in units of the learning rate."""
+    config = mst_config(1, world, optimizer={"params": {"lr": 1e-3, "betas": [0.9, beta2], "weight_decay": 0.0}})
+    config["gradient_clipping"] = 0.0
+    config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.6}
+    config["mst"]["topology"] = {"interval": 150, "grown_moments": grown_moments, "update_schedule": "constant"}
+    config["training"]["steps"] = 1000
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    train(engine, rank, world, 149)
+    optimizer = zero_shards.base_optimizer(engine)  # as late as step 20,000: Adam's own bias correction is over
+    for group in optimizer.param_groups:
+        for place in (group, *(optimizer.state[p] for p in group["params"])):
+            if "step" in place:
+                place["step"] = type(place["step"])(20_000)
+    train(engine, rank, world, 1, first=149)
+    assert engine.mst.changed_at == 150
+    grown = {i: change.grown_indices() for i, change in enumerate(engine.mst.changes) if change.grown_indices().numel()}
+    sizes = []
+    for step in range(150, 158):
+        before = {i: engine.mst.shards.weight(i)[where].clone() for i, where in grown.items()}
+        train(engine, rank, world, 1, first=step)
+        moved = [(engine.mst.shards.weight(i)[where] - before[i]).abs() for i, where in grown.items()]
+        sizes.append(float(torch.cat(moved).mean()) / 1e-3)
+    return sizes
+
+
+def test_grown_weights_take_no_outsized_first_updates():
+    """Adam's ordinary update is at most about the learning rate; with v = 0 late in a run it is several times that."""
+    seeded = pool.run(first_updates, 1, "seeded", 0.999)[0]
+    naive = pool.run(first_updates, 1, "zero", 0.999)[0]
+    assert max(naive) > 2.0, "the problem is real: without a cure the first updates are far larger than the rate"
+    assert max(seeded) < 1.0, "seeded, they start small and stay ordinary"
+    assert seeded[0] < seeded[4], "and rise as the first moment fills"
+
+
+# --- cost when idle, memory ---
+
+
+def after_restoration(rank, world, stage):
+    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world, steps=42))
+    train(engine, rank, world, 39)
+    controller = engine.mst
+    bits = [mask.bits for mask in controller.masks]
+    touched = []
+    controller.shards.gradient = touched.append
+    controller.shards.weight = touched.append
+    train(engine, rank, world, 3, first=39)
+    return bits, touched, controller.sparsity, controller.point.phase
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_dense_again_keeps_no_mask_and_touches_nothing(stage):
+    for bits, touched, sparsity, phase in pool.run(after_restoration, 2, stage):
+        assert bits == [None] * 4 or bits == [None] * len(bits)
+        assert (touched, sparsity, phase) == ([], 0.0, "dense")
+
+
+def dense_hooks(rank, world):
+    ours, *_ = mst_scale.initialize(model=toy(), config=deepspeed_config(1, world))
+    names = ("_take_model_step", "save_checkpoint", "load_checkpoint")
+    return (
+        ours.mst.idle,
+        [name in vars(ours) for name in names],
+        len(zero_shards.base_optimizer(ours)._optimizer_step_post_hooks),
+    )
+
+
+def test_the_dense_method_leaves_deepspeed_untouched():
+    assert pool.run(dense_hooks, 1) == [(True, [False] * 3, 0)]
+
+
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(512, 1000, bias=False)
+        self.b = torch.nn.Linear(1000, 512, bias=False)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x))).square().mean()
+
+
+def memory(rank, world, stage, coverage):
+    """Bytes of masks, and of everything else of parameter size that a topology step leaves behind."""
+    import gc
+
+    def tensors():
+        gc.collect()
+        return {id(o): o for o in gc.get_objects() if torch.is_tensor(o) and o.numel() >= 512 * 1000 // 16}
+
+    torch.manual_seed(0)
+    config = mst_config(stage, world, topology={"track_coverage": coverage, "interval": 3})
+    config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.8}
+    config["mst"].pop("targets")
+    engine, *_ = mst_scale.initialize(model=Wide(), config=config)
+
+    def step():
+        loss = engine(torch.randn(8, 512))
+        engine.backward(loss)
+        engine.step()
+
+    for _ in range(2):
+        step()
+    before = tensors()
+    step()
+    assert engine.mst.changed_at == 3
+    after = {key: tensor for key, tensor in tensors().items() if key not in before}
+    kept = {mask.bits.data_ptr() for mask in engine.mst.masks}
+    left = [tuple(t.shape) for t in after.values() if t.data_ptr() not in kept]
+    change_bits = sum(b.numel() for c in engine.mst.changes for b in (c.pruned_bits, c.grown_bits) if b is not None)
+    return engine.mst.masks.nbytes(), change_bits, left
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_mask_costs_one_bit_a_weight_and_nothing_else_outlives_a_topology_step(stage, world):
+    weights = 2 * 512 * 1000
+    for masks, _, left in pool.run(memory, world, stage, False):
+        assert masks <= weights / 8 / world + 64
+        assert left == [] or max(math.prod(shape) for shape in left) <= weights / 8 / world
+    for masks, _, _ in pool.run(memory, world, stage, True):
+        assert masks <= 2 * weights / 8 / world + 64, "a second bit where coverage is tracked"
