@@ -94,7 +94,8 @@ class Controller:
         self.idle = mst.sparsity.variation == "dense" or mst.sparsity.max == 0
         if not self.idle:
             self._attach(engine, experiment)
-        set_pattern(engine.module, self.pattern)
+        if not set_pattern(engine.module, self.pattern) and self.pattern.kind != "dense":
+            logger.info("attention stays dense: the model has no mst_scale SelfAttention layers to make sparse")
 
     def _attach(self, engine: Any, experiment: Experiment) -> None:
         targets = choose_targets(engine.module, experiment.mst.targets)

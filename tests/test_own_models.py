@@ -1,0 +1,107 @@
+"""Any nn.Module trains sparsely: parameters are chosen by globs on their names."""
+
+import pytest
+import torch
+from torch import nn
+
+import mst_scale
+from mst_scale.config import TargetsConfig
+from mst_scale.targets import choose_targets
+from tests import pool
+from tests.toys import deepspeed_config, toy, toy_batch
+
+
+def hugging_face():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    return GPT2LMHeadModel(config)  # fmt: skip
+
+
+def train_hugging_face(rank, world):
+    config = deepspeed_config(2, world)
+    config["training"] = {"steps": 12}
+    config["mst"] = {
+        "method": "mst",
+        "sparsity": {"max": 0.9},
+        "topology": {"interval": 2},
+        "targets": {"include": ["transformer.h.*"], "lm_head": False},
+    }
+    engine, *_ = mst_scale.initialize(model=hugging_face(), config=config)
+    losses, sparsities = [], []
+    tokens = torch.arange(8 * 16).view(8, 16) % 7
+    for _ in range(12):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        sparsities.append(engine.mst.sparsity)
+    return engine.mst.masks.names, losses, sparsities
+
+
+def test_a_hugging_face_gpt2_trains_sparsely():
+    for names, losses, sparsities in pool.run(train_hugging_face, 2):
+        assert names == [
+            f"transformer.h.{layer}.{part}.weight"
+            for layer in range(2)
+            for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+        ]
+        assert max(sparsities) == pytest.approx(0.9, abs=1e-3) and sparsities[-1] == 0.0
+        assert losses[-1] < losses[0]
+
+
+def train_toy(rank, world):
+    config = deepspeed_config(3, world)
+    config["training"] = {"steps": 10}
+    config["mst"] = {"method": "static", "sparsity": {"max": 0.5}, "targets": {"include": ["up.*", "down.*"]}}
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    for step in range(3):
+        loss = engine(*toy_batch(step, rank))
+        engine.backward(loss)
+        engine.step()
+    return engine.mst.densities()
+
+
+def test_a_toy_module_trains_sparsely_by_globs():
+    for densities in pool.run(train_toy, 2):
+        assert set(densities) == {"up.weight", "down.weight"}
+        assert sum(densities.values()) / 2 == pytest.approx(0.5, abs=0.01)
+
+
+def chosen(model: nn.Module, **targets) -> list[str]:
+    return list(choose_targets(model, TargetsConfig(**targets)))
+
+
+def test_norms_biases_and_embeddings_are_never_targets():
+    assert chosen(toy()) == ["up.weight", "down.weight", "out.weight"]
+
+
+def test_a_tied_head_is_one_target_when_asked_for():
+    model = hugging_face()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    with_head = chosen(model)
+    assert with_head.count("transformer.wte.weight") == 1 and "lm_head.weight" not in with_head
+    assert "transformer.wpe.weight" not in with_head
+    assert "transformer.wte.weight" not in chosen(model, lm_head=False)
+
+
+def test_our_gpt_has_its_tied_head_among_the_targets():
+    from mst_scale.config import ModelConfig
+    from mst_scale.models.gpt import GPT
+
+    config = ModelConfig(n_layer=1, n_head=2, n_embd=8, context=8, vocab_size=10, vocab_multiple=1)
+    names = chosen(GPT(config))
+    assert names[0] == "wte.weight" and "wpe.weight" not in names and len(names) == 5
+
+
+def test_exclude_wins_and_what_matches_nothing_is_an_error():
+    assert chosen(toy(), exclude=["out.*"]) == ["up.weight", "down.weight"]
+    with pytest.raises(
+        ValueError, match=r"'uP\.\*' matches no parameter that can be sparse; the nearest is 'up.weight'"
+    ):
+        chosen(toy(), include=["uP.*"])
+    with pytest.raises(ValueError, match="every parameter that could be sparse is excluded"):
+        chosen(toy(), exclude=["*"])
