@@ -93,8 +93,11 @@ def from_hugging_face(state: Mapping[str, torch.Tensor], config: ModelConfig) ->
     return result
 
 
-def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
-    """The arguments of `GPT2Config` (with `model_type` and `architectures`: the contents of a config.json)."""
+def hugging_face_config(config: ModelConfig, end_of_text: int | None = None) -> dict[str, Any]:
+    """The arguments of `GPT2Config` (with `model_type` and `architectures`: the contents of a config.json).
+
+    `end_of_text` is the tokenizer's: 50256 of `gpt2`, 256 of `byte`. None: the model names no special token.
+    """
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -110,6 +113,8 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
         "attn_pdrop": config.dropout,
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": config.tied_head,
+        "bos_token_id": end_of_text,  # GPT-2 begins a document with the token that ends one
+        "eos_token_id": end_of_text,
     }
 
 

@@ -13,8 +13,7 @@ SMALL = ModelConfig(n_layer=3, n_head=4, n_embd=64, d_ffw=160, context=32, vocab
 def theirs(config: ModelConfig):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(**hugging_face_config(config))).eval()
-    return model
+    return GPT2LMHeadModel(GPT2Config(**hugging_face_config(config))).eval()
 
 
 def randomised(model: torch.nn.Module) -> torch.nn.Module:
@@ -83,6 +82,15 @@ def test_every_parameter_has_an_entry():
         assert sorted(e.ours for e in entries(config)) == sorted(ours)
         names = set(theirs(config).state_dict()) - ({"lm_head.weight"} if tied else set())
         assert {e.theirs for e in entries(config)} == names
+
+
+def test_the_published_models_config():
+    """What transformers takes for GPT-2 by default is what we say of ours."""
+    from transformers import GPT2Config
+
+    ours = hugging_face_config(ModelConfig(bias=True, dropout=0.1), end_of_text=50256)
+    published = GPT2Config().to_dict() | {"n_inner": 4 * 768, "architectures": ["GPT2LMHeadModel"]}
+    assert {name: published[name] for name in ours} == ours
 
 
 def test_names_of_the_hub_are_understood():
