@@ -41,7 +41,7 @@ def ones(length: int, device: torch.device) -> Tensor:
 
 def clear_tail_(bits: Tensor, length: int) -> Tensor:
     """Zero the bits past the end, as the format wants them."""
-    if length % 8:
+    if length % 8 and bits.numel():
         bits[-1] &= 0xFF << (8 - length % 8) & 0xFF
     return bits
 
@@ -101,34 +101,27 @@ def add_(bits: Tensor, where: Tensor) -> None:
 
 def cut(bits: Tensor, begin: int, end: int) -> Tensor:
     """Bits [begin, end) as a shard of their own, at any offset."""
-    if begin == end:
-        return zeros(0, bits.device)
-    if begin % 8 == 0:
-        return clear_tail_(bits[begin // 8 : byte_count(end)].clone(), end - begin)
-    whole = begin // 8 * 8
-    pieces = []
-    for a, b in spans(end - begin, bits.device):
-        first = (begin + a) // 8 * 8
-        pieces.append(pack(unpack_span(bits, first, begin + b)[begin - whole :]))
-    return torch.cat(pieces)
+    source, by = bits[begin // 8 : byte_count(end)], begin % 8
+    if by and source.numel():
+        source = (source << by) | (torch.cat([source[1:], source.new_zeros(1)]) >> (8 - by))
+    return clear_tail_(source[: byte_count(end - begin)].clone(), end - begin)
+
+
+def moved(bits: Tensor, by: int) -> Tensor:
+    """The bits `by` places (0 to 7) further on, zeros before them, and a byte for what spills over."""
+    spilled = torch.cat([bits, bits.new_zeros(1)])
+    return spilled if by == 0 else (spilled >> by) | (spilled.roll(1) << (8 - by))
 
 
 def join(pieces: list[tuple[Tensor, int]], device: torch.device) -> Tensor:
     """Shards (bits, length) laid end to end as one."""
     length = sum(n for _, n in pieces)
-    joined, position = zeros(length, device), 0
+    joined, position = zeros(length + 8, device), 0
     for bits, n in pieces:
-        if position % 8 == 0:
-            joined[position // 8 : position // 8 + byte_count(n)] = bits.to(device)
-        else:
-            for a, b in spans(n, device):
-                shifted = unpack_span(bits.to(device), a, b)
-                offset = (position + a) % 8
-                flags = torch.cat([shifted.new_zeros(offset), shifted])
-                first = (position + a) // 8
-                joined[first : first + byte_count(flags.numel())] |= pack(flags)
+        placed = moved(bits.to(device), position % 8)
+        joined[position // 8 : position // 8 + placed.numel()] |= placed
         position += n
-    return joined
+    return joined[: byte_count(length)]
 
 
 def retain_(values: Tensor, bits: Tensor) -> None:

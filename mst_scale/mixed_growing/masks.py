@@ -20,8 +20,6 @@ from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.permutation import mix64
 from mst_scale.randomness import counter_hash
 
-DIGEST_MASK = (1 << 48) - 1  # 48 bits: sums of 2^15 ranks stay inside int64
-
 
 @dataclass
 class LayerMask:
@@ -92,18 +90,21 @@ class LayerMask:
                 bitwise.retain_(flat, self.bits)
 
     def digest(self) -> int:
-        """Sum over the slice's live weights of a hash of (name, flat index), mod 2^48; 0 for a dense layer.
+        """Σ v_j · h(name, j) mod 2^64 over the parameter's 32-bit words v_j; 0 for a dense layer.
 
-        Slices add up (mod 2^48) to the same number however the parameter is cut.
+        Linear in the bits, so that slices add up to the same number however the parameter is cut, even inside a word.
         """
         if self.bits is None:
             return 0
-        key = counter_hash("mask", self.name) >> 1
-        total = 0
-        for begin, end in bitwise.spans(self.length, self.device):
-            alive = bitwise.unpack_span(self.bits, begin, end).nonzero().view(-1)
-            total += int(mix64(alive + (self.start + begin + key)).sum())  # int64 wraps: a sum mod 2^64
-        return total & DIGEST_MASK
+        key = counter_hash("mask", self.name) >> 2  # room for the word numbers below 2^63
+        first, total = self.start // 32, 0
+        before = self.bits.new_zeros(self.start % 32 // 8)
+        aligned = torch.cat([before, bitwise.moved(self.bits, self.start % 8)])
+        words = torch.cat([aligned, aligned.new_zeros(-aligned.numel() % 4)]).view(torch.int32)
+        for a, b in bitwise.spans(words.numel(), self.device):
+            weights = mix64(torch.arange(first + a + key, first + b + key, device=self.device))
+            total += int(((words[a:b].to(torch.int64) & 0xFFFF_FFFF) * weights).sum())  # wraps: a sum mod 2^64
+        return total % 2**64
 
 
 @dataclass(frozen=True)
@@ -180,9 +181,10 @@ class MaskSet:
                 layer.track_ever()
 
     def digests(self, exchange: Exchange) -> list[int]:
-        """Digest of each whole mask, the same for any number of ranks; one small all-reduce."""
-        local = torch.tensor([layer.digest() for layer in self], dtype=torch.int64)
-        return [int(x) & DIGEST_MASK for x in exchange.sum(local)]
+        """Digest of each whole mask, the same for any number of ranks; one all-reduce of 16 bytes a layer."""
+        local = [layer.digest() for layer in self]
+        halves = torch.tensor([[d & 0xFFFF_FFFF, d >> 32] for d in local], dtype=torch.int64).view(-1, 2)
+        return [(low + (high << 32)) % 2**64 for low, high in exchange.sum(halves).tolist()]
 
     def check_drift(self, expected: Sequence[int], exchange: Exchange, replicas: Exchange | None = None) -> None:
         """Stop, on all ranks alike, if a mask is no longer what it was when `digests` gave `expected`.
@@ -192,7 +194,7 @@ class MaskSet:
         found = self.digests(exchange)
         wrong = torch.tensor([int(a != b) for a, b in zip(found, expected, strict=True)], dtype=torch.int64)
         if replicas is not None:
-            now = torch.tensor(found, dtype=torch.int64)
+            now = torch.tensor([d >> 1 for d in found], dtype=torch.int64)  # 63 bits fit
             differ = (replicas.max(now) != -replicas.max(-now)).to(torch.int64)
             wrong = replicas.max(torch.maximum(wrong, differ))
         drifted = [name for name, bad in zip(self.names, wrong.tolist(), strict=True) if bad]

@@ -45,12 +45,10 @@ def test_cut_and_join_at_any_offset(length: int, data: st.DataObject):
     packed = bits.pack(torch.from_numpy(flags))
     ends = sorted(data.draw(st.lists(st.integers(0, length), max_size=4)))
     borders = [0, *ends, length]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bits, "CPU_SPAN", 16)
-        pieces = [(bits.cut(packed, a, b), b - a) for a, b in pairwise(borders)]
-        for (piece, n), a in zip(pieces, borders, strict=False):
-            assert np.array_equal(piece.numpy(), np.packbits(flags[a : a + n]))
-        assert torch.equal(bits.join(pieces, CPU), packed)
+    pieces = [(bits.cut(packed, a, b), b - a) for a, b in pairwise(borders)]
+    for (piece, n), a in zip(pieces, borders, strict=False):
+        assert np.array_equal(piece.numpy(), np.packbits(flags[a : a + n]))
+    assert torch.equal(bits.join(pieces, CPU), packed)
 
 
 def test_tests_and_adds_single_bits():

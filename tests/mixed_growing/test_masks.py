@@ -174,7 +174,13 @@ def test_a_flipped_bit_is_seen_when_the_whole_is_put_together():
 def test_digests_of_slices_add_up(ends: list[int]):
     flags = some_flags()
     whole = sliced("a", flags, 0, 103).digest()
-    assert sum(sliced("a", flags, a, b).digest() for a, b in pairwise(ends)) % 2**48 == whole
+    assert sum(sliced("a", flags, a, b).digest() for a, b in pairwise(ends)) % 2**64 == whole
+
+
+def test_every_bit_counts_in_a_digest():
+    flags = some_flags()
+    one_off = [flags ^ (np.arange(103) == i) for i in range(103)]
+    assert len({sliced("a", f, 0, 103).digest() for f in (flags, *one_off)}) == 104
 
 
 def test_digests_tell_masks_and_names_apart():
