@@ -11,9 +11,11 @@ the step's number, never a generator's state. That is why a killed run continues
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import signal
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -32,6 +34,7 @@ from mst_scale.distributed import Ranks, logger
 from mst_scale.flops import dense_step_flops, step_flops
 from mst_scale.learning_rate import learning_rate
 from mst_scale.metrics import MetricsFile, read
+from mst_scale.mixed_growing.evolve import Change
 from mst_scale.models.gpt import GPT
 from mst_scale.progress import ProgressLine, clock, table
 from mst_scale.randomness import counter_hash
@@ -94,6 +97,9 @@ class Run:
         self.ranks.on_first(self._describe)
         if self.ranks.first:
             self.metrics = MetricsFile(self.out / "metrics.jsonl", self.step)
+        self.votes = distributed.Votes(self.ranks)
+        self.line = ProgressLine(self.training.steps, self.step, sys.stdout if self.ranks.first else io.StringIO())
+        self.window, self.window_start = self.step, time.monotonic()
 
     def _corpus(self) -> str:
         """The folder of the token files, prepared on first use where the config names a source."""
@@ -178,44 +184,47 @@ class Run:
 
     # --- the loop ---
 
-    def train_all(self) -> dict[str, Any]:
-        """Every step that is left; the last logged row."""
+    def to_the_end(self) -> None:
+        """Every step that is left."""
+        while self.step < self.training.steps:
+            self.advance()
+        self.line.close()
+
+    def advance(self) -> None:
+        """One optimizer step, and what is due after it: a logged row, an evaluation, a checkpoint, the end."""
         t = self.training
-        row: dict[str, Any] = {}
-        votes = distributed.Votes(self.ranks)
-        line = ProgressLine(t.steps, self.step)
-        window, window_start = self.step, time.monotonic()
-        while self.step < t.steps:
-            self._count_flops()
-            loss = self._update()
-            self.step += 1
-            last = self.step == t.steps
-            logs, evaluates, saves = (
-                last or bool(every and self.step % every == 0) for every in (t.log_every, t.eval_every, t.save_every)
-            )
-            # reading the loss waits for the device, which DeepSpeed's gradient norm has just done anyway
-            bad = not math.isfinite(float(loss))
-            verdicts = votes.cast(self.asked_to_stop, bad, wait=logs or evaluates or saves)
-            stop = any(verdict[0] for verdict in verdicts)
-            for _, nonfinite in verdicts:
-                self._count_nonfinite(nonfinite)
-            if logs or evaluates:
-                row = self._row(loss, (time.monotonic() - window_start) / (self.step - window))
-                if evaluates:
-                    row["val_loss"] = self.evaluate()
-                if self.ranks.first:
-                    self.metrics.write(row)
-                    self._monitor(row)
-                    line.show(row)
-                window, window_start = self.step, time.monotonic()
-            if (saves or stop) and not self.nonfinite:
-                line.close()
-                self._save()
-            if stop and not last:
-                line.say(f"asked to stop: step {self.step} is saved, the same command continues")
-                raise SystemExit(0)
-        line.close()
-        return row
+        self._count_flops()
+        loss = self._update()
+        self.step += 1
+        last = self.step == t.steps
+        logs, evaluates, saves = (
+            last or bool(every and self.step % every == 0) for every in (t.log_every, t.eval_every, t.save_every)
+        )
+        # reading the loss waits for the device, which DeepSpeed's gradient norm has just done anyway
+        bad = not math.isfinite(float(loss))
+        verdicts = self.votes.cast(self.asked_to_stop, bad, wait=logs or evaluates or saves)
+        for _, nonfinite in verdicts:
+            self._count_nonfinite(nonfinite)
+        stop = any(stop for stop, _ in verdicts)
+        if logs or evaluates:
+            self._log(loss, evaluates)
+        if (saves or stop) and not self.nonfinite:
+            self.line.close()
+            self._save()
+        if stop and not last:
+            self.line.say(f"asked to stop: step {self.step} is saved, the same command continues")
+            raise SystemExit(0)
+
+    def _log(self, loss: torch.Tensor, evaluates: bool) -> None:
+        seconds = (time.monotonic() - self.window_start) / (self.step - self.window)
+        row = self._row(loss, seconds)
+        if evaluates:
+            row["val_loss"] = self.evaluate()
+        if self.ranks.first:
+            self.metrics.write(row)
+            self._monitor(row)
+            self.line.show(row)
+        self.window, self.window_start = self.step, time.monotonic()
 
     def _update(self) -> torch.Tensor:
         """One optimizer step on the global batch; the mean loss of this rank's micro-batches, still on the device."""
@@ -275,7 +284,7 @@ class Run:
         context = self.experiment.model.context
         norm = zero_shards.grad_norm(self.engine)
         mst = self.engine.mst
-        return {
+        row: dict[str, Any] = {
             "step": self.step,
             "tokens": self.step * self.batch * context,
             "loss": float(mean) / self.ranks.world_size,
@@ -285,12 +294,16 @@ class Run:
             "target_sparsity": mst.point.sparsity,
             "sparsity": mst.sparsity,
             "update_fraction": mst.point.update_fraction,
-            "attention": str(mst.pattern),
+            "attention": mst.pattern.kind,
+            "attention_stride": mst.pattern.stride,
             "flops": self.flops_spent,
             "flops_dense": self.flops_dense,
             "tokens_per_s": self.batch * context / seconds,
             "step_ms": 1e3 * seconds,
         }
+        if mst.changed_at > self.window:  # what the topology steps since the last row have come to
+            row["layers"] = {change.name: describe(change) for change in mst.changes}
+        return row
 
     def _monitor(self, row: dict[str, Any]) -> None:
         samples = self.step * self.batch
@@ -299,6 +312,8 @@ class Run:
             for name, value in row.items()
             if isinstance(value, int | float) and name not in ("step", "tokens")
         ]
+        for layer, values in row.get("layers", {}).items():
+            events += [(f"mst_{name}/{layer}", value, samples) for name, value in values.items() if value is not None]
         if self.engine.monitor.enabled:
             self.engine.monitor.write_events(events)
 
@@ -338,6 +353,18 @@ class Run:
         )
 
 
+def describe(change: Change) -> dict[str, Any]:
+    """A layer's last topology step, for the metrics."""
+    return {
+        "density": change.active / change.numel,
+        "pruned": change.pruned,
+        "grown": change.grown,
+        "regrown": change.regrown,
+        "churn": change.churn,
+        "ever_active": None if change.ever_active is None else change.ever_active / change.numel,
+    }
+
+
 def main(argv: list[str] | None = None) -> None:
     try:
         _main(argv)
@@ -363,7 +390,7 @@ def _main(argv: list[str] | None) -> None:
         signal.signal(name, ask_to_stop)
     run.prepare(args.resume)
     start, first = time.monotonic(), run.step
-    run.train_all()
+    run.to_the_end()
     if ranks.first:
         print(run.summary(time.monotonic() - start, first))
     ranks.leave()

@@ -114,6 +114,18 @@ def test_what_a_run_leaves_behind(tmp_path, stage):
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.1, "it learns"
     assert {row["phase"] for row in rows} >= {"ultra", "dense"}
     assert rows[-1]["flops"] < rows[-1]["flops_dense"]
+    assert {(r["attention"], r["attention_stride"]) for r in rows} == {("strided", 8), ("dense", 1)}, (
+        "the pattern's change shows"
+    )
+    layers = [row["layers"] for row in rows if "layers" in row]
+    assert len(layers) >= 3 and set(layers[0]) == {
+        "wte.weight", "blocks.0.attention.qkv.weight", "blocks.0.attention.proj.weight",
+        "blocks.0.mlp.up.weight", "blocks.0.mlp.down.weight",
+    }  # fmt: skip
+    moved = [v for row in layers for v in row.values() if v["ever_active"] is not None]
+    assert len(moved) > 10
+    assert all(0 <= v["churn"] <= 1 and v["density"] <= v["ever_active"] <= 1 for v in moved)
+    assert any(v["pruned"] and v["grown"] for row in layers for v in row.values())
     resolved = json.loads((out / "config.json").read_text())
     assert resolved["mst"]["sparsity"]["max"] == 0.8 and resolved["training"]["steps"] == 12
     names = sorted(path.name for path in (out / "checkpoints").iterdir() if path.is_dir())
