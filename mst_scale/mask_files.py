@@ -1,12 +1,13 @@
 """How do masks ride in a DeepSpeed checkpoint?
 
     <tag>/mst/rank_00000.safetensors    this rank's shards: for every sparse parameter its packed bits (and the bits of
-                                        what was ever active), with {shape, start, numel, active} and a digest beside
-    client_state["mst"]                 step, seed, number of files, and the digest of every whole mask
+                                        what was ever active), with {shape, start, numel, active} beside, and a head:
+                                        step, phase, number of files, digests of the whole masks, digest of this file
+    client_state["mst"]                 the same head, so that masks and weights of two checkpoints cannot be mixed
 
 Shards are in flattened-parameter coordinates, so another number of ranks or another ZeRO stage re-slices them by range.
 Nothing is guessed: a checkpoint without masks, a file that is missing, short, altered or of another run is refused by
-name. The files hold no pickles.
+name. The files hold no pickles, so that `mst inspect` runs nothing that a checkpoint may carry.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +25,7 @@ from safetensors.torch import save_file
 
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import MaskSet, Shard
+from mst_scale.sparsity_variation import Point
 
 FOLDER = "mst"
 FORMAT = "mst_scale masks 1"
@@ -36,6 +39,12 @@ class Rider(Protocol):
     seed: int
     settled: int
     digests: list[int]
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def point(self) -> Point: ...
 
 
 def ride_along(engine: Any, rider: Rider) -> None:
@@ -51,24 +60,34 @@ def ride_along(engine: Any, rider: Rider) -> None:
         state = {**(client_state or {}), "mst": describe(rider)}
         return save(save_dir, tag=tag, client_state=state, **others)
 
-    def load_checkpoint(load_dir: str, tag: str | None = None, **others: Any) -> Any:
-        path, state = load(load_dir, tag=tag, **others)
-        if path is not None:
-            folder = Path(load_dir) / (tag if tag is not None else (Path(load_dir) / "latest").read_text().strip())
-            restore(folder, rider, (state or {}).get("mst"))
+    def load_checkpoint(load_dir: str, tag: str | None = None, load_module_only: bool = False, **others: Any) -> Any:
+        if load_module_only and not rider.masks.dense:
+            raise ValueError(
+                "load_module_only would put weights where this run's masks have none: load the weights into the model "
+                "before mst_scale.initialize"
+            )
+        path, state = load(load_dir, tag=tag, load_module_only=load_module_only, **others)
+        if path is not None and not load_module_only:
+            restore(Path(path).parent, rider, (state or {}).get("mst"))
         return path, state
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 
 
+# --- writing ---
+
+
 def describe(rider: Rider) -> dict[str, Any]:
-    """The scalars; the same on every rank."""
-    files = 1 if rider.exchange.group is None else rider.exchange.ranks
+    """The head; the same on every rank."""
+    point = rider.point
     return {
         "format": FORMAT,
+        "step": rider.step,
         "settled": rider.settled,
+        "phase": str(point.phase),
+        "target_sparsity": point.sparsity,
         "seed": rider.seed,
-        "files": files,
+        "files": 1 if rider.exchange.group is None else rider.exchange.ranks,
         "names": rider.masks.names,
         "digests": list(rider.digests),
     }
@@ -94,29 +113,72 @@ def write(checkpoint: Path, rider: Rider, rank: int) -> None:
                 tensors[f"{name}:{what}"] = bits
     path = file_of(checkpoint, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = {"format": FORMAT, "step": rider.settled, "layers": entries, "sha256": digest_of(entries, tensors)}
-    save_file(tensors, path, metadata={"mst": json.dumps(head)})
+    head = {**describe(rider), "rank": rank, "layers": entries}
+    save_file(tensors, path, metadata={"mst": json.dumps({**head, "sha256": digest_of(head, tensors)})})
+
+
+def file_of(checkpoint: Path, rank: int) -> Path:
+    return checkpoint / FOLDER / f"rank_{rank:05d}.safetensors"
+
+
+def digest_of(head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(head).encode())  # a JSON round trip keeps the order of keys
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
+        digest.update(tensors[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+# --- reading ---
+
+
+@dataclass(frozen=True)
+class Masks:
+    """All masks of a checkpoint, as its ranks have written them."""
+
+    head: dict[str, Any]
+    ranks: list[dict[str, Shard]]
+
+    def shards(self, name: str) -> list[Shard]:
+        return [shards[name] for shards in self.ranks]
 
 
 def restore(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> None:
-    """Take the masks of a checkpoint, re-sliced to this rank."""
+    """Take the masks of a checkpoint, re-sliced to this rank; `state` is what its client_state says of them."""
     if state is None:
         raise ValueError(
             f"{checkpoint} holds no masks: it was saved without sparse training; start anew from its weights with "
             "load_module_only, or continue it with --method dense"
         )
-    if list(state["names"]) != rider.masks.names:
+    found = read_all(checkpoint)
+    if found.head != dict(state):
+        raise ValueError(f"{checkpoint / FOLDER} holds the masks of another checkpoint: copy it again with its own")
+    if found.head["names"] != rider.masks.names:
         raise ValueError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
-    rider.masks.load([read(file_of(checkpoint, rank)) for rank in range(state["files"])])
+    rider.masks.load(found.ranks)
     rider.settled = int(state["settled"])
     rider.digests = rider.masks.digests(rider.exchange)
-    for name, found, expected in zip(rider.masks.names, rider.digests, state["digests"], strict=True):
-        if found != expected:
+    for name, now, then in zip(rider.masks.names, rider.digests, state["digests"], strict=True):
+        if now != then:
             raise ValueError(f"{checkpoint / FOLDER}: the mask of {name} is not the one this checkpoint was saved with")
 
 
-def read(path: Path) -> dict[str, Shard]:
-    """The shards in a file, checked against its own digest."""
+def read_all(checkpoint: Path) -> Masks:
+    """Every rank's file, each whole and all of the same save."""
+    head, shards = read(file_of(checkpoint, 0))
+    ranks = [shards]
+    for rank in range(1, head["files"]):
+        other, shards = read(file_of(checkpoint, rank))
+        if other != head:
+            raise ValueError(
+                f"{file_of(checkpoint, rank)} is of another run or step than {file_of(checkpoint, 0).name}"
+            )
+        ranks.append(shards)
+    return Masks(head, ranks)
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Shard]]:
+    """(head, shards) of a file, checked against its own digest and name."""
     if not path.is_file():
         raise ValueError(f"{path} is missing: copy the checkpoint again with its {FOLDER} folder")
     try:
@@ -127,9 +189,12 @@ def read(path: Path) -> dict[str, Shard]:
         raise ValueError(f"{path} is damaged or cut short ({error})") from None
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise ValueError(f"{path} is not a mask file of this version ({FORMAT})")
-    if head["sha256"] != digest_of(head["layers"], tensors):
+    if head.pop("sha256", None) != digest_of(head, tensors):
         raise ValueError(f"{path} is damaged: its contents do not match its digest")
-    return {
+    rank, layers = head.pop("rank"), head.pop("layers")
+    if path.name != file_of(path, rank).name:
+        raise ValueError(f"{path} is the file of rank {rank}: it was renamed or copied from elsewhere")
+    return head, {
         name: Shard(
             tuple(entry["shape"]),
             entry["start"],
@@ -138,17 +203,5 @@ def read(path: Path) -> dict[str, Shard]:
             None if entry["dense"] else tensors[f"{name}:bits"],
             tensors[f"{name}:ever"] if entry["counted"] else None,
         )
-        for name, entry in head["layers"].items()
+        for name, entry in layers.items()
     }
-
-
-def file_of(checkpoint: Path, rank: int) -> Path:
-    return checkpoint / FOLDER / f"rank_{rank:05d}.safetensors"
-
-
-def digest_of(entries: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps(entries, sort_keys=True).encode())
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].numpy().tobytes())
-    return digest.hexdigest()
