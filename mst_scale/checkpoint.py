@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mst_scale import zero_shards
 from mst_scale.distributed import Elsewhere, Ranks, logger
 
 PARTIAL = ".partial"
@@ -65,11 +64,46 @@ def list_tags(folder: Path) -> list[str]:
     return [path.name for path in sorted(found, key=_step_of, reverse=True) if _step_of(path) >= 0]
 
 
-def damage(checkpoint: Path, ranks: Ranks | None = None) -> list[str]:
-    """What is wrong with a checkpoint's files; each rank reads its share of them."""
+def locate(path: Path) -> Path:
+    """The checkpoint that a path means: itself, a run's newest whole one, or what DeepSpeed's `latest` names."""
+    if path.name.endswith(PARTIAL):
+        raise ValueError(f"{path} is a save that did not finish: name another checkpoint")
+    if not path.is_dir():
+        raise ValueError(f"there is no folder {path}: give a run's folder or a checkpoint's")
+    if (path / MANIFEST).is_file() or (path / "mst").is_dir() or any(path.glob("*model_states.pt")):
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    tags = list_tags(folder)
+    for tag in tags:
+        faults = damage(folder / tag)
+        if not faults:
+            return folder / tag
+        logger.error("checkpoint %s is damaged: %s; trying the one before it", folder / tag, faults[0])
+    if tags:
+        raise ValueError(f"no checkpoint in {folder} is whole")
+    latest = folder / "latest"
+    if latest.is_file() and (folder / latest.read_text().strip()).is_dir():
+        return folder / latest.read_text().strip()
+    raise ValueError(f"{path} holds no checkpoint: give a run's folder, or one of its checkpoints/step…")
+
+
+def head(checkpoint: Path) -> dict[str, Any] | None:
+    """What the manifest says of the checkpoint; None where it has none (it was not saved by `pretrain`)."""
+    path = checkpoint / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        manifest = json.loads(path.read_text())
+        return {"files": dict(manifest["files"]), **manifest}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from None
+
+
+def damage(checkpoint: Path, ranks: Ranks | None = None, within: str = "") -> list[str]:
+    """What is wrong with a checkpoint's files, or those in one of its folders; each rank reads its share of them."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
-        files = manifest["files"]
+        files = {name: entry for name, entry in manifest["files"].items() if name.startswith(within)}
     except (OSError, ValueError, KeyError) as error:
         return [f"{MANIFEST} cannot be read ({error})"]
     faults = []
@@ -115,6 +149,8 @@ def _fresh(draft: Path) -> None:
 
 
 def _write(engine: Any, folder: Path, tag: str, state: dict[str, Any]) -> None:
+    from mst_scale import zero_shards  # and with it DeepSpeed, which `mst inspect` does without
+
     try:
         with zero_shards.errors_after_saving(engine):
             engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)

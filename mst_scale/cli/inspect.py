@@ -1,0 +1,67 @@
+"""`mst inspect`: which weights are alive in a checkpoint?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mst_scale.inspect import Report
+
+ABOUT = """\
+Step, phase, sparsity and the mask of every sparse parameter of a checkpoint.
+
+PATH is a checkpoint's folder, or a run's: then its newest whole checkpoint. The sha256 of a mask does not depend on how
+many ranks saved it, nor on the ZeRO stage. --json prints
+{"checkpoint", "step", "phase", "sparsity", "target_sparsity", "layers": [{"name", "shape", "active", "density",
+"ever_active", "sha256"} …]}; a run trained without sparsity has phase "dense" and no layers."""
+
+EXAMPLES = """\
+examples:
+  mst inspect runs/demo
+  mst inspect runs/demo/checkpoints/step00000012 --json
+"""
+
+
+def add(subparsers: Any) -> None:
+    verb = subparsers.add_parser(
+        "inspect",
+        help="show the masks of a checkpoint",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb.add_argument("path", metavar="PATH", help="a checkpoint or a run")
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
+    verb.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from mst_scale.inspect import inspect
+
+    report = inspect(Path(args.path))
+    print(json.dumps(report.to_dict()) if args.json else table(report))
+    return 0
+
+
+def table(report: Report) -> str:
+    """Aligned columns: names to the left, numbers to the right."""
+    head = f"{report.checkpoint}: step {report.step:,}, phase {report.phase}"
+    if not report.layers:
+        return f"{head}, trained without sparsity: no masks"
+    counted = any(layer.ever_active is not None for layer in report.layers)
+    rows = [["parameter", "shape", "active", "density", *(["ever active"] if counted else []), "sha256"]]
+    for layer in report.layers:
+        ever = "–" if layer.ever_active is None else f"{layer.ever_active:.2%}"
+        shape = "×".join(map(str, layer.shape))
+        numbers = [f"{layer.active:,}", f"{layer.density:.2%}", *([ever] if counted else [])]
+        rows.append([layer.name, shape, *numbers, layer.sha256[:12]])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *numbers, digest in rows:
+        middle = [cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *middle, digest]))
+    sparsity = f"{report.sparsity:.2%} sparse (target {report.target_sparsity:.2%})"
+    return "\n".join([f"{head}, {sparsity}", "", *lines])
