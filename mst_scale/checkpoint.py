@@ -20,6 +20,8 @@ from mst_scale.distributed import Elsewhere, Ranks, logger
 
 PARTIAL = ".partial"
 MANIFEST = "manifest.json"
+UNIVERSAL = "universal"
+"""The folder in a checkpoint that holds a copy for any number of ranks and any ZeRO stage (`mst reshape`)."""
 
 
 def tag_of(step: int) -> str:
@@ -36,7 +38,8 @@ def save(engine: Any, folder: Path, ranks: Ranks, *, step: int, keep: int, state
         ranks.together(lambda: _write(engine, folder, draft.name, {**state, "step": step}))
         digests = ranks.together(lambda: _digest_share(draft, ranks))
         ranks.on_first(lambda: None)  # every rank has read its share back
-        _seal(draft, final, digests, ranks, {"tag": tag, "step": step})
+        layout = {"ranks": ranks.world_size, "stage": int(engine.zero_optimization_stage())}
+        _seal(draft, final, digests, ranks, {"tag": tag, "step": step, **layout})
     except (OSError, Elsewhere):
         if ranks.first:
             shutil.rmtree(draft, ignore_errors=True)
@@ -97,6 +100,35 @@ def head(checkpoint: Path) -> dict[str, Any] | None:
         return {"files": dict(manifest["files"]), **manifest}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
+
+
+def loadable(checkpoint: Path, ranks: Ranks, stage: int) -> tuple[Path, bool]:
+    """Where this many ranks at this ZeRO stage load it from, and whether that is a universal copy."""
+    folder, universal = ranks.on_first(lambda: _loadable(checkpoint, ranks.world_size, stage))
+
+    def verify() -> None:
+        faults = damage(folder, ranks) if folder != checkpoint else []
+        if faults:
+            raise ValueError(f"{folder} is damaged: {faults[0]}; mst reshape {checkpoint} makes it anew")
+
+    ranks.together(verify)
+    return folder, universal
+
+
+def _loadable(checkpoint: Path, world_size: int, stage: int) -> tuple[Path, bool]:
+    manifest = head(checkpoint) or {}
+    if manifest.get("universal"):
+        return checkpoint, True
+    saved_ranks, saved_stage = manifest.get("ranks", world_size), manifest.get("stage", stage)
+    same_files = saved_stage == stage or {saved_stage, stage} == {1, 2}
+    if same_files and (saved_ranks == world_size or stage == 0):  # at stage 0 every rank reads the one whole file
+        return checkpoint, False
+    if (checkpoint / UNIVERSAL / MANIFEST).is_file():
+        return checkpoint / UNIVERSAL, True
+    raise ValueError(
+        f"{checkpoint} was saved by {saved_ranks} ranks at ZeRO stage {saved_stage}, and here are {world_size} at stage "
+        f"{stage}: mst reshape {checkpoint} makes a copy that they can load; then start again"
+    )
 
 
 def damage(checkpoint: Path, ranks: Ranks | None = None, within: str = "") -> list[str]:
@@ -163,7 +195,7 @@ def _share(names: list[str], ranks: Ranks | None) -> list[str]:
     return names if ranks is None else names[ranks.rank :: ranks.world_size]
 
 
-def _digest_share(draft: Path, ranks: Ranks) -> dict[str, dict[str, Any]]:
+def _digest_share(draft: Path, ranks: Ranks | None) -> dict[str, dict[str, Any]]:
     files = sorted(str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file())
     digests = {}
     for name in _share(files, ranks):
@@ -189,6 +221,13 @@ def _seal(draft: Path, final: Path, digests: dict[str, Any], ranks: Ranks, head:
         write_atomically(final.parent / "latest", final.name)
 
     ranks.on_first(rename)
+
+
+def seal_alone(draft: Path, final: Path, about: dict[str, Any]) -> None:
+    """Seal a checkpoint that one process has written."""
+    manifest = {**about, "files": _digest_share(draft, None)}
+    write_atomically(draft / MANIFEST, json.dumps(manifest, indent=1))
+    os.rename(draft, final)
 
 
 def _prune(folder: Path, keep: int) -> None:

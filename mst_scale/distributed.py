@@ -211,7 +211,7 @@ def _under_mpi() -> bool:
 
 
 def _alone() -> dict[str, str]:
-    return dict(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "127.0.0.1", str(_free_port())), strict=True))
+    return dict(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "127.0.0.1", str(free_port())), strict=True))
 
 
 def _mpi_ranks() -> dict[str, str]:
@@ -224,13 +224,13 @@ def _mpi_ranks() -> dict[str, str]:
     rank = world.Get_rank()
     # One host needs no name service; several meet at rank 0's name.
     address = "127.0.0.1" if len(set(hosts)) == 1 else socket.getfqdn()
-    address, port = world.bcast((address, _free_port()) if rank == 0 else None, root=0)
+    address, port = world.bcast((address, free_port()) if rank == 0 else None, root=0)
     local_rank = hosts[:rank].count(hosts[rank])
     values = (str(rank), str(local_rank), str(world.Get_size()), address, str(port))
     return dict(zip(LAUNCHER_VARIABLES, values, strict=True))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

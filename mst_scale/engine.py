@@ -67,6 +67,7 @@ def initialize(
         **others,
     )
     zero_shards.guard_plain_step(engine)
+    zero_shards.fit_universal_checkpoints(engine)
     engine.mst = Controller(engine, experiment)
     return engine, optimizer, loader, scheduler
 

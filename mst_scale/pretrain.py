@@ -21,6 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 
@@ -148,6 +149,8 @@ class Run:
         decayed = [p for p in model.parameters() if zero_shards.is_matrix(p)]
         others = [p for p in model.parameters() if not zero_shards.is_matrix(p)]
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        if "activation_checkpointing" in self.experiment.deepspeed:
+            deepspeed.checkpointing.configure(None, deepspeed_config=self.experiment.deepspeed)
         monitored = self._with_monitors()
         built, *_ = engine.initialize(model=model, model_parameters=groups, config=monitored)
         return built

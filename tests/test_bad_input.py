@@ -152,6 +152,7 @@ EARLY = [  # refused by each process for itself, before it looks for others
     (lambda f: arguments(f, scheduler={"type": "WarmupLR"}), 2, "training.lr_schedule"),
     (lambda f: arguments(f, zero_optimisation={"stage": 1}), 2, "did you mean 'zero_optimization'"),
     (lambda f: arguments(f, train_batch_size=-8), 2, "train_batch_size must be a positive integer"),
+    (lambda f: arguments(f, "--method", "mst", model={"dropout": 0.1}), 2, "does not go with sparse attention"),
 ]
 LATE = [  # refused by one rank, for all
     (lambda f: arguments(f, train_batch_size=9), 2, "does not divide into 2 processes"),

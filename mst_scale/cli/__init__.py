@@ -12,7 +12,7 @@ import sys
 
 from mst_scale.distributed import exit_code, is_plain
 
-VERBS = ("data",)
+VERBS = ("data", "inspect", "bench")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -14,8 +14,8 @@ Duration = int | float
 
 
 def in_steps(duration: Duration, total: int) -> int:
-    """A duration in steps: integers are steps already, floats are a share of `total`."""
-    return duration if isinstance(duration, int) else round(duration * total)
+    """Integers are steps already, floats are a share of `total`; a share above 0 is at least one step."""
+    return duration if isinstance(duration, int) else max(round(duration * total), int(duration > 0))
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class ModelConfig:
                 f"model.n_embd = {self.n_embd} cannot be cut into {self.n_head} equal heads: "
                 f"choose n_head among the divisors of {self.n_embd}"
             )
+        if self.d_ffw is not None and self.d_ffw < 1:
+            raise ValueError(f"model.d_ffw must be at least 1, not {self.d_ffw}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout must lie in [0, 1), not {self.dropout}")
 

@@ -61,6 +61,11 @@ def check(experiment: Experiment) -> None:
             raise ValueError(f"DeepSpeed's {name!r} has not been tested with mst_scale: remove that block")
     for key in BATCH_KEYS:
         _positive(ds, key)
+    if experiment.model.dropout and experiment.mst.attention.pattern != "dense":
+        raise ValueError(
+            f"model.dropout = {experiment.model.dropout} does not go with sparse attention: set it to 0, or "
+            'mst.attention.pattern to "dense"'
+        )
     peak_learning_rate(ds)
     clip = ds.get("gradient_clipping", 0.0)
     if not isinstance(clip, int | float) or clip < 0:

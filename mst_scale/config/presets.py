@@ -19,7 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 # A method is data: what it says in the `mst` block (and, for `mst-wsd`, in `training`). The user's own keys win.
-_NO_HSA = {"pattern": "dense"}
+_NO_HSA = {"pattern": "dense"}  # hybrid sparse attention belongs to `mst`; the others are compared without it
 
 
 def _constant(policy: str, sparsity: float = 0.8, **topology: Any) -> dict[str, Any]:

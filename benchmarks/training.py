@@ -1,0 +1,268 @@
+"""What do our training loop and the masks add to a bare DeepSpeed step?
+
+    python -m benchmarks.training [--ranks N] [--json | --markdown]
+
+    loop      one step of `mst_scale.pretrain` (sampling, learning rate, votes, FLOP ledger, metrics every 10 steps)
+              against a bare forward/backward/step on the same engine with batches at hand
+    masking   an ordinary step at 96 % sparsity (masked dense compute) against the same DeepSpeed run without MST
+    topology  a topology step's extra time, spread over the 100 steps between two of them
+
+Steps alternate between the two sides, so that a change of clock or a neighbour's load meets both; `ours_ms` and
+`rival_ms` are medians, ranges the middle half. `overhead` is what we add, as a share of the rival's step: the median
+over pairs of neighbouring steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+
+Row = dict[str, Any]
+ASKED = {"loop": 0.02, "masking": 0.02, "topology": 0.01}
+# GPT-2 small's widths and its whole head; 4 of 12 layers, so that two engines fit beside each other in a few GB
+MASKED_MODEL: dict[str, Any] = {"n_layer": 4, "n_head": 12, "n_embd": 768, "context": 1024, "vocab_size": 50257}
+LOOP_MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "context": 256, "vocab_size": 257}
+
+
+def machine(threads: int) -> dict[str, Any]:
+    import deepspeed
+
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads_per_rank": threads,
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "python": platform.python_version(),
+        "load": [round(x, 2) for x in os.getloadavg()],
+    }
+
+
+def config(model: dict[str, Any], ranks: int, sequences: int, **blocks: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": sequences,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": sequences * ranks,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1},
+        "tensorboard": {"enabled": False},
+        "model": model,
+        **blocks,
+    }
+
+
+def alternate(sides: Sequence[Callable[[], None]], rounds: int) -> list[list[float]]:
+    """Seconds of each side, in turn; the first round warms up and is dropped."""
+    times: list[list[float]] = [[] for _ in sides]
+    for _ in range(rounds + 1):
+        for side, kept in zip(sides, times, strict=True):
+            start = time.perf_counter()
+            side()
+            kept.append(time.perf_counter() - start)
+    return [kept[1:] for kept in times]
+
+
+def loop(ranks: Any, rounds: int) -> Row:
+    """The demo's model (0.8 M weights, 8 × 256 tokens a rank): a step so short that every extra shows."""
+    from mst_scale.config import load
+    from mst_scale.pretrain import Run
+
+    folder = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix="mst-bench-")))
+    if ranks.first:
+        for split in ("train", "val"):
+            (np.arange(200_000) * 7919 % 257).astype(np.uint16).tofile(folder / f"{split}.bin")
+    ranks.any(False)  # the files are there
+    training = {"steps": 10**9, "log_every": 10, "eval_every": 0, "save_every": 0, "warmup": 10}
+    raw = config(LOOP_MODEL, ranks.world_size, 8, training=training, data={"dir": str(folder)})
+    run = Run(load(raw), folder / "run", ranks)
+    run.prepare("never")
+    run.line.out = open(os.devnull, "w")  # noqa: SIM115 (lives as long as the run)
+    tokens, targets = run._micro_batch(run.train, 0, ranks.rank)
+
+    def ours() -> None:
+        for _ in range(10):  # as many as lie between two logged rows
+            run.advance()
+
+    def bare() -> None:
+        for _ in range(10):
+            loss = run.engine(tokens, targets)
+            run.engine.backward(loss)
+            run.engine.step()
+
+    mine, theirs = alternate([ours, bare], rounds)
+    return row("loop", "bare forward/backward/step, same engine", mine, theirs, steps=10)
+
+
+def masked(ranks: Any, rounds: int) -> list[Row]:
+    import mst_scale
+    from mst_scale.config import ModelConfig
+    from mst_scale.models.gpt import GPT
+
+    shape = ModelConfig(**MASKED_MODEL)
+    # ultra-sparse from the first step on; attention dense on both sides, to see the masks alone
+    mst = {
+        "method": "sparse",
+        "sparsity": {"max": 0.96},
+        "topology": {"interval": 100, "check_every": 0, "update_schedule": "constant"},
+        "attention": {"pattern": "dense"},
+    }
+
+    def engine(**blocks: Any) -> Any:
+        torch.manual_seed(0)
+        raw = config(MASKED_MODEL, ranks.world_size, 1, training={"steps": 10**6}, **blocks)
+        return mst_scale.initialize(model=GPT(shape), config=raw)[0]
+
+    sparse, dense = engine(mst=mst), engine()
+    generator = torch.Generator().manual_seed(ranks.rank)
+    tokens = torch.randint(50257, (1, 1024), generator=generator)
+
+    def step(which: Any) -> Callable[[], None]:
+        def one() -> None:
+            which.backward(which(tokens, tokens))
+            which.step()
+
+        return one
+
+    ordinary = alternate([step(sparse), step(dense)], rounds)
+    rows = [row("masking", "the same DeepSpeed run without MST", ordinary[0], ordinary[1])]
+    controller = sparse.mst
+    is_due = type(controller.schedule).is_topology_step
+    topology: list[float] = []
+    plain: list[float] = []
+    for _ in range(max(3, rounds // 3)):
+        for due, kept in ((True, topology), (False, plain)):
+            type(controller.schedule).is_topology_step = lambda self, s, due=due: due
+            start = time.perf_counter()
+            step(sparse)()
+            kept.append(time.perf_counter() - start)
+    type(controller.schedule).is_topology_step = is_due
+    extra = [a - b for a, b in zip(topology, plain, strict=True)]
+    share = statistics.median(extra) / 100 / statistics.median(ordinary[1])
+    found = row("topology", "an ordinary step of the same run", topology, plain)
+    found.update(overhead=share, note="extra time of a topology step / 100 / step time without MST")
+    return [*rows, found]
+
+
+def row(what: str, rival: str, ours: list[float], theirs: list[float], steps: int = 1) -> Row:
+    pairs = [a / b - 1 for a, b in zip(ours, theirs, strict=True)]
+    mine, other = (1e3 * statistics.median(times) / steps for times in (ours, theirs))
+    return {
+        "what": what,
+        "ours_ms": round(mine, 2),
+        "ours_range": _middle(ours, steps),
+        "rival": rival,
+        "rival_ms": round(other, 2),
+        "rival_range": _middle(theirs, steps),
+        "speedup": round(other / mine, 4),
+        "overhead": statistics.median(pairs),
+        "overhead_range": [round(q, 4) for q in statistics.quantiles(pairs, n=4)[::2]],
+        "asked": ASKED[what],
+        "pairs": len(pairs),
+    }
+
+
+def _middle(times: list[float], steps: int) -> list[float]:
+    return [round(1e3 * q / steps, 2) for q in statistics.quantiles(times, n=4)[::2]]
+
+
+def _worker(rank: int, world: int, port: int, options: argparse.Namespace, results: Any) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    threads = max(1, options.threads // world)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+    sys.stdout = sys.stderr  # DeepSpeed speaks on stdout, where our JSON belongs
+    from mst_scale import distributed
+
+    ranks = distributed.init()
+    rows = [loop(ranks, options.rounds * 3), *masked(ranks, options.rounds)]
+    if ranks.first:
+        results.put((machine(threads), rows))
+    ranks.leave()
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
+    from mst_scale.distributed import free_port
+
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    mp.spawn(_worker, (options.ranks, free_port(), options, results), nprocs=options.ranks)
+    about, rows = results.get()
+    return about, [{**found, "ranks": options.ranks} for found in rows]
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| what | ranks | ours ms (middle half) | rival | rival ms (middle half) | we add | asked |",
+        "|" + "---|" * 7,
+    ]
+    for r in rows:
+        ours, theirs = ("{:,} ({:,}–{:,})".format(r[f"{who}_ms"], *r[f"{who}_range"]) for who in ("ours", "rival"))
+        low, high = r["overhead_range"]
+        spread = f" ({low:+.2%} … {high:+.2%})" if r["what"] != "topology" else ""
+        cells = [
+            r["what"],
+            r["ranks"],
+            ours,
+            r["rival"],
+            theirs,
+            f"{r['overhead']:+.2%}{spread}",
+            f"≤ {r['asked']:.0%}",
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
+    facts = ", ".join(f"{key} {value}" for key, value in about.items())
+    title, _, text = (__doc__ or "").partition("\n")
+    body = text.strip().split("\n\n", 1)[1]
+    return f"# {title}\n\n`{command}`\n\n{facts}\n\n{table(rows)}\n\n```\n{body}\n```\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads, shared by the ranks")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="for machines")
+    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    options = parser.parse_args(arguments)
+    if options.ranks < 1 or options.rounds < 2:
+        raise ValueError("--ranks must be at least 1 and --rounds at least 2")
+    about, rows = run(options)
+    if options.json:
+        print(json.dumps({"machine": about, "rows": rows}))
+    elif options.markdown:
+        given = f"--ranks {options.ranks} --rounds {options.rounds}"
+        print(markdown(about, rows, f"python -m benchmarks.training {given} --markdown"))
+    else:
+        print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,51 @@
+"""`mst bench WHAT`: how fast is it here? The programs in benchmarks/, each against its strongest rival in one run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+ABOUT = """\
+Measure on this machine, ours and the rival alternating in one run:
+
+  attention   Hybrid Sparse Attention against causal flash attention and FlexAttention
+  topology    one topology step against full top-k and against torch.kthvalue
+  training    what our training loop and the masks add to a bare DeepSpeed step
+
+What follows WHAT goes to that program; `mst bench WHAT --help` lists its options. --json prints
+{"machine": …, "rows": [{…, "ours_ms", "rival", "rival_ms", "speedup"} …]}, --markdown the table kept in
+benchmarks/results/. A row that cannot be measured here has "speedup": null and says why."""
+
+EXAMPLES = """\
+examples:
+  mst bench attention --device cpu --quick
+  mst bench topology --ranks 1 2 --json
+"""
+PROGRAMS = ("attention", "topology", "training")
+
+
+def add(subparsers: Any) -> None:
+    verb = subparsers.add_parser(
+        "bench",
+        help="measure speed on this machine",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb.add_argument("what", choices=PROGRAMS, metavar="WHAT", help=", ".join(PROGRAMS))
+    verb.add_argument("options", nargs=argparse.REMAINDER, metavar="…", help="options of that benchmark")
+    verb.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    root = Path(__file__).parents[2]
+    if not (root / "benchmarks").is_dir():
+        raise ValueError(
+            "the benchmarks lie in the source tree: install it with pip install -e and run mst bench there"
+        )
+    sys.path.insert(0, str(root))
+    program = importlib.import_module(f"benchmarks.{args.what}")
+    return int(program.main(args.options))
