@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Makes or reuses .venv with the tested versions; sourced by demo.sh and test.sh, which run from any directory.
 # Afterwards PATH begins with the environment and the working directory is the project's root.
 

@@ -3,6 +3,7 @@
 #   bash launchers/test.sh                 everything this machine can run
 #   bash launchers/test.sh -k selection    a part of it
 set -euo pipefail
+# shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # several processes share the cores
 exec python -m pytest "$@"

@@ -25,8 +25,10 @@ class ProgressLine:
             f"{row['tokens_per_s']:,.0f} tokens/s",
             f"ETA {clock(left)}",
         ]
-        if row["target_sparsity"] or row["sparsity"]:
-            parts.insert(2, f"{row['phase']} {row['sparsity']:.1%} sparse (target {row['target_sparsity']:.1%})")
+        if row["flops"] < row["flops_dense"] or row["sparsity"]:
+            sparsity, target = row["sparsity"], row["target_sparsity"]
+            aim = "" if abs(sparsity - target) < 0.01 else f", target {target:.0%}"
+            parts.insert(2, f"{row['phase']}, {sparsity:.0%} sparse{aim}")
             parts.insert(3, f"FLOPs ÷{row['flops_dense'] / row['flops']:.2f}")
         line = " · ".join(parts)
         if self.live:

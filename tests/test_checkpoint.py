@@ -1,0 +1,102 @@
+"""The life of a checkpoint folder; whole runs that are killed while they save are in test_pretrain.py."""
+
+import json
+
+import pytest
+
+from mst_scale import checkpoint
+from mst_scale.distributed import Ranks
+from tests import pool
+
+
+class Engine:
+    """Writes two small files as DeepSpeed would, or fails in between."""
+
+    def __init__(self, fails: bool = False):
+        self.fails, self.checkpoint_engine, self._copy_recovery_script = fails, None, None
+
+    def zero_optimization_stage(self):
+        return 1
+
+    def save_checkpoint(self, folder, tag, client_state, save_latest):
+        from pathlib import Path
+
+        assert not save_latest
+        (Path(folder) / tag / "a.pt").write_text(str(client_state["step"]))
+        if self.fails:
+            raise RuntimeError("disk full")
+        (Path(folder) / tag / "b.pt").write_text("b" * 1000)
+
+
+def alone() -> Ranks:
+    import torch.distributed as dist
+
+    return Ranks(0, 0, 1, dist.new_group(backend="gloo"))
+
+
+def steps(rank, world, folder, saved, fails=()):
+    from pathlib import Path
+
+    ranks, found = alone(), []
+    for step in saved:
+        try:
+            checkpoint.save(Engine(step in fails), Path(folder), ranks, step=step, keep=2, state={})
+        except OSError as error:
+            found.append(str(error))
+    return found
+
+
+def test_the_newest_n_are_kept_and_latest_names_the_last(tmp_path):
+    pool.run(steps, 1, str(tmp_path), (1, 2, 3, 4))
+    assert checkpoint.list_tags(tmp_path) == ["step00000004", "step00000003"]
+    assert (tmp_path / "latest").read_text() == "step00000004"
+    manifest = json.loads((tmp_path / "step00000004" / "manifest.json").read_text())
+    assert manifest["files"]["b.pt"]["bytes"] == 1000 and manifest["step"] == 4
+    assert checkpoint.damage(tmp_path / "step00000004") == []
+
+
+def test_a_failed_save_leaves_the_older_ones_and_nothing_half(tmp_path):
+    ((error,),) = pool.run(steps, 1, str(tmp_path), (1, 2, 3), (3,))
+    assert "cannot save a checkpoint" in error and "disk full" in error
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step00000001", "step00000002"]
+    assert (tmp_path / "latest").read_text() == "step00000002"
+
+
+@pytest.mark.parametrize(
+    ("hurt", "fault"),
+    [
+        (lambda c: (c / "b.pt").unlink(), "b.pt is missing"),
+        (lambda c: (c / "b.pt").write_text("b" * 999), "b.pt has 999 bytes of 1000"),
+        (lambda c: (c / "b.pt").write_text("b" * 999 + "x"), "b.pt does not match its digest"),
+        (lambda c: (c / "manifest.json").unlink(), "manifest.json cannot be read"),
+        (lambda c: (c / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+    ],
+)
+def test_damage_is_named(tmp_path, hurt, fault):
+    pool.run(steps, 1, str(tmp_path), (1,))
+    hurt(tmp_path / "step00000001")
+    (found,) = checkpoint.damage(tmp_path / "step00000001")
+    assert fault in found
+
+
+def test_the_same_step_can_be_saved_again(tmp_path):
+    """A run set back to an older checkpoint comes by this step once more; the old one may be the damaged one."""
+    pool.run(steps, 1, str(tmp_path), (1, 2))
+    (tmp_path / "step00000002" / "b.pt").write_text("damaged")
+    pool.run(steps, 1, str(tmp_path), (2,))
+    assert checkpoint.damage(tmp_path / "step00000002") == []
+
+
+def test_leftovers_of_killed_saves_are_not_taken_for_checkpoints(tmp_path):
+    pool.run(steps, 1, str(tmp_path), (1,))
+    (tmp_path / "step00000009.partial").mkdir()
+    (tmp_path / "someone_elses").mkdir()
+    assert checkpoint.list_tags(tmp_path) == ["step00000001"]
+    checkpoint.sweep(tmp_path)
+    assert not (tmp_path / "step00000009.partial").exists() and (tmp_path / "someone_elses").exists()
+
+
+def test_text_is_written_whole_or_not_at_all(tmp_path):
+    checkpoint.write_atomically(tmp_path / "t", "one")
+    checkpoint.write_atomically(tmp_path / "t", "two")
+    assert [p.name for p in tmp_path.iterdir()] == ["t"] and (tmp_path / "t").read_text() == "two"

@@ -1,0 +1,23 @@
+import json
+import math
+
+from mst_scale.metrics import MetricsFile, read
+
+
+def test_a_resumed_run_cuts_what_lies_after_its_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    for step in (1, 2, 3, 4):
+        file.write({"step": step, "loss": 1.0 / step})
+    with path.open("a") as torn:
+        torn.write('{"step": 5, "lo')
+    assert [row["step"] for row in read(path)] == [1, 2, 3, 4], "a torn last line is left out"
+    MetricsFile(path, 2).write({"step": 3, "loss": 0.5})
+    assert [(row["step"], row["loss"]) for row in read(path)] == [(1, 1.0), (2, 0.5), (3, 0.5)]
+
+
+def test_what_is_not_a_number_is_null(tmp_path):
+    file = MetricsFile(tmp_path / "m.jsonl", 0)
+    file.write({"step": 1, "loss": math.nan, "grad_norm": math.inf})
+    (line,) = (tmp_path / "m.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None}

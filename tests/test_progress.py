@@ -1,0 +1,49 @@
+import io
+
+import pytest
+
+from mst_scale.progress import ProgressLine, clock, table
+
+ROW = {
+    "step": 20, "loss": 2.5, "tokens_per_s": 12345.6, "phase": "ultra", "sparsity": 0.8, "target_sparsity": 0.8,
+    "flops": 1.0, "flops_dense": 4.0,
+}  # fmt: skip
+DENSE = {**ROW, "phase": "dense", "sparsity": 0.0, "target_sparsity": 0.0, "flops": 4.0}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3661, "1:01:01")])
+def test_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_plain_lines_where_there_is_no_terminal():
+    out = io.StringIO()
+    line = ProgressLine(100, 0, out)
+    line.show(ROW)
+    line.show({**DENSE, "step": 40})
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("step  20/100 · loss 2.5000 · ultra, 80% sparse · FLOPs ÷4.00 · 12,346 tokens/s · ETA ")
+    assert "sparse" not in second and "FLOPs" not in second, "a dense run speaks of no sparsity"
+
+
+def test_one_line_rewritten_on_a_terminal():
+    out = Terminal()
+    line = ProgressLine(100, 0, out)
+    line.show(ROW)
+    line.show({**ROW, "step": 40, "target_sparsity": 0.5})
+    line.say("saved")
+    text = out.getvalue()
+    assert text.count("\n") == 1 and text.count("\r") == 3
+    assert "80% sparse, target 50%" in text
+    assert text.endswith("saved\n")
+
+
+def test_the_table_is_aligned():
+    lines = table([("loss", "1"), ("tokens", "22")]).splitlines()
+    assert lines[1:3] == ["  loss    1", "  tokens  22"]
+    assert lines[0] == lines[3] == "─" * len(lines[2])
