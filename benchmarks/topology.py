@@ -21,10 +21,12 @@ sizes, but share one buffer of scores each for weights and for gradients, so tha
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import math
 import os
 import platform
+import pstats
 import statistics
 import tempfile
 import time
@@ -110,6 +112,27 @@ def ours(state: State, exchange: Exchange) -> None:
     )  # fmt: skip
 
 
+STAGES = {
+    "peak_keys": "largest score, NaN check",
+    "_sampled_brackets": "sample",
+    "_split": "one pass over the scores",
+    "_refine": "refine the lists",
+    "_split_places": "random order",
+    "mean_squares": "mean g²",
+}
+
+
+def profile(state: State, exchange: Exchange) -> dict[str, float]:
+    """Percent of one step's time by stage."""
+    profiler = cProfile.Profile()
+    profiler.runcall(ours, state, exchange)
+    stats = pstats.Stats(profiler)
+    whole = stats.total_tt  # type: ignore[attr-defined]
+    found = {STAGES[name]: times[3] for (_, _, name), times in stats.stats.items() if name in STAGES}  # type: ignore[attr-defined]
+    found["masks and counts"] = whole - sum(found.values())
+    return {stage: round(100 * seconds / whole, 1) for stage, seconds in found.items()}
+
+
 def naive(state: State, group: dist.ProcessGroup | None) -> list[Tensor]:
     """Full sorts of replicated scores."""
     generator = torch.Generator().manual_seed(0)
@@ -182,6 +205,8 @@ def measure(rank: int, ranks: int, name: str, rounds: int, threads: int) -> list
     ours(state, exchange)
     payload = exchange.traffic.payload
     state.restore()
+    stages = profile(state, Exchange(group))
+    state.restore()
 
     rivals: dict[str, Callable[[], object]] = {}
     if compare:
@@ -199,17 +224,19 @@ def measure(rank: int, ranks: int, name: str, rounds: int, threads: int) -> list
         "threads_per_rank": torch.get_num_threads(),
         "all_reduces": exchange.traffic.calls,
         "bytes_sent_per_rank": {str(r): 2 * (r - 1) * payload // r for r in (1, 2, 4, 8)} | {"many": 2 * payload},
+        "percent_of_time": stages,
         "mask_bytes_per_rank": sum(bits.numel() for bits in state.bits),
     }
     rows = []
     for rival, run in rivals.items() or [("", None)]:
         runs: list[Callable[[], object]] = [lambda: ours(state, Exchange(group))]
-        mine, *theirs = alternate(runs if run is None else [*runs, run], state.restore, rounds, ranks)
+        few = min(rounds, 2)  # for bytes, mostly
+        mine, *theirs = alternate(runs if run is None else [*runs, run], state.restore, rounds if run else few, ranks)
         if theirs:
             rows.append({**case, **_versus(mine, rival, theirs[0])})
         else:
             why = "rivals not run at this size: they need all weights and gradients of one machine at once"
-            median = round(statistics.median(mine), 1)
+            median = round(statistics.median(mine), 3)
             rows.append({**case, "ours_ms": median, "ours_range": _ends(mine), "rival": NAIVE, "rival_ms": None,
                          "speedup": None, "why": why})  # fmt: skip
     if compare and ranks == 1:
@@ -237,10 +264,10 @@ def masking(state: State, rounds: int) -> Row:
 def _versus(mine: list[float], rival: str, theirs: list[float]) -> Row:
     a, b = statistics.median(mine), statistics.median(theirs)
     return {
-        "ours_ms": round(a, 1),
+        "ours_ms": round(a, 3),
         "ours_range": _ends(mine),
         "rival": rival,
-        "rival_ms": round(b, 1),
+        "rival_ms": round(b, 3),
         "rival_range": _ends(theirs),
         "speedup": round(b / a, 2),
         "rounds": len(mine),
@@ -248,7 +275,7 @@ def _versus(mine: list[float], rival: str, theirs: list[float]) -> Row:
 
 
 def _ends(times: list[float]) -> list[float]:
-    return [round(min(times), 1), round(max(times), 1)]
+    return [round(min(times), 3), round(max(times), 3)]
 
 
 def _worker(rank: int, ranks: int, rendezvous: str, name: str, rounds: int, threads: int, into: Any) -> None:  # noqa: PLR0917
@@ -306,13 +333,13 @@ def table(rows: list[Row]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        theirs = "–" if row["rival_ms"] is None else f"{row['rival_ms']:,} ({_span(row['rival_range'])})"
+        theirs = "–" if row["rival_ms"] is None else f"{row['rival_ms']:,.1f} ({_span(row['rival_range'])})"
         cells = (
             row["shapes"],
             f"{row['weights'] / 1e6:.1f} M",
             f"{row['ranks']} × {row['threads_per_rank']}",
             row["what"],
-            f"{row['ours_ms']:,} ({_span(row['ours_range'])})",
+            f"{row['ours_ms']:,.1f} ({_span(row['ours_range'])})",
             row["rival"],
             theirs,
             row["why"] if row["speedup"] is None else f"**{row['speedup']}**",
@@ -328,11 +355,15 @@ def table(rows: list[Row]) -> str:
         kilobytes = " | ".join(f"{sent[r] / 1e3:.0f}" for r in ("2", "4", "8", "many"))
         share = 100 * sent["many"] / (4 * row["weights"])
         lines.append(f"| {row['shapes']} | {row['matrices']} | {row['all_reduces']} | {kilobytes} | {share:.3f} % |")
+    profiles = [row for row in rows if row["what"] == "topology step" and row["ranks"] == 1]
+    for row in {row["shapes"]: row for row in profiles}.values():
+        stages = ", ".join(f"{stage} {percent} %" for stage, percent in row["percent_of_time"].items())
+        lines += ["", f"Where the time goes on one rank, {row['shapes']}: {stages}."]
     return "\n".join(lines)
 
 
 def _span(ends: list[float]) -> str:
-    return f"{ends[0]:,} – {ends[1]:,}"
+    return f"{ends[0]:,.1f} – {ends[1]:,.1f}"
 
 
 def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
