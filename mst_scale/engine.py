@@ -117,11 +117,12 @@ class Controller:
         zero_shards.after_master_update(engine, self._after_update)
         mask_files.ride_along(engine, self)
         logger.info(
-            "%s: %d parameters of %.1f M weights become up to %.0f %% sparse; %s",
+            "%s: %d parameters of %.1f M weights become up to %.0f %% sparse, masks take %.1f MB a rank; %s",
             experiment.mst.method,
             len(targets),
             sum(m.numel for m in self.masks) / 1e6,
             100 * self.schedule.max_sparsity,
+            sum(m.length for m in self.masks) * (1 + self.topology.track_coverage) / 8e6,
             ", ".join(f"{piece.phase} from step {piece.start}" for piece in self.schedule.pieces),
         )
 

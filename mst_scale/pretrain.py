@@ -146,13 +146,10 @@ class Run:
         torch.manual_seed(self.training.seed)
         with zero_shards.partitioned_construction(self.experiment.deepspeed):
             model = GPT(self.experiment.model)
-        decayed = [p for p in model.parameters() if zero_shards.is_matrix(p)]
-        others = [p for p in model.parameters() if not zero_shards.is_matrix(p)]
-        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
         if "activation_checkpointing" in self.experiment.deepspeed:
             deepspeed.checkpointing.configure(None, deepspeed_config=self.experiment.deepspeed)
         monitored = self._with_monitors()
-        built, *_ = engine.initialize(model=model, model_parameters=groups, config=monitored)
+        built, *_ = engine.initialize(model=model, model_parameters=decay_groups(model), config=monitored)
         return built
 
     def _with_monitors(self) -> Experiment:
@@ -354,6 +351,13 @@ class Run:
         checkpoint.save(
             self.engine, self.checkpoints, self.ranks, step=self.step, keep=self.training.keep_checkpoints, state=state
         )
+
+
+def decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Weight decay (the optimizer's own) on matrices, none on norms and biases."""
+    matrices = [p for p in model.parameters() if zero_shards.is_matrix(p)]
+    vectors = [p for p in model.parameters() if not zero_shards.is_matrix(p)]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def describe(change: Change) -> dict[str, Any]:

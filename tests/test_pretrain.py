@@ -102,6 +102,7 @@ def test_what_a_run_leaves_behind(tmp_path, stage):
     blocks = {
         "zero_optimization": {"stage": stage},
         "tensorboard": {"enabled": True, "output_path": str(tmp_path / "tb")},
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv")},
     }
     assert pool.run(attempt, 2, arguments(tmp_path, mst=MST, **blocks)) == [(0, "")] * 2
     out = tmp_path / "out"
@@ -132,6 +133,7 @@ def test_what_a_run_leaves_behind(tmp_path, stage):
     assert names == ["step00000008", "step00000012"], "two are kept"
     assert (out / "checkpoints" / "latest").read_text() == "step00000012"
     assert list((tmp_path / "tb").rglob("events.out.tfevents*"))
+    assert {"mst_loss.csv", "mst_sparsity.csv"} <= {path.name for path in (tmp_path / "csv").rglob("*.csv")}
 
 
 def test_the_losses_do_not_depend_on_how_many_processes_share_the_batch(tmp_path):
@@ -277,3 +279,19 @@ def test_help_shows_how_it_is_started():
         env=tiny_run.environment(), capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "deepspeed --num_accelerators 2 --module mst_scale.pretrain" in child.stdout
+
+
+def test_weight_decay_is_for_matrices_alone():
+    from mst_scale.config import ModelConfig
+    from mst_scale.models.gpt import GPT
+    from mst_scale.pretrain import decay_groups
+
+    model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=8, context=8, vocab_size=10, vocab_multiple=1, bias=True))
+    decayed, others = decay_groups(model)
+    assert "weight_decay" not in decayed and others["weight_decay"] == 0.0
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
+    for parameter in others["params"]:
+        assert names[id(parameter)].endswith("bias") or ".ln_" in "." + names[id(parameter)]
+    for parameter in decayed["params"]:
+        assert parameter.dim() == 2

@@ -12,6 +12,8 @@ MATRICES = ("embed.weight", "up.weight", "down.weight", "out.weight")
 CASES = [(0, "fp32", {}), (1, "fp32", {}), (2, "fp32", {}), (3, "fp32", {})]
 CASES += [(stage, "bf16", {}) for stage in range(4)]
 CASES += [(stage, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}) for stage in (2, 3)]
+TORCH_ADAM = {"optimizer": {"params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}}
+CASES += [(stage, "fp32", TORCH_ADAM) for stage in range(4)] + [(2, "bf16", TORCH_ADAM)]
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 CASES += [(2, "bf16", OFFLOAD), (3, "bf16", OFFLOAD), (2, "fp32", OFFLOAD), (3, "fp32", OFFLOAD)]
 

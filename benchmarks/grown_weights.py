@@ -1,0 +1,134 @@
+"""Do grown weights disturb Adam, and does seeding their second moment help?
+
+    python -m benchmarks.grown_weights [--data DIR] [--json | --markdown]
+
+A grown weight starts at 0 with m = v = 0 while Adam's step count is long past its bias correction: its first updates
+are (1 - β₁)g/√((1 - β₂)g²) and more, several times the learning rate for β₂ = 0.999. `seeded` gives it v = max(g², mean
+g² of the layer) of the growth gradient (mst.topology.grown_moments). A GPT of 2 layers, width 64, on bytes of Python's
+library, 80 % sparse throughout, a topology step every 40 steps exchanging 30 % of the active weights; the same batches
+on all sides.
+
+    first updates   mean |Δw| of grown weights in the k-th step after they grew, in units of the learning rate
+    bump            mean loss of the 5 steps after a topology step minus that of the 5 before, in the second half
+    final loss      mean over the last 50 steps
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+INTERVAL, WARM, RATE = 40, 100, 3e-3
+Row = dict[str, Any]
+
+
+def train(sampler: Any, grown_moments: str, beta2: float, steps: int) -> Row:
+    import mst_scale
+    from mst_scale.config import ModelConfig
+    from mst_scale.models.gpt import GPT
+
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(n_layer=2, n_head=4, n_embd=64, context=128, vocab_size=257, vocab_multiple=1))
+    config = {
+        "train_batch_size": 16,
+        "optimizer": {"type": "AdamW", "params": {"lr": RATE, "betas": [0.9, beta2], "weight_decay": 0.1}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 0},
+        "steps_per_print": 2**31,
+        "training": {"steps": steps},
+        "mst": {
+            "method": "sparse",
+            "sparsity": {"max": 0.8},
+            "topology": {"interval": INTERVAL, "update_schedule": "constant", "grown_moments": grown_moments},
+        },
+    }
+    engine = mst_scale.initialize(model=model, config=config)[0]
+    losses: list[float] = []
+    sizes: dict[int, list[float]] = {k: [] for k in range(1, 6)}
+    grown: dict[int, torch.Tensor] = {}
+    for step in range(steps):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = RATE * min(1.0, (step + 1) / WARM)
+        controller = engine.mst
+        before = {i: controller.shards.weight(i)[where].clone() for i, where in grown.items()}
+        loss = engine(*sampler.batch(step, range(16)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        age = step + 1 - controller.changed_at
+        if before and age in sizes and step > steps // 2:
+            moved = [(controller.shards.weight(i)[where] - before[i]).abs() for i, where in grown.items()]
+            sizes[age].append(float(torch.cat(moved).mean()) / RATE)
+        if age == 0:
+            grown = {i: c.grown_indices() for i, c in enumerate(controller.changes) if c.grown}
+    at = [s for s in range(INTERVAL, steps - 5, INTERVAL) if s > steps // 2]
+    bumps = [statistics.fmean(losses[s : s + 5]) - statistics.fmean(losses[s - 5 : s]) for s in at]
+    return {
+        "beta2": beta2,
+        "grown_moments": grown_moments,
+        "first_updates": [round(statistics.fmean(sizes[k]), 3) for k in sizes],
+        "bump": round(statistics.fmean(bumps), 4),
+        "bump_error": round(statistics.stdev(bumps) / len(bumps) ** 0.5, 4),
+        "final_loss": round(statistics.fmean(losses[-50:]), 4),
+        "steps": steps,
+    }
+
+
+def run(data: str, steps: int) -> list[Row]:
+    from mst_scale import distributed
+    from mst_scale.data.corpus import open_tokens
+    from mst_scale.data.prepare import ensure
+    from mst_scale.data.sampler import Sampler
+
+    distributed.init()
+    ensure(data, "stdlib", "byte")
+    sampler = Sampler(open_tokens(data, "train"), 128, seed=1)
+    return [train(sampler, how, beta2, steps) for beta2 in (0.95, 0.999) for how in ("zero", "seeded")]
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| β₂ | v of grown weights | first updates 1 … 5 (× learning rate) | bump | final loss |",
+        "|---|---|---|---|---|",
+    ]
+    for r in rows:
+        updates = ", ".join(f"{u:.2f}" for u in r["first_updates"])
+        bump = f"{r['bump']:+.4f} ± {r['bump_error']:.4f}"
+        lines.append(f"| {r['beta2']} | {r['grown_moments']} | {updates} | {bump} | {r['final_loss']:.4f} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.grown_weights",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--data", default="corpora/stdlib-byte", metavar="DIR")
+    parser.add_argument("--steps", type=int, default=1600)
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="for machines")
+    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    options = parser.parse_args(arguments)
+    rows = run(options.data, options.steps)
+    if options.json:
+        print(json.dumps({"machine": {"torch": torch.__version__}, "rows": rows}))
+    elif options.markdown:
+        title, _, text = (__doc__ or "").partition("\n")
+        body = text.strip().split("\n\n", 1)[1]
+        command = f"python -m benchmarks.grown_weights --steps {options.steps} --markdown"
+        print(f"# {title}\n\n`{command}`\n\ntorch {torch.__version__}, CPU float32, {os.cpu_count()} cores\n")
+        print(f"{table(rows)}\n\n{body}")
+    else:
+        print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
