@@ -216,8 +216,8 @@ class CutParameters:
         return _states_of(self.optimizer, self.owner(i), self._position(i)[1], self.slices[i].length)
 
     def gradient(self, i: int) -> torch.Tensor | None:
-        whole = safe_get_local_grad(self.parameters[i])
-        return None if whole is None else whole.view(-1)[: self.slices[i].length]
+        whole = safe_get_local_grad(self.parameters[i])  # on the accelerator, also where the optimizer is offloaded
+        return None if whole is None else whole.view(-1)[: self.slices[i].length].to(self.owner(i).device)
 
     def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
         parameter = self.parameters[i]
@@ -439,6 +439,8 @@ def fit_universal_checkpoints(engine: Any) -> None:
             _load_replicated(engine, zero)
         else:
             path, state = load(load_dir, tag=tag, **others)
+        if path is None:
+            return path, state
         for group, saved in zip(optimizer.param_groups, common["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for kept in optimizer.state.values():

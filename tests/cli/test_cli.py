@@ -1,0 +1,94 @@
+"""The `mst` command as a whole: help with examples, exit codes, one line for a user's mistake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mst_scale import cli
+from tests import tiny_run
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_has_help_with_an_example(verb, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([verb, "--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert f"mst {verb}" in text.split("usage:")[1].split("\n", 2)[2], "an example"
+
+
+def test_the_verbs_are_listed(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"    {verb}" in text for verb in cli.VERBS)
+
+
+@pytest.mark.parametrize("argv", [[], ["nonsense"], ["bench"], ["bench", "nonsense"], ["data", "--nonsense"]])
+def test_wrong_use_exits_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(argv)
+    assert left.value.code == 2
+
+
+def run_verb(error):
+    def run(args):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ValueError("no such thing; the cure is this"), 2, "mst: no such thing; the cure is this\n"),
+        (OSError(28, "No space left on device"), 1, "mst: [Errno 28] No space left on device\n"),
+        (KeyboardInterrupt(), 1, "mst: stopped\n"),
+    ],
+)
+def test_errors_are_one_line(error, code, text, monkeypatch, capsys):
+    import mst_scale.cli.data
+
+    monkeypatch.setattr(mst_scale.cli.data, "run", run_verb(error))
+    monkeypatch.delenv("MST_TRACEBACK", raising=False)
+    assert cli.main(["data", "stdlib"]) == code
+    assert capsys.readouterr().err == text
+
+
+def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
+    import mst_scale.cli.data
+
+    def run(args):
+        first, second = [1, 2, 3]  # a ValueError that nobody raised on purpose
+        return first + second
+
+    monkeypatch.setattr(mst_scale.cli.data, "run", run)
+    with pytest.raises(ValueError, match="too many values"):
+        cli.main(["data", "stdlib"])
+
+
+def test_it_runs_as_a_module_and_answers_machines(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "mst_scale",
+        "data",
+        "stdlib",
+        "--max-bytes",
+        "300K",
+        "--out",
+        str(tmp_path),
+        "--json",
+    ]
+    child = subprocess.run(command, env=tiny_run.environment(), capture_output=True, text=True, check=True)
+    meta = json.loads(child.stdout)
+    assert meta["tokenizer"] == "byte" and meta["splits"]["train"]["tokens"] > 100_000
+
+
+def test_bench_hands_its_options_on(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["bench", "topology", "--help"])
+    assert left.value.code == 0
+    assert "--ranks" in capsys.readouterr().out
