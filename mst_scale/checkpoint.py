@@ -126,8 +126,8 @@ def _loadable(checkpoint: Path, world_size: int, stage: int) -> tuple[Path, bool
     if (checkpoint / UNIVERSAL / MANIFEST).is_file():
         return checkpoint / UNIVERSAL, True
     raise ValueError(
-        f"{checkpoint} was saved by {saved_ranks} ranks at ZeRO stage {saved_stage}, and here are {world_size} at stage "
-        f"{stage}: mst reshape {checkpoint} makes a copy that they can load; then start again"
+        f"{checkpoint} was saved by {saved_ranks} ranks at ZeRO stage {saved_stage}, and here are {world_size} at "
+        f"stage {stage}: mst reshape {checkpoint} makes a copy that they can load; then start again"
     )
 
 

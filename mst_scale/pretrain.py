@@ -90,11 +90,12 @@ class Run:
         """Data, model, engine, checkpoint: whatever can be refused is refused here."""
         tag = self._choose_checkpoint(resume)
         self.ranks.on_first(self._compare_with_before)
+        source = None if tag is None else self._loadable(tag)
         folder = self.ranks.on_first(self._corpus)
         self.train, self.val = self.ranks.together(lambda: (self._open(folder, "train"), self._open(folder, "val")))
         self.engine = self.ranks.together(self._build)
         self.device = next(self.engine.module.parameters()).device
-        self.step = 0 if tag is None else self._load(tag)
+        self.step = 0 if source is None else self._load(*source)
         self.ranks.on_first(self._describe)
         if self.ranks.first:
             self.metrics = MetricsFile(self.out / "metrics.jsonl", self.step)
@@ -161,10 +162,16 @@ class Run:
         deepspeed.setdefault("steps_per_print", 2**31)
         return Experiment(self.experiment.model, self.experiment.data, self.training, self.experiment.mst, deepspeed)
 
-    def _load(self, tag: str) -> int:
-        state = self.ranks.together(lambda: zero_shards.load_checkpoint(self.engine, self.checkpoints, tag))
+    def _loadable(self, tag: str) -> tuple[Path, bool]:
+        """The checkpoint, or its universal copy where other ranks or another ZeRO stage have saved it."""
+        stage = zero_shards.zero_stage(self.experiment.deepspeed)
+        return checkpoint.loadable(self.checkpoints / tag, self.ranks, stage)
+
+    def _load(self, path: Path, universal: bool) -> int:
+        state = self.ranks.together(lambda: zero_shards.load_checkpoint(self.engine, path, universal))
         self.flops_spent, self.flops_dense = state["flops"], state["flops_dense"]
-        logger.info("continuing %s from step %d", self.out, state["step"])
+        how = ", reshaped" if universal else ""
+        logger.info("continuing %s from step %d%s", self.out, state["step"], how)
         return int(state["step"])
 
     def _compare_with_before(self) -> None:

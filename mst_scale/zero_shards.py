@@ -396,16 +396,16 @@ def errors_after_saving(engine: Any) -> Iterator[None]:
         raise errors[0]
 
 
-def load_checkpoint(engine: Any, folder: Path, tag: str, universal: bool = False) -> dict[str, Any]:
+def load_checkpoint(engine: Any, checkpoint: Path, universal: bool = False) -> dict[str, Any]:
     """Weights, optimizer and our own state; a checkpoint that does not fit is a ValueError that says so."""
     before = engine._config.load_universal_checkpoint
     engine._config.load_universal_checkpoint = universal
     try:
-        path, state = engine.load_checkpoint(str(folder), tag=tag)
+        path, state = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     finally:
         engine._config.load_universal_checkpoint = before
     if path is None:
-        raise ValueError(f"{folder / tag} does not hold a checkpoint for this model, ZeRO stage and number of ranks")
+        raise ValueError(f"{checkpoint} does not hold a checkpoint for this model, ZeRO stage and number of ranks")
     return dict(state)
 
 

@@ -30,6 +30,7 @@ LAYERS = {
     "checkpoint": 5,
     "engine": 6,
     "inspect": 6,
+    "reshape": 6,
     "pretrain": 7,
     "cli": 8,
     "__main__": 9,
