@@ -190,17 +190,17 @@ def test_gathering_residues_equals_diagonals(monkeypatch: pytest.MonkeyPatch) ->
             check("cpp", tensors, pattern, causal)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_any_number_of_threads(threads: int) -> None:
-    before = torch.get_num_threads()
-    q, k, v, dout = inputs((2, 4, 700, 16), 4, torch.float32)  # 5.6 million multiply-adds: enough for 5 threads
-    first = differentiate(lambda *x: attention(*x, Pattern("strided", 64), True, "cpp"), q, k, v, dout)
-    try:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stride", [64, 9])  # by diagonals and by residues
+def test_any_number_of_threads(dtype: torch.dtype, stride: int) -> None:
+    tensors = inputs((3, 4, 700, 16), 2, dtype)  # enough work for 5 threads with either stride
+    assert Pattern("strided", stride).pairs(700) * 12 * 16 > 5 * cpp.PER_THREAD
+    results = []
+    for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        again = differentiate(lambda *x: attention(*x, Pattern("strided", 64), True, "cpp"), q, k, v, dout)
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))  # no sum depends on the split of work
+        results.append(differentiate(lambda *x: attention(*x, Pattern("strided", stride), True, "cpp"), *tensors))
+    for other in results[1:]:  # no sum depends on how the work is split
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_small_blocks_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:

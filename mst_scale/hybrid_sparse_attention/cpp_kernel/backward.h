@@ -7,8 +7,8 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
     using typename Base::Diagonal;
     using typename Base::Matrix;
     using Base::call, Base::plan, Base::n, Base::d, Base::wide, Base::log2e, Base::W, Base::LANES, Base::STREAM;
-    using Base::rows, Base::copy_rows, Base::transpose, Base::pieces, Base::mask, Base::diagonals, Base::dot;
-    using Base::Base;
+    using Base::rows, Base::copy_rows, Base::transpose, Base::pieces, Base::mask, Base::diagonals, Base::dots;
+    using Base::Base, Base::whole_vectors;
 
     struct Scratch {
         Buffer<T> kt, vt, k, v, dk, dv, s, dp, q, dout;
@@ -24,12 +24,13 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
         i64 row;  // stride of dq
     };
     void load_keys(Scratch& f, const View<IO>& k, const View<IO>& v, const Rows& r, i64 b0, i64 lanes) const {
-        copy_rows(k, r.at(b0), r.step, lanes, LANES, f.k);
-        copy_rows(v, r.at(b0), r.step, lanes, LANES, f.v);
-        transpose(f.k, f.kt, T(call.scale) * log2e);
-        transpose(f.v, f.vt, T(call.scale));
-        std::fill(f.dk + 0, f.dk + LANES * wide, T(0));
-        std::fill(f.dv + 0, f.dv + LANES * wide, T(0));
+        const i64 padded = whole_vectors(lanes);
+        copy_rows(k, r.at(b0), r.step, lanes, padded, f.k);
+        copy_rows(v, r.at(b0), r.step, lanes, padded, f.v);
+        transpose(f.k, lanes, f.kt, T(call.scale) * log2e);
+        transpose(f.v, lanes, f.vt, T(call.scale));
+        std::fill(f.dk + 0, f.dk + padded * wide, T(0));
+        std::fill(f.dv + 0, f.dv + padded * wide, T(0));
     }
     void backward_band(Scratch& f, const Band& band, i64 b0, i64 lanes, const Queries& x) const {
         const i64 from = std::max<i64>(0, band.high.first_above(b0));
@@ -60,13 +61,13 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
         for (const Diagonal& g : diagonals(row, lanes, -1)) {
             const i64 first = row + g.shift + g.first, count = g.last - g.first;
             const Matrix q = rows(x.q, first, 1, count, f.q), dout = rows(x.dout, first, 1, count, f.dout);
+            dots(q, {f.k + g.first * wide, wide}, count, f.s);
+            dots(dout, {f.v + g.first * wide, wide}, count, f.dp);
             for (i64 r = 0; r < count; r++) {
-                f.s[r] = factor * dot(q.data + r * q.row, f.k + (g.first + r) * wide) - x.lse2[first + r];
-                const T dp = dot(dout.data + r * dout.row, f.v + (g.first + r) * wide);
-                f.dp[r] = T(call.scale) * dp - x.delta[first + r];
+                f.s[r] = factor * f.s[r] - x.lse2[first + r];
+                f.dp[r] = T(call.scale) * f.dp[r] - x.delta[first + r];
             }
-            for (i64 r = count; r < LANES; r++) f.s[r] = f.dp[r] = 0;
-            for (i64 r = 0; r < LANES; r += W) {
+            for (i64 r = 0; r < count; r += W) {
                 const Vec<T> p = exp2v<T>(load(f.s + r));
                 store<T>(f.s + r, p);
                 store<T>(f.dp + r, p * load(f.dp + r));
@@ -115,11 +116,16 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
             const T* lse = (const T*)call.lse + (b * call.heads + h) * n;
             T* to = in_place ? (T*)dq.data : dqs + e * n * wide;
             const i64 row = in_place ? dq.row : wide;
-            for (i64 i = 0; i < n; i++) {
-                lse2[e * n + i] = lse[i] == -std::numeric_limits<T>::infinity() ? -lse[i] : lse[i] * log2e;
-                const Matrix o = rows(out, i, 1, 1, f.q), x = rows(dout, i, 1, 1, f.dout);
-                delta[e * n + i] = T(call.scale) * dot(o.data, x.data);
-                std::fill(to + i * row, to + i * row + wide, T(0));
+            for (i64 i = 0; i < n; i += LANES) {
+                const i64 count = std::min(LANES, n - i);
+                const Matrix o = rows(out, i, 1, count, f.q), x = rows(dout, i, 1, count, f.dout);
+                dots(o, x, count, f.s);
+                for (i64 r = 0; r < count; r++) {
+                    const T sum = lse[i + r];
+                    lse2[e * n + i + r] = sum == -std::numeric_limits<T>::infinity() ? -sum : sum * log2e;
+                    delta[e * n + i + r] = T(call.scale) * f.s[r];
+                    std::fill_n(to + (i + r) * row, wide, T(0));
+                }
             }
             queries.push_back({{call.q, b, h}, dout, lse2 + e * n, delta + e * n, to, row});
         }

@@ -7,14 +7,15 @@ template <class T, class IO> struct Forward : Tiles<T, IO> {
     using typename Base::Diagonal;
     using typename Base::Matrix;
     using Base::call, Base::plan, Base::n, Base::d, Base::wide, Base::log2e, Base::W, Base::LANES, Base::STREAM;
-    using Base::rows, Base::copy_rows, Base::transpose, Base::pieces, Base::mask, Base::diagonals, Base::dot;
-    using Base::Base;
+    using Base::rows, Base::copy_rows, Base::transpose, Base::pieces, Base::mask, Base::diagonals, Base::dots;
+    using Base::Base, Base::whole_vectors;
 
     struct Scratch {
-        Buffer<T> natural, qt, out, s, keys, values, top, total;
+        Buffer<T> natural, qt, out, s, keys, values, top, total, dots;
         explicit Scratch(i64 wide)
             : natural(LANES * wide), qt(LANES * wide), out(LANES * wide), s(STREAM * LANES),
-              keys(std::max(STREAM, LANES) * wide), values(std::max(STREAM, LANES) * wide), top(LANES), total(LANES) {}
+              keys(std::max(STREAM, LANES) * wide), values(std::max(STREAM, LANES) * wide), top(LANES), total(LANES),
+              dots(LANES) {}
     };
     struct Head {  // one query head as the forward reads and writes it
         View<IO> q, k, v, out;
@@ -76,10 +77,11 @@ template <class T, class IO> struct Forward : Tiles<T, IO> {
             for (i64 m = 0; m < count; m++) {
                 const Diagonal& g = found[at + m];
                 T* s = f.s + m * LANES;
+                const i64 inside = g.last - g.first;
+                const Matrix key = rows(k, row + g.shift + g.first, 1, inside, f.keys);
+                dots({f.natural + g.first * wide, wide}, key, inside, f.dots);
                 std::fill(s, s + LANES, -std::numeric_limits<T>::infinity());
-                const Matrix key = rows(k, row + g.shift + g.first, 1, g.last - g.first, f.keys);
-                for (i64 i = g.first; i < g.last; i++)
-                    s[i] = factor * dot(f.natural + i * wide, key.data + (i - g.first) * key.row);
+                for (i64 i = 0; i < inside; i++) s[g.first + i] = factor * f.dots[i];
             }
             soften(f, count, 0, (lanes + W - 1) / W);
             for (i64 m = 0; m < count; m++) {
@@ -95,8 +97,8 @@ template <class T, class IO> struct Forward : Tiles<T, IO> {
         }
     }
     void load_queries(Scratch& f, const View<IO>& q, const Rows& r, i64 a0, i64 lanes) const {
-        copy_rows(q, r.at(a0), r.step, lanes, LANES, f.natural);
-        transpose(f.natural, f.qt, T(call.scale) * log2e);
+        copy_rows(q, r.at(a0), r.step, lanes, whole_vectors(lanes), f.natural);
+        transpose(f.natural, lanes, f.qt, T(call.scale) * log2e);
     }
     void finish(Scratch& f, const Rows& r, i64 a0, i64 lanes, const Head& x) const {
         for (i64 i = 0; i < lanes; i++) {

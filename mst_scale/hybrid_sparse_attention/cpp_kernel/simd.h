@@ -55,11 +55,41 @@ template <class T> INLINE Vec<T> exp2v(Vec<T> x) {
     const auto scaled = (typename S::I)p + ((typename S::I)rounded << S::MANTISSA);
     return tiny ? Vec<T>{} : (Vec<T>)scaled;
 }
-template <class T> INLINE T sum(Vec<T> x) {
-    T total = 0;
-    for (int i = 0; i < Simd<T>::WIDTH; i++) total += x[i];
-    return total;
-}
+// Two vectors with their blocks of S lanes exchanged: `low` is a's even blocks with b's between them, `high` the odd ones.
+// log2(WIDTH) rounds of this transpose WIDTH vectors; with an addition instead of the exchange they sum each of them.
+template <class T, int S> struct Exchange {
+    using V = Vec<T>;
+    using I = typename Simd<T>::I;
+    I low, high;
+    INLINE Exchange() {
+        constexpr int W = Simd<T>::WIDTH;
+        for (int i = 0; i < W; i++) low[i] = i & S ? W + i - S : i, high[i] = i & S ? W + i : i + S;
+    }
+#if defined(__clang__)
+    static INLINE V pick(V a, V b, I at) {
+        V out;
+        for (int i = 0; i < Simd<T>::WIDTH; i++) out[i] = at[i] < Simd<T>::WIDTH ? a[at[i]] : b[at[i] - Simd<T>::WIDTH];
+        return out;
+    }
+#else
+    static INLINE V pick(V a, V b, I at) { return __builtin_shuffle(a, b, at); }
+#endif
+    INLINE void transpose(V* x) const {
+#pragma GCC unroll 16
+        for (int i = 0; i < Simd<T>::WIDTH; i++)
+            if (!(i & S)) {
+                const V a = x[i], b = x[i + S];
+                x[i] = pick(a, b, low), x[i + S] = pick(a, b, high);
+            }
+        if constexpr (S > 1) Exchange<T, S / 2>().transpose(x);
+    }
+    INLINE V sums(V* x) const {  // lane i of the result is the sum of x[i]
+#pragma GCC unroll 16
+        for (int i = 0; i < S; i++) x[i] = pick(x[i], x[i + S], low) + pick(x[i], x[i + S], high);
+        if constexpr (S > 1) return Exchange<T, S / 2>().sums(x);
+        return x[0];
+    }
+};
 
 // Storage types that are computed in float.
 struct bfloat { uint16_t bits; };

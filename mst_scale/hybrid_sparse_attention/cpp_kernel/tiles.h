@@ -62,6 +62,7 @@ template <class T, class IO> struct Tiles {
         copy_rows(x, first, step, count, count, scratch);
         return {scratch, wide};
     }
+    i64 whole_vectors(i64 lanes) const { return (lanes + W - 1) / W * W; }
     void copy_rows(const View<IO>& x, i64 first, i64 step, i64 count, i64 padded, T* to) const {
         for (i64 r = 0; r < count; r++) {
             convert(x.data + (first + r * step) * x.row, to + r * wide, d);
@@ -69,11 +70,17 @@ template <class T, class IO> struct Tiles {
         }
         std::fill(to + count * wide, to + padded * wide, T(0));
     }
-    // Columns of `to` (LANES apart) are the rows of `from`, times `factor`.
-    void transpose(const T* from, T* to, T factor) const {
-        for (i64 c = 0; c < d; c += 8)
-            for (i64 r = 0; r < LANES; r++)
-                for (i64 k = c; k < std::min(c + 8, d); k++) to[k * LANES + r] = factor * from[r * wide + k];
+    // Columns of `to` (LANES apart) are the first `lanes` rows of `from`, times `factor`.
+    void transpose(const T* from, i64 lanes, T* to, T factor) const {
+        for (i64 r = 0; r < lanes; r += W)
+            for (i64 c = 0; c < wide; c += W) {
+                Vec<T> x[W];
+#pragma GCC unroll 16
+                for (int i = 0; i < W; i++) x[i] = factor * load(from + (r + i) * wide + c);
+                Exchange<T, W / 2>().transpose(x);
+#pragma GCC unroll 16
+                for (int i = 0; i < W; i++) store<T>(to + (c + i) * LANES + r, x[i]);
+            }
     }
 
     // Cut the streamed rows [from, to) of a band into pieces, each with the whole vectors of lanes it can touch: STREAM
@@ -120,9 +127,16 @@ template <class T, class IO> struct Tiles {
         }
         return found;
     }
-    INLINE T dot(const T* a, const T* b) const {
-        Vec<T> total{};
-        for (i64 c = 0; c < wide; c += W) total += load(a + c) * load(b + c);
-        return sum<T>(total);
+    // out[i] = row i of a · row i of b, for `count` rows; writes whole vectors
+    void dots(const Matrix& a, const Matrix& b, i64 count, T* out) const {
+        for (i64 r = 0; r < count; r += W) {
+            Vec<T> x[W];
+            for (i64 i = 0; i < W; i++) {
+                x[i] = Vec<T>{};
+                for (i64 c = 0; r + i < count && c < wide; c += W)
+                    x[i] += load(a.data + (r + i) * a.row + c) * load(b.data + (r + i) * b.row + c);
+            }
+            store<T>(out + r, Exchange<T, W / 2>().sums(x));
+        }
     }
 };
