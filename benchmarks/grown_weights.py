@@ -57,6 +57,7 @@ def train(sampler: Any, grown_moments: str, beta2: float, steps: int) -> Row:
             group["lr"] = RATE * min(1.0, (step + 1) / WARM)
         controller = engine.mst
         before = {i: controller.shards.weight(i)[where].clone() for i, where in grown.items()}
+        flags = [mask.flags() for mask in controller.masks]
         loss = engine(*sampler.batch(step, range(16)))
         engine.backward(loss)
         engine.step()
@@ -66,7 +67,8 @@ def train(sampler: Any, grown_moments: str, beta2: float, steps: int) -> Row:
             moved = [(controller.shards.weight(i)[where] - before[i]).abs() for i, where in grown.items()]
             sizes[age].append(float(torch.cat(moved).mean()) / RATE)
         if age == 0:
-            grown = {i: c.grown_indices() for i, c in enumerate(controller.changes) if c.grown}
+            new = [mask.flags() & ~old for mask, old in zip(controller.masks, flags, strict=True)]
+            grown = {i: where.nonzero().view(-1) for i, where in enumerate(new)}
     at = [s for s in range(INTERVAL, steps - 5, INTERVAL) if s > steps // 2]
     bumps = [statistics.fmean(losses[s : s + 5]) - statistics.fmean(losses[s - 5 : s]) for s in at]
     return {

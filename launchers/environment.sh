@@ -34,3 +34,5 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
     printf '%s\n' "$wanted" >"$venv/.installed"
 fi
 export PATH="$venv/bin:$PATH"
+# DeepSpeed compiles small operators at first use; each environment keeps its own, built for its own torch.
+export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$venv/torch_extensions}"

@@ -150,6 +150,12 @@ def damage(checkpoint: Path, ranks: Ranks | None = None, within: str = "") -> li
     return faults
 
 
+def refuse_damage(checkpoint: Path, ranks: Ranks) -> None:
+    faults = damage(checkpoint, ranks)
+    if faults:
+        raise OSError(f"checkpoint {checkpoint} is damaged: {faults[0]}")
+
+
 def file_digest(path: Path) -> str:
     """sha256 of a file, reading 1 MiB at a time."""
     digest = hashlib.sha256()

@@ -15,6 +15,7 @@ The order of one optimizer step, with what the controller adds marked by *:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,8 @@ class Controller:
                 gradient = torch.zeros(mask.length, device=mask.device)
             if self.due:
                 self.kept[i] = gradient.detach().to(torch.float32, copy=True)
+                if not self.kept[i].isfinite().all():
+                    continue  # not masked, so that DeepSpeed's own check sees it and all ranks skip this step
             if masks_gradient and not mask.dense:
                 mask.retain_(gradient)
                 self.shards.put_gradient(i, gradient)
@@ -187,6 +190,11 @@ class Controller:
 
     def _after_step(self) -> None:
         self.kept.clear()
+        # the counts stay, the bits (two a weight) go
+        self.changes = [replace(change, pruned_bits=None, grown_bits=None) for change in self.changes]
+        if self.masks.dense and self.step >= self.schedule.sparse_until:
+            for mask in self.masks:
+                mask.ever = None
         if self.updated or not self.due:  # an overflow leaves the topology step due at the next boundary
             self.settled = self.step
         if self.due and self.updated:

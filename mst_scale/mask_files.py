@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import MaskSet, Shard
-from mst_scale.sparsity_variation import Point
+from mst_scale.sparsity_variation import Point, Schedule
 
 FOLDER = "mst"
 FORMAT = "mst_scale masks 1"
@@ -39,6 +39,7 @@ class Rider(Protocol):
     seed: int
     settled: int
     digests: list[int]
+    schedule: Schedule
 
     @property
     def step(self) -> int: ...
@@ -56,9 +57,16 @@ def ride_along(engine: Any, rider: Rider) -> None:
     ) -> Any:
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         # before DeepSpeed's own files, so that its `latest` never names a checkpoint without masks
-        write(Path(save_dir) / tag, rider, engine.global_rank)
+        failure = None
+        try:
+            write(Path(save_dir) / tag, rider, engine.global_rank)
+        except (OSError, SafetensorError) as error:  # raised below: the other ranks wait for us in DeepSpeed's save
+            failure = error
         state = {**(client_state or {}), "mst": describe(rider)}
-        return save(save_dir, tag=tag, client_state=state, **others)
+        saved = save(save_dir, tag=tag, client_state=state, **others)
+        if failure is not None:
+            raise OSError(f"cannot write {file_of(Path(save_dir) / tag, engine.global_rank)}: {failure}")
+        return saved
 
     def load_checkpoint(load_dir: str, tag: str | None = None, load_module_only: bool = False, **others: Any) -> Any:
         if load_module_only and not rider.masks.dense:
@@ -87,6 +95,7 @@ def describe(rider: Rider) -> dict[str, Any]:
         "phase": str(point.phase),
         "target_sparsity": point.sparsity,
         "seed": rider.seed,
+        "schedule": str(rider.schedule),
         "files": 1 if rider.exchange.group is None else rider.exchange.ranks,
         "names": rider.masks.names,
         "digests": list(rider.digests),
@@ -155,6 +164,12 @@ def restore(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> 
         raise ValueError(f"{checkpoint / FOLDER} holds the masks of another checkpoint: copy it again with its own")
     if found.head["names"] != rider.masks.names:
         raise ValueError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
+    for what, now in (("schedule", str(rider.schedule)), ("seed", rider.seed)):
+        if found.head[what] != now:
+            raise ValueError(
+                f"{checkpoint} was trained with another {what} of sparsity: keep training.steps, the seed and the mst "
+                "block as they were, or go on dense with --method dense"
+            )
     rider.masks.load(found.ranks)
     rider.settled = int(state["settled"])
     rider.digests = rider.masks.digests(rider.exchange)

@@ -80,6 +80,7 @@ class Run:
         self.peak = peak_learning_rate(experiment.deepspeed)
         self.checkpoints = out / "checkpoints"
         self.nonfinite = 0
+        self.layers: dict[str, dict[str, Any]] = {}
         self.asked_to_stop = False
         self.flops_spent = self.flops_dense = 0.0
         self.flops_per_step: dict[Any, float] = {}
@@ -141,6 +142,7 @@ class Run:
         if resume not in existing:
             found = f"it has {', '.join(existing)}" if existing else "there is none"
             self.ranks.refuse(ValueError(f"no checkpoint {resume!r} in {self.checkpoints}: {found}"))
+        self.ranks.together(lambda: checkpoint.refuse_damage(self.checkpoints / resume, self.ranks))
         return resume
 
     def _build(self) -> Any:
@@ -203,6 +205,7 @@ class Run:
         self._count_flops()
         loss = self._update()
         self.step += 1
+        self._gather_changes()
         last = self.step == t.steps
         logs, evaluates, saves = (
             last or bool(every and self.step % every == 0) for every in (t.log_every, t.eval_every, t.save_every)
@@ -218,6 +221,8 @@ class Run:
         if (saves or stop) and not self.nonfinite:
             self.line.close()
             self._save()
+        if self.nonfinite and (stop or last):
+            self._refuse_nonfinite()
         if stop and not last:
             self.line.say(f"asked to stop: step {self.step} is saved, the same command continues")
             raise SystemExit(0)
@@ -308,9 +313,20 @@ class Run:
             "tokens_per_s": self.batch * context / seconds,
             "step_ms": 1e3 * seconds,
         }
-        if mst.changed_at > self.window:  # what the topology steps since the last row have come to
-            row["layers"] = {change.name: describe(change) for change in mst.changes}
+        if self.layers:  # what the topology steps since the last row have come to
+            row["layers"], self.layers = self.layers, {}
         return row
+
+    def _gather_changes(self) -> None:
+        """Add up what topology steps do to each layer between two logged rows."""
+        mst = self.engine.mst
+        if mst.changed_at != self.step:
+            return
+        for change in mst.changes:
+            now, before = describe(change), self.layers.get(change.name, {})
+            for count in ("pruned", "grown", "regrown", "churn"):
+                now[count] += before.get(count, 0)
+            self.layers[change.name] = now
 
     def _monitor(self, row: dict[str, Any]) -> None:
         samples = self.step * self.batch
@@ -327,6 +343,10 @@ class Run:
     def _count_nonfinite(self, nonfinite: bool) -> None:
         self.nonfinite = self.nonfinite + 1 if nonfinite else 0
         if self.nonfinite >= self.training.stop_after_nonfinite:
+            self._refuse_nonfinite()
+
+    def _refuse_nonfinite(self) -> None:
+        if self.nonfinite:
             rate = learning_rate(self.step - 1, self.peak, self.training)
             message = (
                 f"the loss was not a finite number in {self.nonfinite} steps in a row up to step {self.step} (learning "

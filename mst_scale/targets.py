@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from mst_scale.config import MSTConfig, TargetsConfig
+from mst_scale.distributed import logger
 from mst_scale.sparsity_variation import Variation
 from mst_scale.zero_shards import is_matrix
 
@@ -18,6 +19,8 @@ def choose_targets(model: nn.Module, targets: TargetsConfig) -> dict[str, nn.Par
     Vectors, norms and embeddings never do. The head does if `lm_head` says so, also where it is the token embedding.
     """
     head = _head_of(model)
+    if head is None and not targets.lm_head:
+        logger.info("the model has no get_output_embeddings: mst.targets.lm_head finds no head, use exclude")
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     norms = {id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)}
     matrices = {

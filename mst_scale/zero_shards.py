@@ -53,7 +53,7 @@ def base_optimizer(engine: Any) -> Any:
 def grad_norm(engine: Any) -> float | None:
     """Norm of the last update's gradient, before clipping; None where DeepSpeed does not compute one."""
     norm = engine.get_global_grad_norm()
-    return None if norm is None else float(norm)
+    return None if norm is None else float(norm) / _norm_scale(engine)
 
 
 def guard_plain_step(engine: Any) -> None:
@@ -63,7 +63,7 @@ def guard_plain_step(engine: Any) -> None:
     not finite is skipped and reported as overflow.
     """
     optimizer: Any = engine.optimizer
-    if base_optimizer(engine) is not optimizer:
+    if base_optimizer(engine) is not optimizer or engine.mpu is not None:
         return
     step, clip = optimizer.step, engine.gradient_clipping()
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
@@ -173,6 +173,8 @@ class FlatPartitions:
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
             return self.weight(i)  # empty
+        if self.zero.cpu_offload:  # gradients travel to the CPU while backward goes on
+            self.zero._wait_for_offload_copies()
         return mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)  # type: ignore[attr-defined]
 
     def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
@@ -257,6 +259,23 @@ def _refuse_untested(engine: Any) -> None:
             "bf16 with ZeRO-1 and data_types.grad_accum_dtype = fp32 takes its gradient norm from full gradients, "
             "which no rank can mask with its shard of the masks: use ZeRO-2, or leave grad_accum_dtype out"
         )
+    zero = engine._config.zero_config
+    stage = engine.zero_optimization_stage()
+    untested = {
+        "zero_optimization.zenflow": zero.zenflow is not None,
+        "compile.deepcompile": bool(engine._config.compile_config.deepcompile),
+        "zero_optimization.mics_shard_size": getattr(zero, "mics_shard_size", -1) > 0,
+        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "tensor_parallel.autotp_size": engine.autotp_size() > 1,
+        "a model-parallel unit (mpu)": engine.mpu is not None,
+        "mixture-of-experts layers": bool(engine.has_moe_layers),
+        "torch_autocast": bool(engine.torch_autocast_enabled()),
+    }
+    for name, used in untested.items():
+        if used:
+            raise ValueError(f"sparse training is not tested with {name}: remove it, or train with method dense")
+    if engine.bfloat16_enabled() and stage in (1, 2) and not engine._config.bfloat16_config.check_grad_overflow:
+        raise ValueError("bf16.check_grad_overflow = false would let bad gradients choose the topology: set it to true")
     if engine.zero_optimization() and engine.zero_round_robin_gradients():
         raise ValueError(
             "zero_optimization.round_robin_gradients reorders shards so that masks cannot follow: set it to false"
@@ -333,7 +352,12 @@ def clip_factor(engine: Any) -> float:
     clip, norm = engine.gradient_clipping(), getattr(engine.optimizer, "_global_grad_norm", None)
     if not clip or norm is None:
         return 1.0
-    return min(1.0, clip / (float(norm) + 1e-6))
+    return min(1.0, clip / (float(norm) / _norm_scale(engine) + 1e-6))
+
+
+def _norm_scale(engine: Any) -> float:
+    """One of DeepSpeed's optimizers reports the norm of the gradient as it is scaled; the others divide first."""
+    return loss_scale(engine) if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer" else 1.0
 
 
 def zero_inactive(shards: Shards, i: int, active: torch.Tensor) -> None:

@@ -232,16 +232,18 @@ def test_a_taken_port_is_named(tmp_path):
     assert "Traceback" not in child.stderr
 
 
-def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tmp_path):
-    """The kernel refuses to write on one rank; both end, and nothing half remains."""
-    results = pool.run(fill_up, 2, arguments(tmp_path, "--steps", "8"), str(tmp_path / "out"))
+@pytest.mark.parametrize(("method", "limit"), [("dense", 4096), ("mst", 4096), ("mst", 64)])
+def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tmp_path, method, limit):
+    """The kernel refuses to write on one rank (at 64 bytes the masks too); both end, and nothing half remains."""
+    argv = arguments(tmp_path, "--steps", "8", "--method", method)
+    results = pool.run(fill_up, 2, argv, str(tmp_path / "out"), limit)
     assert [code for code, _, _ in results] == [1, 1], results
     assert sum("cannot save a checkpoint" in text for _, text, _ in results) == 1, results
     assert results[0][2] == ["step00000004"], "the checkpoint of step 4 is whole, nothing half is left of step 8"
 
 
-def fill_up(rank: int, world: int, argv: list[str], out: str) -> tuple[int, str, list[str]]:
-    """After the first checkpoint the kernel refuses files above 4 kB on rank 1 (RLIMIT_FSIZE: EFBIG)."""
+def fill_up(rank: int, world: int, argv: list[str], out: str, limit: int) -> tuple[int, str, list[str]]:
+    """After the first checkpoint the kernel refuses files above the limit on rank 1 (RLIMIT_FSIZE: EFBIG)."""
     import resource
     import signal
 
@@ -253,7 +255,7 @@ def fill_up(rank: int, world: int, argv: list[str], out: str) -> tuple[int, str,
         calls.append(1)
         if len(calls) == 2 and rank == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         return inner(*args, **kwargs)
 
     checkpoint.save = save

@@ -13,7 +13,7 @@ from mst_scale.config.blocks import Experiment
 PRECISIONS = ("fp16", "bf16")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Features of DeepSpeed whose optimizer step we neither need nor have tested together with sparse training.
-UNTESTED = ("zenflow", "hybrid_engine", "curriculum_learning", "progressive_layer_drop")
+UNTESTED = ("hybrid_engine", "curriculum_learning", "progressive_layer_drop")
 
 
 def batch_shape(deepspeed: dict[str, Any], world_size: int) -> tuple[int, int, int]:

@@ -37,7 +37,6 @@ def _varied(variation: str) -> dict[str, Any]:
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},
-    "dense-short": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},
     "tiny": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},
     "static": _constant("static", update_schedule="constant", update_fraction=0.0),
     "rigl": _constant("rigl"),
@@ -73,5 +72,5 @@ DEEPSPEED_KEYS = (
     "tensor_parallel", "sequence_parallel_size", "seq_parallel_communication_data_type", "hybrid_engine",
     "torch_autocast", "timers", "nebula", "disable_allgather", "sparse_gradients", "load_universal_checkpoint",
     "use_node_local_storage", "dataloader_drop_last", "gradient_accumulation_dtype", "eigenvalue",
-    "progressive_layer_drop", "graph_harvesting", "use_data_before_expert_parallelism", "zenflow",
+    "progressive_layer_drop", "graph_harvesting", "use_data_before_expert_parallelism",
 )  # fmt: skip

@@ -167,7 +167,7 @@ def test_batches_that_do_not_divide(ds, message):
         ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "must be a positive number"),
         ({"optimizer": None}, "must be an object"),
         ({"gradient_clipping": -1}, "gradient_clipping must be"),
-        ({"zenflow": {"topk_ratio": 0.1}}, "has not been tested"),
+        ({"hybrid_engine": {"enabled": True}}, "has not been tested"),
     ],
 )
 def test_deepspeed_keys_that_cannot_be_right(extra, message):
