@@ -41,7 +41,8 @@ ASKED = {
     ("bfloat16", 1024): 1.0,
     ("bfloat16", 4096): 2.0,
 }
-CPU_CASES = [("float32", n) for n in (1024, 2048, 4096, 8192, 16384)] + [("bfloat16", n) for n in (1024, 2048, 4096)]
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+CPU_CASES = [("float32", n) for n in LENGTHS] + [("bfloat16", n) for n in (1024, 2048, 4096)]
 CUDA_CASES = [("bfloat16", n) for n in (1024, 4096, 16384)]
 Row = dict[str, Any]
 Run = Callable[[], object]
@@ -137,6 +138,7 @@ def run(device: str = "all", seconds: float = 20.0, quick: bool = False) -> list
         for dtype, length in CPU_CASES:
             if not (quick and length > 4096):
                 rows += compare(dtype, length, "cpu", seconds)
+        rows += scaling("float32", [n for n in LENGTHS if not (quick and n > 4096)], 2 * seconds)
         for dtype, length in (("float32", 4096), ("bfloat16", 4096)):
             rows.append(memory(dtype, length, "cpu"))
     if device in ("cuda", "all"):
@@ -196,7 +198,6 @@ def compare(dtype: str, length: int, device: str, seconds: float) -> list[Row]:
     mine, theirs = alternate([both_ways(f, q, k, v, dout) for f in (ours, flash)], seconds, device)
     case = _case("forward + backward", dtype, length, device)
     row = {**case, **_versus(mine, SDPA, theirs)}
-    row["ns_per_pair"] = round(1e6 * row["ours_ms"] / (pattern.pairs(length) * q.shape[0] * HEADS), 3)
     if device == "cpu" and (dtype, length) in ASKED:
         row["asked"] = ASKED[dtype, length]
     rows = [row]
@@ -216,6 +217,23 @@ def compare(dtype: str, length: int, device: str, seconds: float) -> list[Row]:
         except Exception as error:  # whatever stops the rival is reported in its row, and must not stop ours
             reason = str(error).splitlines()[0] if str(error) else "no message"
             rows.append({**case, **_unmeasured(FLEX, f"not measured: {type(error).__name__}: {reason[:160]}")})
+    return rows
+
+
+def scaling(dtype: str, lengths: Sequence[int], seconds: float) -> list[Row]:
+    """Time per pair from length to length, in turns. The rival is the cost per pair at the first length, so that a
+    `speedup` of 1 / 1.5 or more in every row and between any two is the flatness that is asked for."""
+    pattern = Pattern("strided", STRIDE)
+    times = alternate([both_ways(ours, *tensors(dtype, n, "cpu")) for n in lengths], seconds, "cpu")
+    per_pair = [statistics.median(t) / pattern.pairs(n) for n, t in zip(lengths, times, strict=True)]
+    rows = []
+    for length, cost, taken in zip(lengths, per_pair, times, strict=True):
+        expected = [per_pair[0] * pattern.pairs(length)]
+        row = {
+            **_case("time per pair", dtype, length, "cpu"),
+            **_versus(taken, f"cost per pair at {lengths[0]}", expected),
+        }
+        rows.append({**row, "ns_per_pair": round(1e6 * cost / HEADS, 3), "spread_asked": 1.5})
     return rows
 
 
@@ -271,12 +289,8 @@ def _peak_cuda(name: str, dtype: str, length: int) -> float:
 
 # ------------------------------------------------------------------------------------------------ presentation
 def flatness(rows: list[Row]) -> float | None:
-    """Largest over smallest time per pair among the float32 rows on CPU."""
-    costs = [
-        row["ns_per_pair"]
-        for row in rows
-        if row["device"] == "cpu" and row["dtype"] == "float32" and "ns_per_pair" in row
-    ]
+    """Largest over smallest time per pair."""
+    costs = [row["ns_per_pair"] for row in rows if "ns_per_pair" in row]
     return max(costs) / min(costs) if len(costs) > 1 else None
 
 
@@ -340,6 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     about = machine()
     rows = run(options.device, options.seconds, options.quick)
+    about["load after"] = [round(x, 2) for x in os.getloadavg()]
     if options.json:
         print(json.dumps({"machine": about, "rows": rows}))
     elif options.markdown:
