@@ -76,7 +76,7 @@ def locate(path: Path) -> Path:
     if (path / MANIFEST).is_file() or (path / "mst").is_dir() or any(path.glob("*model_states.pt")):
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    tags = list_tags(folder)
+    tags = [tag for tag in list_tags(folder) if (folder / tag / MANIFEST).is_file()]
     for tag in tags:
         faults = damage(folder / tag)
         if not faults:

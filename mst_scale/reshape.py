@@ -14,12 +14,12 @@ The result is `<checkpoint>/universal`, or a folder of its own. A half-made one 
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from mst_scale import mask_files
 from mst_scale.checkpoint import PARTIAL, UNIVERSAL
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
+Shapes = dict[str, tuple[int, ...]]
 WORKERS = 4  # processes that DeepSpeed converts with; each holds one rank's optimizer states
 
 
@@ -124,18 +125,17 @@ def convert(source: Path, draft: Path) -> None:
     if not files:
         raise ValueError(f"{source} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")
     if len({path.name.split("mp_rank_")[1] for path in files}) > 1:
-        raise ValueError(
-            f"{source} was saved with model parallelism, which mst reshape does not know: use DeepSpeed's own"
-        )
+        raise ValueError(f"{source} was saved with model parallelism, which mst reshape does not know")
     state = torch.load(files[0], map_location="cpu", weights_only=False, mmap=True)
-    if any(source.glob("*_optim_states.pt")):
-        _convert_shards(source, draft)
-        shapes = {name: tuple(shape) for group in state["param_shapes"] for name, shape in group.items()}
-        common = _common_state(draft / "zero")
-    else:
-        shapes, common = _convert_replicated(source, draft / "zero", state)
-    _complete(draft / "zero", shapes, common["step"])
+    sharded = any(source.glob("*_optim_states.pt"))
+    shapes = _sharded_shapes(state) if sharded else _replicated_shapes(source, state)
     _refuse_untrained(source, state, shapes)
+    if sharded:
+        _convert_shards(source, draft)
+        common = _common_state(source, draft / "zero")
+    else:
+        common = _convert_replicated(source, draft / "zero", state)
+    _complete(source, draft / "zero", shapes, common["step"])
     _write_common(draft / "zero", common, state["ds_version"])
     # The weights lie in zero/; what else the loader wants is the same on every rank. It looks for one name at stages
     # 0 to 2 and for another at stage 3.
@@ -144,6 +144,34 @@ def convert(source: Path, draft: Path) -> None:
     state["module"], state["optimizer"] = {}, None
     torch.save(state, draft / "mp_rank_00_model_states.pt")
     shutil.copyfile(draft / "mp_rank_00_model_states.pt", draft / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+
+
+def _sharded_shapes(state: dict[str, Any]) -> Shapes:
+    return {name: tuple(shape) for group in state["param_shapes"] for name, shape in group.items()}
+
+
+def _replicated_shapes(source: Path, state: dict[str, Any]) -> Shapes:
+    groups = _replicated_optimizer(state).get("param_groups", [])
+    if not groups or any("param_names" not in group for group in groups):
+        raise ValueError(f"{source} does not say which optimizer state is whose: save it again with this version")
+    return {name: tuple(state["module"][name].shape) for group in groups for name in group["param_names"]}
+
+
+def _replicated_optimizer(state: dict[str, Any]) -> dict[str, Any]:
+    """The base optimizer's state, under what stage 0 wraps around it with bf16 and fp16."""
+    optimizer = state["optimizer"] or {}
+    return optimizer.get("optimizer_state_dict", optimizer)
+
+
+def _refuse_untrained(source: Path, state: dict[str, Any], shapes: Shapes) -> None:
+    """What is neither optimized, nor a buffer, nor another name of a tied weight would be lost."""
+    module, tied = state["module"], state.get("shared_params")
+    if tied is None:  # stage 0 does not list them
+        weights = [module[name] for name in shapes]
+        tied = {name for name in {*module} - {*shapes} if any(torch.equal(module[name], w) for w in weights)}
+    lost = {*module, *(state.get("frozen_param_shapes") or {})} - {*shapes, *state.get("buffer_names", []), *tied}
+    if lost:
+        raise ValueError(f"{source} holds {min(lost)}, which is not trained: a universal checkpoint would lose it")
 
 
 def _convert_shards(source: Path, draft: Path) -> None:
@@ -164,7 +192,7 @@ def _convert_shards(source: Path, draft: Path) -> None:
     if child.returncode != 0:
         lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
         if "KeyError: 'exp_avg" in lines[-1]:
-            raise ValueError(f"{source} holds optimizer states other than Adam's, which DeepSpeed cannot reshape")
+            raise _not_adam(source)
         raise OSError(f"DeepSpeed's ds_to_universal could not convert {source}: {lines[-1]}")
     (work / "zero").rename(draft / "zero")
     shutil.rmtree(work)
@@ -172,93 +200,69 @@ def _convert_shards(source: Path, draft: Path) -> None:
     (draft / "latest_universal").unlink(missing_ok=True)
 
 
-def _common_state(zero: Path) -> dict[str, Any]:
+def _common_state(source: Path, zero: Path) -> dict[str, Any]:
     """Parameter groups, step and loss scale, from stage 3's flavour or that of stages 1 and 2."""
     saved = torch.load(zero / "optimizer_state.pt", map_location="cpu", weights_only=False)
     common = {key: saved[key] for key in ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad") if key in saved}
     inner = saved.get("optimizer_state_dict", {}).get("state", {})
     steps = [inner[0]["step"]] if inner else [torch.load(p, weights_only=False) for p in zero.rglob("step.pt")][:1]
     if not steps:
-        raise ValueError("the checkpoint's optimizer counts no steps: only Adam-like optimizers can be reshaped")
+        raise _not_adam(source)
     return {**common, "param_groups": saved["param_groups"], "step": steps[0]}
 
 
-def _convert_replicated(
-    source: Path, zero: Path, state: dict[str, Any]
-) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+def _not_adam(source: Path) -> ValueError:
+    return ValueError(f"{source}: mst reshape knows the optimizer states of Adam and its like, and these are others")
+
+
+def _convert_replicated(source: Path, zero: Path, state: dict[str, Any]) -> dict[str, Any]:
     """Stage 0: weights and states lie whole in the model file, in the optimizer's order."""
-    optimizer = state["optimizer"] or {}
-    inner = optimizer.get("optimizer_state_dict", optimizer)
-    groups = inner.get("param_groups", [])
-    if not groups or any("param_names" not in group for group in groups):
-        raise ValueError(f"{source} does not say which optimizer state is whose: save it again with this version")
-    shapes: dict[str, tuple[int, ...]] = {}
-    steps: list[Any] = []
-    for group, masters in zip(groups, _masters(optimizer, groups), strict=True):
+    inner, module = _replicated_optimizer(state), state["module"]
+    groups, steps = inner["param_groups"], []
+    for group, masters in zip(groups, _masters(state["optimizer"], len(groups)), strict=True):
         names = group["param_names"]
-        mine = [tuple(state["module"][name].shape) for name in names]
-        shapes |= dict(zip(names, mine, strict=True))
         states = [inner["state"].get(index, {}) for index in group["params"]]
         for key in STATES:
             if key == "fp32":
-                values = masters if masters is not None else [state["module"][name] for name in names]
+                values = [module[name] for name in names] if masters is None else masters
             else:
                 values = [found[key] for found in states if key in found]
-            for name, value in zip(names, _cut(values, mine), strict=True):
-                _save({"param": value.float()}, zero / name / f"{key}.pt")
+            sizes = [module[name].numel() for name in names]
+            if sum(value.numel() for value in values) != sum(sizes):
+                raise _not_adam(source)
+            flat = torch.cat([value.detach().view(-1).float() for value in values])
+            for name, piece in zip(names, flat.split(sizes), strict=True):
+                _save({"param": piece.view(module[name].shape).clone()}, zero / name / f"{key}.pt")
         steps += [found["step"] for found in states if "step" in found]
     if not steps:
-        raise ValueError(f"{source}: its optimizer counts no steps: only Adam-like optimizers can be reshaped")
+        raise _not_adam(source)
     clean = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
-    return shapes, {"param_groups": clean, "step": max(steps)}  # FusedAdam counts in a group's last state alone
+    return {"param_groups": clean, "step": max(steps)}  # FusedAdam counts in a group's last state alone
 
 
-def _masters(optimizer: dict[str, Any], groups: list[Any]) -> list[list[torch.Tensor] | None]:
-    """fp32 master weights by group, as stage 0's two mixed-precision optimizers keep them; None where weights are."""
+def _masters(optimizer: dict[str, Any], groups: int) -> list[list[torch.Tensor] | None]:
+    """fp32 master weights by group, one flat tensor or one for each parameter; None where the weights are they."""
     if "fp32_groups_flat" in optimizer:
         return [[flat] for flat in optimizer["fp32_groups_flat"]]
-    return list(optimizer.get("fp32_groups", [None] * len(groups)))
+    return list(optimizer.get("fp32_groups", [None] * groups))
 
 
-def _cut(values: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> Iterator[torch.Tensor]:
-    """A group's tensors with their shapes, from one tensor per parameter or from one flat tensor for all of them."""
-    flat = torch.cat([value.detach().view(-1) for value in values]) if values else torch.empty(0)
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    if sum(sizes) != flat.numel():
-        raise ValueError(
-            f"the optimizer holds {flat.numel()} values for parameters of {sum(sizes)}: it is not Adam-like"
-        )
-    for piece, shape in zip(flat.split(sizes), shapes, strict=True):
-        yield piece.view(shape).clone()
-
-
-def _complete(zero: Path, shapes: dict[str, tuple[int, ...]], step: Any) -> None:
+def _complete(source: Path, zero: Path, shapes: Shapes, step: Any) -> None:
     """Every parameter has its weights, moments and step, each of the right shape, in the form all stages read."""
     for name, shape in shapes.items():
         for key in STATES:
             path = zero / name / f"{key}.pt"
             if not path.is_file():
-                raise ValueError(f"the checkpoint holds no {key} of {name}: only Adam-like optimizers can be reshaped")
+                raise _not_adam(source)
             found = torch.load(path, map_location="cpu", weights_only=False)
             value = found["param"] if isinstance(found, dict) else found
-            if value.numel() != torch.Size(shape).numel():
-                raise ValueError(f"{key} of {name} has {value.numel()} values, not those of {shape}: a file is missing")
+            if value.numel() != math.prod(shape):
+                raise ValueError(
+                    f"{source}: {key} of {name} has {value.numel()} values for shape {shape}: a file is gone"
+                )
             if not isinstance(found, dict):
                 _save({"param": value.view(shape)}, path)
         _save(step, zero / name / "step.pt")
-
-
-def _refuse_untrained(source: Path, state: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
-    """What is neither optimized, nor a buffer, nor another name of a tied weight would be lost."""
-    module, tied = state["module"], state.get("shared_params")
-    if tied is None:  # stage 0 does not list them
-        weights = [module[name] for name in shapes]
-        tied = {name for name, value in module.items() if any(torch.equal(value, weight) for weight in weights)}
-    lost = {*module, *(state.get("frozen_param_shapes") or {})} - {*shapes, *state.get("buffer_names", []), *tied}
-    if lost:
-        raise ValueError(
-            f"{source} holds {min(lost)}, which is not trained: universal checkpoints lose such parameters"
-        )
 
 
 def _write_common(zero: Path, common: dict[str, Any], version: str) -> None:

@@ -1,0 +1,47 @@
+"""`mst inspect` as it is typed: a table for people, one object for machines, one line for mistakes."""
+
+import json
+
+from mst_scale.cli import main
+from mst_scale.inspect import inspect
+from tests.test_inspect import damaged, sealed
+from tests.test_mask_files import SHAPES, whole
+
+
+def test_the_table_is_aligned_and_holds_each_layer(tmp_path, capsys):
+    folder = sealed(tmp_path / "step00000040", whole(1))
+    assert main(["inspect", str(folder)]) == 0
+    head, _, columns, *rows = capsys.readouterr().out.splitlines()
+    assert "step 40, phase ultra" in head and "(target 80.00%)" in head
+    assert len(rows) == len(SHAPES) and "ever active" in columns
+    for row, layer in zip(rows, inspect(folder).layers, strict=True):
+        name, shape, active, density, ever, digest = row.split()
+        assert (name, shape, active) == (layer.name, "×".join(map(str, layer.shape)), str(layer.active))
+        assert density == ever == f"{layer.density:.2%}" and digest == layer.sha256[:12]
+        assert row.index(digest) == columns.index("sha256")
+
+
+def test_json_is_one_object_with_the_keys_of_the_contract(tmp_path, capsys):
+    folder = sealed(tmp_path / "step00000040", whole(1))
+    assert main(["inspect", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"step", "phase", "sparsity", "layers"} <= found.keys()
+    assert all({"name", "shape", "density", "sha256"} <= layer.keys() for layer in found["layers"])
+
+
+def test_a_dense_checkpoint(tmp_path, capsys):
+    folder = sealed(tmp_path / "step00000012", step=12)
+    assert main(["inspect", str(folder)]) == 0
+    assert "no masks" in capsys.readouterr().out
+    assert main(["inspect", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["phase"], found["sparsity"], found["layers"]) == ("dense", 0, [])
+
+
+def test_bad_input_is_one_line_and_exit_2(tmp_path, capsys):
+    folder = sealed(tmp_path / "step00000040", whole(1))
+    damaged(folder / "mst" / "rank_00001.safetensors")
+    for path, message in ((tmp_path / "nowhere", "there is no folder"), (folder, "rank_00001.safetensors")):
+        assert main(["inspect", str(path)]) == 2
+        streams = capsys.readouterr()
+        assert message in streams.err and len(streams.err.splitlines()) == 1 and not streams.out

@@ -1,0 +1,210 @@
+"""Masks in files: any cut comes back as any other, and what is missing, altered or foreign is refused by name."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mst_scale import mask_files
+from mst_scale.mixed_growing.bits import unpack
+from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.masks import LayerMask, MaskSet, assemble
+from mst_scale.sparsity_variation import Point
+
+SHAPES = {"a.weight": (5, 7), "b.weight": (3, 11), "c.weight": (2, 2)}
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Rider:
+    """A controller's stand-in: no engine, no process group."""
+
+    masks: MaskSet
+    exchange: object
+    digests: list[int]
+    seed: int = 3
+    settled: int = 40
+    step: int = 40
+    schedule: str = "the same"
+    point: Point = Point("ultra", 0.8, 0.1)  # noqa: RUF009 (frozen)
+
+
+def whole(seed: int) -> dict[str, torch.Tensor]:
+    """Flags of each whole mask; the last layer is dense."""
+    rng = np.random.default_rng(seed)
+    flags = {name: torch.from_numpy(rng.random(np.prod(shape)) < 0.4) for name, shape in SHAPES.items()}
+    flags["c.weight"][:] = True
+    return flags
+
+
+def riders(flags: dict[str, torch.Tensor], cuts: list[list[int]], **changes) -> list[Rider]:
+    """One rider per rank; `cuts` holds each layer's ascending boundaries, in weights."""
+    ranks = len(cuts[0]) - 1
+    everything = masks_of(flags, [[0, mask.numel()] for mask in flags.values()], 0)
+    digests = everything.digests(Exchange())
+    exchange = Exchange() if ranks == 1 else SimpleNamespace(group="some", ranks=ranks)
+    return [Rider(masks_of(flags, cuts, rank), exchange, digests, **changes) for rank in range(ranks)]
+
+
+def masks_of(flags: dict[str, torch.Tensor], cuts: list[list[int]], rank: int) -> MaskSet:
+    layers = []
+    for (name, mask), cut in zip(flags.items(), cuts, strict=True):
+        begin, end = cut[rank], cut[rank + 1]
+        layer = LayerMask(name, SHAPES[name], begin, end - begin, CPU)
+        layer.set_flags(mask[begin:end], int(mask.sum()))
+        layer.track_ever()
+        layers.append(layer)
+    return MaskSet(layers)
+
+
+def even(ranks: int) -> list[list[int]]:
+    return [[round(i * np.prod(shape) / ranks) for i in range(ranks + 1)] for shape in SHAPES.values()]
+
+
+def save(folder, flags, cuts, **changes) -> dict:
+    """Write all ranks' files; the head that goes into client_state."""
+    everyone = riders(flags, cuts, **changes)
+    for rank, rider in enumerate(everyone):
+        mask_files.write(folder, rider, rank)
+    return mask_files.describe(everyone[0])
+
+
+@st.composite
+def boundaries(draw) -> list[list[int]]:
+    ranks = draw(st.integers(1, 4))
+    inner = [sorted(draw(st.lists(st.integers(0, int(np.prod(s))), min_size=ranks - 1, max_size=ranks - 1)))
+             for s in SHAPES.values()]  # fmt: skip
+    return [[0, *cut, int(np.prod(shape))] for cut, shape in zip(inner, SHAPES.values(), strict=True)]
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(saved=boundaries(), loaded=boundaries(), seed=st.integers(0, 99))
+def test_any_cut_comes_back_as_any_other(tmp_path_factory, saved, loaded, seed):
+    folder, flags = tmp_path_factory.mktemp("cut"), whole(seed)
+    state = save(folder, flags, saved)
+    found = mask_files.read_all(folder)
+    for rank in range(len(loaded[0]) - 1):
+        rider = riders(whole(seed + 1), loaded)[rank]
+        rider.masks.load(found.ranks)
+        for mask, (name, expected) in zip(rider.masks, flags.items(), strict=True):
+            assert torch.equal(mask.flags(), expected[mask.start : mask.start + mask.length])
+            assert mask.active == int(expected.sum()) and mask.dense == (name == "c.weight")
+            assert torch.equal(unpack(mask.ever, mask.length), mask.flags()), "coverage is cut alike"
+    assert found.head == state
+
+
+def test_restore_takes_masks_steps_and_digests(tmp_path):
+    state = save(tmp_path, whole(1), even(3))
+    (rider,) = riders(whole(2), even(1))
+    rider.settled = 0
+    expected = riders(whole(1), even(1))[0].digests
+    mask_files.restore(tmp_path, rider, state)
+    assert rider.settled == 40 and rider.digests == expected
+
+
+def test_the_bits_of_a_mask_are_on_disk_as_numpy_packs_them(tmp_path):
+    """One bit a weight, no more: what `mst inspect` digests."""
+    save(tmp_path, whole(1), even(2))
+    masks = mask_files.read_all(tmp_path)
+    for name, flags in whole(1).items():
+        assert assemble(masks.shards(name), name).numpy().tobytes() == np.packbits(flags.numpy()).tobytes()
+
+
+def test_stage_0_writes_one_file(tmp_path):
+    rider = riders(whole(1), even(1))[0]
+    for rank in range(3):  # three replicas
+        mask_files.write(tmp_path, rider, rank)
+    assert [path.name for path in (tmp_path / "mst").iterdir()] == ["rank_00000.safetensors"]
+
+
+# --- what is refused ---
+
+
+def refusal(folder, state, flags=None) -> str:
+    (rider,) = riders(whole(2) if flags is None else flags, even(1))
+    with pytest.raises(ValueError) as caught:
+        mask_files.restore(folder, rider, state)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path):
+    state = save(tmp_path, whole(1), even(3))
+    mask_files.file_of(tmp_path, 2).unlink()
+    assert "rank_00002.safetensors is missing" in refusal(tmp_path, state)
+
+
+def test_every_shortened_file_is_refused_by_name(tmp_path):
+    state = save(tmp_path, whole(1), even(2))
+    path = mask_files.file_of(tmp_path, 1)
+    data = path.read_bytes()
+    for length in {0, 1, 8, 9, len(data) // 2, len(data) - 1}:
+        path.write_bytes(data[:length])
+        assert "rank_00001.safetensors is damaged or cut short" in refusal(tmp_path, state)
+    path.write_bytes(data + b"\0")
+    assert "rank_00001.safetensors" in refusal(tmp_path, state)
+
+
+def test_every_flipped_bit_is_refused_by_name(tmp_path):
+    """One bit in every byte, head and masks alike."""
+    save(tmp_path, whole(1), even(2))
+    path = mask_files.file_of(tmp_path, 1)
+    data = path.read_bytes()
+    for place in range(len(data)):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"rank_00001\.safetensors"):
+            mask_files.read(path)
+
+
+def test_a_file_of_another_run_is_refused_by_name(tmp_path):
+    """Of other masks, of another seed, of another step, of another rank, of another number of ranks."""
+    state = save(tmp_path / "ours", whole(1), even(2))
+    path = mask_files.file_of(tmp_path / "ours", 1)
+    for number, (flags, changes) in enumerate(
+        [(whole(2), {}), (whole(1), {"seed": 4}), (whole(1), {"step": 41, "settled": 41})]
+    ):
+        other = tmp_path / f"other{number}"
+        save(other, flags, even(2), **changes)
+        path.write_bytes(mask_files.file_of(other, 1).read_bytes())
+        assert "rank_00001.safetensors is of another run or step" in refusal(tmp_path / "ours", state)
+    path.write_bytes(mask_files.file_of(tmp_path / "ours", 0).read_bytes())
+    assert "rank_00001.safetensors is the file of rank 0" in refusal(tmp_path / "ours", state)
+    save(tmp_path / "three", whole(1), even(3))
+    path.write_bytes(mask_files.file_of(tmp_path / "three", 1).read_bytes())
+    assert "rank_00001.safetensors is of another run or step" in refusal(tmp_path / "ours", state)
+
+
+def test_a_folder_of_another_checkpoint_is_refused(tmp_path):
+    """Each file is whole and they fit each other, but the weights are not theirs."""
+    state = save(tmp_path / "ours", whole(1), even(2))
+    save(tmp_path / "later", whole(1), even(2), step=60, settled=60)
+    (tmp_path / "ours" / "mst").rename(tmp_path / "gone")
+    (tmp_path / "later" / "mst").rename(tmp_path / "ours" / "mst")
+    assert "masks of another checkpoint" in refusal(tmp_path / "ours", state)
+
+
+def test_a_checkpoint_without_masks_is_refused(tmp_path):
+    assert "holds no masks" in refusal(tmp_path, None)
+    assert "rank_00000.safetensors is missing" in refusal(tmp_path, save(tmp_path / "elsewhere", whole(1), even(1)))
+
+
+def test_masks_of_other_parameters_are_refused(tmp_path):
+    flags = whole(1)
+    del flags["b.weight"]
+    state = save(tmp_path, flags, [even(2)[0], even(2)[2]])
+    assert "masks of other parameters" in refusal(tmp_path, state)
+
+
+def test_a_file_that_is_no_mask_file_is_refused_by_name(tmp_path):
+    from safetensors.torch import save_file
+
+    state = save(tmp_path, whole(1), even(1))
+    save_file({"x": torch.zeros(3)}, mask_files.file_of(tmp_path, 0))
+    assert "rank_00000.safetensors is not a mask file" in refusal(tmp_path, state)
