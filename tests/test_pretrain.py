@@ -86,7 +86,7 @@ def test_a_config_that_names_a_source_runs_in_a_fresh_folder(tmp_path):
     """As the README says it, but smaller: the corpus is made by one rank while the other waits."""
     demo = tiny_run.ROOT / "ds_configs" / "demo.json"
     argv = [
-        "--deepspeed_config", str(demo), "--out", str(tmp_path / "x"), "--steps", "2",
+        "--deepspeed_config", str(demo), "--out", str(tmp_path / "x"), "--steps", "30",
         "--set", f"data.dir={tmp_path / 'corpus'}", "--set", "data.max_bytes=1000000",
         "--set", "model.n_layer=1", "--set", "training.eval_sequences=8",
     ]  # fmt: skip
@@ -94,7 +94,7 @@ def test_a_config_that_names_a_source_runs_in_a_fresh_folder(tmp_path):
     texts = [process.communicate(timeout=180)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], texts
     assert (tmp_path / "corpus" / "meta.json").exists()
-    assert [row["step"] for row in tiny_run.rows(tmp_path / "x")][-1] == 2
+    assert [row["step"] for row in tiny_run.rows(tmp_path / "x")][-1] == 30
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
