@@ -248,7 +248,13 @@ def _masters(optimizer: dict[str, Any], groups: int) -> list[list[torch.Tensor] 
 
 
 def _complete(source: Path, zero: Path, shapes: Shapes, step: Any) -> None:
-    """Every parameter has its weights, moments and step, each of the right shape, in the form all stages read."""
+    """Every parameter has its weights, moments and step, each of the right shape, in the form all stages read.
+
+    Nothing else is there: DeepSpeed also writes buffers, and tied weights under their other names.
+    """
+    for folder in zero.iterdir():
+        if folder.is_dir() and folder.name not in shapes:
+            shutil.rmtree(folder)
     for name, shape in shapes.items():
         for key in STATES:
             path = zero / name / f"{key}.pt"

@@ -1,0 +1,304 @@
+"""Universal checkpoints: the same weights, moments, step, groups and masks on other ranks and at other ZeRO stages."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mst_scale
+from mst_scale import checkpoint, zero_shards
+from mst_scale.inspect import inspect
+from mst_scale.reshape import reshape
+from tests import pool, tiny_run
+from tests.test_bad_input import attempt
+from tests.test_pretrain import MST, arguments, logged_attempt, without_times
+from tests.toys import Toy, deepspeed_config, toy_batch
+
+MICRO = 6  # micro-batches a step, shared by 1, 2 or 3 ranks
+SAVED, END = 10, 15
+
+
+class WithBuffer(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+
+def build(world: int, stage: int, kind: str, universal: bool = False):
+    """Two parameter groups, as norms and biases do not decay; an engine that trains sparse."""
+    torch.manual_seed(11)
+    model = WithBuffer()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    config = deepspeed_config(stage, world, "bf16" if kind == "bf16" else "fp32", MICRO // world)
+    if kind == "torch":  # torch's AdamW counts steps in tensors, DeepSpeed's in integers
+        config["optimizer"]["params"]["torch_adam"] = True
+    config["training"] = {"steps": 24}
+    config["mst"] = {"method": "mst", "sparsity": {"max": 0.8}, "topology": {"interval": 2}}
+    if universal:
+        config["checkpoint"] = {"load_universal": True}
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0, "betas": [0.8, 0.9]}]
+    return mst_scale.initialize(model=model, model_parameters=groups, config=config)[0]
+
+
+def train(engine, rank, world, first, last) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        total = torch.zeros(())
+        for k in range(MICRO // world):
+            loss = engine(*toy_batch(step, k * world + rank))
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().float()
+        torch.distributed.all_reduce(total)
+        losses.append(float(total) / MICRO)
+    return losses
+
+
+def everything(engine) -> dict:
+    """This rank's slices of weights and moments, all parameters included, and what is the same on every rank."""
+    parameters = dict(engine.module.named_parameters())
+    shards = zero_shards.shards_of(engine, parameters)
+    slices = {}
+    for i, piece in enumerate(shards.slices):
+        values = {"fp32": shards.weight(i), **shards.states(i)}
+        slices[piece.name] = (piece, {key: value.clone() for key, value in values.items()})
+    optimizer = zero_shards.base_optimizer(engine)
+    return {
+        "slices": slices,
+        "groups": [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups],
+        "step": max(float(state["step"]) for state in optimizer.state.values()),
+        "engine": (engine.global_steps, engine.mst.settled, engine.mst.digests),
+        "seen": engine.module.seen.tolist(),
+    }
+
+
+def assembled(ranks: list[dict]) -> dict[str, torch.Tensor]:
+    whole = {}
+    for found in ranks:
+        for name, (piece, values) in found["slices"].items():
+            for key, value in values.items():
+                flat = whole.setdefault(f"{name} {key}", torch.full((torch.Size(piece.shape).numel(),), torch.nan))
+                flat[piece.start : piece.start + piece.length] = value
+    return whole
+
+
+def saves(rank, world, stage, kind, folder):
+    engine = build(world, stage, kind)
+    train(engine, rank, world, 0, SAVED)
+    engine.module.seen.fill_(7)
+    engine.save_checkpoint(folder, tag="saved", client_state={"mine": 5})
+    found = everything(engine)
+    return found, train(engine, rank, world, SAVED, END), engine.mst.digests
+
+
+def continues(rank, world, stage, kind, folder):
+    engine = build(world, stage, kind, universal=True)
+    path, state = engine.load_checkpoint(folder, tag=None)  # DeepSpeed's `latest_universal` names it
+    assert path is not None and state["mine"] == 5
+    found = everything(engine)
+    losses = train(engine, rank, world, SAVED, END)
+    engine.save_checkpoint(folder, tag="after")
+    return found, losses, engine.mst.digests
+
+
+SOURCES: dict[tuple, tuple] = {}
+
+
+@pytest.fixture
+def saved(request, tmp_path_factory):
+    """A run of (ranks, stage, kind), trained once for all tests: (folder of the checkpoint, what its ranks saw)."""
+    key = request.param
+    if key not in SOURCES:
+        world, stage, kind = key
+        folder = tmp_path_factory.mktemp("saved")
+        SOURCES[key] = folder / "saved", pool.run(saves, world, stage, kind, str(folder))
+        reshape(folder / "saved")
+    return *SOURCES[key], key[2]
+
+
+CASES = {
+    (2, 1, "torch"): [(1, 1), (1, 2), (1, 3), (1, 0), (3, 1)],
+    (1, 2, "fused"): [(2, 2), (2, 1)],
+    (3, 2, "fused"): [(2, 2), (2, 3)],
+    (2, 3, "fused"): [(1, 3), (3, 3), (2, 2), (1, 0)],
+    (2, 0, "fused"): [(1, 1), (1, 3)],
+    (2, 2, "bf16"): [(1, 3), (1, 0)],
+    (2, 0, "bf16"): [(1, 2)],
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "world", "stage"),
+    [(source, *target) for source, targets in CASES.items() for target in targets],
+    indirect=["saved"],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else str(value),
+)
+def test_another_number_of_ranks_or_stage_continues_with_the_same_state(saved, world, stage):
+    source, before, kind = saved
+    after = pool.run(continues, world, stage, kind, str(source))
+    then, now = assembled([found for found, _, _ in before]), assembled([found for found, _, _ in after])
+    assert then.keys() == now.keys() and len(now) == 3 * 8, "weights and two moments of eight parameters"
+    assert [key for key in then if not torch.equal(then[key], now[key])] == [], "to the bit"
+    for key in ("groups", "step", "engine", "seen"):
+        assert all(found[key] == before[0][0][key] for found, _, _ in after), key
+    if kind == "bf16":  # gradients are added up in bf16, in another order: losses differ by its rounding, as they do
+        return  # between two numbers of ranks without a checkpoint in between
+    for loss, expected in zip(after[0][1], before[0][1], strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5)  # float32 sums in another order (1e-7), through 5 Adam steps
+    assert after[0][2] == before[0][2], "topology steps after it choose the same weights"
+
+
+@pytest.mark.parametrize("saved", [(2, 1, "torch")], indirect=True)
+def test_the_masks_are_carried_and_inspect_sees_them(saved, tmp_path):
+    source, _, _ = saved
+    report, copy = inspect(source), inspect(source / "universal")
+    assert report.layers == copy.layers and report.step == copy.step == SAVED and report.sparsity > 0.3
+    done = reshape(source, tmp_path / "elsewhere")
+    assert done.universal == tmp_path / "elsewhere" and inspect(tmp_path / "elsewhere").layers == report.layers
+    assert (done.parameters, done.masks) == (8, 3) and done.bytes > 12 * 3 * 400
+
+
+@pytest.mark.parametrize("saved", [(2, 1, "torch")], indirect=True)
+def test_a_second_time_finds_it_there_and_a_damaged_copy_is_made_anew(saved):
+    source, _, _ = saved
+    victim = source / "universal" / "zero" / "up.weight" / "exp_avg.pt"
+    data = victim.read_bytes()
+    assert reshape(source).seconds == 0
+    victim.write_bytes(data[:-1])
+    assert reshape(source).seconds > 0
+    assert len(victim.read_bytes()) == len(data) and checkpoint.damage(source / "universal") == []
+
+
+# --- whole runs ---
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """Two ranks at stage 1, stopped after step 8 of 12 as far as the next start can see; `whole` went to the end."""
+    folder = tmp_path_factory.mktemp("run")
+    assert pool.run(attempt, 2, arguments(folder, "whole", mst=MST)) == [(0, "")] * 2
+    shutil.copytree(folder / "whole", folder / "out")
+    shutil.rmtree(folder / "out" / "checkpoints" / "step00000012")
+    return folder
+
+
+def close(rows: list[dict], expected: list[dict]) -> None:
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for row, other in zip(without_times(rows), without_times(expected), strict=True):
+        assert row.keys() == other.keys()
+        for key in {"loss", "grad_norm", "val_loss"} & row.keys():
+            assert row[key] == pytest.approx(
+                other[key], rel=1e-5
+            )  # float32 sums in another order, through 4 Adam steps
+        for key in ("sparsity", "flops", "phase", "lr", "tokens", "attention"):
+            assert row[key] == other[key]
+
+
+def test_a_run_on_fewer_ranks_says_what_to_do_and_then_continues(run):
+    argv, out = arguments(run, mst=MST), run / "out"
+    ((code, text),) = pool.run(attempt, 1, argv)
+    assert code == 2 and len(text.splitlines()) == 1
+    assert "saved by 2 ranks at ZeRO stage 1, and here are 1 at stage 1: mst reshape" in text
+    kept = run / "kept"
+    shutil.copytree(out, kept)
+    done = reshape(out)
+    ((code, text),) = pool.run(logged_attempt, 1, argv)
+    assert code == 0 and "from step 8, reshaped" in text
+    close(tiny_run.rows(out), tiny_run.rows(run / "whole"))
+    ours, theirs = inspect(out), inspect(run / "whole")
+    assert ours.layers == theirs.layers and ours.step == 12
+    # the ranks that saved it go on without the copy
+    shutil.copytree(done.universal, kept / "checkpoints" / "step00000008" / "universal")
+    assert pool.run(attempt, 2, arguments(run, "kept", mst=MST)) == [(0, "")] * 2
+    assert without_times(tiny_run.rows(kept)) == without_times(tiny_run.rows(run / "whole"))
+
+
+def test_a_new_run_on_more_ranks_at_another_stage(run):
+    """The copy is a run of its own: history, config and checkpoint; the first run stays as it is."""
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and "whole" in path.parts}
+    done = reshape(run / "whole" / "checkpoints" / "step00000008", run / "three" / "checkpoints" / "step00000008")
+    assert inspect(run / "three").layers == inspect(done.checkpoint).layers
+    blocks = {"zero_optimization": {"stage": 3}, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
+    assert pool.run(attempt, 2, arguments(run, "three", mst=MST, **blocks)) == [(0, "")] * 2
+    close(tiny_run.rows(run / "three"), [row for row in tiny_run.rows(run / "whole") if row["step"] > 8])
+    assert inspect(run / "three").layers == inspect(run / "whole").layers
+    reshape(run / "whole", run / "again")
+    assert (run / "again" / "config.json").exists()
+    assert (run / "again" / "metrics.jsonl").read_bytes() == (run / "whole" / "metrics.jsonl").read_bytes()
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_damaged_copy_is_refused_by_name(run, tmp_path):
+    shutil.copytree(run / "whole", tmp_path / "out")
+    shutil.copytree(run / "corpus", tmp_path / "corpus")
+    done = reshape(tmp_path / "out")
+    victim = done.universal / "zero" / "wte.weight" / "fp32.pt"
+    victim.write_bytes(victim.read_bytes()[:-1])
+    ((code, text),) = pool.run(attempt, 1, arguments(tmp_path, mst=MST))
+    assert code == 2 and "zero/wte.weight/fp32.pt has" in text and "mst reshape" in text and len(text.splitlines()) == 1
+
+
+# --- what is refused ---
+
+
+def saves_other(rank, world, stage, kind, folder):
+    model = WithBuffer()
+    config = deepspeed_config(stage, world, accumulation=1)
+    if kind == "sgd":
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 1e-2}}
+        config["zero_allow_untested_optimizer"] = True
+    if kind == "frozen":
+        model.norm.bias.requires_grad_(False)
+        nn.init.normal_(model.norm.bias)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    config["mst"] = {"method": "dense"}
+    engine, *_ = mst_scale.initialize(model=model, model_parameters=parameters, config=config)
+    engine.backward(engine(*toy_batch(0, rank)))
+    engine.step()
+    engine.save_checkpoint(folder, tag="saved")
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "message"),
+    [
+        (0, "sgd", "knows the optimizer states of Adam and its like"),
+        (1, "sgd", "knows the optimizer states of Adam and its like"),
+        (0, "frozen", "norm.bias, which is not trained"),
+        (1, "frozen", "norm.bias, which is not trained"),
+        (2, "frozen", "norm.bias, which is not trained"),
+        (3, "frozen", "norm.bias, which is not trained"),
+    ],
+)
+def test_what_would_be_lost_is_refused(tmp_path, stage, kind, message):
+    pool.run(saves_other, 1, stage, kind, str(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        reshape(tmp_path / "saved")
+    assert not list((tmp_path / "saved").glob("universal*")), "nothing half-made is left"
+
+
+def test_bad_input(run, tmp_path):
+    shutil.copytree(run / "whole", tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints" / "step00000012"
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(ValueError, match="taken exists: choose another OUT"):
+        reshape(folder, tmp_path / "taken")
+    with pytest.raises(ValueError, match="there is no folder"):
+        reshape(tmp_path / "nowhere")
+    masks = folder / "mst" / "rank_00001.safetensors"
+    masks.write_bytes(masks.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"step00000012 is damaged: mst/rank_00001\.safetensors has"):
+        reshape(folder)
+
+
+def test_a_universal_checkpoint_is_not_reshaped_again(tmp_path):
+    folder = tmp_path / "step00000004"
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps({"universal": True, "files": {}}))
+    with pytest.raises(ValueError, match="universal already"):
+        reshape(folder)
