@@ -372,7 +372,8 @@ def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
         "# One topology step\n\n"
         f"Made by `{command}`; what is measured, and how, stands in `benchmarks/topology.py`.\n"
         f"{100 * SPARSITY:.0f} % sparse, ζ = {ZETA}, R = {RANDOM_SHARE}, float32 on CPU. Medians of alternating runs, "
-        f"smallest and largest in brackets; a load above the number of cores means that other work ran beside.\n\n{facts}\n\n{table(rows)}\n\n"
+        f"smallest and largest in brackets; a load above the number of cores: other work ran beside.\n\n"
+        f"{facts}\n\n{table(rows)}\n\n"
         "Not measured: GPUs, more than 2 ranks (bytes for more are computed from the payload, which does not depend on "
         "the number of ranks).\n"
     )
