@@ -9,7 +9,9 @@ length, Q the share of dense attention that is left:
     backward     2 · forward                            so a step is 3 · forward
 
 Two accountings differ in `pairs`: "paper" counts dense attention as the full square L², "causal" as the L(L+1)/2
-pairs that a causal kernel needs. Sparse attention costs its own pairs in both.
+pairs that a causal kernel needs. Sparse attention costs its own pairs in both. BERT sees both sides and needs the
+square: there the two agree. Its head (transform and decoder) computes the masked positions only, `model.predicted`
+of them in a sequence of the model's context.
 
 Not counted, as in the paper: norms, GELU, softmax, biases, embedding look-ups, the optimizer, topology steps, and what
 activation checkpointing computes twice.
@@ -64,12 +66,13 @@ class Flops:
 
 
 class Matrix(NamedTuple):
-    """One weight that is multiplied with every token."""
+    """One weight that is multiplied with every token, or with a share of them."""
 
-    name: str  # as in `GPT.named_parameters()`
+    name: str  # as in the model's `named_parameters()`
     component: str  # the field of Flops it counts under
     inputs: int
     outputs: int
+    share: float = 1.0  # of the tokens it is multiplied with
 
 
 def matrices(model: ModelConfig) -> list[Matrix]:
@@ -85,7 +88,10 @@ def matrices(model: ModelConfig) -> list[Matrix]:
             Matrix(block + "mlp.down.weight", "ffw2", f, d),
         ]
     head = "wte.weight" if model.tied_head else "lm_head.weight"
-    return [*found, Matrix(head, "head", d, model.padded_vocab)]
+    share = model.predicted / model.context
+    if model.arch == "bert":
+        found.append(Matrix("transform.weight", "head", d, d, share))
+    return [*found, Matrix(head, "head", d, model.padded_vocab, share)]
 
 
 def forward_flops(
@@ -98,7 +104,8 @@ def forward_flops(
     """One forward pass of one sequence of `length` tokens (None: the model's context).
 
     `density` is 1 - S: one number for every matrix and the head, or {parameter name: share of active weights}, where
-    what is not named is dense. `attention_share` is Q in the same accounting: `Pattern.share(length, accounting)`.
+    what is not named is dense. `attention_share` is Q in the same accounting:
+    `Pattern.share(length, accounting, model.causal)`.
     """
     tokens = model.context if length is None else length
     if accounting not in ACCOUNTINGS:
@@ -113,8 +120,9 @@ def forward_flops(
 
     count = dict.fromkeys(("qkv", "proj", "ffw1", "ffw2", "head"), 0.0)
     for w in weights:
-        count[w.component] += densities.get(w.name, 1.0) * tokens * (2 * w.inputs - 1) * w.outputs
-    pairs = tokens * tokens if accounting == "paper" else tokens * (tokens + 1) // 2
+        count[w.component] += densities.get(w.name, 1.0) * w.share * tokens * (2 * w.inputs - 1) * w.outputs
+    half = accounting == "causal" and model.causal
+    pairs = tokens * (tokens + 1) // 2 if half else tokens * tokens
     half_of_attention = attention_share * model.n_layer * 2 * pairs * model.n_embd
     return Flops(scores=half_of_attention, reduce=half_of_attention, **count)
 
@@ -128,7 +136,8 @@ def step_flops(
 ) -> Flops:
     """Forward and backward of one sequence: 3 · forward. A step on a batch costs `batch * step_flops(…)`."""
     tokens = model.context if length is None else length
-    return 3 * forward_flops(model, density, pattern.share(tokens, accounting), accounting, tokens)
+    share = pattern.share(tokens, accounting, model.causal)
+    return 3 * forward_flops(model, density, share, accounting, tokens)
 
 
 def dense_step_flops(model: ModelConfig, accounting: str = "paper", length: int | None = None) -> Flops:

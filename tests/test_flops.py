@@ -51,6 +51,38 @@ def test_what_the_four_times_rest_on():
     assert causal / mst_mean("causal", head=False) == pytest.approx(2.08, abs=0.005)
 
 
+BERT = ModelConfig(**MODELS["bert-base"])
+
+
+def bert_mean(stride: int = 128, **changes: float) -> float:
+    """The reduction over the paper's schedule; stride = context/4 as in the paper."""
+    model, pattern = dataclasses.replace(BERT, **changes), Pattern("strided", stride)
+    run = Variation(warmup=10_000, ultra=100_000, restore=10_000, interval=100).resolve(140_000)
+    mean = run.mean(
+        lambda s: step_flops(model, 1 - s.sparsity, pattern if s.start < 120_000 else Pattern("dense")).total
+    )
+    return dense_step_flops(model).total / mean
+
+
+def test_bert_base_costs_under_a_third():
+    assert bert_mean() == pytest.approx(3.76, abs=0.005)
+    assert bert_mean(stride=256) > 3
+    assert bert_mean(mask_share=0.999) > 3, "and with a head that computes every position"
+
+
+def test_bert_by_hand():
+    model = ModelConfig(arch="bert", n_layer=2, n_head=1, n_embd=2, d_ffw=5, context=20, vocab_size=7, vocab_multiple=1)
+    assert model.predicted == 3  # 15 % of 20
+    for accounting in ("paper", "causal"):  # it sees both sides: the square, whoever counts
+        counted = forward_flops(model, accounting=accounting)
+        assert counted.head == 3 * 3 * 2 + 3 * 3 * 7  # positions · (2·2 - 1) · outputs: transform, decoder
+        assert counted.scores == counted.reduce == 2 * 2 * 400 * 2
+    pattern = Pattern("strided", 5)
+    pairs = pattern.mask(20, causal=False).sum().item()
+    assert step_flops(model, pattern=pattern).scores == pytest.approx(3 * 2 * 2 * pairs * 2)
+    assert step_flops(model, pattern=pattern, accounting="causal") == step_flops(model, pattern=pattern)
+
+
 def test_one_layer_by_hand():
     model = ModelConfig(n_layer=2, n_head=1, n_embd=2, d_ffw=5, context=3, vocab_size=7, vocab_multiple=1)
     assert forward_flops(model) == Flops(

@@ -23,7 +23,7 @@ class ModelConfig:
     """The shape of a transformer. `preset` fills in a known shape; other keys override it."""
 
     preset: str | None = None
-    arch: Literal["gpt"] = "gpt"
+    arch: Literal["gpt", "bert"] = "gpt"  # causal, next token; or bidirectional, masked tokens
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -34,6 +34,7 @@ class ModelConfig:
     bias: bool = False
     dropout: float = 0.0
     tied_head: bool = True
+    mask_share: float = 0.15  # bert: of the positions, how many are masked and predicted; the head computes only those
     activation_checkpointing: bool = False
 
     @property
@@ -43,6 +44,15 @@ class ModelConfig:
     @property
     def padded_vocab(self) -> int:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def causal(self) -> bool:
+        return self.arch == "gpt"
+
+    @property
+    def predicted(self) -> int:
+        """Positions of a sequence that the head computes in training: every one, or as many as are masked."""
+        return self.context if self.causal else max(1, round(self.mask_share * self.context))
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_head", "n_embd", "context", "vocab_size", "vocab_multiple"):
@@ -57,6 +67,8 @@ class ModelConfig:
             raise ValueError(f"model.d_ffw must be at least 1, not {self.d_ffw}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout must lie in [0, 1), not {self.dropout}")
+        if not 0.0 < self.mask_share < 1.0:
+            raise ValueError(f"model.mask_share must lie in (0, 1), not {self.mask_share}")
 
 
 @dataclass(frozen=True)

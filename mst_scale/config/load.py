@@ -87,13 +87,11 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
         ours = {name: _under(recipe.get(name, {}), block) for name, block in ours.items()}
     method = ours["mst"].get("method", "dense")
     ours["mst"] = _under(METHODS[_known(method, METHODS, "mst.method", where)], ours["mst"])
-    preset = "tiny" if method == "tiny" else ours["model"].get("preset")
+    preset = ours["model"].get("preset")
     if preset is not None:
-        shape = MODELS[_known(preset, MODELS, "model.preset", where)]
-        if method == "tiny":  # the paper's small model replaces the shape of the config it is compared with
-            ours["model"] = {**ours["model"], **shape, "preset": "tiny", "d_ffw": None}
-        else:
-            ours["model"] = _under(shape, ours["model"])
+        ours["model"] = _under(MODELS[_known(preset, MODELS, "model.preset", where)], ours["model"])
+    if method == "tiny":  # the paper's small model replaces the layers of the config it is compared with
+        ours["model"] = {**ours["model"], **MODELS["tiny"], "preset": "tiny", "d_ffw": None}
     blocks: dict[str, Any] = {name: parse(cls, ours[name], name, where) for name, cls in BLOCKS.items()}
     return Experiment(**blocks, deepspeed=deepspeed)
 

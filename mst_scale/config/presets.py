@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-# GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020, table 2.1; 13B with the usual 5120 = 40 · 128).
+_BERT = {"arch": "bert", "context": 512, "vocab_size": 30522, "bias": True}
+
+# GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020, table 2.1; 13B with the usual 5120 = 40 · 128); BERT (Devlin
+# et al. 2018) with the vocabulary of `bert-base-uncased`.
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},
     "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
@@ -15,6 +18,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt3-6.7b": {"n_layer": 32, "n_head": 32, "n_embd": 4096, "context": 2048},
     "gpt3-13b": {"n_layer": 40, "n_head": 40, "n_embd": 5120, "context": 2048},
     "gpt3-175b": {"n_layer": 96, "n_head": 96, "n_embd": 12288, "context": 2048},
+    "bert-base": {"n_layer": 12, "n_head": 12, "n_embd": 768, **_BERT},
+    "bert-large": {"n_layer": 24, "n_head": 16, "n_embd": 1024, **_BERT},
     "tiny": {"n_layer": 6, "n_head": 12, "n_embd": 384},  # the paper's small dense model
 }
 

@@ -56,6 +56,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        if config.arch != "gpt":
+            raise ValueError(f"this is the GPT, and model.arch is {config.arch!r}")
         self.config = config
         # One draw from the global generator, before any layer draws its own default values: the weights depend on
         # torch.manual_seed, not on which layers there are, which device they are on or how ZeRO cuts them.

@@ -173,3 +173,15 @@ def test_batches_that_do_not_divide(ds, message):
 def test_deepspeed_keys_that_cannot_be_right(extra, message):
     with pytest.raises(ValueError, match=message):
         check(load({**MINIMAL, **extra}))
+
+
+def test_bert_presets():
+    model = load({"model": {"preset": "bert-base"}}).model
+    assert (model.arch, model.n_layer, model.n_embd, model.context, model.vocab_size, model.bias) == (
+        "bert", 12, 768, 512, 30522, True
+    )  # fmt: skip
+    assert load({"model": {"preset": "bert-large"}}).model.n_layer == 24
+    tiny = load({"model": {"preset": "bert-base"}}, method="tiny").model
+    assert (tiny.arch, tiny.n_layer, tiny.n_embd, tiny.context) == ("bert", 6, 384, 512), "a small BERT, not a GPT"
+    with pytest.raises(ValueError, match=r"model\.mask_share must lie in \(0, 1\), not 0.0"):
+        load({"model": {"arch": "bert", "mask_share": 0}})
