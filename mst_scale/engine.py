@@ -24,16 +24,17 @@ import torch
 from packaging.version import Version
 
 from mst_scale import mask_files, zero_shards
+from mst_scale.choices import attention_schedule_of, variation_of
 from mst_scale.config import Experiment, load
 from mst_scale.distributed import logger
-from mst_scale.hybrid_sparse_attention import AttentionSchedule, Pattern, set_pattern, sparse_then_dense
+from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Change, Layer, evolve, sparsify
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
 from mst_scale.mixed_growing.policies import policy
 from mst_scale.sparsity_variation import Point, Schedule
-from mst_scale.targets import choose_targets, variation_of
+from mst_scale.targets import choose_targets
 
 SUPPORTED_DEEPSPEED = ("0.19", "0.20")  # from, and below: it moves its internals between minors
 OLDEST_TORCH = "2.8"
@@ -82,7 +83,7 @@ class Controller:
         self.topology = mst.topology
         self.seed = training.seed if mst.seed is None else mst.seed
         self.schedule: Schedule = variation_of(mst).resolve(training.steps)
-        self.attention = _attention_schedule(mst.attention, self.schedule)
+        self.attention = attention_schedule_of(mst.attention, self.schedule)
         self.policy = policy(
             mst.topology.policy,
             random_share=mst.topology.random_ratio,
@@ -262,18 +263,3 @@ class Controller:
         """Stop on all ranks if a mask is no longer what the last topology step left. One small all-reduce."""
         replicas = Exchange(zero_shards.data_parallel_group(self.engine), self.engine.device)
         self.masks.check_drift(self.digests, self.exchange, replicas)
-
-
-def _attention_schedule(attention: Any, schedule: Schedule) -> AttentionSchedule:
-    pattern = Pattern(attention.pattern, attention.stride) if attention.pattern != "dense" else Pattern("dense")
-    if pattern.kind == "dense":
-        return AttentionSchedule()
-    if attention.dense_from == "restore_end":
-        dense_from: int | None = schedule.sparse_until
-    elif attention.dense_from == "ultra_end":
-        dense_from = schedule.first_step("restore") or schedule.sparse_until
-    else:
-        dense_from = attention.dense_from
-    if isinstance(dense_from, float):
-        dense_from = round(dense_from * schedule.total_steps)
-    return sparse_then_dense(pattern, dense_from)

@@ -1,15 +1,12 @@
-"""Which parameters become sparse, and along which schedule? From the words of a config to names and values."""
+"""Which parameters of a model become sparse? From the words of a config to names and tensors."""
 
 from __future__ import annotations
 
-import difflib
-from fnmatch import fnmatchcase
-
 from torch import nn
 
-from mst_scale.config import MSTConfig, TargetsConfig
+from mst_scale.choices import chosen_names
+from mst_scale.config import TargetsConfig
 from mst_scale.distributed import logger
-from mst_scale.sparsity_variation import Variation
 from mst_scale.zero_shards import is_matrix
 
 
@@ -29,42 +26,7 @@ def choose_targets(model: nn.Module, targets: TargetsConfig) -> dict[str, nn.Par
         if p.requires_grad and is_matrix(p) and id(p) not in norms
         if (targets.lm_head if p is head else id(p) not in embeddings)
     }
-    for glob in targets.include + targets.exclude:
-        if not any(fnmatchcase(name, glob) for name in matrices):
-            near = difflib.get_close_matches(glob, matrices, n=1, cutoff=0.0)
-            raise ValueError(
-                f"mst.targets: {glob!r} matches no parameter that can be sparse; the nearest is "
-                f"{near[0] if near else 'none: the model has no matrices'!r}"
-            )
-    chosen = {
-        name: p
-        for name, p in matrices.items()
-        if any(fnmatchcase(name, glob) for glob in targets.include)
-        and not any(fnmatchcase(name, glob) for glob in targets.exclude)
-    }
-    if not chosen:
-        raise ValueError("mst.targets: every parameter that could be sparse is excluded; use method dense instead")
-    return chosen
-
-
-def variation_of(mst: MSTConfig) -> Variation:
-    """The schedule that a config states."""
-    s, t = mst.sparsity, mst.topology
-    return Variation(
-        pattern=s.variation,
-        max_sparsity=s.max,
-        warmup=s.warmup,
-        ultra=s.ultra,
-        restore=s.restore,
-        stages=s.stages,
-        warmup_shape=s.warmup_moves,
-        restore_shape=s.restore_moves,
-        turn=s.turn,
-        interval=t.interval,
-        update=t.update_schedule,
-        update_fraction=t.update_fraction,
-        update_decay=t.update_decay,
-    )
+    return {name: matrices[name] for name in chosen_names(matrices, targets)}
 
 
 def _head_of(model: nn.Module) -> nn.Parameter | None:

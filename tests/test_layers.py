@@ -23,6 +23,7 @@ LAYERS = {
     "progress": 2,
     "models": 3,
     "flops": 3,
+    "choices": 3,
     "data": 3,
     "zero_shards": 4,
     "mask_files": 4,

@@ -1,9 +1,16 @@
 """PART 3, Hybrid Sparse Attention: exact attention over a pattern of pairs, at the cost of the pairs it keeps."""
 
-from mst_scale.hybrid_sparse_attention.dispatch import attention
-from mst_scale.hybrid_sparse_attention.module import SelfAttention, sequence_parallel, set_pattern
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, sparse_then_dense, strides_per_phase
+
+if TYPE_CHECKING:
+    from mst_scale.hybrid_sparse_attention.dispatch import attention
+    from mst_scale.hybrid_sparse_attention.module import SelfAttention, sequence_parallel, set_pattern
 
 __all__ = [
     "AttentionSchedule",
@@ -15,3 +22,12 @@ __all__ = [
     "sparse_then_dense",
     "strides_per_phase",
 ]
+
+_KERNELS = {"attention": "dispatch", "SelfAttention": "module", "sequence_parallel": "module", "set_pattern": "module"}
+
+
+def __getattr__(name: str) -> Any:
+    # Patterns and schedules are values: who only counts their pairs does not wait for torch.
+    if name in _KERNELS:
+        return getattr(importlib.import_module(f"{__name__}.{_KERNELS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

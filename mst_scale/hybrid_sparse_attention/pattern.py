@@ -11,8 +11,10 @@ least itself. `pairs` is exact and closed-form; `share` is the paper's Q.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # the value needs no torch, only its masks do
+    import torch
 
 KINDS = ("dense", "strided", "fixed")
 ACCOUNTINGS = ("paper", "causal")
@@ -39,7 +41,7 @@ class Pattern:
         """The definition, elementwise on (broadcast) positions."""
         difference = query - key
         if self.kind == "dense":
-            seen = torch.ones_like(difference, dtype=torch.bool)
+            seen = difference == difference  # noqa: PLR0124  (true, in its shape and on its device)
         elif self.kind == "strided":
             seen = (difference.abs() < self.stride) | (difference % self.stride == 0)
         else:
@@ -48,6 +50,8 @@ class Pattern:
 
     def mask(self, length: int, causal: bool = True, device: torch.device | str | None = None) -> torch.Tensor:
         """Boolean (length, length), true where query i sees key j. For tests and pictures: no kernel builds it."""
+        import torch
+
         position = torch.arange(length, device=device)
         return self.allows(position[:, None], position[None, :], causal)
 
