@@ -95,7 +95,7 @@ def loop(ranks: Any, rounds: int) -> Row:
     raw = config(LOOP_MODEL, ranks.world_size, 8, training=training, data={"dir": str(folder)})
     run = Run(load(raw), folder / "run", ranks)
     run.prepare("never")
-    run.line.out = open(os.devnull, "w")  # noqa: SIM115 (lives as long as the run)
+    run.record.line.out = open(os.devnull, "w")  # noqa: SIM115 (lives as long as the run)
     tokens, targets = run._micro_batch(run.train, 0, ranks.rank)
 
     def ours() -> None:

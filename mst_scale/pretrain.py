@@ -11,11 +11,9 @@ the step's number, never a generator's state. That is why a killed run continues
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import signal
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -34,11 +32,9 @@ from mst_scale.data.sampler import Sampler
 from mst_scale.distributed import Ranks, logger
 from mst_scale.flops import dense_step_flops, step_flops
 from mst_scale.learning_rate import learning_rate
-from mst_scale.metrics import MetricsFile, read
-from mst_scale.mixed_growing.evolve import Change
 from mst_scale.models.gpt import GPT
-from mst_scale.progress import ProgressLine, clock, table
 from mst_scale.randomness import counter_hash
+from mst_scale.record import Record, state_of
 
 # The blocks in which a resumed run must agree with its checkpoint.
 SAME_ON_RESUME = ("model",)
@@ -80,7 +76,6 @@ class Run:
         self.peak = peak_learning_rate(experiment.deepspeed)
         self.checkpoints = out / "checkpoints"
         self.nonfinite = 0
-        self.layers: dict[str, dict[str, Any]] = {}
         self.asked_to_stop = False
         self.flops_spent = self.flops_dense = 0.0
         self.flops_per_step: dict[Any, float] = {}
@@ -98,11 +93,15 @@ class Run:
         self.device = next(self.engine.module.parameters()).device
         self.step = 0 if source is None else self._load(*source)
         self.ranks.on_first(self._describe)
-        if self.ranks.first:
-            self.metrics = MetricsFile(self.out / "metrics.jsonl", self.step)
         self.votes = distributed.Votes(self.ranks)
-        self.line = ProgressLine(self.training.steps, self.step, sys.stdout if self.ranks.first else io.StringIO())
-        self.window, self.window_start = self.step, time.monotonic()
+        self.record = Record(
+            self.out,
+            self.experiment,
+            batch=self.batch,
+            step=self.step,
+            monitor=self.engine.monitor,
+            first=self.ranks.first,
+        )
 
     def _corpus(self) -> str:
         """The folder of the token files, prepared on first use where the config names a source."""
@@ -197,7 +196,7 @@ class Run:
         """Every step that is left."""
         while self.step < self.training.steps:
             self.advance()
-        self.line.close()
+        self.record.close()
 
     def advance(self) -> None:
         """One optimizer step, and what is due after it: a logged row, an evaluation, a checkpoint, the end."""
@@ -205,7 +204,7 @@ class Run:
         self._count_flops()
         loss = self._update()
         self.step += 1
-        self._gather_changes()
+        self.record.gather(self.engine.mst)
         last = self.step == t.steps
         logs, evaluates, saves = (
             last or bool(every and self.step % every == 0) for every in (t.log_every, t.eval_every, t.save_every)
@@ -219,24 +218,34 @@ class Run:
         if logs or evaluates:
             self._log(loss, evaluates)
         if (saves or stop) and not self.nonfinite:
-            self.line.close()
+            self.record.close()
             self._save()
         if self.nonfinite and (stop or last):
             self._refuse_nonfinite()
         if stop and not last:
-            self.line.say(f"asked to stop: step {self.step} is saved, the same command continues")
+            self.record.say(f"asked to stop: step {self.step} is saved, the same command continues")
             raise SystemExit(0)
 
     def _log(self, loss: torch.Tensor, evaluates: bool) -> None:
-        seconds = (time.monotonic() - self.window_start) / (self.step - self.window)
-        row = self._row(loss, seconds)
+        row = {
+            "step": self.step,
+            "tokens": self.step * self.batch * self.experiment.model.context,
+            "loss": self._mean(loss),
+            "lr": learning_rate(self.step - 1, self.peak, self.training),
+            "grad_norm": zero_shards.grad_norm(self.engine),
+            **state_of(self.engine.mst),
+            "flops": self.flops_spent,
+            "flops_dense": self.flops_dense,
+            **self.record.pace(self.step),
+        }
         if evaluates:
             row["val_loss"] = self.evaluate()
-        if self.ranks.first:
-            self.metrics.write(row)
-            self._monitor(row)
-            self.line.show(row)
-        self.window, self.window_start = self.step, time.monotonic()
+        self.record.write(row)
+
+    def _mean(self, loss: torch.Tensor) -> float:
+        mean = loss.double().cpu()
+        dist.all_reduce(mean, group=self.ranks.control)
+        return float(mean) / self.ranks.world_size
 
     def _update(self) -> torch.Tensor:
         """One optimizer step on the global batch; the mean loss of this rank's micro-batches, still on the device."""
@@ -288,58 +297,6 @@ class Run:
         self.engine.train()
         return float(losses.mean())
 
-    # --- what is written ---
-
-    def _row(self, loss: torch.Tensor, seconds: float) -> dict[str, Any]:
-        mean = loss.double().cpu()
-        dist.all_reduce(mean, group=self.ranks.control)
-        context = self.experiment.model.context
-        norm = zero_shards.grad_norm(self.engine)
-        mst = self.engine.mst
-        row: dict[str, Any] = {
-            "step": self.step,
-            "tokens": self.step * self.batch * context,
-            "loss": float(mean) / self.ranks.world_size,
-            "lr": learning_rate(self.step - 1, self.peak, self.training),
-            "grad_norm": norm,
-            "phase": mst.point.phase,
-            "target_sparsity": mst.point.sparsity,
-            "sparsity": mst.sparsity,
-            "update_fraction": mst.point.update_fraction,
-            "attention": mst.pattern.kind,
-            "attention_stride": mst.pattern.stride,
-            "flops": self.flops_spent,
-            "flops_dense": self.flops_dense,
-            "tokens_per_s": self.batch * context / seconds,
-            "step_ms": 1e3 * seconds,
-        }
-        if self.layers:  # what the topology steps since the last row have come to
-            row["layers"], self.layers = self.layers, {}
-        return row
-
-    def _gather_changes(self) -> None:
-        """Add up what topology steps do to each layer between two logged rows."""
-        mst = self.engine.mst
-        if mst.changed_at != self.step:
-            return
-        for change in mst.changes:
-            now, before = describe(change), self.layers.get(change.name, {})
-            for count in ("pruned", "grown", "regrown", "churn"):
-                now[count] += before.get(count, 0)
-            self.layers[change.name] = now
-
-    def _monitor(self, row: dict[str, Any]) -> None:
-        samples = self.step * self.batch
-        events = [
-            (f"mst/{name}", value, samples)
-            for name, value in row.items()
-            if isinstance(value, int | float) and name not in ("step", "tokens")
-        ]
-        for layer, values in row.get("layers", {}).items():
-            events += [(f"mst_{name}/{layer}", value, samples) for name, value in values.items() if value is not None]
-        if self.engine.monitor.enabled:
-            self.engine.monitor.write_events(events)
-
     def _count_nonfinite(self, nonfinite: bool) -> None:
         self.nonfinite = self.nonfinite + 1 if nonfinite else 0
         if self.nonfinite >= self.training.stop_after_nonfinite:
@@ -355,24 +312,6 @@ class Run:
             )
             self.ranks.refuse(FloatingPointError(message))
 
-    def summary(self, seconds: float, first: int) -> str:
-        """The table at the end, from what stands in metrics.jsonl."""
-        last: dict[str, Any] = {}
-        validated: dict[str, Any] = {}
-        for row in read(self.out / "metrics.jsonl"):
-            last, validated = row, row if "val_loss" in row else validated
-        tokens = self.step * self.batch * self.experiment.model.context
-        rows = [
-            ("train loss", f"{last['loss']:.4f}" if last else "–"),
-            ("validation loss", f"{validated['val_loss']:.4f}" if validated else "–"),
-            ("tokens", f"{tokens:,} in {self.step:,} steps"),
-            ("time", clock(seconds) + (f" (since step {first})" if first else "")),
-            ("metrics", str(self.out / "metrics.jsonl")),
-            ("tensorboard", f"tensorboard --logdir {self.out / 'tensorboard'}"),
-            ("checkpoint", str(self.checkpoints / checkpoint.tag_of(self.step))),
-        ]
-        return table(rows)
-
     def _save(self) -> None:
         state = {"flops": self.flops_spent, "flops_dense": self.flops_dense}
         checkpoint.save(
@@ -385,18 +324,6 @@ def decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     matrices = [p for p in model.parameters() if zero_shards.is_matrix(p)]
     vectors = [p for p in model.parameters() if not zero_shards.is_matrix(p)]
     return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-
-
-def describe(change: Change) -> dict[str, Any]:
-    """A layer's last topology step, for the metrics."""
-    return {
-        "density": change.active / change.numel,
-        "pruned": change.pruned,
-        "grown": change.grown,
-        "regrown": change.regrown,
-        "churn": change.churn,
-        "ever_active": None if change.ever_active is None else change.ever_active / change.numel,
-    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -426,7 +353,7 @@ def _main(argv: list[str] | None) -> None:
     start, first = time.monotonic(), run.step
     run.to_the_end()
     if ranks.first:
-        print(run.summary(time.monotonic() - start, first))
+        print(run.record.summary(run.step, time.monotonic() - start, first))
     ranks.leave()
 
 

@@ -32,6 +32,7 @@ LAYERS = {
     "engine": 6,
     "inspect": 6,
     "reshape": 6,
+    "record": 6,
     "pretrain": 7,
     "cli": 8,
     "__main__": 9,

@@ -1,0 +1,119 @@
+"""What does a run leave for people to read?
+
+A row a logged step in `metrics.jsonl`, the same numbers in TensorBoard, one line on the terminal, a table at the end.
+What topology steps do to each layer between two rows is added up and rides in the next one.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mst_scale import checkpoint
+from mst_scale.config import Experiment
+from mst_scale.metrics import MetricsFile, read
+from mst_scale.mixed_growing.evolve import Change
+from mst_scale.progress import ProgressLine, clock, table
+
+Row = dict[str, Any]
+
+
+class Record:
+    """Every rank has one and gathers; the first rank writes."""
+
+    def __init__(self, out: Path, experiment: Experiment, *, batch: int, step: int, monitor: Any, first: bool):
+        self.out, self.batch, self.context = out, batch, experiment.model.context
+        self.monitor, self.first = monitor, first
+        self.layers: dict[str, Row] = {}
+        self.window, self.window_start = step, time.monotonic()
+        if first:
+            self.metrics = MetricsFile(out / "metrics.jsonl", step)
+        self.line = ProgressLine(experiment.training.steps, step, sys.stdout if first else io.StringIO())
+
+    def gather(self, mst: Any) -> None:
+        """Add up what topology steps do to each layer between two rows."""
+        if mst.changed_at != mst.step:
+            return
+        for change in mst.changes:
+            now, before = describe(change), self.layers.get(change.name, {})
+            for count in ("pruned", "grown", "regrown", "churn"):
+                now[count] += before.get(count, 0)
+            self.layers[change.name] = now
+
+    def pace(self, step: int) -> Row:
+        """Time a step since the last row."""
+        seconds = (time.monotonic() - self.window_start) / (step - self.window)
+        return {"tokens_per_s": self.batch * self.context / seconds, "step_ms": 1e3 * seconds}
+
+    def write(self, row: Row) -> None:
+        """The row, with what topology steps since the last one have come to."""
+        if self.layers:
+            row["layers"], self.layers = self.layers, {}
+        if self.first:
+            self.metrics.write(row)
+            self._monitor(row)
+            self.line.show(row)
+        self.window, self.window_start = row["step"], time.monotonic()
+
+    def _monitor(self, row: Row) -> None:
+        samples = row["step"] * self.batch
+        events = [
+            (f"mst/{name}", value, samples)
+            for name, value in row.items()
+            if isinstance(value, int | float) and name not in ("step", "tokens")
+        ]
+        for layer, values in row.get("layers", {}).items():
+            events += [(f"mst_{name}/{layer}", value, samples) for name, value in values.items() if value is not None]
+        if self.monitor.enabled:
+            self.monitor.write_events(events)
+
+    def say(self, message: str) -> None:
+        self.line.say(message)
+
+    def close(self) -> None:
+        self.line.close()
+
+    def summary(self, step: int, seconds: float, first_step: int) -> str:
+        """The table at the end, from what stands in metrics.jsonl."""
+        last: Row = {}
+        validated: Row = {}
+        for row in read(self.out / "metrics.jsonl"):
+            last, validated = row, row if "val_loss" in row else validated
+        tokens = step * self.batch * self.context
+        rows = [
+            ("train loss", f"{last['loss']:.4f}" if last else "–"),
+            ("validation loss", f"{validated['val_loss']:.4f}" if validated else "–"),
+            ("tokens", f"{tokens:,} in {step:,} steps"),
+            ("time", clock(seconds) + (f" (since step {first_step})" if first_step else "")),
+            ("metrics", str(self.out / "metrics.jsonl")),
+            ("tensorboard", f"tensorboard --logdir {self.out / 'tensorboard'}"),
+            ("checkpoint", str(self.out / "checkpoints" / checkpoint.tag_of(step))),
+        ]
+        return table(rows)
+
+
+def state_of(mst: Any) -> Row:
+    """Where a run stands in its schedule."""
+    return {
+        "phase": mst.point.phase,
+        "target_sparsity": mst.point.sparsity,
+        "sparsity": mst.sparsity,
+        "update_fraction": mst.point.update_fraction,
+        "attention": mst.pattern.kind,
+        "attention_stride": mst.pattern.stride,
+    }
+
+
+def describe(change: Change) -> Row:
+    """A layer's last topology step."""
+    return {
+        "density": change.active / change.numel,
+        "pruned": change.pruned,
+        "grown": change.grown,
+        "regrown": change.regrown,
+        "churn": change.churn,
+        "ever_active": None if change.ever_active is None else change.ever_active / change.numel,
+    }
