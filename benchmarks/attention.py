@@ -358,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps({"machine": about, "rows": rows}))
     elif options.markdown:
-        given = f" --device {options.device}" + (" --quick" if options.quick else "")
+        given = f" --device {options.device} --seconds {options.seconds:g}" + (" --quick" if options.quick else "")
         print(markdown(about, rows, f"python -m benchmarks.attention{given} --markdown"))
     else:
         print(table(rows))
