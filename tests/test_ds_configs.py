@@ -1,0 +1,67 @@
+"""Every file of ds_configs/: it loads, it can run, and it trains two real steps with its model shrunk."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mst_scale.config import load
+from mst_scale.config.check import batch_shape, check
+from mst_scale.targets import variation_of
+from tests import pool, tiny_run
+from tests.test_bad_input import attempt
+
+FOLDER = tiny_run.ROOT / "ds_configs"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+GPT2_BATCH = 12 * 40  # the paper's
+GPT3_TOKENS = {"gpt3_1.3b": 1e6, "gpt3_2.7b": 1e6, "gpt3_6.7b": 2e6, "gpt3_13b": 2e6, "gpt3_175b": 3.2e6}
+
+SHRUNK = {
+    "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 16, "model.context": 32, "model.vocab_size": 64,
+    "train_batch_size": 4, "train_micro_batch_size_per_gpu": 1,
+    "training.steps": 2, "training.warmup": 1, "training.eval_sequences": 2, "training.log_every": 1,
+    "mst.sparsity.warmup": 0.5, "mst.sparsity.ultra": 0.5, "mst.sparsity.restore": 0.0, "mst.topology.interval": 1,
+    "mst.attention.stride": 8,
+}  # fmt: skip
+
+
+def shrunk(name: str, folder: Path) -> list[str]:
+    argv = ["--deepspeed_config", str(FOLDER / f"{name}.json"), "--out", str(folder / "out")]
+    argv += ["--data", str(tiny_run.corpus(folder / "corpus"))]
+    return argv + [word for key, value in SHRUNK.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+
+def test_every_model_has_its_file():
+    wanted = {"gpt2_small", "gpt2_medium", "gpt2_large", "gpt2_xl", "demo", *GPT3_TOKENS}
+    assert wanted <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_loads_and_can_run(name):
+    experiment = load(FOLDER / f"{name}.json")
+    check(experiment)
+    schedule = variation_of(experiment.mst).resolve(experiment.training.steps)
+    assert schedule.max_sparsity == experiment.mst.sparsity.max
+    assert [piece.phase for piece in schedule.pieces] == ["warmup", "ultra", "restore", "dense"]
+    if name == "demo":
+        return
+    # the paper's shares of its 140,000 steps, in whole steps
+    assert [piece.start * 14 for piece in schedule.pieces] == [n * experiment.training.steps for n in (0, 1, 11, 12)]
+    assert experiment.mst.sparsity.max == 0.96 and experiment.mst.targets.lm_head
+    if name.startswith("gpt2"):
+        assert experiment.deepspeed["train_batch_size"] == GPT2_BATCH
+    if name in GPT3_TOKENS:
+        tokens = experiment.deepspeed["train_batch_size"] * experiment.model.context
+        assert tokens == pytest.approx(GPT3_TOKENS[name], rel=0.05)
+        assert tokens * experiment.training.steps == pytest.approx(300e9, rel=0.05), "GPT-3's 300 billion tokens"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_steps_with_the_model_shrunk(name, tmp_path):
+    """Its own ZeRO stage, precision, accumulation dtype and buckets, on two CPU processes."""
+    assert pool.run(attempt, 2, shrunk(name, tmp_path)) == [(0, "")] * 2
+    rows = tiny_run.rows(tmp_path / "out")
+    assert [row["step"] for row in rows] == [1, 2] and rows[-1]["sparsity"] > 0.5
+    resolved, file = (json.loads(p.read_text()) for p in (tmp_path / "out" / "config.json", FOLDER / f"{name}.json"))
+    for block in ("zero_optimization", "bf16", "data_types"):
+        assert resolved.get(block) == file.get(block)
