@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from mst_scale.choices import variation_of
 from mst_scale.config import load
-from mst_scale.config.check import batch_shape, check
-from mst_scale.targets import variation_of
+from mst_scale.config.check import check
 from tests import pool, tiny_run
 from tests.test_bad_input import attempt
 
