@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from mst_scale.config import MODELS, ModelConfig
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
-from mst_scale.models import GPT
+from mst_scale.models import GPT, initial_weights
 from mst_scale.models import gpt as gpt_file
 
 TOY = ModelConfig(n_layer=2, n_head=2, n_embd=32, context=16, vocab_size=60)
@@ -195,7 +195,7 @@ def test_no_two_matrices_share_their_values():
 
 
 def test_initialisation_in_pieces_has_no_seam(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpt_file, "INIT_CHUNK", 1000)
+    monkeypatch.setattr(initial_weights, "INIT_CHUNK", 1000)
     weight = build().wte.weight.detach().view(-1)
     assert weight.numel() == 2048
     assert not torch.equal(weight[:48], weight[1000:1048]) and not torch.equal(weight[:48], weight[2000:])
@@ -205,7 +205,7 @@ def test_initialisation_in_pieces_has_no_seam(monkeypatch: pytest.MonkeyPatch):
 def test_parameters_that_are_cut_already_are_refused():
     """What zero.Init leaves of a parameter when its hook on Module.apply is switched off."""
     with pytest.raises(ValueError, match='set "override_module_apply": true'):
-        gpt_file._fill_normal(torch.empty(0), 0.02, seed=0)
+        initial_weights.fill_normal(torch.empty(0), 0.02, seed=0)
 
 
 # Options --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,94 @@
+"""BERT for masked-language-model pretraining: blocks that normalise after each addition, and a head with a layer of its
+own in front of the (tied) decoder.
+
+    x ← ln_e(wte[tokens] + wpe[0…T-1] + wtt[types])
+    x ← ln_1(x + attention(x));   x ← ln_2(x + mlp(x))         for each block; attention sees both sides
+    logits = ln_h(gelu(transform(x))) Wᵀ + head_bias,  W = wte.weight or lm_head.weight     (padded_vocab rows)
+
+Attention, MLP, norm and loss are the GPT's modules, so sparse attention and sparse weights work alike. There is no
+next-sentence objective, and no padding: sequences are full windows of a token file (data/masking.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mst_scale.config.blocks import ModelConfig
+from mst_scale.hybrid_sparse_attention import SelfAttention
+from mst_scale.models.cross_entropy import IGNORE, cross_entropy
+from mst_scale.models.gpt import MLP
+from mst_scale.models.initial_weights import draw_seed, initialise
+from mst_scale.models.layer_norm import LayerNorm
+from mst_scale.models.recompute import run_block
+
+EPS = 1e-12  # of BERT's norms; statistics are float32 in every precision, where it is a normal number
+TOKEN_TYPES = 2  # first and second text; pretraining here sees the first type only
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        d, bias = config.n_embd, config.bias
+        self.attention = SelfAttention(d, config.n_head, bias=bias, dropout=config.dropout, causal=False)
+        self.ln_1 = LayerNorm(d, bias=bias, eps=EPS)
+        self.mlp = MLP(d, config.ffw, bias=bias, gelu="none")  # the exact GELU
+        self.ln_2 = LayerNorm(d, bias=bias, eps=EPS)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.ln_1(x + self.dropout(self.attention(x)))
+        return self.ln_2(x + self.dropout(self.mlp(x)))
+
+
+class BERT(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.arch != "bert":
+            raise ValueError(f"this is BERT, and model.arch is {config.arch!r}")
+        self.config = config
+        seed, d = draw_seed(), config.n_embd
+        self.wte = nn.Embedding(config.padded_vocab, d)
+        self.wpe = nn.Embedding(config.context, d)
+        self.wtt = nn.Embedding(TOKEN_TYPES, d)
+        self.ln_e = LayerNorm(d, bias=config.bias, eps=EPS)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.transform = nn.Linear(d, d, bias=config.bias)
+        self.ln_h = LayerNorm(d, bias=config.bias, eps=EPS)
+        self.lm_head = None if config.tied_head else nn.Linear(d, config.padded_vocab, bias=False)
+        self.head_bias = nn.Parameter(torch.zeros(config.padded_vocab)) if config.bias else None
+        initialise(self, seed)
+
+    def forward(
+        self, tokens: torch.Tensor, targets: torch.Tensor | None = None, types: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits (batch, length, padded_vocab) of `tokens` (batch, length); with `targets`, the mean loss in float32.
+
+        `targets[b, t]` is the token that stood at `tokens[b, t]` before it was masked; positions with target -1 do not
+        count, and the head does not compute them. `types` (batch, length), 0 or 1, are 0 where not given.
+        """
+        length = tokens.shape[-1]
+        if length > self.config.context:
+            raise ValueError(
+                f"a sequence of {length} tokens does not fit model.context = {self.config.context}: "
+                "cut it, or train with a larger model.context"
+            )
+        positions = torch.arange(length, device=tokens.device)
+        x = self.wte(tokens) + self.wpe(positions) + self.wtt(torch.zeros_like(tokens) if types is None else types)
+        x = self.dropout(self.ln_e(x))
+        for block in self.blocks:
+            x = run_block(block, x, recompute=self.config.activation_checkpointing)
+        if targets is None:
+            return self.head(x)
+        counted = targets != IGNORE
+        return cross_entropy(self.head(x[counted]), targets[counted])
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.ln_h(F.gelu(self.transform(x)))
+        return F.linear(x, self.wte.weight if self.lm_head is None else self.lm_head.weight, self.head_bias)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The module whose weight the head multiplies with (Hugging Face's name for it): a tied head's is `wte`."""
+        return self.wte if self.lm_head is None else self.lm_head
