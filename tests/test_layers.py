@@ -24,6 +24,7 @@ LAYERS = {
     "models": 3,
     "flops": 3,
     "choices": 3,
+    "plan": 4,
     "data": 3,
     "zero_shards": 4,
     "mask_files": 4,

@@ -12,7 +12,7 @@ import sys
 
 from mst_scale.distributed import exit_code, is_plain
 
-VERBS = ("data", "inspect", "reshape", "bench")
+VERBS = ("data", "plan", "inspect", "reshape", "bench")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,0 +1,15 @@
+"""What will a run on N GPUs take, before it is started?
+
+gpus          what a card, its node and its network can do, from data sheets; efficiencies that are assumed
+setting       what a config says about ranks, ZeRO, precision, offload and batch
+parameters    the tensors of a model, by name and shape, without building it
+activations   what backward keeps of a forward pass
+memory        bytes a GPU holds, by part; and what the host holds for it
+fetching      ZeRO-3: which parameters are gathered when, and how many are whole at once
+traffic       bytes of every collective of a step, and of a topology step
+clock         seconds: a roofline for compute, an α–β model for collectives
+recommend     which stage, offload, micro-batch and recomputation
+answer        all of it for one config
+
+Plain arithmetic: neither torch nor DeepSpeed is imported.
+"""

@@ -1,0 +1,63 @@
+"""What does backward keep of a forward pass, in bytes per micro-batch?
+
+For b sequences of L tokens, width d, inner width f, h heads, vocabulary V and w bytes per value, one block keeps
+
+    inputs of ln_1 and ln_2, their outputs, q, k, v and attention's output        8 · bLd · w
+    the MLP's inner values before and after GELU                                  2 · bLf · w
+    statistics of two norms and one number per attention row, in fp32             bL · (16 + 4h)
+
+and the head its input, its normalised input and the logits; their gradient stands beside them at the peak. Sparse
+attention keeps the same tensors as dense flash attention. With recomputation a block keeps its input alone, and one
+block at a time is whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mst_scale.config import ModelConfig
+
+FP32 = 4
+PIECES = 3 * 128 * 2**20  # the loss works through the logits in fp32 pieces of 128 MiB on a GPU
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes, for one micro-batch."""
+
+    kept: int
+    """Saved for backward, when the forward pass is done."""
+    working: int
+    """On top of that at the fullest moment: gradients of activations, and with recomputation one whole block."""
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.working
+
+
+def block_bytes(model: ModelConfig, micro: int, width: int) -> int:
+    """What one block keeps."""
+    tokens = micro * model.context
+    wide = (8 * model.n_embd + 2 * model.ffw) * width
+    return tokens * (wide + 4 * FP32 + FP32 * model.n_head)
+
+
+def ends_bytes(model: ModelConfig, micro: int, width: int) -> int:
+    """What embeddings, the last norm, the head and the loss keep."""
+    tokens = micro * model.context
+    norm = 2 * model.n_embd * width + 2 * FP32
+    loss = model.padded_vocab * width + 8 + 2 * FP32  # logits; target, log-sum-exp and weight of each position
+    return tokens * (norm + loss + 8)  # and the token itself
+
+
+def activations(model: ModelConfig, micro: int, width: int, recompute: bool) -> Activations:
+    tokens = micro * model.context
+    block, ends = block_bytes(model, micro, width), ends_bytes(model, micro, width)
+    logits = tokens * model.padded_vocab * width  # their gradient
+    inner = tokens * (2 * model.ffw + 2 * model.n_embd) * width  # gradients inside an MLP
+    head = logits + min(PIECES, 3 * FP32 * tokens * model.padded_vocab)
+    if not recompute:
+        return Activations(model.n_layer * block + ends, max(head, inner))
+    kept = model.n_layer * tokens * model.n_embd * width + ends
+    # the head's peak comes while every block still keeps its input alone; what the head kept is gone when blocks return
+    return Activations(kept, max(head, block + inner - ends))

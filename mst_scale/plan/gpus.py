@@ -1,0 +1,75 @@
+"""What can one GPU, its node and its network do at most, and how much of that do we count on?
+
+Peaks are those of the makers' data sheets, without structured sparsity; 1 GB is 10⁹ bytes. Nodes are the makers' own
+(DGX) with one network port per GPU. What a run reaches of a peak is an assumption: `Efficiency` states it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+GB, TERA = 10**9, 10**12
+
+
+@dataclass(frozen=True)
+class GPU:
+    """FLOP/s, bytes and bytes/s of one card and its share of the node."""
+
+    name: str
+    memory: float
+    bandwidth: float  # its own memory
+    bf16: float  # tensor cores, fp32 accumulation; fp16 is the same
+    fp32: float  # as PyTorch multiplies by default, without TF32
+    link: float  # to the other GPUs of the node, one direction
+    port: float  # to the network, one direction
+    pcie: float  # to the host, one direction
+    host_memory: float
+    host_bandwidth: float
+    per_node: int
+    sources: str
+
+
+A100_NODE = "NVIDIA DGX A100 data sheet: 8 GPUs, 8 × HDR 200 Gb/s, 2 × EPYC 7742 (8 × DDR4-3200 each)"
+H100_NODE = "NVIDIA DGX H100 data sheet: 8 GPUs, 8 × NDR 400 Gb/s, 2 × Xeon 8480C (8 × DDR5-4800 each), 2 TB"
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("a100-40gb", 40 * GB, 1555 * GB, 312 * TERA, 19.5 * TERA, 300 * GB, 25 * GB, 32 * GB, 125 * GB, 51 * GB, 8,
+            f"NVIDIA A100 data sheet (SXM4, 40 GB); {A100_NODE}, 1 TB"),
+        GPU("a100-80gb", 80 * GB, 2039 * GB, 312 * TERA, 19.5 * TERA, 300 * GB, 25 * GB, 32 * GB, 250 * GB, 51 * GB, 8,
+            f"NVIDIA A100 data sheet (SXM4, 80 GB); {A100_NODE}, 2 TB"),
+        GPU("h100-80gb", 80 * GB, 3350 * GB, 989 * TERA, 67 * TERA, 450 * GB, 50 * GB, 64 * GB, 250 * GB, 76 * GB, 8,
+            f"NVIDIA H100 data sheet (SXM5); {H100_NODE}"),
+        GPU("h200", 141 * GB, 4800 * GB, 989 * TERA, 67 * TERA, 450 * GB, 50 * GB, 64 * GB, 250 * GB, 76 * GB, 8,
+            f"NVIDIA H200 data sheet (SXM); {H100_NODE}"),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The share of a peak that is counted on. Assumptions, stated in every plan; measure yours and say --efficiency."""
+
+    matmul: float = 0.6  # large bf16 matrix products inside a transformer
+    attention: float = 0.45  # flash attention, forward and backward
+    memory: float = 0.8  # element-wise passes and the optimizer
+    network: float = 0.8  # large collectives, in and between nodes
+    host: float = 0.6  # the CPU's Adam on offloaded states
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds before the first byte of a collective's hop arrives: the α of the α–β model. Assumptions as well."""
+
+    inside: float = 4e-6  # between GPUs of a node
+    between: float = 12e-6  # between nodes
+    launch: float = 20e-6  # of any collective
+
+
+def gpu_named(name: str) -> GPU:
+    if name in GPUS:
+        return GPUS[name]
+    near = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.0)[0]
+    raise ValueError(f"unknown GPU {name!r}: the nearest is {near!r} (known are {', '.join(GPUS)})")

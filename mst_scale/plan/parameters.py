@@ -1,0 +1,65 @@
+"""Which tensors does a model have, by name and shape, without building it?
+
+In the order of `named_parameters()`, which is also the order of ZeRO's flat buffers and of the masks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mst_scale.choices import chosen_names
+from mst_scale.config import ModelConfig, TargetsConfig
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) > 1
+
+
+def parameters(model: ModelConfig) -> list[Parameter]:
+    """Every parameter of a GPT."""
+    if model.arch != "gpt":
+        raise ValueError(f"mst plan knows GPTs; model.arch is {model.arch!r}")
+    d, f = model.n_embd, model.ffw
+
+    def layer(name: str, *shape: int) -> list[Parameter]:
+        bias = [Parameter(f"{name}.bias", shape[:1])] if model.bias else []
+        return [Parameter(f"{name}.weight", shape), *bias]
+
+    found = [Parameter("wte.weight", (model.padded_vocab, d)), Parameter("wpe.weight", (model.context, d))]
+    for i in range(model.n_layer):
+        block = f"blocks.{i}."
+        found += layer(block + "ln_1", d)
+        found += layer(block + "attention.qkv", 3 * d, d)
+        found += layer(block + "attention.proj", d, d)
+        found += layer(block + "ln_2", d)
+        found += layer(block + "mlp.up", f, d)
+        found += layer(block + "mlp.down", d, f)
+    found += layer("ln_f", d)
+    return found if model.tied_head else [*found, Parameter("lm_head.weight", (model.padded_vocab, d))]
+
+
+def groups(found: list[Parameter]) -> list[list[Parameter]]:
+    """The optimizer's two groups: matrices (with weight decay), then vectors (without)."""
+    return [[p for p in found if p.is_matrix], [p for p in found if not p.is_matrix]]
+
+
+def sparse_parameters(model: ModelConfig, targets: TargetsConfig) -> list[Parameter]:
+    """Those that may become sparse: matrices chosen by the globs; of the embeddings only a tied head, if asked for."""
+    head = "wte.weight" if model.tied_head else "lm_head.weight"
+    candidates = {p.name: p for p in parameters(model) if p.is_matrix and not p.name.startswith(("wte", "wpe"))}
+    if not targets.lm_head:
+        candidates.pop(head, None)
+    elif model.tied_head:
+        candidates = {p.name: p for p in parameters(model) if p.name == head} | candidates
+    return [candidates[name] for name in chosen_names(candidates, targets)]

@@ -1,0 +1,97 @@
+"""What does a config say about ranks, precision, ZeRO, offload and batch? With DeepSpeed's own defaults filled in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mst_scale.config import Experiment
+from mst_scale.config.check import batch_shape
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a model is trained on `ranks` GPUs. Buckets and thresholds count elements, as DeepSpeed's do."""
+
+    ranks: int
+    stage: int
+    precision: str
+    accumulate: str  # the type that gradients are added up in
+    micro: int
+    accumulation: int
+    recompute: bool = False  # activation checkpointing, block by block
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    overlap: bool = False
+    reduce_bucket: int = 500_000_000
+    prefetch_bucket: int = 50_000_000
+    live_parameters: int = 1_000_000_000
+    reuse_distance: int = 1_000_000_000
+    persistence: int = 100_000
+    sub_group: int = 1_000_000_000
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of what the forward reads, and of what is communicated."""
+        return BYTES[self.precision]
+
+    @property
+    def accumulate_bytes(self) -> int:
+        return BYTES[self.accumulate]
+
+    @property
+    def separate_accumulation(self) -> bool:
+        """Gradients are added up in another type than they are computed in."""
+        return self.accumulate != self.precision
+
+    @property
+    def batch(self) -> int:
+        return self.ranks * self.micro * self.accumulation
+
+    @property
+    def offload(self) -> str:
+        if self.offload_parameters:
+            return "optimizer + parameters"
+        return "optimizer" if self.offload_optimizer else "none"
+
+    def at_stage(self, stage: int) -> Setting:
+        """The same at another stage. Stages 0 and 1 add gradients up in the type they are computed in: DeepSpeed
+        refuses another at stage 0, and sparse training at stage 1."""
+        accumulate = self.precision if stage < 2 else self.accumulate
+        offload = self.offload_parameters and stage == 3
+        return replace(self, stage=stage, accumulate=accumulate, offload_parameters=offload)
+
+
+def setting_of(experiment: Experiment, ranks: int) -> Setting:
+    ds = experiment.deepspeed
+    _, micro, accumulation = batch_shape(ds, ranks)
+    zero: dict[str, Any] = ds.get("zero_optimization", {})
+    stage = int(zero.get("stage", 0))
+    precision = next((name for name in ("bf16", "fp16") if ds.get(name, {}).get("enabled")), "fp32")
+    accumulate = ds.get("data_types", {}).get("grad_accum_dtype") or precision
+    if accumulate not in BYTES:
+        raise ValueError(f"data_types.grad_accum_dtype must be one of {', '.join(BYTES)}, not {accumulate!r}")
+    defaults = Setting(ranks, stage, precision, accumulate, micro, accumulation)
+    overlap = zero.get("overlap_comm")
+    return replace(
+        defaults,
+        recompute=experiment.model.activation_checkpointing,
+        offload_optimizer=_offloads(zero, "offload_optimizer"),
+        offload_parameters=_offloads(zero, "offload_param"),
+        overlap=stage == 3 if overlap is None else bool(overlap),
+        reduce_bucket=int(zero.get("reduce_bucket_size", defaults.reduce_bucket)),
+        prefetch_bucket=int(zero.get("stage3_prefetch_bucket_size", defaults.prefetch_bucket)),
+        live_parameters=int(zero.get("stage3_max_live_parameters", defaults.live_parameters)),
+        reuse_distance=int(zero.get("stage3_max_reuse_distance", defaults.reuse_distance)),
+        persistence=int(zero.get("stage3_param_persistence_threshold", defaults.persistence)),
+        sub_group=int(zero.get("sub_group_size", defaults.sub_group)),
+    )
+
+
+def _offloads(zero: dict[str, Any], key: str) -> bool:
+    device = (zero.get(key) or {}).get("device", "none")
+    if device not in ("none", "cpu"):
+        raise ValueError(f"zero_optimization.{key}.device = {device!r}: mst plan knows none and cpu")
+    return device == "cpu"

@@ -1,0 +1,27 @@
+"""The table of parameters against real models."""
+
+import pytest
+import torch
+
+from mst_scale.config import load
+from mst_scale.models.gpt import GPT
+from mst_scale.plan.parameters import parameters, sparse_parameters
+from mst_scale.targets import choose_targets
+
+SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 8, "context": 4, "vocab_size": 10}
+SHAPES = [{}, {"bias": True}, {"tied_head": False}, {"d_ffw": 20, "bias": True, "tied_head": False}]
+
+
+@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize(
+    "targets", [{}, {"lm_head": False}, {"include": ["blocks.*.mlp.*"], "exclude": ["blocks.1.*"], "lm_head": False}]
+)
+def test_names_shapes_order_and_targets_are_the_models(model, targets):
+    experiment = load({"model": {**SMALL, **model}, "mst": {"targets": targets}})
+    with torch.device("meta"):
+        real = GPT(experiment.model)
+    assert [(p.name, p.shape) for p in parameters(experiment.model)] == [
+        (name, tuple(p.shape)) for name, p in real.named_parameters()
+    ]
+    chosen = [p.name for p in sparse_parameters(experiment.model, experiment.mst.targets)]
+    assert chosen == list(choose_targets(real, experiment.mst.targets))
