@@ -10,6 +10,7 @@ The order of one optimizer step, with what the controller adds marked by *:
     the optimizer updates master weights (an inactive weight has g = m = v = w = 0 and stays exactly 0)
   * on a topology step: prune, grow, zero what was pruned, start what has grown
     low-precision copy and gather
+  * layers that compute with their masks take the new ones
   * drift check every so often; the attention pattern of the next step
 """
 
@@ -33,6 +34,7 @@ from mst_scale.mixed_growing.evolve import Change, Layer, evolve, sparsify
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
 from mst_scale.mixed_growing.policies import policy
+from mst_scale.sparse_linear import SparseLayers
 from mst_scale.sparsity_variation import Point, Schedule
 from mst_scale.targets import choose_targets
 
@@ -115,6 +117,9 @@ class Controller:
         if self.schedule.at(0).sparsity:
             self._start_sparse(experiment.mst.sparsity.initial)
         self.digests = self.masks.digests(self.exchange)
+        shapes = dict(zip(targets, self.shapes, strict=True))
+        self.layers = SparseLayers(engine.module, targets, shapes, experiment.mst.compute.backend)
+        self._compute_with_masks()
         zero_shards.around_model_step(engine, self._before_step, self._after_step)
         zero_shards.after_master_update(engine, self._after_update)
         mask_files.ride_along(engine, self)
@@ -158,7 +163,7 @@ class Controller:
     def _before_step(self) -> None:
         step = self.step + 1
         self.updated = False
-        self.due = any(self.schedule.is_topology_step(s) for s in range(self.settled + 1, step + 1))
+        self.due = self._is_due(step)
         if not self.due and self.masks.dense:
             return
         self.scale = zero_shards.loss_scale(self.engine)
@@ -200,9 +205,34 @@ class Controller:
             self.settled = self.step
         if self.due and self.updated:
             self.digests = self.masks.digests(self.exchange)
+            self._compute_with_masks()
+        self._ask_for_dense_gradients()
         every = self.topology.check_every
         if every and self.step % every == 0 and not self.masks.dense:
             self.check_drift()
+        set_pattern(self.engine.module, self.pattern)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether this step changes the topology, or makes up for one that was skipped."""
+        return any(self.schedule.is_topology_step(s) for s in range(self.settled + 1, step + 1))
+
+    def _compute_with_masks(self) -> None:
+        """Give the layers that multiply with their masks the ones of now; the same on every rank.
+
+        A layer's bits are gathered over the ranks that share it, one layer at a time: 1/8 byte a weight.
+        """
+        for mask in self.masks:
+            chosen = self.layers.choose(mask.name, 1 - mask.active / mask.numel)
+            self.layers.set_mask(mask.name, None if chosen == "dense" else mask.whole(self.exchange), chosen)
+        self._ask_for_dense_gradients()
+
+    def _ask_for_dense_gradients(self) -> None:
+        """Growth reads dense gradients of every micro-batch of a topology step; snfs averages those of all steps."""
+        self.layers.dense_gradients("momentum" in self.policy.reads or self._is_due(self.step + 1))
+
+    def masks_loaded(self) -> None:
+        """A checkpoint brought other masks, and another step."""
+        self._compute_with_masks()
         set_pattern(self.engine.module, self.pattern)
 
     def _evolve(self, here: list[int]) -> list[Change]:

@@ -41,6 +41,8 @@ class Rider(Protocol):
     digests: list[int]
     schedule: Schedule
 
+    def masks_loaded(self) -> None: ...
+
     @property
     def step(self) -> int: ...
 
@@ -77,6 +79,7 @@ def ride_along(engine: Any, rider: Rider) -> None:
         path, state = load(load_dir, tag=tag, load_module_only=load_module_only, **others)
         if path is not None and not load_module_only:
             restore(Path(path).parent, rider, (state or {}).get("mst"))
+            rider.masks_loaded()
         return path, state
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint

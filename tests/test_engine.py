@@ -425,6 +425,7 @@ def memory(rank, world, stage, coverage):
     config = mst_config(stage, world, topology={"track_coverage": coverage, "interval": 3})
     config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.8}
     config["mst"].pop("targets")
+    config["mst"]["compute"] = {"backend": "dense"}  # an index of the mask is compute's own
     engine, *_ = mst_scale.initialize(model=Wide(), config=config)
 
     def step():

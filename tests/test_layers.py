@@ -13,6 +13,7 @@ ROOT = Path(mst_scale.__file__).parent
 LAYERS = {
     "config": 1,
     "distributed": 1,
+    "compiled": 1,
     "randomness": 1,
     "sparsity_variation": 2,
     "mixed_growing": 2,

@@ -194,7 +194,7 @@ class TargetsConfig:
 class ComputeConfig:
     """What the layers compute with while they are sparse. `dense` multiplies zeros: it saves FLOPs on paper only."""
 
-    backend: Literal["dense"] = "dense"
+    backend: Literal["auto", "dense", "cpu", "block"] = "auto"  # see mst_scale.sparse_linear.dispatch
 
 
 @dataclass(frozen=True)
