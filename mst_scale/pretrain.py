@@ -33,6 +33,7 @@ from mst_scale.distributed import Ranks, logger
 from mst_scale.flops import dense_step_flops, step_flops
 from mst_scale.learning_rate import learning_rate
 from mst_scale.models.gpt import GPT
+from mst_scale.observer import Observer
 from mst_scale.randomness import counter_hash
 from mst_scale.record import Record, state_of
 
@@ -102,6 +103,7 @@ class Run:
             monitor=self.engine.monitor,
             first=self.ranks.first,
         )
+        self.observer = Observer(self.engine, self.experiment, self.out, self.ranks, self.step)
 
     def _corpus(self) -> str:
         """The folder of the token files, prepared on first use where the config names a source."""
@@ -217,6 +219,7 @@ class Run:
         stop = any(stop for stop, _ in verdicts)
         if logs or evaluates:
             self._log(loss, evaluates)
+        self.observer.after(self.step, self.step * self.batch)
         if (saves or stop) and not self.nonfinite:
             self.record.close()
             self._save()

@@ -7,10 +7,13 @@ What topology steps do to each layer between two rows is added up and rides in t
 from __future__ import annotations
 
 import io
+import resource
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mst_scale import checkpoint
 from mst_scale.config import Experiment
@@ -46,7 +49,7 @@ class Record:
     def pace(self, step: int) -> Row:
         """Time a step since the last row."""
         seconds = (time.monotonic() - self.window_start) / (step - self.window)
-        return {"tokens_per_s": self.batch * self.context / seconds, "step_ms": 1e3 * seconds}
+        return {"tokens_per_s": self.batch * self.context / seconds, "step_ms": 1e3 * seconds, "memory": peak_memory()}
 
     def write(self, row: Row) -> None:
         """The row, with what topology steps since the last one have come to."""
@@ -93,6 +96,14 @@ class Record:
             ("checkpoint", str(self.out / "checkpoints" / checkpoint.tag_of(step))),
         ]
         return table(rows)
+
+
+def peak_memory() -> int:
+    """Bytes that this rank has held at most: tensors on its GPU, or the whole process where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def state_of(mst: Any) -> Row:

@@ -35,6 +35,8 @@ LAYERS = {
     "inspect": 6,
     "reshape": 6,
     "record": 6,
+    "observer": 6,
+    "report": 7,
     "pretrain": 7,
     "cli": 8,
     "__main__": 9,

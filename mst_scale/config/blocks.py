@@ -99,6 +99,7 @@ class TrainingConfig:
     eval_sequences: int = 256
     save_every: int = 1_000  # 0: only at the end
     keep_checkpoints: int = 2
+    look_every: int = 500  # weight histograms and mask pictures in TensorBoard; 0: never
     stop_after_nonfinite: int = 5  # losses in a row
 
     def __post_init__(self) -> None:
@@ -107,9 +108,10 @@ class TrainingConfig:
         for name in ("log_every", "keep_checkpoints", "stop_after_nonfinite", "eval_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("eval_every", "save_every"):
+        for name in ("eval_every", "save_every", "look_every"):
             if getattr(self, name) < 0:
-                raise ValueError(f"training.{name} must be 0 (only at the end) or more, not {getattr(self, name)}")
+                what = "never" if name == "look_every" else "only at the end"
+                raise ValueError(f"training.{name} must be 0 ({what}) or more, not {getattr(self, name)}")
         for name in ("warmup", "decay"):
             value = getattr(self, name)
             if value < 0 or (isinstance(value, float) and value > 1):
