@@ -129,7 +129,7 @@ class Observer:
         flat = torch.cat([c.flatten() for c in cells]) if cells else torch.zeros(0)
         flat = self.exchange.sum(flat)
         matrices = [
-            describe(part.name, as_matrix(part.shape), alive[i], *moments[i].tolist(), float(largest[i]))
+            describe(part.name, as_matrix(part.shape), alive[i], moments[i].tolist(), float(largest[i]))
             for i, part in enumerate(slices)
         ]
         pictures: list[dict[str, np.ndarray]] = [{}, {}]
@@ -185,9 +185,10 @@ def phase_ends(schedule: Schedule) -> set[int]:
     return {piece.stop - 1 for piece in schedule.pieces[:-1]} | {schedule.total_steps}
 
 
-def describe(
-    name: str, shape: tuple[int, int], active: int, total: float, squares: float, largest: float
-) -> Matrix:  # fmt: skip
+def describe(name: str, shape: tuple[int, int], active: int, sums: list[float], largest: float) -> Matrix:
+    """`sums`: of the weights, and of their squares."""
+    total, squares = sums
+
     def std(count: int) -> float:
         return math.sqrt(max(0.0, squares / count - (total / count) ** 2)) if count else 0.0
 

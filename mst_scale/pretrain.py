@@ -95,6 +95,7 @@ class Run:
         self.step = 0 if source is None else self._load(*source)
         self.ranks.on_first(self._describe)
         self.votes = distributed.Votes(self.ranks)
+        self.observer = Observer(self.engine, self.experiment, self.out, self.ranks, self.step)
         self.record = Record(
             self.out,
             self.experiment,
@@ -103,7 +104,6 @@ class Run:
             monitor=self.engine.monitor,
             first=self.ranks.first,
         )
-        self.observer = Observer(self.engine, self.experiment, self.out, self.ranks, self.step)
 
     def _corpus(self) -> str:
         """The folder of the token files, prepared on first use where the config names a source."""

@@ -47,9 +47,10 @@ class Record:
             self.layers[change.name] = now
 
     def pace(self, step: int) -> Row:
-        """Time a step since the last row."""
+        """Time a step since the last row, and memory."""
         seconds = (time.monotonic() - self.window_start) / (step - self.window)
-        return {"tokens_per_s": self.batch * self.context / seconds, "step_ms": 1e3 * seconds, "memory": peak_memory()}
+        speed = {"tokens_per_s": self.batch * self.context / seconds, "step_ms": 1e3 * seconds}
+        return {**speed, "peak_memory_bytes": peak_memory()}
 
     def write(self, row: Row) -> None:
         """The row, with what topology steps since the last one have come to."""
