@@ -22,6 +22,7 @@ LAYERS = {
     "learning_rate": 2,
     "metrics": 2,
     "progress": 2,
+    "snapshots": 2,
     "models": 3,
     "flops": 3,
     "choices": 3,
