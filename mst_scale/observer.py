@@ -60,6 +60,10 @@ class Observer:
         self.exchange = Exchange(shards.group, self.engine.device)
         return shards
 
+    def rewind(self, step: int) -> None:
+        """The run goes back to `step`: what was kept after it goes."""
+        self.ranks.on_first(lambda: snapshots.cut(self.out, step))
+
     def after(self, step: int, samples: int) -> None:
         """What is due after this finished step."""
         if step in self.keep_at:

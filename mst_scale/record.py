@@ -74,6 +74,14 @@ class Record:
         if self.monitor.enabled:
             self.monitor.write_events(events)
 
+    def rewind(self, step: int) -> None:
+        """The run goes back to `step`: what was written after it goes."""
+        self.layers.clear()
+        if self.first:
+            self.metrics.file.close()
+            self.metrics = MetricsFile(self.out / "metrics.jsonl", step)
+        self.window, self.window_start = step, time.monotonic()
+
     def say(self, message: str) -> None:
         self.line.say(message)
 

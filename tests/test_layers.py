@@ -23,6 +23,9 @@ LAYERS = {
     "metrics": 2,
     "progress": 2,
     "snapshots": 2,
+    "spikes": 2,
+    "watch": 2,
+    "build_locks": 2,
     "models": 3,
     "flops": 3,
     "choices": 3,
@@ -38,10 +41,12 @@ LAYERS = {
     "record": 6,
     "observer": 6,
     "report": 7,
-    "pretrain": 7,
-    "cli": 8,
-    "__main__": 9,
-    "__init__": 9,
+    "resume": 7,
+    "run_file": 7,
+    "pretrain": 8,
+    "cli": 9,
+    "__main__": 10,
+    "__init__": 10,
 }
 FILES = sorted(ROOT.rglob("*.py"))
 

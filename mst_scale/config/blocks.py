@@ -85,6 +85,23 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class SpikeConfig:
+    """What counts as a spike of the loss, and what is done about it; `rollback` also answers losses not finite."""
+
+    action: Literal["log", "rollback", "off"] = "log"
+    window: int = 64  # losses that are looked back on
+    deviations: float = 8.0  # above their median, in robust standard deviations …
+    rise: float = 0.5  # … and at least by so much
+    skip: int = 1  # batches that a rollback leaves out, up to and with the one of the spike
+    max_rollbacks: int = 5  # in a run; after that spikes are logged only
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 4), ("skip", 1), ("max_rollbacks", 0), ("deviations", 0), ("rise", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"training.spike.{name} must be at least {least}, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """The run around the model. Batch, precision, ZeRO, optimizer and clipping stand in the DeepSpeed block."""
 
@@ -101,6 +118,7 @@ class TrainingConfig:
     keep_checkpoints: int = 2
     look_every: int = 500  # weight histograms and mask pictures in TensorBoard; 0: never
     stop_after_nonfinite: int = 5  # losses in a row
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
 
     def __post_init__(self) -> None:
         if self.steps < 1:
