@@ -35,6 +35,7 @@ LAYERS = {
     "mask_files": 4,
     "targets": 5,
     "checkpoint": 5,
+    "weights": 5,
     "engine": 6,
     "inspect": 6,
     "reshape": 6,
@@ -47,6 +48,12 @@ LAYERS = {
     "cli": 9,
     "__main__": 10,
     "__init__": 10,
+    "model_card": 6,
+    "export": 7,
+    "pretrain": 7,
+    "cli": 8,
+    "__main__": 9,
+    "__init__": 9,
 }
 FILES = sorted(ROOT.rglob("*.py"))
 
