@@ -145,10 +145,10 @@ def test_the_largest_by_hand():
 
 def test_the_model_card_has_the_runs_figures(tmp_path_factory, tmp_path):
     run = run_of(tmp_path_factory, 2, 1)
-    export(run, tmp_path / "end", prune=0.5)
+    done = export(run, tmp_path / "end", prune=0.5)
     last = tiny_run.rows(run)[-1]
     card = (tmp_path / "end" / "README.md").read_text()
-    for figure in (f"{last['val_loss']:.4f}", f"{last['loss']:.4f}", f"{last['tokens']:,}", "12 of 12", "50."):
+    for figure in (f"{last['val_loss']:.4f}", f"{last['loss']:.4f}", f"{last['tokens']:,}", "12 of 12", f"{done.zeros / done.matrices:.2%}"):
         assert figure in card, figure
     assert "no tokenizer files" in card, "a bare corpus names none"
     export(run / "checkpoints" / SAVED, tmp_path / "middle")
