@@ -148,7 +148,8 @@ def test_the_model_card_has_the_runs_figures(tmp_path_factory, tmp_path):
     done = export(run, tmp_path / "end", prune=0.5)
     last = tiny_run.rows(run)[-1]
     card = (tmp_path / "end" / "README.md").read_text()
-    for figure in (f"{last['val_loss']:.4f}", f"{last['loss']:.4f}", f"{last['tokens']:,}", "12 of 12", f"{done.zeros / done.matrices:.2%}"):
+    zeros = f"{done.zeros / done.matrices:.2%}"
+    for figure in (f"{last['val_loss']:.4f}", f"{last['loss']:.4f}", f"{last['tokens']:,}", "12 of 12", zeros):
         assert figure in card, figure
     assert "no tokenizer files" in card, "a bare corpus names none"
     export(run / "checkpoints" / SAVED, tmp_path / "middle")
