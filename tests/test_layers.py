@@ -41,6 +41,8 @@ LAYERS = {
     "reshape": 6,
     "record": 6,
     "observer": 6,
+    "model_card": 6,
+    "export": 7,
     "report": 7,
     "resume": 7,
     "run_file": 7,
@@ -48,12 +50,6 @@ LAYERS = {
     "cli": 9,
     "__main__": 10,
     "__init__": 10,
-    "model_card": 6,
-    "export": 7,
-    "pretrain": 7,
-    "cli": 8,
-    "__main__": 9,
-    "__init__": 9,
 }
 FILES = sorted(ROOT.rglob("*.py"))
 

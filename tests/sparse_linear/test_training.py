@@ -14,7 +14,7 @@ STEPS = 13
 SHAPE = ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, vocab_size=40, vocab_multiple=8)
 
 
-def config(stage, world, backend, precision="fp32", accumulation=1, policy=None):
+def config(stage, world, backend, precision="fp32", *, accumulation=1, policy=None):
     raw = deepspeed_config(stage, world, precision, accumulation)
     raw["train_micro_batch_size_per_gpu"], raw["train_batch_size"] = 2, 2 * accumulation * world
     raw["training"] = {"steps": 20, "seed": 3}
