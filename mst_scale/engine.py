@@ -25,7 +25,7 @@ import torch
 from packaging.version import Version
 
 from mst_scale import mask_files, zero_shards
-from mst_scale.choices import attention_schedule_of, variation_of
+from mst_scale.choices import attention_schedule_of, stays_dense, variation_of
 from mst_scale.config import Experiment, load
 from mst_scale.distributed import logger
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
@@ -96,7 +96,7 @@ class Controller:
         self.changes: list[Change] = []  # what the last topology step did
         self.changed_at = 0
         self.masks = MaskSet([])
-        self.idle = mst.sparsity.variation == "dense" or mst.sparsity.max == 0
+        self.idle = stays_dense(mst)
         if not self.idle:
             self._attach(engine, experiment)
         if not set_pattern(engine.module, self.pattern) and self.pattern.kind != "dense":

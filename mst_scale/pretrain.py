@@ -30,8 +30,8 @@ from mst_scale.data.corpus import open_tokens
 from mst_scale.data.prepare import ensure
 from mst_scale.data.sampler import Sampler
 from mst_scale.distributed import Ranks, Verdict, logger
-from mst_scale.flops import dense_step_flops, step_flops
 from mst_scale.learning_rate import learning_rate
+from mst_scale.ledger import Ledger, shortened
 from mst_scale.models.gpt import GPT
 from mst_scale.observer import Observer
 from mst_scale.randomness import counter_hash
@@ -48,6 +48,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="the experiment (ds_configs/*.json)")
     parser.add_argument("--method", metavar="M", help="dense, mst, rigl, static, …: overrides mst.method")
+    parser.add_argument("--like", metavar="C", help="for dense-short: the run (config or folder) whose FLOPs it spends")
     parser.add_argument("--data", metavar="DIR", help="a folder with train.bin and val.bin: overrides data.dir")
     parser.add_argument("--out", metavar="DIR", help="where the run's files go (default: runs/<config>-<method>)")
     parser.add_argument("--steps", type=int, metavar="N", help="overrides training.steps")
@@ -61,9 +62,13 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
     overrides = list(args.set)
     if args.steps is not None:
         overrides.append(f"training.steps={args.steps}")
+    if args.like is not None:
+        overrides.append(f"mst.like={json.dumps(args.like)}")
     if args.data is not None:
         overrides += [f"data.dir={json.dumps(args.data)}", "data.source=null"]
     experiment = load(args.deepspeed_config, overrides, args.method)
+    if args.steps is not None and experiment.mst.like is not None:
+        raise ValueError(f"method dense-short is as long as the FLOPs of {experiment.mst.like} last: leave out --steps")
     check(experiment)
     return experiment
 
@@ -82,8 +87,7 @@ class Run:
         self.rollbacks = 0
         self.skipped: list[int] = []  # batches that rollbacks have left out
         self.asked_to_stop = False
-        self.flops_spent = self.flops_dense = 0.0
-        self.flops_per_step: dict[Any, float] = {}
+        self.ledger = Ledger(experiment.model, self.batch)
 
     # --- before the first step ---
 
@@ -167,7 +171,7 @@ class Run:
     def _load(self, path: Path, universal: bool) -> None:
         state = self.ranks.together(lambda: zero_shards.load_checkpoint(self.engine, path, universal))
         self.step = int(state["step"])
-        self.flops_spent, self.flops_dense = state["flops"], state["flops_dense"]
+        self.ranks.together(lambda: self.ledger.load(state))
         self.spikes = Spikes(self.training.spike, state.get("losses", ()))
         self.skipped = sorted({*self.skipped, *state.get("skipped", ())})
         how = ", reshaped" if universal else ""
@@ -211,7 +215,7 @@ class Run:
     def advance(self) -> None:
         """One optimizer step, and what is due after it: a logged row, an evaluation, a checkpoint, the end."""
         t = self.training
-        self._count_flops()
+        self.ledger.add(self.engine.mst.pattern, self.engine.mst.densities())  # of the masks this step computes with
         loss = self._update()
         self.step += 1
         self.record.gather(self.engine.mst)
@@ -284,8 +288,7 @@ class Run:
             "lr": learning_rate(self.step - 1, self.peak, self.training),
             "grad_norm": zero_shards.grad_norm(self.engine),
             **state_of(self.engine.mst),
-            "flops": self.flops_spent,
-            "flops_dense": self.flops_dense,
+            **self.ledger.row(),
             **self.record.pace(self.step),
         }
         if self.save_seconds is not None:
@@ -316,15 +319,6 @@ class Run:
             self.engine.step()
             total += loss.detach()
         return total / self.accumulation
-
-    def _count_flops(self) -> None:
-        """Add the coming step as it will be computed: its masks, its attention pattern (the paper's accounting)."""
-        mst, model = self.engine.mst, self.experiment.model
-        state = (mst.pattern, tuple(mask.active for mask in mst.masks))
-        if state not in self.flops_per_step:  # the same for a hundred steps: counted once
-            self.flops_per_step = {state: self.batch * step_flops(model, mst.densities(), mst.pattern).total}
-        self.flops_spent += self.flops_per_step[state]
-        self.flops_dense += self.batch * dense_step_flops(model).total
 
     def _micro_batch(self, sampler: Sampler, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, targets = sampler.batch(step, range(index * self.micro, (index + 1) * self.micro))
@@ -362,12 +356,7 @@ class Run:
 
     def _save(self, final: bool) -> None:
         """A save that fails before the end costs nothing but itself: the run goes on and saves again when it is due."""
-        state = {
-            "flops": self.flops_spent,
-            "flops_dense": self.flops_dense,
-            "losses": list(self.spikes.losses),
-            "skipped": self.skipped,
-        }
+        state = {**self.ledger.state(), "losses": list(self.spikes.losses), "skipped": self.skipped}
         keep = self.training.keep_checkpoints
         try:
             self.save_seconds = checkpoint.save(
@@ -413,7 +402,7 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
     watch.start(ranks)
     build_locks.clear_stale(ranks)
     out = Path(args.out or f"runs/{Path(args.deepspeed_config).stem}-{experiment.mst.method}")
-    run = ranks.together(lambda: Run(experiment, out, ranks))
+    run = ranks.together(lambda: Run(shortened(experiment, ranks.world_size), out, ranks))
 
     def ask_to_stop(signum: int, frame: Any) -> None:
         run.asked_to_stop = True

@@ -222,12 +222,22 @@ class MSTConfig:
     """Mixed Sparsity Training. `method` chooses a preset; the other blocks override it."""
 
     method: str = "dense"
+    like: str | None = None  # dense-short: the config (or run folder) whose FLOPs it spends on dense steps
     seed: int | None = None  # of the random growth; None: training.seed
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     targets: TargetsConfig = field(default_factory=TargetsConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
+
+    def __post_init__(self) -> None:
+        if self.method == "dense-short" and self.like is None:
+            raise ValueError(
+                "method dense-short trains as many dense steps as another run's FLOPs buy: name that run's config or "
+                "folder with --like C, or as mst.like"
+            )
+        if self.like is not None and self.method != "dense-short":
+            raise ValueError(f"mst.like goes with method dense-short, not with {self.method}: leave it out")
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def _under(preset: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
             merged[key] = _under(merged[key], value)
         else:
-            merged[key] = value
+            merged[key] = copy.deepcopy(value)  # an override must not reach the presets
     return merged
 
 
