@@ -16,7 +16,7 @@ The order of one optimizer step, with what the controller adds marked by *:
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from mst_scale.choices import attention_schedule_of, stays_dense, variation_of
 from mst_scale.config import Experiment, load
 from mst_scale.distributed import logger
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
+from mst_scale.mixed_growing.blocks import Blocks
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Change, Layer, evolve, sparsify
 from mst_scale.mixed_growing.exchange import Exchange
@@ -92,6 +93,9 @@ class Controller:
             mest_share=mst.topology.mest_lambda if mst.topology.policy == "mest" else None,
         )
         self.distribution = mst.sparsity.distribution
+        granularity = mst.topology.granularity
+        self.granularity: dict[str, int] | str = granularity if isinstance(granularity, str) else asdict(granularity)
+        self.blocks = None if isinstance(granularity, str) else Blocks(granularity.block, granularity.min_blocks)
         self.settled = 0  # the last step whose topology work is done
         self.changes: list[Change] = []  # what the last topology step did
         self.changed_at = 0
@@ -108,7 +112,8 @@ class Controller:
         device = self.shards.weight(0).device
         self.exchange = Exchange(self.shards.group, engine.device)
         self.masks = MaskSet(LayerMask(s.name, s.shape, s.start, s.length, device) for s in self.shards.slices)
-        self.shapes = [s.shape for s in self.shards.slices]
+        # of the matrices whose elements targets count: weights, or blocks
+        self.shapes = [s.shape if self.blocks is None else self.blocks.grid_shape(s.shape) for s in self.shards.slices]
         if self.topology.track_coverage:
             for mask in self.masks:
                 mask.track_ever()
@@ -124,14 +129,36 @@ class Controller:
         zero_shards.after_master_update(engine, self._after_update)
         mask_files.ride_along(engine, self)
         logger.info(
-            "%s: %d parameters of %.1f M weights become up to %.0f %% sparse, masks take %.1f MB a rank; %s",
+            "%s: %d parameters of %.1f M weights become up to %.0f %% sparse%s, masks take %.1f MB a rank; %s",
             experiment.mst.method,
             len(targets),
             sum(m.numel for m in self.masks) / 1e6,
             100 * self.schedule.max_sparsity,
+            "" if self.blocks is None else f" in blocks of {self.blocks.side} × {self.blocks.side}",
             sum(m.length for m in self.masks) * (1 + self.topology.track_coverage) / 8e6,
             ", ".join(f"{piece.phase} from step {piece.start}" for piece in self.schedule.pieces),
         )
+        if self.blocks is not None:
+            self._say_where_blocks_are_too_few(self.blocks)
+
+    def _say_where_blocks_are_too_few(self, blocks: Blocks) -> None:
+        """Layers that `min_blocks` keeps denser than the sparsity asked for."""
+        counts = active_counts(self.shapes, self.schedule.max_sparsity, self.distribution)
+        least = [blocks.at_least(mask.shape) for mask in self.masks]
+        short = [i for i in range(len(counts)) if least[i] > counts[i]]
+        if short:
+            logger.warning(
+                "min_blocks = %d keeps %d of %d parameters denser than %.0f %% sparsity asks for: %s has %d × %d "
+                "blocks and keeps %d or more of them instead of %d; smaller blocks or fewer min_blocks would reach it",
+                blocks.least,
+                len(short),
+                len(counts),
+                100 * self.schedule.max_sparsity,
+                self.masks.names[short[0]],
+                *self.shapes[short[0]],
+                least[short[0]],
+                counts[short[0]],
+            )
 
     # --- what others read ---
 
@@ -245,7 +272,8 @@ class Controller:
         layers = [
             Layer(masks[i], targets[i], self.shards.weight(i), self.kept[i], states[i].get("exp_avg")) for i in here
         ]
-        changes = evolve(
+        take_step = evolve if self.blocks is None else self.blocks.evolve
+        changes = take_step(
             layers,
             policy=self.policy,
             update_fraction=point.update_fraction,
@@ -284,7 +312,8 @@ class Controller:
         """The first topology of a run that starts sparse, in master weights and in what the forward reads."""
         counts = active_counts(self.shapes, self.schedule.at(0).sparsity, self.distribution)
         layers = [Layer(m, counts[i], self.shards.weight(i)) for i, m in enumerate(self.masks)]
-        sparsify(layers, how=how, seed=self.seed, exchange=self.exchange)
+        make_sparse = sparsify if self.blocks is None else self.blocks.sparsify
+        make_sparse(layers, how=how, seed=self.seed, exchange=self.exchange)
         for i, mask in enumerate(self.masks):
             mask.retain_(self.shards.weight(i))
             zero_shards.zero_inactive(self.shards, i, mask.flags())

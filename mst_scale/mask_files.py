@@ -40,6 +40,8 @@ class Rider(Protocol):
     settled: int
     digests: list[int]
     schedule: Schedule
+    granularity: dict[str, int] | str
+    """"element", or {"block": B, "min_blocks": m}."""
 
     def masks_loaded(self) -> None: ...
 
@@ -99,6 +101,7 @@ def describe(rider: Rider) -> dict[str, Any]:
         "target_sparsity": point.sparsity,
         "seed": rider.seed,
         "schedule": str(rider.schedule),
+        "granularity": rider.granularity,
         "files": 1 if rider.exchange.group is None else rider.exchange.ranks,
         "names": rider.masks.names,
         "digests": list(rider.digests),
@@ -167,8 +170,9 @@ def restore(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> 
         raise ValueError(f"{checkpoint / FOLDER} holds the masks of another checkpoint: copy it again with its own")
     if found.head["names"] != rider.masks.names:
         raise ValueError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
-    for what, now in (("schedule", str(rider.schedule)), ("seed", rider.seed)):
-        if found.head[what] != now:
+    before = {"granularity": "element", **found.head}  # files from before there were blocks do not say
+    for what, now in (("schedule", str(rider.schedule)), ("seed", rider.seed), ("granularity", rider.granularity)):
+        if before[what] != now:
             raise ValueError(
                 f"{checkpoint} was trained with another {what} of sparsity: keep training.steps, the seed and the mst "
                 "block as they were, or go on dense with --method dense"

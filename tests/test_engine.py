@@ -85,9 +85,11 @@ def test_training_gives_the_same_masks_on_any_stage_and_number_of_ranks():
         assert history == reference, f"stage and ranks {case}"
 
 
-def masks_from_given_scores(rank, world, stage):
+def masks_from_given_scores(rank, world, stage, granularity="element", sparsity=0.8):
     """Weights stand still and gradients are given, so that no order of summation comes between the cases."""
-    config = mst_config(stage, world, optimizer={"params": {"lr": 0.0, "weight_decay": 0.0}})
+    standing = {"params": {"lr": 0.0, "weight_decay": 0.0}}
+    config = mst_config(stage, world, topology={"granularity": granularity}, optimizer=standing)
+    config["mst"]["sparsity"]["max"] = sparsity
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     controller = engine.mst
 

@@ -30,6 +30,7 @@ class Rider:
     settled: int = 40
     step: int = 40
     schedule: str = "the same"
+    granularity: object = "element"
     point: Point = Point("ultra", 0.8, 0.1)  # noqa: RUF009 (frozen)
 
 

@@ -163,12 +163,32 @@ class SparsityConfig:
                 raise ValueError(f"mst.sparsity.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
 
 
+BLOCK_SIDES = (4, 8, 16, 32, 64, 128)  # the GPU's kernels take 16 and more; 4 and 8 are there to compare with
+
+
+@dataclass(frozen=True)
+class BlockGranularity:
+    """Whole blocks of `block` × `block` weights live and die together."""
+
+    block: int = 16
+    min_blocks: int = 2  # alive in every block row and column; 0: no such bound
+
+    def __post_init__(self) -> None:
+        if self.block not in BLOCK_SIDES:
+            raise ValueError(
+                f"mst.topology.granularity.block must be one of {', '.join(map(str, BLOCK_SIDES))}, not {self.block}"
+            )
+        if self.min_blocks < 0:
+            raise ValueError(f"mst.topology.granularity.min_blocks must be at least 0, not {self.min_blocks}")
+
+
 @dataclass(frozen=True)
 class TopologyConfig:
     """Mixed-Growing: how often the topology moves, how far, and by which scores."""
 
     interval: int | None = None  # None: 100 steps, or a fifth of the shortest gradual phase where that is less
     policy: Literal["mst", "rigl", "set", "mest", "snfs", "static", "gmp"] = "mst"
+    granularity: Literal["element"] | BlockGranularity = "element"
     update_fraction: float = 0.3
     update_schedule: Literal["constant", "1-cosine", "2-cosine", "n-cosine", "decay-n-cosine"] = "decay-n-cosine"
     update_decay: float = 0.5

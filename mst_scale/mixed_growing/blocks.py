@@ -33,7 +33,6 @@ from mst_scale.mixed_growing.permutation import Permutation
 from mst_scale.mixed_growing.policies import BY_WEIGHT, Policy
 from mst_scale.mixed_growing.scores import Scores, peak_keys
 
-SIDES = (4, 8, 16, 32, 64, 128)  # what block kernels take, and 4 and 8 to compare with
 ALONE = Exchange()  # blocks' scores are the same on every rank
 
 
