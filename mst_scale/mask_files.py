@@ -160,6 +160,23 @@ class Masks:
 
 def restore(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> None:
     """Take the masks of a checkpoint, re-sliced to this rank; `state` is what its client_state says of them."""
+    failure = None
+    try:
+        found = _fitting(checkpoint, rider, state)
+        rider.masks.load(found.ranks)
+    except (ValueError, OSError) as error:
+        failure = error
+    rider.exchange.raise_first(failure)
+    assert state is not None
+    rider.settled = int(state["settled"])
+    rider.digests = rider.masks.digests(rider.exchange)
+    for name, now, then in zip(rider.masks.names, rider.digests, state["digests"], strict=True):
+        if now != then:
+            raise ValueError(f"{checkpoint / FOLDER}: the mask of {name} is not the one this checkpoint was saved with")
+
+
+def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> Masks:
+    """The masks of a checkpoint, if they are this run's."""
     if state is None:
         raise ValueError(
             f"{checkpoint} holds no masks: it was saved without sparse training; start anew from its weights with "
@@ -177,12 +194,7 @@ def restore(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> 
                 f"{checkpoint} was trained with another {what} of sparsity: keep training.steps, the seed and the mst "
                 "block as they were, or go on dense with --method dense"
             )
-    rider.masks.load(found.ranks)
-    rider.settled = int(state["settled"])
-    rider.digests = rider.masks.digests(rider.exchange)
-    for name, now, then in zip(rider.masks.names, rider.digests, state["digests"], strict=True):
-        if now != then:
-            raise ValueError(f"{checkpoint / FOLDER}: the mask of {name} is not the one this checkpoint was saved with")
+    return found
 
 
 def read_all(checkpoint: Path) -> Masks:

@@ -56,6 +56,16 @@ class Exchange:
         dist.all_gather(found, values, group=self.group)
         return found
 
+    def raise_first(self, error: Exception | None) -> None:
+        """Raise on every rank what the lowest rank that failed has met, so that none waits for it in a collective."""
+        errors = [error]
+        if self.group is not None and self.ranks > 1:
+            errors = [None] * self.ranks
+            dist.all_gather_object(errors, error, group=self.group)
+        for met in errors:
+            if met is not None:
+                raise met
+
     def _reduce(self, values: Tensor, op: Any) -> Tensor:
         self.traffic.calls += 1
         self.traffic.payload += values.numel() * values.element_size()
