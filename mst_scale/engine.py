@@ -28,7 +28,7 @@ from mst_scale import mask_files, zero_shards
 from mst_scale.choices import attention_schedule_of, stays_dense, variation_of
 from mst_scale.config import Experiment, load
 from mst_scale.distributed import logger
-from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
+from mst_scale.hybrid_sparse_attention import Pattern, attach, set_pattern
 from mst_scale.mixed_growing.blocks import Blocks
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Change, Layer, evolve, sparsify
@@ -104,7 +104,10 @@ class Controller:
         if not self.idle:
             self._attach(engine, experiment)
         if not set_pattern(engine.module, self.pattern) and self.pattern.kind != "dense":
-            logger.info("attention stays dense: the model has no mst_scale SelfAttention layers to make sparse")
+            if reason := attach(engine.module, self.pattern):
+                logger.info("attention stays dense: %s", reason)
+            else:
+                logger.info("attention of %s follows %s", type(engine.module).__name__, self.pattern)
 
     def _attach(self, engine: Any, experiment: Experiment) -> None:
         targets = choose_targets(engine.module, experiment.mst.targets)
