@@ -1,6 +1,7 @@
 """Where does text become token ids, and in which order does a run see them?
 
 sampler     which tokens does position p of step s see? A pure function, the same for any number of ranks
+masking     and which of them does BERT have to guess, seeing what? The same
 corpus      what a corpus folder is: open, check, verify; one made by nanoGPT works too
 prepare     a recipe → a corpus folder, on all cores, in bounded memory (`mst data`)
   recipe      what decides every byte of it: source, split, tokenizer

@@ -34,15 +34,24 @@ class TokenFile:
     tokens: np.ndarray  # 1-D, uint16 or uint32
     vocab_size: int | None
     tokenizer: str | None
+    end_of_text: int | None = None
+    start: int | None = None  # [CLS], where the tokenizer has one
+    mask: int | None = None  # [MASK] of a file that was opened with `masked`
 
 
 def open_tokens(
-    folder: str | Path, split: str = "train", *, vocab_size: int | None = None, check_ids: bool = True
+    folder: str | Path,
+    split: str = "train",
+    *,
+    vocab_size: int | None = None,
+    check_ids: bool = True,
+    masked: bool = False,
 ) -> TokenFile:
     """The ids of a split, or a ValueError that says what is wrong with the folder and what to do.
 
     `vocab_size` is the model's: ids must be below it. meta.json vouches for that; a bare `.bin` is read through once
-    (1 to 3 s per GB from a fast disk), so let one rank do it and give the others `check_ids=False`.
+    (1 to 3 s per GB from a fast disk), so let one rank do it and give the others `check_ids=False`. `masked`: BERT
+    reads it, so the model's last id must be free for [MASK] where the tokenizer has none.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -62,9 +71,14 @@ def open_tokens(
     elif path.stat().st_size % dtype.itemsize:
         raise ValueError(f"{path} has an odd number of bytes: it is cut short or not uint16 ids; copy or make it again")
     tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)
+    known = meta or {}
+    mask = known.get("mask") if masked else None
     if vocab_size is not None:
-        _check_vocabulary(path, meta, vocab_size, check_ids)
-    return TokenFile(path, tokens, meta["vocab_size"] if meta else None, meta["tokenizer"] if meta else None)
+        free = int(masked and mask is None)
+        _check_vocabulary(path, meta, vocab_size, check_ids, free)
+        mask = vocab_size - 1 if free else mask
+    names = ("vocab_size", "tokenizer", "end_of_text", "start")
+    return TokenFile(path, tokens, **{name: known.get(name) for name in names}, mask=mask)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -126,12 +140,15 @@ def _check_size(path: Path, tokens: int, itemsize: int) -> None:
         )
 
 
-def _check_vocabulary(path: Path, meta: dict[str, Any] | None, vocab_size: int, check_ids: bool) -> None:
+def _check_vocabulary(path: Path, meta: dict[str, Any] | None, vocab_size: int, check_ids: bool, free: int) -> None:
+    """`free` ids of the model, its last ones, must not occur."""
+    without = ", the last of them for [MASK], which this corpus lacks" if free else ""
     if meta is not None:
-        if meta["vocab_size"] > vocab_size:
+        if meta["vocab_size"] > vocab_size - free:
             raise ValueError(
                 f"{path} was made with tokenizer {meta['tokenizer']!r} of {meta['vocab_size']} ids, but the model has "
-                f"vocab_size {vocab_size}; set model.vocab_size to {meta['vocab_size']} or use another corpus"
+                f"vocab_size {vocab_size}{without}; set model.vocab_size to {meta['vocab_size'] + free} or use another "
+                "corpus"
             )
         return
     if vocab_size > 1 << 16:
@@ -141,10 +158,10 @@ def _check_vocabulary(path: Path, meta: dict[str, Any] | None, vocab_size: int, 
         )
     if check_ids:
         highest = highest_id(path)
-        if highest >= vocab_size:
+        if highest >= vocab_size - free:
             raise ValueError(
-                f"{path} holds id {highest}, but the model has vocab_size {vocab_size}; the file belongs to another "
-                "tokenizer: set model.vocab_size to that one's"
+                f"{path} holds id {highest}, but the model has vocab_size {vocab_size}{without}; the file belongs to "
+                f"another tokenizer: set model.vocab_size to that one's{' and one more' if free else ''}"
             )
 
 

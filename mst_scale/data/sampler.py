@@ -39,7 +39,7 @@ class Sampler:
     def offsets(self, step: int, positions: Sequence[int] | np.ndarray) -> np.ndarray:
         """Where they begin; int64, (positions,). The modulo's bias is below 1e-8 for any file that fits a disk."""
         key = counter_hash(self.seed, "sample", self.file.path.stem, step)
-        return (_hash(key, np.asarray(positions, dtype=np.uint64)) % np.uint64(self.n_starts)).astype(np.int64)
+        return (hashes(key, np.asarray(positions, dtype=np.uint64)) % np.uint64(self.n_starts)).astype(np.int64)
 
     def eval_batch(self, indices: Sequence[int] | np.ndarray, total: int) -> Batch:
         """Sequences number `indices` of `total` that are spread evenly over the file: the same at every evaluation."""
@@ -62,7 +62,7 @@ class Sampler:
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
 
-def _hash(key: int, counters: np.ndarray) -> np.ndarray:
+def hashes(key: int, counters: np.ndarray) -> np.ndarray:
     """`randomness.mix64((key ^ counter) + GOLDEN64)` for many counters at once; uint64 wraps around."""
     x = (np.uint64(key) ^ counters) + np.uint64(GOLDEN64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -10,14 +10,12 @@ from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, sparse
 
 if TYPE_CHECKING:
     from mst_scale.hybrid_sparse_attention.dispatch import attention
-    from mst_scale.hybrid_sparse_attention.hugging_face import attach
     from mst_scale.hybrid_sparse_attention.module import SelfAttention, sequence_parallel, set_pattern
 
 __all__ = [
     "AttentionSchedule",
     "Pattern",
     "SelfAttention",
-    "attach",
     "attention",
     "sequence_parallel",
     "set_pattern",
@@ -25,8 +23,7 @@ __all__ = [
     "strides_per_phase",
 ]
 
-_LAYERS = dict.fromkeys(("SelfAttention", "sequence_parallel", "set_pattern"), "module")
-_KERNELS = {"attach": "hugging_face", "attention": "dispatch", **_LAYERS}
+_KERNELS = {"attention": "dispatch", "SelfAttention": "module", "sequence_parallel": "module", "set_pattern": "module"}
 
 
 def __getattr__(name: str) -> Any:
