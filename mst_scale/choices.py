@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from mst_scale.config import AttentionConfig, MSTConfig, TargetsConfig
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
-from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, sparse_then_dense
+from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, strides_per_phase
 from mst_scale.sparsity_variation import Schedule, Variation
 
 
@@ -47,7 +47,13 @@ def attention_schedule_of(attention: AttentionConfig, schedule: Schedule) -> Att
         dense_from = round(attention.dense_from * schedule.total_steps)
     else:
         dense_from = attention.dense_from
-    return sparse_then_dense(Pattern(attention.pattern, attention.stride), dense_from)
+    of_phase = vars(attention.phase_strides)
+    pieces = [
+        (piece.start, Pattern(attention.pattern, of_phase[piece.phase] or attention.stride))
+        for piece in schedule.pieces
+        if dense_from is None or piece.start < dense_from
+    ]
+    return strides_per_phase(pieces if dense_from is None else [*pieces, (dense_from, Pattern("dense"))])
 
 
 def chosen_names(names: Collection[str], targets: TargetsConfig) -> list[str]:

@@ -168,11 +168,27 @@ class TopologyConfig:
 
 
 @dataclass(frozen=True)
+class PhaseStrides:
+    """A stride of its own for a phase; None: the pattern's."""
+
+    dense: int | None = None
+    warmup: int | None = None
+    ultra: int | None = None
+    restore: int | None = None
+
+    def __post_init__(self) -> None:
+        for phase, stride in vars(self).items():
+            if stride is not None and stride < 1:
+                raise ValueError(f"mst.attention.phase_strides.{phase} must be at least 1, not {stride}")
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Hybrid Sparse Attention: the pattern while weights are sparse, and when it turns dense."""
 
     pattern: Literal["dense", "strided", "fixed"] = "strided"
     stride: int = 256
+    phase_strides: PhaseStrides = field(default_factory=PhaseStrides)
     dense_from: Literal["ultra_end", "restore_end"] | Duration = "restore_end"
     backend: str = "auto"
 

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
-from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, sparse_then_dense, strides_per_phase
+from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, strides_per_phase
 
 if TYPE_CHECKING:
     from mst_scale.hybrid_sparse_attention.dispatch import attention
@@ -19,7 +19,6 @@ __all__ = [
     "attention",
     "sequence_parallel",
     "set_pattern",
-    "sparse_then_dense",
     "strides_per_phase",
 ]
 

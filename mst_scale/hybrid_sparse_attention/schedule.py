@@ -32,18 +32,12 @@ class AttentionSchedule:
         return [pattern for start, pattern in self.pieces if start <= step][-1]
 
 
-def sparse_then_dense(pattern: Pattern, dense_from: int | None) -> AttentionSchedule:
-    """`pattern` for steps 0 … dense_from - 1, dense from there on. `None` never returns to dense."""
-    if dense_from is None:
-        return AttentionSchedule(((0, pattern),))
-    return strides_per_phase([(0, pattern), (dense_from, Pattern("dense"))])
-
-
 def strides_per_phase(pieces: Sequence[tuple[int, Pattern]]) -> AttentionSchedule:
-    """One pattern per phase, given each phase's first step. A phase of no steps (same start as the next) is dropped."""
-    kept = [
-        (start, pattern)
-        for k, (start, pattern) in enumerate(pieces)
-        if k + 1 == len(pieces) or pieces[k + 1][0] > start
-    ]
+    """One pattern per phase, given each phase's first step. A phase of no steps (the next starts where it does) is
+    dropped, and one that goes on with the same pattern is no new piece."""
+    kept: list[tuple[int, Pattern]] = []
+    for k, (start, pattern) in enumerate(pieces):
+        empty = k + 1 < len(pieces) and pieces[k + 1][0] == start
+        if not empty and (not kept or kept[-1][1] != pattern):
+            kept.append((start, pattern))
     return AttentionSchedule(tuple(kept))

@@ -2,20 +2,24 @@ from __future__ import annotations
 
 import pytest
 
-from mst_scale.hybrid_sparse_attention import AttentionSchedule, Pattern, sparse_then_dense, strides_per_phase
+from mst_scale.hybrid_sparse_attention import AttentionSchedule, Pattern, strides_per_phase
 
 SPARSE, DENSE = Pattern("strided", 256), Pattern("dense")
 
 
 def test_sparse_until_a_step_then_dense() -> None:
-    schedule = sparse_then_dense(SPARSE, 120_000)
+    schedule = strides_per_phase([(0, SPARSE), (120_000, DENSE)])
     assert [schedule.pattern_at(step) for step in (0, 119_999, 120_000, 139_999)] == [SPARSE, SPARSE, DENSE, DENSE]
 
 
 def test_never_dense_and_always_dense() -> None:
-    assert sparse_then_dense(SPARSE, None).pattern_at(10**9) == SPARSE
-    assert sparse_then_dense(SPARSE, 0).pattern_at(0) == DENSE
+    assert strides_per_phase([(0, SPARSE)]).pattern_at(10**9) == SPARSE
+    assert strides_per_phase([(0, SPARSE), (0, DENSE)]).pattern_at(0) == DENSE
     assert AttentionSchedule().pattern_at(7) == DENSE
+
+
+def test_phases_with_one_pattern_are_one_piece() -> None:
+    assert strides_per_phase([(0, SPARSE), (10, SPARSE), (30, DENSE)]).pieces == ((0, SPARSE), (30, DENSE))
 
 
 def test_a_stride_per_phase() -> None:
