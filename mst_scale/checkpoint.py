@@ -1,9 +1,9 @@
 """How does a run survive being killed at any moment?
 
 A checkpoint is a folder of DeepSpeed's own layout, `checkpoints/<tag>/`. It is written as `<tag>.partial`, digested
-file by file as read back from disk, sealed with a `manifest.json`, and only then renamed and named in `latest`. So a
-folder without `.partial` is whole unless a disk damaged it later, and that the digests tell. Older checkpoints go only
-after a newer one is sealed.
+file by file, sealed with a `manifest.json`, and only then renamed and named in `latest`. So a folder without `.partial`
+is whole unless a disk damaged it later, and that the digests tell. Older checkpoints go only after the newer one has
+been read back from disk and matches its digests.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ def tag_of(step: int) -> str:
     return f"step{step:08d}"
 
 
-def save(engine: Any, folder: Path, ranks: Ranks, *, step: int, keep: int, state: dict[str, Any]) -> None:
-    """One checkpoint on all ranks, whole or not at all. A full disk is an OSError that leaves the older ones alone."""
+def save(engine: Any, folder: Path, ranks: Ranks, *, step: int, batch: int, keep: int, state: dict[str, Any]) -> float:
+    """One checkpoint on all ranks, whole or not at all; the seconds it took.
+
+    A full disk is an OSError that leaves the older ones alone. `batch` is the global batch, to be kept on other ranks.
+    """
     start = time.monotonic()
     tag = tag_of(step)
     draft, final = folder / (tag + PARTIAL), folder / tag
@@ -39,18 +42,23 @@ def save(engine: Any, folder: Path, ranks: Ranks, *, step: int, keep: int, state
         digests = ranks.together(lambda: _digest_share(draft, ranks))
         ranks.on_first(lambda: None)  # every rank has read its share back
         layout = {"ranks": ranks.world_size, "stage": int(engine.zero_optimization_stage())}
-        _seal(draft, final, digests, ranks, {"tag": tag, "step": step, **layout})
+        _seal(draft, final, digests, ranks, {"tag": tag, "step": step, "batch": batch, **layout})
     except (OSError, Elsewhere):
         if ranks.first:
             shutil.rmtree(draft, ignore_errors=True)
         raise
+    ranks.together(lambda: refuse_damage(final, ranks))
     ranks.on_first(lambda: _prune(folder, keep))
-    logger.info("saved %s in %.1f s", final, time.monotonic() - start)
+    seconds = time.monotonic() - start
+    logger.info("saved %s in %.1f s", final, seconds)
+    return seconds
 
 
-def newest(folder: Path, ranks: Ranks) -> str | None:
-    """The tag of the newest whole checkpoint. Damaged ones are named and passed over."""
+def newest(folder: Path, ranks: Ranks, before: int | None = None) -> str | None:
+    """The tag of the newest whole checkpoint (of a step below `before`). Damaged ones are named and passed over."""
     for tag in ranks.on_first(lambda: list_tags(folder)):
+        if before is not None and _step_of(folder / tag) >= before:
+            continue
         faults = ranks.together(lambda tag=tag: damage(folder / tag, ranks))  # type: ignore[misc]
         if not ranks.any(bool(faults)):
             return str(tag)
@@ -102,32 +110,16 @@ def head(checkpoint: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path} cannot be read ({error})") from None
 
 
-def loadable(checkpoint: Path, ranks: Ranks, stage: int) -> tuple[Path, bool]:
-    """Where this many ranks at this ZeRO stage load it from, and whether that is a universal copy."""
-    folder, universal = ranks.on_first(lambda: _loadable(checkpoint, ranks.world_size, stage))
-
-    def verify() -> None:
-        faults = damage(folder, ranks) if folder != checkpoint else []
-        if faults:
-            raise ValueError(f"{folder} is damaged: {faults[0]}; mst reshape {checkpoint} makes it anew")
-
-    ranks.together(verify)
-    return folder, universal
-
-
-def _loadable(checkpoint: Path, world_size: int, stage: int) -> tuple[Path, bool]:
+def misfit(checkpoint: Path, world_size: int, stage: int) -> str | None:
+    """Why this many ranks at this ZeRO stage cannot load it as it is; None where they can."""
     manifest = head(checkpoint) or {}
-    if manifest.get("universal"):
-        return checkpoint, True
     saved_ranks, saved_stage = manifest.get("ranks", world_size), manifest.get("stage", stage)
     same_files = saved_stage == stage or {saved_stage, stage} == {1, 2}
     if same_files and (saved_ranks == world_size or stage == 0):  # at stage 0 every rank reads the one whole file
-        return checkpoint, False
-    if (checkpoint / UNIVERSAL / MANIFEST).is_file():
-        return checkpoint / UNIVERSAL, True
-    raise ValueError(
+        return None
+    return (
         f"{checkpoint} was saved by {saved_ranks} ranks at ZeRO stage {saved_stage}, and here are {world_size} at "
-        f"stage {stage}: mst reshape {checkpoint} makes a copy that they can load; then start again"
+        f"stage {stage}"
     )
 
 
@@ -206,9 +198,11 @@ def _digest_share(draft: Path, ranks: Ranks | None) -> dict[str, dict[str, Any]]
     digests = {}
     for name in _share(files, ranks):
         path = draft / name
+        digests[name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
         with path.open("rb+") as file:
             os.fsync(file.fileno())
-        digests[name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+            if hasattr(os, "posix_fadvise"):  # what is read again comes from the disk
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return digests
 
 

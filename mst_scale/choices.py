@@ -35,6 +35,11 @@ def variation_of(mst: MSTConfig) -> Variation:
     )
 
 
+def stays_dense(mst: MSTConfig) -> bool:
+    """Whether no weight is ever masked."""
+    return mst.sparsity.variation == "dense" or mst.sparsity.max == 0
+
+
 def attention_schedule_of(attention: AttentionConfig, schedule: Schedule) -> AttentionSchedule:
     """The pattern of every step: the config's, until attention turns dense."""
     if attention.pattern == "dense":

@@ -10,12 +10,13 @@ The order of one optimizer step, with what the controller adds marked by *:
     the optimizer updates master weights (an inactive weight has g = m = v = w = 0 and stays exactly 0)
   * on a topology step: prune, grow, zero what was pruned, start what has grown
     low-precision copy and gather
+  * layers that compute with their masks take the new ones
   * drift check every so often; the attention pattern of the next step
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,17 @@ import torch
 from packaging.version import Version
 
 from mst_scale import mask_files, zero_shards
-from mst_scale.choices import attention_schedule_of, variation_of
+from mst_scale.choices import attention_schedule_of, stays_dense, variation_of
 from mst_scale.config import Experiment, load
 from mst_scale.distributed import logger
-from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
+from mst_scale.hybrid_sparse_attention import Pattern, attach, set_pattern
+from mst_scale.mixed_growing.blocks import Blocks
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Change, Layer, evolve, sparsify
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
 from mst_scale.mixed_growing.policies import policy
+from mst_scale.sparse_linear import SparseLayers
 from mst_scale.sparsity_variation import Point, Schedule
 from mst_scale.targets import choose_targets
 
@@ -90,15 +93,21 @@ class Controller:
             mest_share=mst.topology.mest_lambda if mst.topology.policy == "mest" else None,
         )
         self.distribution = mst.sparsity.distribution
+        granularity = mst.topology.granularity
+        self.granularity: dict[str, int] | str = granularity if isinstance(granularity, str) else asdict(granularity)
+        self.blocks = None if isinstance(granularity, str) else Blocks(granularity.block, granularity.min_blocks)
         self.settled = 0  # the last step whose topology work is done
         self.changes: list[Change] = []  # what the last topology step did
         self.changed_at = 0
         self.masks = MaskSet([])
-        self.idle = mst.sparsity.variation == "dense" or mst.sparsity.max == 0
+        self.idle = stays_dense(mst)
         if not self.idle:
             self._attach(engine, experiment)
         if not set_pattern(engine.module, self.pattern) and self.pattern.kind != "dense":
-            logger.info("attention stays dense: the model has no mst_scale SelfAttention layers to make sparse")
+            if reason := attach(engine.module, self.pattern):
+                logger.info("attention stays dense: %s", reason)
+            else:
+                logger.info("attention of %s follows %s", type(engine.module).__name__, self.pattern)
 
     def _attach(self, engine: Any, experiment: Experiment) -> None:
         targets = choose_targets(engine.module, experiment.mst.targets)
@@ -106,7 +115,8 @@ class Controller:
         device = self.shards.weight(0).device
         self.exchange = Exchange(self.shards.group, engine.device)
         self.masks = MaskSet(LayerMask(s.name, s.shape, s.start, s.length, device) for s in self.shards.slices)
-        self.shapes = [s.shape for s in self.shards.slices]
+        # of the matrices whose elements targets count: weights, or blocks
+        self.shapes = [s.shape if self.blocks is None else self.blocks.grid_shape(s.shape) for s in self.shards.slices]
         if self.topology.track_coverage:
             for mask in self.masks:
                 mask.track_ever()
@@ -115,18 +125,43 @@ class Controller:
         if self.schedule.at(0).sparsity:
             self._start_sparse(experiment.mst.sparsity.initial)
         self.digests = self.masks.digests(self.exchange)
+        shapes = dict(zip(targets, self.shapes, strict=True))
+        self.layers = SparseLayers(engine.module, targets, shapes, experiment.mst.compute.backend)
+        self._compute_with_masks()
         zero_shards.around_model_step(engine, self._before_step, self._after_step)
         zero_shards.after_master_update(engine, self._after_update)
         mask_files.ride_along(engine, self)
         logger.info(
-            "%s: %d parameters of %.1f M weights become up to %.0f %% sparse, masks take %.1f MB a rank; %s",
+            "%s: %d parameters of %.1f M weights become up to %.0f %% sparse%s, masks take %.1f MB a rank; %s",
             experiment.mst.method,
             len(targets),
             sum(m.numel for m in self.masks) / 1e6,
             100 * self.schedule.max_sparsity,
+            "" if self.blocks is None else f" in blocks of {self.blocks.side} × {self.blocks.side}",
             sum(m.length for m in self.masks) * (1 + self.topology.track_coverage) / 8e6,
             ", ".join(f"{piece.phase} from step {piece.start}" for piece in self.schedule.pieces),
         )
+        if self.blocks is not None:
+            self._say_where_blocks_are_too_few(self.blocks)
+
+    def _say_where_blocks_are_too_few(self, blocks: Blocks) -> None:
+        """Layers that `min_blocks` keeps denser than the sparsity asked for."""
+        counts = active_counts(self.shapes, self.schedule.max_sparsity, self.distribution)
+        least = [blocks.at_least(mask.shape) for mask in self.masks]
+        short = [i for i in range(len(counts)) if least[i] > counts[i]]
+        if short:
+            logger.warning(
+                "min_blocks = %d keeps %d of %d parameters denser than %.0f %% sparsity asks for: %s has %d × %d "
+                "blocks and keeps %d or more of them instead of %d; smaller blocks or fewer min_blocks would reach it",
+                blocks.least,
+                len(short),
+                len(counts),
+                100 * self.schedule.max_sparsity,
+                self.masks.names[short[0]],
+                *self.shapes[short[0]],
+                least[short[0]],
+                counts[short[0]],
+            )
 
     # --- what others read ---
 
@@ -158,7 +193,7 @@ class Controller:
     def _before_step(self) -> None:
         step = self.step + 1
         self.updated = False
-        self.due = any(self.schedule.is_topology_step(s) for s in range(self.settled + 1, step + 1))
+        self.due = self._is_due(step)
         if not self.due and self.masks.dense:
             return
         self.scale = zero_shards.loss_scale(self.engine)
@@ -200,9 +235,34 @@ class Controller:
             self.settled = self.step
         if self.due and self.updated:
             self.digests = self.masks.digests(self.exchange)
+            self._compute_with_masks()
+        self._ask_for_dense_gradients()
         every = self.topology.check_every
         if every and self.step % every == 0 and not self.masks.dense:
             self.check_drift()
+        set_pattern(self.engine.module, self.pattern)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether this step changes the topology, or makes up for one that was skipped."""
+        return any(self.schedule.is_topology_step(s) for s in range(self.settled + 1, step + 1))
+
+    def _compute_with_masks(self) -> None:
+        """Give the layers that multiply with their masks the ones of now; the same on every rank.
+
+        A layer's bits are gathered over the ranks that share it, one layer at a time: 1/8 byte a weight.
+        """
+        for mask in self.masks:
+            chosen = self.layers.choose(mask.name, 1 - mask.active / mask.numel)
+            self.layers.set_mask(mask.name, None if chosen == "dense" else mask.whole(self.exchange), chosen)
+        self._ask_for_dense_gradients()
+
+    def _ask_for_dense_gradients(self) -> None:
+        """Growth reads dense gradients of every micro-batch of a topology step; snfs averages those of all steps."""
+        self.layers.dense_gradients("momentum" in self.policy.reads or self._is_due(self.step + 1))
+
+    def masks_loaded(self) -> None:
+        """A checkpoint brought other masks, and another step."""
+        self._compute_with_masks()
         set_pattern(self.engine.module, self.pattern)
 
     def _evolve(self, here: list[int]) -> list[Change]:
@@ -215,7 +275,8 @@ class Controller:
         layers = [
             Layer(masks[i], targets[i], self.shards.weight(i), self.kept[i], states[i].get("exp_avg")) for i in here
         ]
-        changes = evolve(
+        take_step = evolve if self.blocks is None else self.blocks.evolve
+        changes = take_step(
             layers,
             policy=self.policy,
             update_fraction=point.update_fraction,
@@ -254,7 +315,8 @@ class Controller:
         """The first topology of a run that starts sparse, in master weights and in what the forward reads."""
         counts = active_counts(self.shapes, self.schedule.at(0).sparsity, self.distribution)
         layers = [Layer(m, counts[i], self.shards.weight(i)) for i, m in enumerate(self.masks)]
-        sparsify(layers, how=how, seed=self.seed, exchange=self.exchange)
+        make_sparse = sparsify if self.blocks is None else self.blocks.sparsify
+        make_sparse(layers, how=how, seed=self.seed, exchange=self.exchange)
         for i, mask in enumerate(self.masks):
             mask.retain_(self.shards.weight(i))
             zero_shards.zero_inactive(self.shards, i, mask.flags())

@@ -87,11 +87,14 @@ def matrices(model: ModelConfig) -> list[Matrix]:
             Matrix(block + "mlp.up.weight", "ffw1", d, f),
             Matrix(block + "mlp.down.weight", "ffw2", f, d),
         ]
-    head = "wte.weight" if model.tied_head else "lm_head.weight"
     share = model.predicted / model.context
     if model.arch == "bert":
         found.append(Matrix("transform.weight", "head", d, d, share))
-    return [*found, Matrix(head, "head", d, model.padded_vocab, share)]
+    return [*found, Matrix(head_name(model), "head", d, model.padded_vocab, share)]
+
+
+def head_name(model: ModelConfig) -> str:
+    return "wte.weight" if model.tied_head else "lm_head.weight"
 
 
 def forward_flops(

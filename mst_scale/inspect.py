@@ -39,6 +39,8 @@ class Report:
     sparsity: float
     """Share of the sparse parameters' weights that are not active."""
     target_sparsity: float
+    granularity: dict[str, int] | str | None
+    """What lives and dies together: "element", or {"block": B, "min_blocks": m}; None: trained without sparsity."""
     layers: list[LayerReport]
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,16 +59,16 @@ def inspect(path: Path) -> Report:
         if not any(name.startswith(folder) for name in manifest["files"]):
             if (checkpoint / folder).exists():
                 raise ValueError(f"{checkpoint / folder} was not saved with this checkpoint: its manifest has no masks")
-            return Report(checkpoint, manifest["step"], "dense", 0.0, 0.0, [])
+            return Report(checkpoint, manifest["step"], "dense", 0.0, 0.0, None, [])
     elif not (checkpoint / folder).exists():
         raise ValueError(f"{checkpoint} holds no masks, and no manifest that says it was trained without")
     masks = mask_files.read_all(checkpoint)
     layers = [report(name, masks.shards(name)) for name in masks.head["names"]]
     weights, active = sum(math.prod(layer.shape) for layer in layers), sum(layer.active for layer in layers)
     sparsity = 1 - active / weights if weights else 0.0
-    return Report(
-        checkpoint, masks.head["step"], masks.head["phase"], sparsity, masks.head["target_sparsity"], layers
-    )  # fmt: skip
+    head = masks.head
+    granularity = head.get("granularity", "element")
+    return Report(checkpoint, head["step"], head["phase"], sparsity, head["target_sparsity"], granularity, layers)
 
 
 def report(name: str, shards: Sequence[Shard]) -> LayerReport:

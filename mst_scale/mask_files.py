@@ -40,6 +40,10 @@ class Rider(Protocol):
     settled: int
     digests: list[int]
     schedule: Schedule
+    granularity: dict[str, int] | str
+    """"element", or {"block": B, "min_blocks": m}."""
+
+    def masks_loaded(self) -> None: ...
 
     @property
     def step(self) -> int: ...
@@ -77,6 +81,7 @@ def ride_along(engine: Any, rider: Rider) -> None:
         path, state = load(load_dir, tag=tag, load_module_only=load_module_only, **others)
         if path is not None and not load_module_only:
             restore(Path(path).parent, rider, (state or {}).get("mst"))
+            rider.masks_loaded()
         return path, state
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
@@ -96,6 +101,7 @@ def describe(rider: Rider) -> dict[str, Any]:
         "target_sparsity": point.sparsity,
         "seed": rider.seed,
         "schedule": str(rider.schedule),
+        "granularity": rider.granularity,
         "files": 1 if rider.exchange.group is None else rider.exchange.ranks,
         "names": rider.masks.names,
         "digests": list(rider.digests),
@@ -154,6 +160,23 @@ class Masks:
 
 def restore(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> None:
     """Take the masks of a checkpoint, re-sliced to this rank; `state` is what its client_state says of them."""
+    failure = None
+    try:
+        found = _fitting(checkpoint, rider, state)
+        rider.masks.load(found.ranks)
+    except (ValueError, OSError) as error:
+        failure = error
+    rider.exchange.raise_first(failure)
+    assert state is not None
+    rider.settled = int(state["settled"])
+    rider.digests = rider.masks.digests(rider.exchange)
+    for name, now, then in zip(rider.masks.names, rider.digests, state["digests"], strict=True):
+        if now != then:
+            raise ValueError(f"{checkpoint / FOLDER}: the mask of {name} is not the one this checkpoint was saved with")
+
+
+def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> Masks:
+    """The masks of a checkpoint, if they are this run's."""
     if state is None:
         raise ValueError(
             f"{checkpoint} holds no masks: it was saved without sparse training; start anew from its weights with "
@@ -164,18 +187,14 @@ def restore(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> 
         raise ValueError(f"{checkpoint / FOLDER} holds the masks of another checkpoint: copy it again with its own")
     if found.head["names"] != rider.masks.names:
         raise ValueError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
-    for what, now in (("schedule", str(rider.schedule)), ("seed", rider.seed)):
-        if found.head[what] != now:
+    before = {"granularity": "element", **found.head}  # files from before there were blocks do not say
+    for what, now in (("schedule", str(rider.schedule)), ("seed", rider.seed), ("granularity", rider.granularity)):
+        if before[what] != now:
             raise ValueError(
                 f"{checkpoint} was trained with another {what} of sparsity: keep training.steps, the seed and the mst "
                 "block as they were, or go on dense with --method dense"
             )
-    rider.masks.load(found.ranks)
-    rider.settled = int(state["settled"])
-    rider.digests = rider.masks.digests(rider.exchange)
-    for name, now, then in zip(rider.masks.names, rider.digests, state["digests"], strict=True):
-        if now != then:
-            raise ValueError(f"{checkpoint / FOLDER}: the mask of {name} is not the one this checkpoint was saved with")
+    return found
 
 
 def read_all(checkpoint: Path) -> Masks:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import signal
+import socket
 import time
 import warnings
 from pathlib import Path
@@ -23,21 +23,23 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from mst_scale import checkpoint, distributed, engine, zero_shards
+from mst_scale import build_locks, checkpoint, distributed, engine, resume, run_file, zero_shards
 from mst_scale.config import Experiment, load, to_dict
 from mst_scale.config.check import batch_shape, check, peak_learning_rate
 from mst_scale.data.masking import open_sampler
 from mst_scale.data.prepare import ensure
 from mst_scale.data.sampler import Sampler
-from mst_scale.distributed import Ranks, logger
-from mst_scale.flops import dense_step_flops, step_flops
+from mst_scale.distributed import Ranks, Verdict, logger
 from mst_scale.learning_rate import learning_rate
+from mst_scale.ledger import Ledger, shortened
 from mst_scale.models import build
+from mst_scale.observer import Observer
 from mst_scale.randomness import counter_hash
 from mst_scale.record import Record, state_of
+from mst_scale.spikes import Spikes, batch_number
+from mst_scale.watch import Watch
 
-# The blocks in which a resumed run must agree with its checkpoint.
-SAME_ON_RESUME = ("model",)
+FAILED_SAVES = 3  # in a row, after which a run stops
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -46,6 +48,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="the experiment (ds_configs/*.json)")
     parser.add_argument("--method", metavar="M", help="dense, mst, rigl, static, …: overrides mst.method")
+    parser.add_argument("--like", metavar="C", help="for dense-short: the run (config or folder) whose FLOPs it spends")
     parser.add_argument("--data", metavar="DIR", help="a folder with train.bin and val.bin: overrides data.dir")
     parser.add_argument("--out", metavar="DIR", help="where the run's files go (default: runs/<config>-<method>)")
     parser.add_argument("--steps", type=int, metavar="N", help="overrides training.steps")
@@ -59,9 +62,13 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
     overrides = list(args.set)
     if args.steps is not None:
         overrides.append(f"training.steps={args.steps}")
+    if args.like is not None:
+        overrides.append(f"mst.like={json.dumps(args.like)}")
     if args.data is not None:
         overrides += [f"data.dir={json.dumps(args.data)}", "data.source=null"]
     experiment = load(args.deepspeed_config, overrides, args.method)
+    if args.steps is not None and experiment.mst.like is not None:
+        raise ValueError(f"method dense-short is as long as the FLOPs of {experiment.mst.like} last: leave out --steps")
     check(experiment)
     return experiment
 
@@ -72,28 +79,40 @@ class Run:
     def __init__(self, experiment: Experiment, out: Path, ranks: Ranks):
         self.experiment, self.out, self.ranks = experiment, out, ranks
         self.training = experiment.training
-        self.batch, self.micro, self.accumulation = batch_shape(experiment.deepspeed, ranks.world_size)
         self.peak = peak_learning_rate(experiment.deepspeed)
         self.checkpoints = out / "checkpoints"
-        self.nonfinite = 0
+        self.nonfinite = self.failed_saves = 0
+        self.save_seconds: float | None = None  # of a save since the last row
+        self.spikes = Spikes(self.training.spike)
+        self.rollbacks = 0
+        self.skipped: list[int] = []  # batches that rollbacks have left out
         self.asked_to_stop = False
-        self.flops_spent = self.flops_dense = 0.0
-        self.flops_per_step: dict[Any, float] = {}
+        self.ledger = Ledger(experiment.model, self.batch)
 
     # --- before the first step ---
 
-    def prepare(self, resume: str) -> None:
+    def prepare(self, how: str) -> None:
         """Data, model, engine, checkpoint: whatever can be refused is refused here."""
-        tag = self._choose_checkpoint(resume)
-        self.ranks.on_first(self._compare_with_before)
-        source = None if tag is None else self._loadable(tag)
+        source = resume.choose(self.out, how, self.ranks)
+        self.ranks.on_first(lambda: resume.refuse_another_model(self.out, self.experiment))
+        world_size = self.ranks.world_size
+        if source is not None:
+            self.experiment = self.ranks.together(lambda: resume.with_batch_of(self.experiment, source, world_size))
+        shape = self.ranks.together(lambda: batch_shape(self.experiment.deepspeed, world_size))
+        self.batch, self.micro, self.accumulation = shape
+        loadable = None if source is None else self._loadable(source)
         folder = self.ranks.on_first(self._corpus)
         self.train, self.val = self.ranks.together(lambda: (self._open(folder, "train"), self._open(folder, "val")))
         self.engine = self.ranks.together(self._build)
         self.device = next(self.engine.module.parameters()).device
-        self.step = 0 if source is None else self._load(*source)
-        self.ranks.on_first(self._describe)
+        self.step = 0
+        if loadable is not None:
+            left_out = self.ranks.on_first(lambda: run_file.rollbacks(self.out / "run.json"))
+            self.rollbacks, self.skipped = len(left_out), sorted({batch for some in left_out for batch in some})
+            self._load(*loadable)
+        self._describe(source)
         self.votes = distributed.Votes(self.ranks)
+        self.observer = Observer(self.engine, self.experiment, self.out, self.ranks, self.step)
         self.record = Record(
             self.out,
             self.experiment,
@@ -125,23 +144,6 @@ class Run:
     def _open(self, folder: str, split: str) -> Sampler:
         return open_sampler(folder, split, self.experiment.model, self.training.seed, check_ids=self.ranks.first)
 
-    def _choose_checkpoint(self, resume: str) -> str | None:
-        existing = self.ranks.on_first(lambda: checkpoint.list_tags(self.checkpoints))
-        if resume == "never":
-            if existing:
-                self.ranks.refuse(ValueError(f"{self.out} holds a run already: choose another --out, or --resume auto"))
-            return None
-        if resume == "auto":
-            tag = checkpoint.newest(self.checkpoints, self.ranks)
-            if existing and tag is None:
-                self.ranks.refuse(OSError(f"no checkpoint in {self.checkpoints} is whole: start anew in another --out"))
-            return tag
-        if resume not in existing:
-            found = f"it has {', '.join(existing)}" if existing else "there is none"
-            self.ranks.refuse(ValueError(f"no checkpoint {resume!r} in {self.checkpoints}: {found}"))
-        self.ranks.together(lambda: checkpoint.refuse_damage(self.checkpoints / resume, self.ranks))
-        return resume
-
     def _build(self) -> Any:
         torch.manual_seed(self.training.seed)
         with zero_shards.partitioned_construction(self.experiment.deepspeed):
@@ -161,32 +163,44 @@ class Run:
         deepspeed.setdefault("steps_per_print", 2**31)
         return Experiment(self.experiment.model, self.experiment.data, self.training, self.experiment.mst, deepspeed)
 
-    def _loadable(self, tag: str) -> tuple[Path, bool]:
-        """The checkpoint, or its universal copy where other ranks or another ZeRO stage have saved it."""
-        stage = zero_shards.zero_stage(self.experiment.deepspeed)
-        return checkpoint.loadable(self.checkpoints / tag, self.ranks, stage)
+    def _loadable(self, source: Path) -> tuple[Path, bool]:
+        return resume.loadable(source, self.ranks, zero_shards.zero_stage(self.experiment.deepspeed))
 
-    def _load(self, path: Path, universal: bool) -> int:
+    def _load(self, path: Path, universal: bool) -> None:
         state = self.ranks.together(lambda: zero_shards.load_checkpoint(self.engine, path, universal))
-        self.flops_spent, self.flops_dense = state["flops"], state["flops_dense"]
+        self.step = int(state["step"])
+        self.ranks.together(lambda: self.ledger.load(state))
+        self.spikes = Spikes(self.training.spike, state.get("losses", ()))
+        self.skipped = sorted({*self.skipped, *state.get("skipped", ())})
         how = ", reshaped" if universal else ""
-        logger.info("continuing %s from step %d%s", self.out, state["step"], how)
-        return int(state["step"])
+        logger.info("continuing %s from step %d%s", self.out, self.step, how)
 
-    def _compare_with_before(self) -> None:
-        """A run goes on with the model it began with."""
-        path = self.out / "config.json"
-        if not checkpoint.list_tags(self.checkpoints) or not path.exists():
-            return
-        before, now = json.loads(path.read_text()), json.loads(json.dumps(to_dict(self.experiment)))
-        for block in SAME_ON_RESUME:
-            if before.get(block) != now[block]:
-                raise ValueError(f"{path}: the run in {self.out} has another {block!r} block: choose another --out")
+    def _describe(self, source: Path | None) -> None:
+        hosts: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(hosts, socket.gethostname(), group=self.ranks.control)
 
-    def _describe(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        checkpoint.sweep(self.checkpoints)
-        checkpoint.write_atomically(self.out / "config.json", json.dumps(to_dict(self.experiment), indent=2) + "\n")
+        def describe() -> None:
+            self.out.mkdir(parents=True, exist_ok=True)
+            checkpoint.sweep(self.checkpoints)
+            config = to_dict(self.experiment)
+            checkpoint.write_atomically(self.out / "config.json", json.dumps(config, indent=2) + "\n")
+            mst_seed = self.experiment.mst.seed
+            start = run_file.about(
+                from_step=self.step,
+                checkpoint=None if source is None else str(source),
+                ranks=self.ranks.world_size,
+                hosts=hosts,
+                batch={"sequences": self.batch, "micro": self.micro, "accumulation": self.accumulation},
+                seeds={"training": self.training.seed, "mst": self.training.seed if mst_seed is None else mst_seed},
+            )
+            self.run_file = run_file.RunFile(self.out / "run.json", config, start)
+
+        self.ranks.on_first(describe)
+
+    def _happened(self, what: str, **more: Any) -> None:
+        """Into run.json."""
+        if self.ranks.first:
+            self.run_file.happened(what, **more)
 
     # --- the loop ---
 
@@ -199,7 +213,7 @@ class Run:
     def advance(self) -> None:
         """One optimizer step, and what is due after it: a logged row, an evaluation, a checkpoint, the end."""
         t = self.training
-        self._count_flops()
+        self.ledger.add(self.engine.mst.pattern, self.engine.mst.densities())  # of the masks this step computes with
         loss = self._update()
         self.step += 1
         self.record.gather(self.engine.mst)
@@ -208,21 +222,61 @@ class Run:
             last or bool(every and self.step % every == 0) for every in (t.log_every, t.eval_every, t.save_every)
         )
         # reading the loss waits for the device, which DeepSpeed's gradient norm has just done anyway
-        bad = not math.isfinite(float(loss))
-        verdicts = self.votes.cast(self.asked_to_stop, bad, wait=logs or evaluates or saves)
-        for _, nonfinite in verdicts:
-            self._count_nonfinite(nonfinite)
-        stop = any(stop for stop, _ in verdicts)
+        verdicts = self.votes.cast(self.step, self.asked_to_stop, float(loss), wait=logs or evaluates or saves)
+        for verdict in verdicts:
+            if (bad := self._judge(verdict)) is not None and self._roll_back(bad):
+                return
+        stop = any(verdict.stop for verdict in verdicts)
         if logs or evaluates:
             self._log(loss, evaluates)
+        self.observer.after(self.step, self.step * self.batch)
         if (saves or stop) and not self.nonfinite:
             self.record.close()
-            self._save()
+            self._save(final=stop or last)
         if self.nonfinite and (stop or last):
             self._refuse_nonfinite()
         if stop and not last:
+            if self.ranks.first:
+                self.run_file.ended("asked to stop", self.step)
             self.record.say(f"asked to stop: step {self.step} is saved, the same command continues")
             raise SystemExit(0)
+
+    def _judge(self, verdict: Verdict) -> int | None:
+        """What a step's loss says; the step to be undone, if one is."""
+        spike, rolls = self.training.spike, self.training.spike.action == "rollback"
+        self.nonfinite = self.nonfinite + 1 if verdict.nonfinite else 0
+        if self.nonfinite >= self.training.stop_after_nonfinite:
+            if not rolls or self.rollbacks >= spike.max_rollbacks:
+                self._refuse_nonfinite()
+            return verdict.step - self.nonfinite + 1
+        bound = self.spikes.bound()
+        if verdict.nonfinite or not self.spikes.begins(verdict.loss):
+            return None
+        self.record.say(f"step {verdict.step}: the loss jumps to {verdict.loss:.4f} (a spike above {bound:.4f})")
+        self._happened("spike", step=verdict.step, loss=verdict.loss, bound=bound)
+        return verdict.step if rolls and self.rollbacks < spike.max_rollbacks else None
+
+    def _roll_back(self, bad: int) -> bool:
+        """Go back to the newest whole checkpoint before step `bad`, and leave out the batch that it read."""
+        self.votes.drain()  # of a step that is undone too
+        tag = checkpoint.newest(self.checkpoints, self.ranks, before=bad)
+        if tag is None:
+            if self.nonfinite:
+                self._refuse_nonfinite()
+            self.record.say(f"there is no checkpoint from before step {bad} to go back to: the run goes on")
+            return False
+        number, here = batch_number(bad - 1, self.skipped), self.step
+        self._load(*self._loadable(self.checkpoints / tag))
+        first = max(batch_number(self.step, self.skipped), number - self.training.spike.skip + 1)
+        left_out = list(range(first, number + 1))
+        self.skipped = sorted({*self.skipped, *left_out})
+        self.rollbacks += 1
+        self.nonfinite = 0
+        self._happened("rolled back", from_step=here, to_step=self.step, skipped=left_out)
+        self.record.rewind(self.step)
+        self.observer.rewind(self.step)
+        self.record.say(f"back to step {self.step}, without the data of batch {', '.join(map(str, left_out))}")
+        return True
 
     def _log(self, loss: torch.Tensor, evaluates: bool) -> None:
         row = {
@@ -232,10 +286,11 @@ class Run:
             "lr": learning_rate(self.step - 1, self.peak, self.training),
             "grad_norm": zero_shards.grad_norm(self.engine),
             **state_of(self.engine.mst),
-            "flops": self.flops_spent,
-            "flops_dense": self.flops_dense,
+            **self.ledger.row(),
             **self.record.pace(self.step),
         }
+        if self.save_seconds is not None:
+            row["save_s"], self.save_seconds = self.save_seconds, None
         if evaluates:
             row["val_loss"] = self.evaluate()
         self.record.write(row)
@@ -251,9 +306,10 @@ class Run:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         total = torch.zeros((), device=self.device)
+        number = batch_number(self.step, self.skipped)
         for k in range(self.accumulation):
             micro_batch = k * self.ranks.world_size + self.ranks.rank  # its place in the global batch
-            tokens, targets = self._micro_batch(self.train, self.step, micro_batch)
+            tokens, targets = self._micro_batch(self.train, number, micro_batch)
             if self.experiment.model.dropout:
                 torch.manual_seed(counter_hash(self.training.seed, "dropout", self.step, micro_batch))
             loss = self.engine(tokens, targets)
@@ -261,15 +317,6 @@ class Run:
             self.engine.step()
             total += loss.detach()
         return total / self.accumulation
-
-    def _count_flops(self) -> None:
-        """Add the coming step as it will be computed: its masks, its attention pattern (the paper's accounting)."""
-        mst, model = self.engine.mst, self.experiment.model
-        state = (mst.pattern, tuple(mask.active for mask in mst.masks))
-        if state not in self.flops_per_step:  # the same for a hundred steps: counted once
-            self.flops_per_step = {state: self.batch * step_flops(model, mst.densities(), mst.pattern).total}
-        self.flops_spent += self.flops_per_step[state]
-        self.flops_dense += self.batch * dense_step_flops(model).total
 
     def _micro_batch(self, sampler: Sampler, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, targets = sampler.batch(step, range(index * self.micro, (index + 1) * self.micro))
@@ -295,11 +342,6 @@ class Run:
         self.engine.train()
         return float(losses.mean())
 
-    def _count_nonfinite(self, nonfinite: bool) -> None:
-        self.nonfinite = self.nonfinite + 1 if nonfinite else 0
-        if self.nonfinite >= self.training.stop_after_nonfinite:
-            self._refuse_nonfinite()
-
     def _refuse_nonfinite(self) -> None:
         if self.nonfinite:
             rate = learning_rate(self.step - 1, self.peak, self.training)
@@ -310,11 +352,23 @@ class Run:
             )
             self.ranks.refuse(FloatingPointError(message))
 
-    def _save(self) -> None:
-        state = {"flops": self.flops_spent, "flops_dense": self.flops_dense}
-        checkpoint.save(
-            self.engine, self.checkpoints, self.ranks, step=self.step, keep=self.training.keep_checkpoints, state=state
-        )
+    def _save(self, final: bool) -> None:
+        """A save that fails before the end costs nothing but itself: the run goes on and saves again when it is due."""
+        state = {**self.ledger.state(), "losses": list(self.spikes.losses), "skipped": self.skipped}
+        keep = self.training.keep_checkpoints
+        try:
+            self.save_seconds = checkpoint.save(
+                self.engine, self.checkpoints, self.ranks, step=self.step, batch=self.batch, keep=keep, state=state
+            )
+            self.failed_saves = 0
+        except (OSError, distributed.Elsewhere) as error:
+            self.failed_saves += 1
+            if final or self.failed_saves >= FAILED_SAVES:
+                raise
+            if isinstance(error, OSError):
+                logger.error("%s", error)
+            logger.error("step %d is not saved: the run goes on and will try again", self.step)
+            self._happened("failed save", step=self.step, why=str(error) if isinstance(error, OSError) else "elsewhere")
 
 
 def decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -325,22 +379,28 @@ def decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> None:
+    watch = Watch()
     try:
-        _main(argv)
+        _main(argv, watch)
     except SystemExit:
+        watch.close()
         raise
     except BaseException as error:
+        watch.explain(error)
         distributed.end(error)
+    watch.close()
 
 
-def _main(argv: list[str] | None) -> None:
+def _main(argv: list[str] | None, watch: Watch) -> None:
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: true, and nothing a user can act on
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     args = arguments(argv)
     experiment = experiment_of(args)
     ranks = distributed.init()
+    watch.start(ranks)
+    build_locks.clear_stale(ranks)
     out = Path(args.out or f"runs/{Path(args.deepspeed_config).stem}-{experiment.mst.method}")
-    run = ranks.together(lambda: Run(experiment, out, ranks))
+    run = ranks.together(lambda: Run(shortened(experiment, ranks.world_size), out, ranks))
 
     def ask_to_stop(signum: int, frame: Any) -> None:
         run.asked_to_stop = True
@@ -351,6 +411,7 @@ def _main(argv: list[str] | None) -> None:
     start, first = time.monotonic(), run.step
     run.to_the_end()
     if ranks.first:
+        run.run_file.ended("finished", run.step)
         print(run.record.summary(run.step, time.monotonic() - start, first))
     ranks.leave()
 

@@ -7,10 +7,13 @@ What topology steps do to each layer between two rows is added up and rides in t
 from __future__ import annotations
 
 import io
+import resource
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mst_scale import checkpoint
 from mst_scale.config import Experiment
@@ -44,9 +47,10 @@ class Record:
             self.layers[change.name] = now
 
     def pace(self, step: int) -> Row:
-        """Time a step since the last row."""
+        """Time a step since the last row, and memory."""
         seconds = (time.monotonic() - self.window_start) / (step - self.window)
-        return {"tokens_per_s": self.batch * self.context / seconds, "step_ms": 1e3 * seconds}
+        speed = {"tokens_per_s": self.batch * self.context / seconds, "step_ms": 1e3 * seconds}
+        return {**speed, "peak_memory_bytes": peak_memory()}
 
     def write(self, row: Row) -> None:
         """The row, with what topology steps since the last one have come to."""
@@ -69,6 +73,14 @@ class Record:
             events += [(f"mst_{name}/{layer}", value, samples) for name, value in values.items() if value is not None]
         if self.monitor.enabled:
             self.monitor.write_events(events)
+
+    def rewind(self, step: int) -> None:
+        """The run goes back to `step`: what was written after it goes."""
+        self.layers.clear()
+        if self.first:
+            self.metrics.file.close()
+            self.metrics = MetricsFile(self.out / "metrics.jsonl", step)
+        self.window, self.window_start = step, time.monotonic()
 
     def say(self, message: str) -> None:
         self.line.say(message)
@@ -93,6 +105,14 @@ class Record:
             ("checkpoint", str(self.out / "checkpoints" / checkpoint.tag_of(step))),
         ]
         return table(rows)
+
+
+def peak_memory() -> int:
+    """Bytes that this rank has held at most: tensors on its GPU, or the whole process where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def state_of(mst: Any) -> Row:

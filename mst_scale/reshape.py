@@ -29,6 +29,7 @@ import torch
 from mst_scale import checkpoint as checkpoints
 from mst_scale import mask_files
 from mst_scale.checkpoint import PARTIAL, UNIVERSAL
+from mst_scale.weights import base_state, fp32_masters
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 Shapes = dict[str, tuple[int, ...]]
@@ -151,16 +152,10 @@ def _sharded_shapes(state: dict[str, Any]) -> Shapes:
 
 
 def _replicated_shapes(source: Path, state: dict[str, Any]) -> Shapes:
-    groups = _replicated_optimizer(state).get("param_groups", [])
+    groups = base_state(state["optimizer"]).get("param_groups", [])
     if not groups or any("param_names" not in group for group in groups):
         raise ValueError(f"{source} does not say which optimizer state is whose: save it again with this version")
     return {name: tuple(state["module"][name].shape) for group in groups for name in group["param_names"]}
-
-
-def _replicated_optimizer(state: dict[str, Any]) -> dict[str, Any]:
-    """The base optimizer's state, under what stage 0 wraps around it with bf16 and fp16."""
-    optimizer = state["optimizer"] or {}
-    return optimizer.get("optimizer_state_dict", optimizer)
 
 
 def _refuse_untrained(source: Path, state: dict[str, Any], shapes: Shapes) -> None:
@@ -217,10 +212,11 @@ def _not_adam(source: Path) -> ValueError:
 
 def _convert_replicated(source: Path, zero: Path, state: dict[str, Any]) -> dict[str, Any]:
     """Stage 0: weights and states lie whole in the model file, in the optimizer's order."""
-    inner, module = _replicated_optimizer(state), state["module"]
+    inner, module = base_state(state["optimizer"]), state["module"]
     groups, steps = inner["param_groups"], []
-    for group, masters in zip(groups, _masters(state["optimizer"], len(groups)), strict=True):
-        names = group["param_names"]
+    masters_of = fp32_masters(state["optimizer"])
+    for g, group in enumerate(groups):
+        names, masters = group["param_names"], None if masters_of is None else masters_of[g]
         states = [inner["state"].get(index, {}) for index in group["params"]]
         for key in STATES:
             if key == "fp32":
@@ -238,13 +234,6 @@ def _convert_replicated(source: Path, zero: Path, state: dict[str, Any]) -> dict
         raise _not_adam(source)
     clean = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
     return {"param_groups": clean, "step": max(steps)}  # FusedAdam counts in a group's last state alone
-
-
-def _masters(optimizer: dict[str, Any], groups: int) -> list[list[torch.Tensor] | None]:
-    """fp32 master weights by group, one flat tensor or one for each parameter; None where the weights are they."""
-    if "fp32_groups_flat" in optimizer:
-        return [[flat] for flat in optimizer["fp32_groups_flat"]]
-    return list(optimizer.get("fp32_groups", [None] * groups))
 
 
 def _complete(source: Path, zero: Path, shapes: Shapes, step: Any) -> None:

@@ -40,7 +40,7 @@ def steps(rank, world, folder, saved, fails=()):
     ranks, found = alone(), []
     for step in saved:
         try:
-            checkpoint.save(Engine(step in fails), Path(folder), ranks, step=step, keep=2, state={})
+            checkpoint.save(Engine(step in fails), Path(folder), ranks, step=step, batch=8, keep=2, state={})
         except OSError as error:
             found.append(str(error))
     return found

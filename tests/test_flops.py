@@ -168,3 +168,30 @@ def test_torchs_counter_agrees_term_by_term():
     one_more = 3 * batch * config.context * sum(m.outputs for m in matrices(config))
     assert counted["aten.mm"] + counted["aten.addmm"] == ours.matrices + one_more
     assert counted["aten.bmm"] == ours.attention
+    # and against the causal accounting: the pairs above the diagonal, for two products, forward and twice backward
+    above = config.context * (config.context - 1) // 2
+    causal = batch * step_flops(config, accounting="causal")
+    assert counted["aten.bmm"] - causal.attention == batch * config.n_layer * 2 * 3 * 2 * config.n_embd * above
+
+
+def test_torchs_counter_agrees_component_by_component():
+    """Forward alone, module by module: torch's 2·I against the paper's 2·I - 1, nothing else."""
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, d_ffw=48, context=24, vocab_size=100, tied_head=False)
+    model, tokens = GPT(config), torch.zeros(1, config.context, dtype=torch.long)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens)
+    modules = counter.get_flop_counts()
+    ours = forward_flops(config)
+    for component, path in (
+        ("qkv", "attention.qkv"),
+        ("proj", "attention.proj"),
+        ("ffw1", "mlp.up"),
+        ("ffw2", "mlp.down"),
+    ):
+        counted = sum(sum(modules[f"GPT.blocks.{layer}.{path}"].values()) for layer in range(config.n_layer))
+        outputs = sum(m.outputs for m in matrices(config) if m.component == component)
+        assert counted == getattr(ours, component) + config.context * outputs
+    assert sum(modules["GPT.lm_head"].values()) == ours.head + config.context * config.padded_vocab
+    inside = sum(modules["GPT.blocks.0.attention"].values())
+    products = sum(sum(modules[f"GPT.blocks.0.attention.{part}"].values()) for part in ("qkv", "proj"))
+    assert 2 * (inside - products) == ours.attention, "q·k and attention·v of two layers: both count the full square"

@@ -1,11 +1,13 @@
 """Masks in files: any cut comes back as any other, and what is missing, altered or foreign is refused by name."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +16,7 @@ from mst_scale.mixed_growing.bits import unpack
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet, assemble
 from mst_scale.sparsity_variation import Point
+from tests import pool
 
 SHAPES = {"a.weight": (5, 7), "b.weight": (3, 11), "c.weight": (2, 2)}
 CPU = torch.device("cpu")
@@ -30,6 +33,7 @@ class Rider:
     settled: int = 40
     step: int = 40
     schedule: str = "the same"
+    granularity: object = "element"
     point: Point = Point("ultra", 0.8, 0.1)  # noqa: RUF009 (frozen)
 
 
@@ -131,6 +135,25 @@ def refusal(folder, state, flags=None) -> str:
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     return message
+
+
+def restored_where_rank_1_cannot_read(rank: int, world: int, folder: str, state: dict) -> str:
+    rider = riders(whole(2), even(world))[rank]
+    rider.exchange = Exchange(dist.group.WORLD)
+    if rank == 1:
+        folder += "-not-mounted"
+    try:
+        mask_files.restore(Path(folder), rider, state)
+    except ValueError as error:
+        return str(error)
+    return "restored"
+
+
+def test_what_one_rank_cannot_read_is_refused_on_all(tmp_path):
+    """A file system that is not mounted on one node must not leave the others waiting."""
+    state = save(tmp_path / "checkpoint", whole(1), even(2))
+    first, second = pool.run(restored_where_rank_1_cannot_read, 2, str(tmp_path / "checkpoint"), state, seconds=60)
+    assert first == second and "checkpoint-not-mounted" in first and "is missing" in first
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path):

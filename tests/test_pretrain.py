@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mst_scale.config import load
+from mst_scale.ledger import forecast
 from tests import pool, tiny_run
 from tests.test_bad_input import attempt
 
@@ -25,7 +27,7 @@ CONTRACT = [
     "step", "tokens", "loss", "lr", "grad_norm", "phase", "target_sparsity", "sparsity", "flops", "flops_dense",
     "tokens_per_s", "step_ms",
 ]  # fmt: skip
-TIMES = ("tokens_per_s", "step_ms")
+TIMES = ("tokens_per_s", "step_ms", "save_s", "peak_memory_bytes")
 
 
 def arguments(folder: Path, out: str = "out", *more: str, **blocks) -> list[str]:
@@ -115,6 +117,11 @@ def test_what_a_run_leaves_behind(tmp_path, stage):
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.1, "it learns"
     assert {row["phase"] for row in rows} >= {"ultra", "dense"}
     assert rows[-1]["flops"] < rows[-1]["flops_dense"]
+    spent = forecast(load(tmp_path / "config.json"))
+    assert rows[-1]["flops"] == pytest.approx(12 * 8 * spent.mean["paper"].total, rel=1e-12), "as it was foreseen"
+    assert rows[-1]["flops_causal"] == pytest.approx(12 * 8 * spent.mean["causal"].total, rel=1e-12)
+    assert rows[-1]["flops_dense_causal"] == pytest.approx(12 * 8 * spent.dense["causal"].total, rel=1e-12)
+    assert rows[-1]["reduction"] == pytest.approx(spent.reduction())
     assert {(r["attention"], r["attention_stride"]) for r in rows} == {("strided", 8), ("dense", 1)}, (
         "the pattern's change shows"
     )
@@ -290,6 +297,20 @@ def test_dropout_resumes_bit_for_bit(tmp_path):
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step00000006")
     assert pool.run(attempt, 2, [*argv, *tag, "--steps", "6"]) == [(0, "")] * 2
     assert without_times(tiny_run.rows(tmp_path / "parts")) == without_times(tiny_run.rows(tmp_path / "whole"))
+
+
+def test_dense_short_spends_the_flops_of_the_run_it_is_like(tmp_path, undisturbed):
+    argv = arguments(tmp_path, "out", "--method", "dense-short", "--like", str(undisturbed))
+    assert pool.run(attempt, 2, argv) == [(0, "")] * 2
+    rows, like = tiny_run.rows(tmp_path / "out"), tiny_run.rows(undisturbed)[-1]
+    last = rows[-1]
+    step = last["flops"] / last["step"]
+    assert abs(last["flops"] - like["flops"]) <= step / 2 and last["step"] < like["step"]
+    assert last["reduction"] == 1.0 and {row["phase"] for row in rows} == {"dense"}
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["training"]["steps"] == last["step"] and saved["mst"]["like"] == str(undisturbed)
+    results = pool.run(attempt, 2, [*argv, "--steps", "5"])
+    assert [code for code, _ in results] == [2, 2] and any("leave out --steps" in text for _, text in results)
 
 
 def test_help_shows_how_it_is_started():

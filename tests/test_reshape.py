@@ -203,21 +203,47 @@ def close(rows: list[dict], expected: list[dict]) -> None:
             assert row[key] == other[key]
 
 
-def test_a_run_on_fewer_ranks_says_what_to_do_and_then_continues(run):
-    argv = arguments(run, mst=MST)
-    ((code, text),) = pool.run(attempt, 1, argv)
-    assert code == 2 and len(text.splitlines()) == 1
-    assert "saved by 2 ranks at ZeRO stage 1, and here are 1 at stage 1: mst reshape" in text
-    step8 = Path("checkpoints", "step00000008")
-    shutil.copytree(run / "copy" / step8, run / "out" / step8 / "universal")
+def test_a_run_on_fewer_ranks_reshapes_its_checkpoint_and_keeps_its_batch(run):
+    """The config holds the global batch, so one rank takes twice as many accumulation steps."""
     shutil.copytree(run / "out", run / "same")
-    ((code, text),) = pool.run(logged_attempt, 1, argv)
+    ((code, text),) = pool.run(logged_attempt, 1, arguments(run, mst=MST))
     assert code == 0 and "from step 8, reshaped" in text
+    assert "saved by 2 ranks at ZeRO stage 1, and here are 1 at stage 1: making a copy" in text
+    assert "the global batch stays 8: 1 ranks × 2 sequences × 4 accumulation steps (before: 2 ranks)" in text
     close(tiny_run.rows(run / "out"), tiny_run.rows(run / "whole"))
     assert inspect(run / "out").layers == inspect(run / "whole").layers and inspect(run / "out").step == 12
     # the ranks that saved it have no use for the copy
     assert pool.run(attempt, 2, arguments(run, "same", mst=MST)) == [(0, "")] * 2
     assert without_times(tiny_run.rows(run / "same")) == without_times(tiny_run.rows(run / "whole"))
+
+
+def test_where_no_copy_can_be_made_it_says_what_to_run(run, tmp_path):
+    """A full disk, and ranks that cannot share the batch."""
+    shutil.copytree(run / "whole", tmp_path / "out")
+    shutil.copytree(run / "corpus", tmp_path / "corpus")
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step00000012")
+    argv = arguments(tmp_path, mst=MST)
+    ((code, text),) = pool.run(attempt_without_disk, 1, argv)
+    assert code == 1 and len(text.splitlines()) == 1
+    assert "no copy for them could be made (no space): start on as many ranks as before, or" in text
+    assert "mst reshape" in text
+    results = pool.run(attempt, 3, argv)
+    assert [code for code, _ in results] == [2] * 3
+    text = "".join(text for _, text in results)
+    assert "a global batch of 8 sequences cannot be shared by 3 processes: start on 2, or change it" in text
+
+
+def attempt_without_disk(rank, world, argv):
+    from mst_scale import resume
+
+    def full(source):
+        raise OSError("no space")
+
+    before, resume.reshape = resume.reshape, full
+    try:
+        return attempt(rank, world, argv)
+    finally:
+        resume.reshape = before
 
 
 def test_a_copy_of_a_run_is_a_run_of_its_own_at_any_stage(run, tmp_path):
@@ -231,15 +257,18 @@ def test_a_copy_of_a_run_is_a_run_of_its_own_at_any_stage(run, tmp_path):
     assert inspect(tmp_path / "out").layers == inspect(run / "whole").layers
 
 
-def test_a_damaged_copy_is_refused_by_name(run, tmp_path):
+def test_a_damaged_copy_is_named_and_made_anew(run, tmp_path):
     shutil.copytree(run / "whole", tmp_path / "out")
     shutil.copytree(run / "corpus", tmp_path / "corpus")
-    copy = tmp_path / "out" / "checkpoints" / "step00000012" / "universal"
-    shutil.copytree(run / "copy" / "checkpoints" / "step00000008", copy)
-    victim = copy / "zero" / "wte.weight" / "fp32.pt"
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step00000012")
+    source = tmp_path / "out" / "checkpoints" / "step00000008"
+    shutil.copytree(run / "copy" / "checkpoints" / "step00000008", source / "universal")
+    victim = source / "universal" / "zero" / "wte.weight" / "fp32.pt"
     victim.write_bytes(victim.read_bytes()[:-1])
-    ((code, text),) = pool.run(attempt, 1, arguments(tmp_path, mst=MST))
-    assert code == 2 and "zero/wte.weight/fp32.pt has" in text and "mst reshape" in text and len(text.splitlines()) == 1
+    ((code, text),) = pool.run(logged_attempt, 1, arguments(tmp_path, mst=MST))
+    assert code == 0 and "zero/wte.weight/fp32.pt has" in text and "making a copy" in text
+    assert checkpoint.damage(source / "universal") == []
+    close(tiny_run.rows(tmp_path / "out"), tiny_run.rows(run / "whole"))
 
 
 # --- what is refused ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 
@@ -38,6 +39,12 @@ def toy_batch(step: int, position: int, size: int = 8) -> tuple[torch.Tensor, to
     return torch.randint(19, (size,), generator=generator), torch.randint(7, (size,), generator=generator)
 
 
+def allow_fp16() -> None:
+    """DeepSpeed refuses fp16 on a CPU whose libraries have no fast kernels for it. torch computes it all the same, so
+    loss scaling and the fp16 optimizers can be tested."""
+    get_accelerator().is_fp16_supported = lambda: True
+
+
 def deepspeed_config(
     stage: int, world: int, precision: str = "fp32", accumulation: int = 1, **extra: Any
 ) -> dict[str, Any]:
@@ -52,6 +59,8 @@ def deepspeed_config(
     }
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
+    if precision == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
     if stage == 3:
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     for key, value in extra.items():

@@ -12,7 +12,7 @@ import sys
 
 from mst_scale.distributed import exit_code, is_plain
 
-VERBS = ("data", "plan", "inspect", "reshape", "bench")
+VERBS = ("data", "flops", "plan", "inspect", "reshape", "export", "bench")
 
 
 def parser() -> argparse.ArgumentParser:

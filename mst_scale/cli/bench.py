@@ -13,6 +13,7 @@ Measure on this machine, ours and the rival alternating in one run:
 
   attention   Hybrid Sparse Attention against causal flash attention and FlexAttention
   topology    one topology step against full top-k and against torch.kthvalue
+  grown_weights   the first updates of grown weights and the loss around topology steps, with seeded moments and without
   training    what our training loop and the masks add to a bare DeepSpeed step
 
 What follows WHAT goes to that program; `mst bench WHAT --help` lists its options. --json prints
@@ -24,7 +25,7 @@ examples:
   mst bench attention --device cpu --quick
   mst bench topology --ranks 1 2 --json
 """
-PROGRAMS = ("attention", "topology", "training")
+PROGRAMS = ("attention", "grown_weights", "topology", "training")
 
 
 def add(subparsers: Any) -> None:

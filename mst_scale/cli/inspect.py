@@ -15,8 +15,9 @@ Step, phase, sparsity and the mask of every sparse parameter of a checkpoint.
 
 PATH is a checkpoint's folder, or a run's: then its newest whole checkpoint. The sha256 of a mask does not depend on how
 many ranks saved it, nor on the ZeRO stage. --json prints
-{"checkpoint", "step", "phase", "sparsity", "target_sparsity", "layers": [{"name", "shape", "active", "density",
-"ever_active", "sha256"} …]}; a run trained without sparsity has phase "dense" and no layers."""
+{"checkpoint", "step", "phase", "sparsity", "target_sparsity", "granularity",
+"layers": [{"name", "shape", "active", "density", "ever_active", "sha256"} …]}; a run trained without
+sparsity has phase "dense" and no layers."""
 
 EXAMPLES = """\
 examples:
@@ -64,4 +65,6 @@ def table(report: Report) -> str:
         middle = [cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True)]
         lines.append("  ".join([name.ljust(widths[0]), *middle, digest]))
     sparsity = f"{report.sparsity:.2%} sparse (target {report.target_sparsity:.2%})"
-    return "\n".join([f"{head}, {sparsity}", "", *lines])
+    blocks = report.granularity if isinstance(report.granularity, dict) else None
+    granularity = f", in blocks of {blocks['block']} × {blocks['block']}" if blocks else ""
+    return "\n".join([f"{head}, {sparsity}{granularity}", "", *lines])

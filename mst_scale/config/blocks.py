@@ -85,6 +85,23 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class SpikeConfig:
+    """What counts as a spike of the loss, and what is done about it; `rollback` also answers losses not finite."""
+
+    action: Literal["log", "rollback", "off"] = "log"
+    window: int = 64  # losses that are looked back on
+    deviations: float = 8.0  # above their median, in robust standard deviations …
+    rise: float = 0.5  # … and at least by so much
+    skip: int = 1  # batches that a rollback leaves out, up to and with the one of the spike
+    max_rollbacks: int = 5  # in a run; after that spikes are logged only
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 4), ("skip", 1), ("max_rollbacks", 0), ("deviations", 0), ("rise", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"training.spike.{name} must be at least {least}, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """The run around the model. Batch, precision, ZeRO, optimizer and clipping stand in the DeepSpeed block."""
 
@@ -99,7 +116,9 @@ class TrainingConfig:
     eval_sequences: int = 256
     save_every: int = 1_000  # 0: only at the end
     keep_checkpoints: int = 2
+    look_every: int = 500  # weight histograms and mask pictures in TensorBoard; 0: never
     stop_after_nonfinite: int = 5  # losses in a row
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -107,9 +126,10 @@ class TrainingConfig:
         for name in ("log_every", "keep_checkpoints", "stop_after_nonfinite", "eval_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("eval_every", "save_every"):
+        for name in ("eval_every", "save_every", "look_every"):
             if getattr(self, name) < 0:
-                raise ValueError(f"training.{name} must be 0 (only at the end) or more, not {getattr(self, name)}")
+                what = "never" if name == "look_every" else "only at the end"
+                raise ValueError(f"training.{name} must be 0 ({what}) or more, not {getattr(self, name)}")
         for name in ("warmup", "decay"):
             value = getattr(self, name)
             if value < 0 or (isinstance(value, float) and value > 1):
@@ -143,12 +163,32 @@ class SparsityConfig:
                 raise ValueError(f"mst.sparsity.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
 
 
+BLOCK_SIDES = (4, 8, 16, 32, 64, 128)  # the GPU's kernels take 16 and more; 4 and 8 are there to compare with
+
+
+@dataclass(frozen=True)
+class BlockGranularity:
+    """Whole blocks of `block` × `block` weights live and die together."""
+
+    block: int = 16
+    min_blocks: int = 2  # alive in every block row and column; 0: no such bound
+
+    def __post_init__(self) -> None:
+        if self.block not in BLOCK_SIDES:
+            raise ValueError(
+                f"mst.topology.granularity.block must be one of {', '.join(map(str, BLOCK_SIDES))}, not {self.block}"
+            )
+        if self.min_blocks < 0:
+            raise ValueError(f"mst.topology.granularity.min_blocks must be at least 0, not {self.min_blocks}")
+
+
 @dataclass(frozen=True)
 class TopologyConfig:
     """Mixed-Growing: how often the topology moves, how far, and by which scores."""
 
     interval: int | None = None  # None: 100 steps, or a fifth of the shortest gradual phase where that is less
     policy: Literal["mst", "rigl", "set", "mest", "snfs", "static", "gmp"] = "mst"
+    granularity: Literal["element"] | BlockGranularity = "element"
     update_fraction: float = 0.3
     update_schedule: Literal["constant", "1-cosine", "2-cosine", "n-cosine", "decay-n-cosine"] = "decay-n-cosine"
     update_decay: float = 0.5
@@ -210,7 +250,7 @@ class TargetsConfig:
 class ComputeConfig:
     """What the layers compute with while they are sparse. `dense` multiplies zeros: it saves FLOPs on paper only."""
 
-    backend: Literal["dense"] = "dense"
+    backend: Literal["auto", "dense", "cpu", "block"] = "auto"  # see mst_scale.sparse_linear.dispatch
 
 
 @dataclass(frozen=True)
@@ -218,12 +258,22 @@ class MSTConfig:
     """Mixed Sparsity Training. `method` chooses a preset; the other blocks override it."""
 
     method: str = "dense"
+    like: str | None = None  # dense-short: the config (or run folder) whose FLOPs it spends on dense steps
     seed: int | None = None  # of the random growth; None: training.seed
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     targets: TargetsConfig = field(default_factory=TargetsConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
+
+    def __post_init__(self) -> None:
+        if self.method == "dense-short" and self.like is None:
+            raise ValueError(
+                "method dense-short trains as many dense steps as another run's FLOPs buy: name that run's config or "
+                "folder with --like C, or as mst.like"
+            )
+        if self.like is not None and self.method != "dense-short":
+            raise ValueError(f"mst.like goes with method dense-short, not with {self.method}: leave it out")
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,8 @@ def to_dict(experiment: Experiment) -> dict[str, Any]:
 def _typed(hint: Any, value: Any, path: str, where: str) -> Any:
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     for option in options:
-        if dataclasses.is_dataclass(option) and isinstance(option, type):
+        block = dataclasses.is_dataclass(option) and isinstance(option, type)
+        if block and (isinstance(value, dict) or len(options) == 1):
             return parse(option, value, path, where)
         if option is type(None):
             if value is None:
@@ -149,7 +150,9 @@ def _describe(options: tuple[Any, ...]) -> str:
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
     words: list[str] = []
     for option in options:
-        if typing.get_origin(option) is Literal:
+        if dataclasses.is_dataclass(option):
+            words.append(f"an object with {', '.join(field.name for field in dataclasses.fields(option))}")
+        elif typing.get_origin(option) is Literal:
             words += [repr(choice) for choice in typing.get_args(option)]
         elif typing.get_origin(option) is list:
             words.append("a list of strings")
@@ -165,7 +168,7 @@ def _under(preset: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
             merged[key] = _under(merged[key], value)
         else:
-            merged[key] = value
+            merged[key] = copy.deepcopy(value)  # an override must not reach the presets
     return merged
 
 

@@ -43,6 +43,7 @@ def _varied(variation: str) -> dict[str, Any]:
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},
     "tiny": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},
+    "dense-short": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},  # its length: ledger.shortened
     "static": _constant("static", update_schedule="constant", update_fraction=0.0),
     "rigl": _constant("rigl"),
     "set": _constant("set"),

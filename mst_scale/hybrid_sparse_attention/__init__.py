@@ -10,19 +10,22 @@ from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, stride
 
 if TYPE_CHECKING:
     from mst_scale.hybrid_sparse_attention.dispatch import attention
+    from mst_scale.hybrid_sparse_attention.hugging_face import attach
     from mst_scale.hybrid_sparse_attention.module import SelfAttention, sequence_parallel, set_pattern
 
 __all__ = [
     "AttentionSchedule",
     "Pattern",
     "SelfAttention",
+    "attach",
     "attention",
     "sequence_parallel",
     "set_pattern",
     "strides_per_phase",
 ]
 
-_KERNELS = {"attention": "dispatch", "SelfAttention": "module", "sequence_parallel": "module", "set_pattern": "module"}
+_LAYERS = dict.fromkeys(("SelfAttention", "sequence_parallel", "set_pattern"), "module")
+_KERNELS = {"attach": "hugging_face", "attention": "dispatch", **_LAYERS}
 
 
 def __getattr__(name: str) -> Any:

@@ -57,11 +57,17 @@ class SelfAttention(nn.Module):
 
 
 def set_pattern(model: nn.Module, pattern: Pattern) -> int:
-    """Give every SelfAttention of a model the same pattern; returns how many there are."""
-    layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
-    for layer in layers:
-        layer.pattern = pattern
-    return len(layers)
+    """Give every SelfAttention of a model, and every layer that `attach` took, one pattern; returns how many."""
+    count = 0
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module.pattern = pattern
+        elif hasattr(module, "mst_pattern"):
+            module.mst_pattern = pattern  # type: ignore[assignment]
+        else:
+            continue
+        count += 1
+    return count
 
 
 def sequence_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:

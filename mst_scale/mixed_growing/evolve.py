@@ -47,6 +47,9 @@ class Layer:
     """Dense: reduced over ranks and micro-batches, not masked."""
     momentum: Tensor | None = None
     """Dense too: an average of such gradients. Adam's first moment is masked and would rank all the dead alike."""
+    protected: Tensor | None = None
+    """Packed bits of what this step must not prune, all of it alive; at most `target` on all ranks together."""
+    protected_count: int = 0
 
     def inputs(self, criterion: Criterion) -> tuple[Tensor, ...]:
         """The tensors a criterion reads."""
@@ -145,13 +148,16 @@ def evolve(
     square of the gradient of the layers that grow.
     """
     zeta = update_fraction if policy.exchange else 0.0
-    plans = [plan(x.mask.numel, x.mask.active, x.target, zeta, policy.random_share, regrow) for x in layers]
+    plans = [
+        plan(x.mask.numel, x.mask.active, x.target, zeta, policy.random_share, regrow, x.protected_count)
+        for x in layers
+    ]
     work = [_Work(layer, plan) for layer, plan in zip(layers, plans, strict=True) if plan.prune or plan.grow]
     if not work:
         return [_unchanged(layer) for layer in layers]
     peaks = _peaks(work, policy, gradient_size, exchange)
 
-    requests = [w.request(policy.prune, w.layer.mask.bits, w.layer.mask.active, w.plan.prune) for w in work]
+    requests = [w.request(policy.prune, *w.prunable(), w.plan.prune) for w in work]
     pruned = select(requests, largest=False, exchange=exchange, peaks=peaks.get(policy.prune))
     for w, bits in zip(work, pruned, strict=True):
         w.prune(bits, regrow)
@@ -186,26 +192,35 @@ def sparsify(layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange
         raise ValueError(f"initial masks {how!r} are unknown: choose magnitude or random")
     work = [_Work(layer, Plan(layer.mask.numel - layer.target, 0, 0)) for layer in layers]
     assert all(w.layer.mask.dense for w in work), "initial masks start from dense ones"
+    criterion = BY_WEIGHT if how == "magnitude" else None
+    requests = [w.request(criterion, *w.prunable(), w.layer.target - w.layer.protected_count) for w in work]
     if how == "magnitude":
-        requests = [w.request(BY_WEIGHT, None, w.layer.mask.numel, w.layer.target) for w in work]
         kept = select(requests, largest=True, exchange=exchange)
     else:
-        requests = [w.request(None, None, w.layer.mask.numel, w.layer.target) for w in work]
         kept = select_at_random(requests, key=("start", seed), exchange=exchange)
     changes = []
     for w, bits in zip(work, kept, strict=True):
-        w.prune(bitwise.complement(bits, w.layer.mask.length), regrow=True)
+        stays = bits if w.layer.protected is None else bits | w.layer.protected
+        w.prune(bitwise.complement(stays, w.layer.mask.length), regrow=True)
         if w.layer.mask.ever is not None:
             w.layer.mask.ever.zero_()  # the dense start was never trained
         changes.append(w.commit(regrown=0, ever=w.layer.target, gradient_mean_square=None))
     return changes
 
 
-def plan(numel: int, active: int, target: int, update_fraction: float, random_share: float, regrow: bool) -> Plan:  # noqa: PLR0917
-    """The equations above, in integers."""
+def plan(  # noqa: PLR0917
+    numel: int,
+    active: int,
+    target: int,
+    update_fraction: float,
+    random_share: float,
+    regrow: bool,
+    protected: int = 0,
+) -> Plan:
+    """The equations above, in integers; what is protected is not there to be pruned."""
     if target == numel:
         return Plan(0, numel - active, 0)
-    prune = max(share_of(update_fraction, active), active - target)
+    prune = min(max(share_of(update_fraction, active), active - target), active - protected)
     if not regrow:
         prune = min(prune, numel - target)  # more would leave too few dead weights to grow
     grow = prune + target - active
@@ -245,6 +260,13 @@ class _Work:
             device=mask.device,
             scores=Scores(mask.name, self.layer.inputs(criterion), criterion.score) if criterion and want else None,
         )
+
+    def prunable(self) -> tuple[Tensor | None, int]:
+        """Bits of what is alive and not protected, and their count over all ranks."""
+        mask, protected = self.layer.mask, self.layer.protected
+        if protected is None:
+            return mask.bits, mask.active
+        return mask.packed() & ~protected, mask.active - self.layer.protected_count
 
     def prune(self, bits: Tensor, regrow: bool) -> None:
         mask = self.layer.mask

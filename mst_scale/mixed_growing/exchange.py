@@ -1,6 +1,7 @@
 """How do ranks that hold shards of the same parameters talk, and how many bytes does it take?
 
-Only small all-reduces are ever used: sums of counts and maxima, one row per layer. `Exchange()` is one process.
+The topology needs small all-reduces only: sums of counts and maxima, one row per layer. Layers that compute with
+their masks (sparse_linear) want them whole: an all-gather of one bit a weight. `Exchange()` is one process.
 """
 
 from __future__ import annotations
@@ -45,6 +46,25 @@ class Exchange:
     def max(self, values: Tensor) -> Tensor:
         """Element-wise maximum over ranks, on the CPU."""
         return self._reduce(values, dist.ReduceOp.MAX)
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """The tensor of every rank, in rank order; all of one shape."""
+        if self.group is None or self.ranks == 1:
+            return [values]
+        values = values.to(self.device or values.device)
+        found = [torch.empty_like(values) for _ in range(self.ranks)]
+        dist.all_gather(found, values, group=self.group)
+        return found
+
+    def raise_first(self, error: Exception | None) -> None:
+        """Raise on every rank what the lowest rank that failed has met, so that none waits for it in a collective."""
+        errors = [error]
+        if self.group is not None and self.ranks > 1:
+            errors = [None] * self.ranks
+            dist.all_gather_object(errors, error, group=self.group)
+        for met in errors:
+            if met is not None:
+                raise met
 
     def _reduce(self, values: Tensor, op: Any) -> Tensor:
         self.traffic.calls += 1

@@ -64,6 +64,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = LayerNorm(config.n_embd, bias=config.bias)
+        self.head_product = F.linear  # with wte.weight; mst_scale.sparse_linear puts its own here
         self.lm_head = None if config.tied_head else nn.Linear(config.n_embd, config.padded_vocab, bias=False)
         residual_std = INIT_STD / math.sqrt(2 * config.n_layer)  # 2 additions per block keep the variance
         initialise(self, seed, lambda name: residual_std if name.endswith(("attention.proj", "mlp.down")) else INIT_STD)
@@ -86,7 +87,7 @@ class GPT(nn.Module):
         return logits if targets is None else cross_entropy(logits, targets)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
+        return self.head_product(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
 
     def get_output_embeddings(self) -> nn.Module:
         """The module whose weight the head multiplies with (Hugging Face's name for it): a tied head's is `wte`."""

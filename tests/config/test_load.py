@@ -1,9 +1,10 @@
+import copy
 import json
 from pathlib import Path
 
 import pytest
 
-from mst_scale.config import METHODS, MODELS, load, to_dict
+from mst_scale.config import METHODS, MODELS, RECIPES, load, to_dict
 from mst_scale.config.check import batch_shape, check
 
 READY = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
@@ -46,7 +47,8 @@ def test_overrides_reach_any_key_and_win():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_resolves(method):
-    assert load(MINIMAL, method=method).mst.method == method
+    overrides = ["mst.like=c.json"] if method == "dense-short" else []
+    assert load(MINIMAL, overrides, method=method).mst.method == method
 
 
 def test_who_wins_preset_file_method_override():
@@ -55,6 +57,22 @@ def test_who_wins_preset_file_method_override():
     assert load(raw, method="rigl").mst.sparsity.max == 0.8, "a method named on the command line wins over the file"
     assert load(raw, ["mst.sparsity.max=0.7"], method="rigl").mst.sparsity.max == 0.7, "--set wins over all"
     assert load(raw, method="mst").mst.sparsity.max == 0.9, "naming the file's own method changes nothing"
+
+
+def test_overrides_do_not_reach_the_presets():
+    before = copy.deepcopy((METHODS, MODELS, RECIPES))
+    load({**MINIMAL, "recipe": "paper"}, ["mst.sparsity.max=0.5", "training.lr_schedule=wsd"], method="rigl")
+    assert before == (METHODS, MODELS, RECIPES)
+
+
+def test_dense_short_needs_the_run_it_is_compared_with():
+    with pytest.raises(ValueError, match="--like C"):
+        load(MINIMAL, method="dense-short")
+    with pytest.raises(ValueError, match="--like C"):
+        load({**MINIMAL, "mst": {"method": "dense-short"}})
+    with pytest.raises(ValueError, match="goes with method dense-short, not with rigl"):
+        load(MINIMAL, ["mst.like=c.json"], method="rigl")
+    assert load(MINIMAL, ["mst.like=c.json"], method="dense-short").mst.sparsity.variation == "dense"
 
 
 def test_recipes():

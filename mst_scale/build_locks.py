@@ -1,0 +1,81 @@
+"""Does a killed build stand in the way of this start?
+
+DeepSpeed compiles small operators at first use, in a folder of torch's under TORCH_EXTENSIONS_DIR, and holds a file
+`lock` there meanwhile. A build that is killed leaves it behind, and every later start waits for it without a word. A
+lock is stale when it is some seconds old and no process works in its folder: the compiler runs there. On a network
+file system that process may be on another machine, so there a lock must be old.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from mst_scale.distributed import Ranks, logger
+
+SETTLED = 20.0  # seconds between taking the lock and starting the compiler, on a busy machine
+SETTLED_ON_NETWORK = 1800.0  # nothing in the folder has changed for so long
+NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "smb", "cifs", "afs", "fuse", "wekafs", "panfs", "orangefs")
+
+
+def clear_stale(ranks: Ranks) -> None:
+    """One rank a machine looks, before any rank builds."""
+    ranks.together(lambda: clear(extensions_folder()) if ranks.local_rank == 0 else [])
+
+
+def extensions_folder() -> Path:
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+
+def clear(folder: Path, settled: float = SETTLED) -> list[Path]:
+    """Remove every stale lock below `folder`; those that are too young to tell are waited for."""
+    cleared = []
+    for lock in sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")]):
+        while (verdict := _stale(lock, settled)) is None:
+            time.sleep(0.5)
+        if verdict:
+            lock.unlink(missing_ok=True)
+            logger.error("removed %s, which a killed build had left behind: every start would have waited for it", lock)
+            cleared.append(lock)
+    return cleared
+
+
+def _stale(lock: Path, settled: float) -> bool | None:
+    """None: too young to tell."""
+    try:
+        age = time.time() - lock.stat().st_mtime
+        quiet = time.time() - max(path.stat().st_mtime for path in lock.parent.iterdir())
+    except (OSError, ValueError):
+        return False  # it has gone
+    if _in_use(lock.parent):
+        return False
+    if _on_network(lock):
+        return quiet > SETTLED_ON_NETWORK
+    return True if age > settled else None
+
+
+def _in_use(folder: Path) -> bool:
+    """Whether a process of this machine works in the folder."""
+    wanted = os.path.realpath(folder)
+    for process in Path("/proc").glob("[0-9]*/cwd"):
+        try:
+            if os.readlink(process) == wanted:
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _on_network(path: Path) -> bool:
+    """By the longest mount point that holds the path."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    except OSError:
+        return True  # no telling
+    real = os.path.realpath(path)
+    holding = [(point, kind) for point, kind in mounts if os.path.commonpath([real, point]) == point]
+    kind = max(holding, default=("", ""))[1]
+    return kind.startswith(NETWORK)

@@ -1,0 +1,283 @@
+"""`mst flops`: what will a run cost, what does it save, and what was counted?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mst_scale.config import Experiment
+    from mst_scale.flops import Flops
+    from mst_scale.hybrid_sparse_attention.pattern import Pattern
+    from mst_scale.ledger import Forecast
+
+ABOUT = """\
+FLOPs of a run by its config, before it is started: per phase and on average, per component, against a dense run and
+against the paper's tiny model. Figures are GFLOPs of one sequence, forward and backward (3 × forward), in two
+accountings:
+
+  paper    dense attention counts as the full L × L square, as in the paper
+  causal   dense attention counts the L (L + 1) / 2 pairs that a causal kernel computes
+
+They differ in nothing else: sparse attention counts its own pairs in both."""
+
+IGNORED = (
+    "Not counted: norms, GELU, softmax, biases, embedding look-ups, the optimizer, what activation checkpointing "
+    "computes twice; topology steps are counted apart, with --topology."
+)
+EXAMPLES = """\
+examples:
+  mst flops --config ds_configs/gpt2_small.json
+  mst flops --config ds_configs/gpt2_small.json --method rigl --json
+  mst flops --config ds_configs/gpt2_small.json --method dense-short --like ds_configs/gpt2_small.json
+  mst flops --paper
+"""
+
+
+def add(subparsers: Any) -> None:
+    verb = subparsers.add_parser(
+        "flops",
+        help="count the FLOPs of a run, and print the paper's table",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = verb.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", metavar="C", help="the experiment (ds_configs/*.json)")
+    what.add_argument("--paper", action="store_true", help="the paper's table beside ours")
+    verb.add_argument("--method", metavar="M", help="overrides mst.method")
+    verb.add_argument("--like", metavar="C", help="for dense-short: the run (config or folder) whose FLOPs it spends")
+    verb.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
+    verb.add_argument("--ranks", type=int, default=1, help="processes, where the config states the batch of one (1)")
+    verb.add_argument("--topology", action="store_true", help="count the topology steps too, on a line of their own")
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
+    verb.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.paper:
+        if args.method or args.like or args.set or args.topology:
+            raise ValueError("--paper prints the paper's own runs: leave out --method, --like, --set and --topology")
+        found = paper()
+        print(json.dumps(found) if args.json else paper_table(found))
+        return 0
+    from mst_scale.config import load
+    from mst_scale.ledger import forecast, shortened
+
+    if args.ranks < 1:
+        raise ValueError(f"--ranks must be at least 1, not {args.ranks}")
+    overrides = [*args.set, *([f"mst.like={json.dumps(args.like)}"] if args.like else [])]
+    experiment = shortened(load(args.config, overrides, args.method), args.ranks)
+    found = report(experiment, forecast(experiment), args)
+    print(json.dumps(found) if args.json else table(found))
+    return 0
+
+
+# --- one config ---
+
+
+def report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> dict[str, Any]:
+    from mst_scale.config.check import batch_shape
+    from mst_scale.course import sparse_matrices
+    from mst_scale.flops import head_name
+    from mst_scale.ledger import forecast, tiny_flops, topology_flops
+
+    sequences = batch_shape(experiment.deepspeed, args.ranks)[0]
+    tiny = tiny_flops(experiment.model)
+    found: dict[str, Any] = {
+        "config": args.config,
+        "method": experiment.mst.method,
+        "steps": run.steps,
+        "sequences": sequences,
+        "context": experiment.model.context,
+        "phases": [
+            {
+                "phase": phase.name,
+                "start": phase.start,
+                "stop": phase.stop,
+                "sparsity": phase.sparsity,
+                "attention": [_name(pattern) for pattern in phase.patterns],
+                **_both(phase.flops, run.dense),
+            }
+            for phase in run.phases
+        ],
+        "mean": _both(run.mean, run.dense),
+        "dense": _both(run.dense, run.dense),
+        "tiny": _both(tiny, run.dense),
+        "against_tiny": {a: run.mean[a].total / tiny[a].total for a in tiny},
+        "total_flops": {a: run.steps * sequences * run.mean[a].total for a in run.mean},
+        "dense_steps": {a: run.dense_steps(a) for a in run.mean},
+        "dense_head": None,
+        "topology": None,
+        "ignored": IGNORED,
+    }
+    if head_name(experiment.model) in {m.name for m in sparse_matrices(experiment)}:
+        found["dense_head"] = _both(forecast(experiment, dense_head=True).mean, run.dense)
+    if args.topology:
+        count, extra = topology_flops(experiment)
+        found["topology"] = {
+            "steps": count,
+            "gflops": extra.total / 1e9,
+            "reduction": {a: run.dense[a].total / (run.mean[a].total + extra.total) for a in run.mean},
+        }
+    return found
+
+
+def _both(flops: dict[str, Flops], dense: dict[str, Flops]) -> dict[str, Any]:
+    return {
+        "gflops": {a: value.total / 1e9 for a, value in flops.items()},
+        "reduction": {a: dense[a].total / value.total for a, value in flops.items()},
+        "components": {a: {k: v / 1e9 for k, v in asdict(value).items()} for a, value in flops.items()},
+    }
+
+
+def _name(pattern: Pattern) -> str:
+    return pattern.kind if pattern.kind == "dense" else f"{pattern.kind} {pattern.stride}"
+
+
+COMPONENTS = ("qkv", "scores", "reduce", "proj", "ffw1", "ffw2", "head")
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = [["phase", "steps", "sparsity", "attention", *COMPONENTS, "paper", "÷", "causal", "÷"]]
+    for phase in found["phases"]:
+        steps = f"{phase['start']:,}–{phase['stop']:,}"
+        lines.append(
+            [phase["phase"], steps, f"{phase['sparsity']:.1%}", ", ".join(phase["attention"]), *_figures(phase)]
+        )
+    lines.append(["whole run", f"{found['steps']:,}", "", "", *_figures(found["mean"])])
+    lines.append(["dense", "", "", "", *_figures(found["dense"])])
+    lines.append(["tiny, dense", "", "", "", *_figures(found["tiny"])])
+    mean, tiny = found["mean"]["reduction"], found["against_tiny"]
+    total, dense_steps = found["total_flops"], found["dense_steps"]
+    text = [
+        f"{found['config']}, method {found['method']}: GFLOPs of one sequence of {found['context']:,} tokens, "
+        "forward and backward",
+        "",
+        *aligned(lines, left=(0, 3)),
+        "",
+        f"{mean['paper']:.2f}× fewer FLOPs than dense (causal: {mean['causal']:.2f}×); "
+        f"{tiny['paper']:.3g} times those of the tiny model (causal: {tiny['causal']:.3g}).",
+    ]
+    if found["dense_head"]:
+        head = found["dense_head"]["reduction"]
+        text.append(f"With a dense LM head it would be {head['paper']:.2f}× (causal: {head['causal']:.2f}×).")
+    text += [
+        f"The whole run: {found['steps']:,} steps × {found['sequences']:,} sequences = {total['paper']:.3g} FLOPs "
+        f"(causal: {total['causal']:.3g}).",
+        f"The same FLOPs buy {dense_steps['paper']:,.0f} dense steps (causal: {dense_steps['causal']:,.0f}); "
+        "--method dense-short --like C trains the former.",
+    ]
+    if found["topology"]:
+        t, then = found["topology"], found["topology"]["reduction"]
+        text.append(
+            f"Topology: {t['steps']:,} steps with a dense backward pass of the matrices add {t['gflops']:.3g} G to the "
+            f"mean step; the reduction is then {then['paper']:.2f}× (causal: {then['causal']:.2f}×)."
+        )
+    return "\n".join([*text, found["ignored"]])
+
+
+def _figures(cost: dict[str, Any]) -> list[str]:
+    parts = cost["components"]["paper"]
+    figures = [_three_digits(parts[name]) for name in COMPONENTS]
+    for accounting in ("paper", "causal"):
+        figures += [_three_digits(cost["gflops"][accounting]), f"{cost['reduction'][accounting]:.2f}"]
+    return figures
+
+
+def _three_digits(gflops: float) -> str:
+    """Two decimals, or three digits of what is smaller than 1."""
+    return f"{gflops:,.2f}" if gflops >= 1 else f"{gflops:.3g}"
+
+
+# --- the paper's table ---
+
+
+def paper() -> dict[str, Any]:
+    from mst_scale import paper_table
+
+    bert = paper_table.bert()
+    rows = []
+    ours = paper_table.rows()
+    dense = ours["dense"]
+    for method, (label, printed) in paper_table.PRINTED.items():
+        rows.append({"method": method, "paper_name": label, "paper_gflops": printed, **_row(ours[method], dense)})
+    return {
+        "rows": rows,
+        "misprint": paper_table.MISPRINT,
+        "readings": [
+            {
+                "warmup": reading.warmup,
+                "restore": reading.restore,
+                "attention_dense_from": reading.dense_from,
+                "preset": reading.preset,
+                **_row(reading.forecast, dense),
+            }
+            for reading in paper_table.readings()
+        ],
+        "dense_head": _row(paper_table.dense_head(), dense),
+        "bert_base": {"dense_gflops": bert.dense["paper"].total / 1e9, **_row(bert, bert)},
+        "ignored": IGNORED,
+    }
+
+
+def _row(run: Forecast, rival: Forecast) -> dict[str, float]:
+    """Against the dense model of `rival`."""
+    paper, causal = (run.mean[a].total for a in ("paper", "causal"))
+    return {
+        "gflops": paper / 1e9,
+        "causal_gflops": causal / 1e9,
+        "reduction": rival.dense["paper"].total / paper,
+        "reduction_causal": rival.dense["causal"].total / causal,
+    }
+
+
+def paper_table(found: dict[str, Any]) -> str:
+    from mst_scale.paper_table import PRINTED
+
+    lines = [["method", "in the paper", "ours", "÷", "causal", "÷"]]
+    for row in found["rows"]:
+        lines.append([PRINTED[row["method"]][0], f"{row['paper_gflops']:.1f}", *_cells(row)])
+    readings = [["warm-up", "restoration", "attention dense from", "ours", "÷", "causal", "÷"]]
+    for row in found["readings"]:
+        mark = " (preset)" if row["preset"] else ""
+        readings.append([row["warmup"], row["restore"], row["attention_dense_from"] + mark, *_cells(row)])
+    head, bert = found["dense_head"], found["bert_base"]
+    return "\n".join(
+        [
+            "GFLOPs of one 1024-token sequence, forward and backward, averaged over 140,000 steps",
+            "",
+            *aligned(lines, left=(0,)),
+            "",
+            found["misprint"],
+            "",
+            "MST under other readings of the schedule:",
+            *aligned(readings, left=(0, 1, 2)),
+            "",
+            f"With a dense LM head MST takes {head['gflops']:.1f} G: {head['reduction']:.2f}× fewer than dense, not "
+            f"{found['rows'][-1]['reduction']:.2f}× (causal: {head['reduction_causal']:.2f}×).",
+            f"BERT-base under the same recipe: {bert['gflops']:.1f} of {bert['dense_gflops']:.1f} G a 512-token "
+            f"sequence, {bert['reduction']:.2f}× fewer.",
+            found["ignored"],
+        ]
+    )
+
+
+def _cells(row: dict[str, float]) -> list[str]:
+    keys = ("gflops", "reduction", "causal_gflops", "reduction_causal")
+    return [f"{row[key]:.2f}" for key in keys]
+
+
+def aligned(rows: Sequence[Sequence[str]], left: tuple[int, ...]) -> list[str]:
+    """Columns: words to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if k in left else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,266 @@
+"""How does a checkpoint become a model that everybody can load?
+
+A Hugging Face folder: `config.json`, `model.safetensors`, tokenizer files where the tokenizer is known, and a model
+card with the run's figures. Our GPT is GPT-2's architecture, so `AutoModelForCausalLM.from_pretrained` computes the
+same logits; what it lacks (biases) is zero there, and rows that pad the vocabulary are left out. Attention is dense.
+
+Weights are the fp32 masters. They are read, transposed and written one after the other: memory holds one matrix, never
+the model. Zeros stay zeros. `prune` sets further weights to zero, by magnitude within each layer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mst_scale import checkpoint as checkpoints
+from mst_scale import model_card
+from mst_scale.config import Experiment, ModelConfig, load
+from mst_scale.data.corpus import META, open_tokens, read_meta
+from mst_scale.data.sampler import Sampler
+from mst_scale.data.tokenizer_files import write_tokenizer
+from mst_scale.distributed import logger
+from mst_scale.mixed_growing.distribution import active_counts
+from mst_scale.mixed_growing.evolve import Layer, sparsify
+from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.masks import LayerMask
+from mst_scale.models.gpt import GPT
+from mst_scale.models.hugging_face import HEAD, Entry, entries, hugging_face_config
+from mst_scale.models.safetensors_stream import DTYPES, write_model
+from mst_scale.targets import choose_targets
+from mst_scale.weights import Weights, weights_of
+
+PIECE = 1 << 20  # values at a time of what is copied as it stands: 4 MiB
+VALIDATION_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Exported:
+    checkpoint: Path
+    out: Path
+    step: int | None
+    parameters: int
+    zeros: int
+    """Weights that are exactly 0 among the matrices that are sparse, or may be."""
+    matrices: int
+    """All weights of those matrices."""
+    files: list[str]
+    tokenizer: str | None
+    """The tokenizer whose files were written."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """With pruning: validation loss "before" and "after"."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "checkpoint": str(self.checkpoint), "out": str(self.out)}
+
+
+def export(
+    path: Path,
+    out: Path,
+    *,
+    prune: float | None = None,
+    dtype: str = "float32",
+    shard_bytes: int = 5 * 10**9,
+    tokenizer: str | None = None,
+    config: Path | None = None,
+) -> Exported:
+    """Write the Hugging Face folder `out` from a checkpoint, or from a run's newest whole one."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
+    if prune is not None and not 0 <= prune < 1:
+        raise ValueError(f"--prune {prune}: give the share of weights that become zero, 0 ≤ S < 1")
+    if out.exists():
+        raise ValueError(f"{out} exists: choose another OUT")
+    source = open_source(path, config)
+    experiment = source.experiment
+    shapes = {name: tuple(p.shape) for name, p in source.targets().items()}
+    counts: dict[str, int] = {}
+    losses: dict[str, float] = {}
+    if prune is not None:
+        kept = active_counts(list(shapes.values()), prune, experiment.mst.sparsity.distribution)
+        counts = dict(zip(shapes, kept, strict=True))
+        losses = _losses(source, counts)
+    draft = out.with_name(out.name + checkpoints.PARTIAL)
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        writer = _Writer(source.weights, experiment.model, counts, set(shapes))
+        files = write_model(draft, writer.shapes, writer, dtype, shard_bytes)
+        name = tokenizer or tokenizer_of(experiment)
+        end_of_text, tokenizer_note = write_tokenizer(draft, name, experiment.model.vocab_size)
+        raw = hugging_face_config(experiment.model, end_of_text)
+        about = {"step": source.step, "tokenizer": name, "bias": experiment.model.bias, "method": experiment.mst.method}
+        _write_json(draft / "config.json", {**raw, "dtype": dtype, "mst_scale": about})
+        done = Exported(
+            checkpoint=source.checkpoint,
+            out=out,
+            step=source.step,
+            parameters=sum(math.prod(shape) for shape in writer.shapes.values()),
+            zeros=writer.zeros,
+            matrices=writer.counted,
+            files=[file.name for file in files],
+            tokenizer=None if tokenizer_note else name,
+            losses=losses,
+        )
+        card = model_card.text(experiment, source.run, done.to_dict(), tokenizer_note)
+        (draft / "README.md").write_text(card)
+        os.rename(draft, out)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    if tokenizer_note:
+        logger.warning("%s", tokenizer_note)
+    return done
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+# --- what is exported ---
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint, the experiment that made it, and where its weights lie."""
+
+    checkpoint: Path
+    run: Path | None
+    experiment: Experiment
+    step: int | None
+    weights: Weights
+
+    def targets(self) -> dict[str, torch.nn.Parameter]:
+        """The matrices that may be sparse, by our names; no memory is taken for them."""
+        with torch.device("meta"):
+            model = GPT(self.experiment.model)
+        return choose_targets(model, self.experiment.mst.targets)
+
+    def model(self) -> GPT:
+        """The model in memory, in float32."""
+        model = GPT(self.experiment.model).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(self.weights.read(name))
+        return model
+
+
+def open_source(path: Path, config: Path | None = None) -> Source:
+    """What a run's folder or a checkpoint holds; anything that is no GPT of ours is refused in one line."""
+    checkpoint = checkpoints.locate(path)
+    manifest = checkpoints.head(checkpoint)
+    if manifest is not None and checkpoint == path and (faults := checkpoints.damage(checkpoint)):
+        raise ValueError(f"{checkpoint} is damaged: {faults[0]}")
+    if config is None:
+        config = next((p / "config.json" for p in checkpoint.parents if (p / "config.json").is_file()), None)
+        if config is None:
+            raise ValueError(f"there is no config.json beside {checkpoint}: name the experiment with --config FILE")
+    experiment = load(config)
+    weights = weights_of(checkpoint)
+    with torch.device("meta"):
+        wanted = {name: tuple(p.shape) for name, p in GPT(experiment.model).named_parameters()}
+    for name, shape in wanted.items():
+        found = weights.shapes.get(name)
+        if found != shape:
+            what = "is missing" if found is None else f"has shape {found}, not {shape}"
+            raise ValueError(f"{checkpoint}: {name} {what}: it is not the model that {config} describes")
+    step = (manifest or {}).get("step")
+    return Source(checkpoint, config.parent if config.name == "config.json" else None, experiment, step, weights)
+
+
+def tokenizer_of(experiment: Experiment) -> str | None:
+    """The tokenizer of the run's corpus; None where nothing names one."""
+    data = experiment.data
+    folder = Path(data.dir or f"corpora/{data.source}")
+    if (folder / META).is_file():
+        return str(read_meta(folder)["tokenizer"])
+    if data.source is None and data.tokenizer is None:
+        return None
+    return data.tokenizer or ("byte" if data.source == "stdlib" else "gpt2")
+
+
+class _Writer:
+    """The tensors of the exported model, each made from ours when it is asked for."""
+
+    def __init__(self, weights: Weights, model: ModelConfig, counts: dict[str, int], targets: set[str]):
+        self.weights, self.model, self.counts, self.targets = weights, model, counts, targets
+        self.table = {entry.theirs: entry for entry in entries(model)}
+        self.shapes = {name: self._shape(entry) for name, entry in self.table.items()}
+        self.zeros = self.counted = 0
+
+    def __call__(self, name: str) -> Iterator[torch.Tensor]:
+        entry, shape = self.table[name], self.shapes[name]
+        for piece in self._pieces(entry, math.prod(shape)):
+            if entry.ours in self.targets:
+                self.counted += piece.numel()
+                self.zeros += int((piece == 0).sum())
+            yield piece
+
+    def _pieces(self, entry: Entry, numel: int) -> Iterator[torch.Tensor]:
+        if entry.ours not in self.weights.shapes:  # a bias that the model does without
+            yield torch.zeros(numel)
+        elif entry.ours in self.counts or entry.transposed:
+            matrix = self.weights.read(entry.ours)
+            if entry.ours in self.counts:
+                keep_largest(matrix, self.counts[entry.ours])
+            if entry.transposed:
+                rows = max(1, PIECE // matrix.shape[0])
+                yield from (columns.t() for columns in matrix.split(rows, dim=1))
+            else:
+                yield matrix.view(-1)[:numel]
+        else:
+            yield from self.weights.spans(entry.ours, numel, PIECE)
+
+    def _shape(self, entry: Entry) -> tuple[int, ...]:
+        if entry.ours not in self.weights.shapes:
+            return self.weights.shapes[entry.ours.removesuffix("bias") + "weight"][:1]
+        shape = self.weights.shapes[entry.ours]
+        if entry.ours in ("wte.weight", HEAD):
+            return (self.model.vocab_size, *shape[1:])
+        return shape[::-1] if entry.transposed else shape
+
+
+# --- pruning ---
+
+
+def keep_largest(matrix: torch.Tensor, count: int) -> None:
+    """Zero all but the `count` largest magnitudes; ties go to the lower flat index."""
+    mask = LayerMask("weight", tuple(matrix.shape), 0, matrix.numel(), matrix.device)
+    flat = matrix.detach().view(-1)
+    sparsify([Layer(mask, count, flat)], how="magnitude", seed=0, exchange=Exchange())
+    mask.retain_(flat)
+
+
+def _losses(source: Source, counts: dict[str, int]) -> dict[str, float]:
+    """The loss on the run's validation corpus before and after pruning; this needs the model in memory."""
+    data = source.experiment.data
+    folder = data.dir or f"corpora/{data.source}"
+    file = open_tokens(folder, "val", vocab_size=source.experiment.model.vocab_size)
+    model = source.model()
+    before = validation_loss(model, file, source.experiment)
+    parameters = dict(model.named_parameters())
+    for name, count in counts.items():
+        keep_largest(parameters[name].data, count)
+    return {"before": before, "after": validation_loss(model, file, source.experiment)}
+
+
+@torch.no_grad()
+def validation_loss(model: GPT, file: Any, experiment: Experiment) -> float:
+    """Mean loss over the sequences that training evaluates on."""
+    sampler, count = (
+        Sampler(file, experiment.model.context, experiment.training.seed),
+        experiment.training.eval_sequences,
+    )
+    total = 0.0
+    for start in range(0, count, VALIDATION_BATCH):
+        positions = range(start, min(start + VALIDATION_BATCH, count))
+        total += float(model(*sampler.batch(0, positions))) * len(positions)
+    return total / count

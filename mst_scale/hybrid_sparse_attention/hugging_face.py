@@ -1,0 +1,130 @@
+"""How do models of transformers come to sparse attention?
+
+Through transformers' attention interface: a function registered under a name, which a model's attention layers look up
+at every call. `attach` registers ours, switches the model to it and gives each layer a `mst_pattern`, which
+`set_pattern` assigns between steps as it does for our own layers.
+
+    no mask, whole sequences     the kernels of `attention`: only the pattern's pairs are computed
+    padding, a cache             torch's attention under (their mask ∧ the pattern): exact, at the cost of dense
+
+GPT-2 and Llama-style models are tested. What cannot be right is not attached, and `attach` says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mst_scale.hybrid_sparse_attention.dispatch import attention
+from mst_scale.hybrid_sparse_attention.pattern import Pattern
+
+NAME = "mst_scale"
+# Arguments by which a layer asks for more than softmax(q·k) v; None and 0 ask for nothing.
+UNKNOWN = ("sliding_window", "softcap", "s_aux", "position_bias", "cache")
+log = logging.getLogger("mst_scale")
+
+
+def attach(model: Any, pattern: Pattern) -> str | None:
+    """Make every attention layer of a transformers model follow `pattern`. Returns why not, or None when it does."""
+    config = getattr(model, "config", None)
+    if not hasattr(model, "set_attn_implementation") or config is None:
+        return "the model has no mst_scale SelfAttention layers, and is no model of transformers with an interface"
+    if reason := _why_not(config):
+        return reason
+    layers = [m for m in model.modules() if hasattr(m, "is_causal") and "Attention" in type(m).__name__]
+    if not layers:
+        return f"{type(model).__name__} has no attention layers that transformers' interface reaches"
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        return f"this version of transformers has no attention interface ({error})"
+    AttentionInterface.register(NAME, hugging_face_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)  # None where a mask would only say "causal"
+    model.set_attn_implementation(NAME)
+    if config._attn_implementation != NAME:
+        return f"{type(model).__name__} does not use transformers' attention interface"
+    for layer in layers:
+        layer.mst_pattern = pattern
+    return None
+
+
+def _why_not(config: Any) -> str | None:
+    name = type(config).__name__
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        return f"{name} has cross-attention, for which the pattern has no meaning"
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return f"{name} has a sliding window of its own"
+    if getattr(config, "attn_logit_softcapping", None):
+        return f"{name} caps attention scores, which no kernel of ours does"
+    if getattr(config, "reorder_and_upcast_attn", False):
+        return f"{name} upcasts attention (reorder_and_upcast_attn), which no kernel of ours does"
+    for key in ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"):
+        if getattr(config, key, 0.0):
+            return f"{name} has {key} = {getattr(config, key)}, and sparse attention knows no dropout: set it to 0"
+    return None
+
+
+def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """q (batch, heads, length, head_dim), k and v likewise with as many or fewer heads → (batch, length, heads, …)."""
+    for name in UNKNOWN:
+        if others.get(name):
+            raise ValueError(f"{type(module).__name__} asks for {name}, which sparse attention does not know")
+    pattern: Pattern = getattr(module, "mst_pattern", Pattern("dense"))
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    ordinary = 1.0 / math.sqrt(query.shape[-1])
+    if scaling is not None and not math.isclose(scaling, ordinary, rel_tol=1e-6):
+        query = query * (scaling / ordinary)  # our kernels have the ordinary scale
+    if attention_mask is None and query.shape[-2] == key.shape[-2]:
+        out = attention(query, key, value, pattern, causal, dropout=dropout)
+    else:
+        if pattern.kind != "dense":
+            _say_masked(type(module).__name__)
+        out = _masked(query, key, value, attention_mask, pattern, causal, dropout)
+    return out.transpose(1, 2), None
+
+
+def _masked(  # noqa: PLR0917
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    pattern: Pattern,
+    causal: bool,
+    dropout: float,
+) -> torch.Tensor:
+    """Dense attention under both masks; the queries are the last of the keys' positions."""
+    length, total = q.shape[-2], k.shape[-2]
+    position = torch.arange(total, device=q.device)
+    seen = pattern.allows(position[total - length :, None], position[None, :], causal)
+    if mask is None:
+        both = seen
+    elif mask.dtype == torch.bool:
+        both = mask[..., :total] & seen
+    else:
+        both = mask[..., :total].masked_fill(~seen, -torch.inf)
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=both, dropout_p=dropout)
+
+
+@functools.cache  # once a kind of layer and process
+def _say_masked(layer: str) -> None:
+    log.info("attention of %s: a padding mask or cache is there, so every pair is computed and then masked", layer)

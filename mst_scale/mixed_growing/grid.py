@@ -1,0 +1,132 @@
+"""Which weights make a block, and how do numbers of a shard become numbers of blocks?
+
+A parameter of shape (rows, …) is a matrix of `rows` rows; blocks of B × B weights tile it from its corner, and the last
+block row and column are narrower where B does not divide. Block (i, j) has number i · ⌈columns/B⌉ + j, so that blocks
+are the weights of a smaller matrix. A rank holds a slice of the flattened matrix, which may begin and end inside a
+block: it adds up what it has of each, in integers, whose sum over ranks does not depend on where the cuts lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.scores import INFINITY_KEY
+
+CPU = torch.device("cpu")
+PEAK_BIT = 46  # of the fixed-point grid: 2^14 weights of a block below 2^47 each stay below 2^61
+LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The blocks of one matrix."""
+
+    rows: int
+    columns: int
+    side: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], side: int) -> Grid:
+        return cls(shape[0], math.prod(shape[1:]), side)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Block rows and block columns."""
+        return -(-self.rows // self.side), -(-self.columns // self.side)
+
+    @property
+    def numel(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def sizes(self) -> Tensor:
+        """Weights in each block, int64."""
+
+        def widths(extent: int) -> Tensor:
+            starts = torch.arange(0, extent, self.side)
+            return (extent - starts).clamp(max=self.side)
+
+        return torch.outer(widths(self.rows), widths(self.columns)).view(-1)
+
+    def totals(self, start: int, length: int, device: torch.device, numbers: Callable[[int, int], Tensor]) -> Tensor:
+        """Sum over each block of `numbers(a, b)`, int64 of the slice's [a, b); 0 where the slice has nothing of it."""
+        total = torch.zeros(self.shape, dtype=torch.int64, device=device)
+        for first, last in self._row_spans(start, start + length, device):
+            a, b = max(first * self.columns, start), min(last * self.columns, start + length)
+            whole = pad(numbers(a - start, b - start), (a - first * self.columns, last * self.columns - b))
+            whole = pad(whole.view(last - first, self.columns), (0, self.shape[1] * self.side - self.columns))
+            rows = whole.view(last - first, self.shape[1], self.side).sum(2)
+            total.index_add_(0, torch.arange(first, last, device=device) // self.side, rows)
+        return total.view(-1)
+
+    def spread(self, flags: Tensor, start: int, length: int, device: torch.device) -> Tensor:
+        """Packed bits of a slice: each weight as its block's flag."""
+        blocks = flags.view(self.shape).to(device)
+        packed = []
+        for a, b in bitwise.spans(length, device):
+            first, last = (start + a) // self.columns, -(-(start + b) // self.columns)
+            rows = blocks[torch.arange(first, last, device=device) // self.side]
+            weights = rows.repeat_interleave(self.side, dim=1)[:, : self.columns].reshape(-1)
+            begin = start + a - first * self.columns
+            packed.append(bitwise.pack(weights[begin : begin + b - a]))
+        return torch.cat(packed) if packed else bitwise.zeros(0, device)
+
+    def _row_spans(self, begin: int, end: int, device: torch.device) -> Iterator[tuple[int, int]]:
+        """Rows that a range of flat indices touches, in spans that stay in cache."""
+        if begin == end:
+            return
+        first, last = begin // self.columns, -(-end // self.columns)
+        step = max(1, (bitwise.CPU_SPAN if device.type == "cpu" else bitwise.DEVICE_SPAN) // self.columns)
+        for row in range(first, last, step):
+            yield row, min(row + step, last)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """This rank's part of a layer, and its blocks."""
+
+    grid: Grid
+    start: int
+    length: int
+    device: torch.device
+
+    def count(self, bits: Tensor | None) -> Tensor:
+        """Set bits in the slice's part of each block; None: all are set."""
+
+        def numbers(a: int, b: int) -> Tensor:
+            if bits is None:
+                return torch.ones(b - a, dtype=torch.int64, device=self.device)
+            return bitwise.unpack(bitwise.cut(bits, a, b), b - a).to(torch.int64)
+
+        return self.grid.totals(self.start, self.length, self.device, numbers).cpu()
+
+    def size(self, values: Tensor, exponent: int) -> Tensor:
+        """Σ trunc(2^exponent · |value|) in the slice's part of each block."""
+
+        def numbers(a: int, b: int) -> Tensor:
+            sizes = values[a:b].to(torch.float32).abs().clamp_(max=LARGEST)
+            return (sizes.to(torch.float64) * 2.0**exponent).to(torch.int64)  # exact: 24 bits, times a power of 2
+
+        return self.grid.totals(self.start, self.length, self.device, numbers).cpu()
+
+
+def l1_norms(
+    slices: Sequence[Slice], values: Sequence[Tensor], peaks: Sequence[int], exchange: Exchange
+) -> list[Tensor]:
+    """Σ|value| of every block, float32, the same bits for any cut over ranks; one all-reduce of 8 bytes a block.
+
+    Each |value| is truncated to a grid of 2^-46 of the layer's largest one (`peaks`: from `peak_keys`), which leaves
+    whatever is above 2^-23 of it as it is; the sum is exact and rounded at its end. An infinity counts as the largest
+    finite float32.
+    """
+    exponents = [PEAK_BIT + 127 - (min(peak, INFINITY_KEY - 1) >> 23) for peak in peaks]
+    sums = [part.size(value, e) for part, value, e in zip(slices, values, exponents, strict=True)]
+    totals = exchange.sum(torch.cat(sums)).split([part.grid.numel for part in slices])
+    return [(total.to(torch.float64) * 2.0**-e).to(torch.float32) for total, e in zip(totals, exponents, strict=True)]

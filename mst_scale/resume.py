@@ -1,0 +1,119 @@
+"""From where does a run continue?
+
+From the newest whole checkpoint in its folder, with the model it began with. Where other ranks or another ZeRO stage
+have saved it, its universal copy is made (`mst reshape`) and loaded, and the global batch stays what it was: the
+number of accumulation steps changes, and the micro-batch where that is not enough.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from mst_scale import checkpoint
+from mst_scale.checkpoint import MANIFEST, UNIVERSAL
+from mst_scale.config import Experiment, to_dict
+from mst_scale.config.check import BATCH_KEYS
+from mst_scale.distributed import Ranks, logger
+from mst_scale.reshape import reshape
+
+# The blocks in which a resumed run must agree with its checkpoint.
+SAME_ON_RESUME = ("model",)
+
+
+def choose(out: Path, resume: str, ranks: Ranks) -> Path | None:
+    """The checkpoint that `resume` means (auto, never or a tag), None where the run begins."""
+    folder = out / "checkpoints"
+    existing = ranks.on_first(lambda: checkpoint.list_tags(folder))
+    if resume == "never":
+        if existing:
+            ranks.refuse(ValueError(f"{out} holds a run already: choose another --out, or --resume auto"))
+        return None
+    if resume == "auto":
+        tag = checkpoint.newest(folder, ranks)
+        if existing and tag is None:
+            ranks.refuse(OSError(f"no checkpoint in {folder} is whole: start anew in another --out"))
+        return None if tag is None else folder / tag
+    if resume not in existing:
+        found = f"it has {', '.join(existing)}" if existing else "there is none"
+        ranks.refuse(ValueError(f"no checkpoint {resume!r} in {folder}: {found}"))
+    ranks.together(lambda: checkpoint.refuse_damage(folder / resume, ranks))
+    return folder / resume
+
+
+def refuse_another_model(out: Path, experiment: Experiment) -> None:
+    """A run goes on with the model it began with."""
+    path = out / "config.json"
+    if not checkpoint.list_tags(out / "checkpoints") or not path.exists():
+        return
+    before, now = json.loads(path.read_text()), json.loads(json.dumps(to_dict(experiment)))
+    for block in SAME_ON_RESUME:
+        if before.get(block) != now[block]:
+            raise ValueError(f"{path}: the run in {out} has another {block!r} block: choose another --out")
+
+
+def loadable(source: Path, ranks: Ranks, stage: int) -> tuple[Path, bool]:
+    """Where these ranks at this ZeRO stage load it from, and whether that is a universal copy, made now if need be."""
+    if ranks.on_first(lambda: bool((checkpoint.head(source) or {}).get("universal"))):
+        return source, True
+    misfit = ranks.on_first(lambda: checkpoint.misfit(source, ranks.world_size, stage))
+    if misfit is None:
+        return source, False
+    copy = source / UNIVERSAL
+    if ranks.on_first((copy / MANIFEST).is_file):
+        faults = ranks.together(lambda: checkpoint.damage(copy, ranks))
+        if not ranks.any(bool(faults)):
+            return copy, True
+        logger.error("%s is damaged: %s", copy, faults[0] if faults else "on another rank's share")
+    logger.info("%s: making a copy that they can load", misfit)
+    seconds = ranks.on_first(lambda: _reshaped(source, misfit))
+    logger.info("made %s in %.1f s (mst reshape makes it beforehand)", copy, seconds)
+    return copy, True
+
+
+def _reshaped(source: Path, misfit: str) -> float:
+    try:
+        return reshape(source).seconds
+    except (ValueError, OSError) as error:
+        kind = ValueError if isinstance(error, ValueError) else OSError
+        raise kind(
+            f"{misfit}, and no copy for them could be made ({error}): start on as many ranks as before, or make one "
+            f"elsewhere with mst reshape {source} OUT"
+        ) from None
+
+
+def with_batch_of(experiment: Experiment, source: Path, world_size: int) -> Experiment:
+    """The experiment with the global batch of the checkpoint, on however many ranks there are now.
+
+    A `train_batch_size` that the config states otherwise than the checkpoint is a user's decision and stays.
+    """
+    manifest = checkpoint.head(source) or {}
+    before: int | None = manifest.get("batch")
+    ranks_before: int = manifest.get("ranks", world_size)
+    deepspeed = {key: value for key, value in experiment.deepspeed.items() if value != "auto" or key not in BATCH_KEYS}
+    total, micro, accumulation = (deepspeed.get(key) for key in BATCH_KEYS)
+    if before is None or ranks_before == world_size or total not in (None, before):
+        return experiment
+    deepspeed["train_batch_size"] = before
+    deepspeed.pop("gradient_accumulation_steps", None)
+    if before % world_size:
+        fitting = [n for n in range(1, before + 1) if before % n == 0]
+        nearest = min(fitting, key=lambda n: (abs(n - world_size), n))
+        raise ValueError(
+            f"a global batch of {before} sequences cannot be shared by {world_size} processes: start on {nearest}, or "
+            f"change it with --set train_batch_size={max(1, round(before / world_size)) * world_size}"
+        )
+    if micro is None:
+        micro = max(1, before // (ranks_before * (accumulation or 1)))
+    each = before // world_size
+    deepspeed["train_micro_batch_size_per_gpu"] = max(n for n in range(1, min(micro, each) + 1) if each % n == 0)
+    logger.info(
+        "the global batch stays %d: %d ranks × %d sequences × %d accumulation steps (before: %d ranks)",
+        before,
+        world_size,
+        deepspeed["train_micro_batch_size_per_gpu"],
+        each // deepspeed["train_micro_batch_size_per_gpu"],
+        ranks_before,
+    )
+    return dataclasses.replace(experiment, deepspeed=deepspeed)

@@ -1,0 +1,148 @@
+"""How does a sparse layer come to compute only with what its mask keeps?
+
+The weight stays the ordinary dense parameter, so ZeRO, checkpoints and export know nothing of this. Each sparse
+parameter gets a `Product`, which takes the place of `F.linear` in the module that owns it:
+
+    nn.Linear whose weight it is               its `forward`
+    a model's `head_product` (see models.gpt)  where the head is the token embedding (tied)
+
+A product multiplies with an *index* of the mask: what a backend wants to know of the structure (`Index`). It is built
+anew when the mask has changed, which is after topology steps only; the values are read from the weight at each call.
+Without an index it is `F.linear`: a dense layer computes as if none of this were there, and so does a sparse one for
+which dense is faster (inactive weights are exact zeros, so that is the masked dense product).
+
+The gradient of the weight is zero where masked, except while `dense_gradient` is set: growth reads the gradient of
+what is not there, of all micro-batches that lead to a topology step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mst_scale.sparse_linear import dispatch
+
+
+class Index(Protocol):
+    """The structure of one mask, as one backend reads it."""
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dense_gradient: bool
+    ) -> torch.Tensor:
+        """x (W ⊙ M)ᵀ + b with autograd: see `definition`. x is (…, inputs), weight (outputs, inputs), same dtype."""
+        ...
+
+
+class Product:
+    """The product with one sparse parameter, in place of `F.linear`."""
+
+    def __init__(self, name: str, shape: tuple[int, ...]):
+        self.name, self.shape = name, shape
+        self.index: Index | None = None
+        self.dense_gradient = False
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.index is None:
+            return F.linear(x, weight, bias)
+        if tuple(weight.shape) != self.shape:
+            raise ValueError(f"{self.name}: the mask is of a {self.shape} weight, this one is {tuple(weight.shape)}")
+        if x.shape[-1] != self.shape[1] or x.dtype != weight.dtype:
+            raise ValueError(
+                f"{self.name}: x is {tuple(x.shape)} {x.dtype}, the weight {self.shape} {weight.dtype}: "
+                f"the last dimension must be {self.shape[1]} and the dtypes alike"
+            )
+        return self.index.linear(x, weight, bias, self.dense_gradient)
+
+
+class SparseLayers:
+    """The products of a model's sparse parameters, installed where they are used.
+
+    `parameters` by name; `shapes` are their full shapes (a parameter cut by ZeRO-3 is empty in itself); `block` is the
+    side of the square blocks that masks are made of, 1 for single weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        shapes: Mapping[str, tuple[int, ...]],
+        backend: str,
+        block: int = 1,
+    ):
+        self.backend, self.block = backend, block
+        self.products: dict[str, Product] = {}
+        self.parameters = dict(parameters)
+        self.left_dense: list[str] = []
+        if backend == "dense":
+            return
+        for name, parameter in parameters.items():
+            places = list(_places(model, parameter)) if len(shapes[name]) == 2 else []
+            if not places:
+                self.left_dense.append(name)
+                continue
+            product = self.products[name] = Product(name, tuple(shapes[name]))
+            if backend != "auto":
+                reason = dispatch.why_not(backend, parameter.device.type, parameter.dtype, product.shape, block)
+                if reason is not None:
+                    raise ValueError(f"mst.compute.backend {backend!r} cannot run here: {reason}")
+            for module, attribute in places:
+                setattr(module, attribute, _with_own_parameters(module, product, attribute))
+        if self.left_dense:
+            dispatch.log.info(
+                "%d of %d sparse parameters are not the weight of an nn.Linear (%s): masked dense products",
+                len(self.left_dense),
+                len(parameters),
+                self.left_dense[0],
+            )
+
+    def choose(self, name: str, sparsity: float) -> str:
+        """The backend for this parameter at this sparsity; "dense" wants no mask."""
+        if name not in self.products or sparsity == 0:
+            return "dense"
+        parameter, shape = self.parameters[name], self.products[name].shape
+        return dispatch.select(self.backend, parameter.device.type, parameter.dtype, shape, sparsity, self.block)
+
+    def set_mask(self, name: str, active: torch.Tensor | None, chosen: str) -> None:
+        """Multiply with what `active` (bool, the parameter's shape) keeps from now on; None: dense."""
+        if name not in self.products:
+            return
+        product = self.products[name]
+        if active is None or chosen == "dense":
+            product.index = None
+            return
+        if tuple(active.shape) != product.shape:
+            raise ValueError(f"{name} is {product.shape}, this mask {tuple(active.shape)}: it is another layer's")
+        product.index = dispatch.build_index(chosen, active.to(self.parameters[name].device), self.block)
+
+    def dense_gradients(self, wanted: bool) -> None:
+        """Whether the next backward passes give the gradient of inactive weights too."""
+        for product in self.products.values():
+            product.dense_gradient = wanted
+
+
+def _places(model: nn.Module, parameter: nn.Parameter) -> Iterator[tuple[nn.Module, str]]:
+    """(module, attribute) of every product with this parameter that we know how to replace."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            if module.weight is parameter and type(module).forward is nn.Linear.forward:
+                yield module, "forward"
+        elif hasattr(module, "head_product"):
+            embeddings: Any = module.get_output_embeddings
+            if isinstance(embeddings(), nn.Embedding) and embeddings().weight is parameter:
+                yield module, "head_product"
+
+
+def _with_own_parameters(module: Any, product: Product, attribute: str) -> Any:
+    if attribute == "head_product":
+        return product
+
+    @functools.wraps(nn.Linear.forward)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return product(x, module.weight, module.bias)
+
+    return forward

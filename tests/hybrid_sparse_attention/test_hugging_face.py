@@ -1,0 +1,154 @@
+"""Models of transformers with our attention: the definition's logits, patterns that switch, and what is refused."""
+
+import logging
+
+import pytest
+import torch
+
+import mst_scale
+from mst_scale.hybrid_sparse_attention import Pattern, attach, set_pattern
+from tests import pool
+from tests.toys import deepspeed_config
+
+LENGTH = 24
+SPARSE = Pattern("strided", 5)
+
+
+def gpt2(**more):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=LENGTH, vocab_size=64, **(none | more))
+    return GPT2LMHeadModel(config)
+
+
+def llama(**more):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, intermediate_size=48,
+        max_position_embeddings=LENGTH, vocab_size=64, **more,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def tokens(batch=2):
+    return torch.randint(64, (batch, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def reference(model, pattern, padding=None):
+    """Their own attention under a mask of ours, given as a 4-D additive mask."""
+    seen = pattern.mask(LENGTH)[None, None]
+    if padding is not None:
+        seen = seen & padding[:, None, None, :].bool()
+    model.set_attn_implementation("eager")
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    return model(tokens(), attention_mask=mask.expand(2, 1, LENGTH, LENGTH)).logits
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("pattern", [SPARSE, Pattern("fixed", 5), Pattern("dense")], ids=lambda p: p.kind)
+@torch.no_grad()
+def test_the_logits_are_those_of_a_masked_model(make, pattern):
+    model = make().eval()
+    expected = reference(model, pattern)
+    if pattern.kind != "dense":
+        model.set_attn_implementation("sdpa")
+        assert (model(tokens()).logits - expected).abs().max() > 1e-3, "the pattern matters"
+    assert attach(model, pattern) is None
+    assert (model(tokens()).logits - expected).abs().max() < 1e-5  # float32 sums in another order
+
+
+@torch.no_grad()
+def test_each_layer_has_its_scale():
+    model = gpt2(scale_attn_by_inverse_layer_idx=True).eval()
+    expected = reference(model, SPARSE)
+    attach(model, SPARSE)
+    assert (model(tokens()).logits - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@torch.no_grad()
+def test_padding_and_a_cache_give_the_same(make):
+    model = make().eval()
+    padding = torch.ones(2, LENGTH, dtype=torch.long)
+    padding[0, 19:] = 0
+    expected, whole = reference(model, SPARSE, padding), reference(model, SPARSE)
+    attach(model, SPARSE)
+    found = model(tokens(), attention_mask=padding).logits
+    assert (found - expected)[padding.bool()].abs().max() < 1e-5
+    cache, pieces = None, []
+    for start, end in ((0, 9), (9, 10), (10, LENGTH)):  # a prompt, one token, several
+        out = model(tokens()[:, start:end], past_key_values=cache, use_cache=True)
+        cache, pieces = out.past_key_values, [*pieces, out.logits]
+    assert (torch.cat(pieces, 1) - whole).abs().max() < 1e-5
+
+
+def test_gradients_flow():
+    model = llama()
+    attach(model, SPARSE)
+    model(tokens(), labels=tokens()).loss.backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    logits = reference(model, SPARSE)[:, :-1].reshape(-1, 64)
+    torch.nn.functional.cross_entropy(logits, tokens()[:, 1:].reshape(-1)).backward()
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def train(rank, world, make, more):
+    config = deepspeed_config(2, world)
+    config["training"] = {"steps": 12}
+    config["mst"] = {
+        "method": "mst",
+        "sparsity": {"max": 0.9},
+        "topology": {"interval": 2},
+        "attention": {"pattern": "strided", "stride": 5},
+        "targets": {"include": ["*layers.*" if make is llama else "transformer.h.*"], "lm_head": False},
+    }
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("mst_scale")
+    logger.addHandler(handler)
+    level, logger.level = logger.level, logging.INFO
+    engine, *_ = mst_scale.initialize(model=make(**more), config=config)
+    logger.removeHandler(handler)
+    logger.level = level
+    text = torch.arange(8 * LENGTH).view(8, LENGTH) % 7
+    losses, patterns = [], []
+    for _ in range(12):
+        kinds = {m.mst_pattern.kind for m in engine.module.modules() if hasattr(m, "mst_pattern")}
+        loss = engine(input_ids=text, labels=text).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        patterns.append(kinds)
+    return losses, patterns, engine.mst.schedule.sparse_until, said
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_the_pattern_switches_by_schedule(make):
+    for losses, patterns, until, _ in pool.run(train, 2, make, {}):
+        assert patterns == [{"strided"}] * until + [{"dense"}] * (12 - until) and 0 < until < 12
+        assert losses[-1] < losses[0]
+
+
+def test_where_it_cannot_it_says_so():
+    for losses, patterns, _, said in pool.run(train, 2, gpt2, {"attn_pdrop": 0.1}):
+        assert patterns == [set()] * 12 and losses[-1] < losses[0]
+        assert "attention stays dense: GPT2Config has attn_pdrop = 0.1" in "\n".join(said)
+
+
+def test_what_is_not_attached_is_left_alone():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    tiny = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 16}
+    model = MistralForCausalLM(MistralConfig(**tiny, intermediate_size=16, vocab_size=9, sliding_window=4))
+    before = model.config._attn_implementation
+    assert "sliding window" in attach(model, SPARSE)
+    assert model.config._attn_implementation == before and set_pattern(model, SPARSE) == 0
+    assert "no model of transformers" in attach(torch.nn.Linear(2, 2), SPARSE)
+    assert "cross-attention" in attach(gpt2(add_cross_attention=True), SPARSE)

@@ -1,0 +1,191 @@
+"""The forecast against a count step by step; the ledger of a run against the forecast; dense-short."""
+
+import json
+
+import pytest
+import torch
+
+from mst_scale.choices import attention_schedule_of
+from mst_scale.config import load
+from mst_scale.course import schedule_of, sparse_matrices, stretches
+from mst_scale.flops import dense_step_flops, matrices, step_flops
+from mst_scale.ledger import Ledger, forecast, shortened, tiny_flops, topology_flops
+from mst_scale.mixed_growing.distribution import active_counts
+from mst_scale.models import GPT
+from mst_scale.targets import choose_targets
+
+RAW = {
+    "train_batch_size": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": 32, "vocab_size": 50, "vocab_multiple": 1},
+    "training": {"steps": 60, "warmup": 6},
+    "mst": {"method": "mst", "sparsity": {"max": 0.8}, "attention": {"stride": 8}},
+}
+ACCOUNTINGS = ("paper", "causal")
+
+
+def step_by_step(experiment) -> dict[str, float]:
+    """Every step on its own, from the schedules themselves: the definition of what `forecast` adds up in stretches."""
+    schedule = schedule_of(experiment)
+    attention = attention_schedule_of(experiment.mst.attention, schedule)
+    sparse = sparse_matrices(experiment)
+    total = dict.fromkeys(ACCOUNTINGS, 0.0)
+    for step in range(experiment.training.steps):
+        sparsity = schedule.at(step).sparsity
+        counts = active_counts([(m.outputs, m.inputs) for m in sparse], sparsity, experiment.mst.sparsity.distribution)
+        density = {m.name: n / (m.inputs * m.outputs) for m, n in zip(sparse, counts, strict=True)}
+        for a in ACCOUNTINGS:
+            total[a] += step_flops(experiment.model, density, attention.pattern_at(step), a).total
+    return total
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides"),
+    [
+        ("mst", []),
+        ("mst", ["mst.sparsity.warmup_moves=staged", "mst.attention.dense_from=0.4"]),
+        ("mst", ["mst.attention.dense_from=17", "mst.sparsity.distribution=uniform"]),
+        ("mst", ["mst.attention.dense_from=1000", "model.arch=bert"]),
+        ("rigl", ["mst.targets.lm_head=false"]),
+        ("gmp", []),
+        ("dsd", []),
+        ("dense", []),
+        ("dense", ["mst.sparsity.variation=acdc"]),
+        ("mst", ["mst.sparsity.max=0"]),
+        ("mst", ["training.steps=1", "mst.sparsity.warmup=0", "mst.sparsity.restore=0", "mst.sparsity.ultra=1.0"]),
+    ],
+)
+def test_forecast_is_the_sum_over_steps(method, overrides):
+    experiment = load(RAW, overrides, method)
+    found, steps = forecast(experiment), experiment.training.steps
+    for a, total in step_by_step(experiment).items():
+        assert found.mean[a].total * steps == pytest.approx(total, rel=1e-12)  # float64, sums in another order
+        assert found.reduction(a) == pytest.approx(dense_step_flops(experiment.model, a).total * steps / total)
+    assert [p.start for p in found.phases] == [0, *[p.stop for p in found.phases[:-1]]] and found.phases[
+        -1
+    ].stop == steps
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model.tied_head=false"],
+        ["mst.targets.lm_head=false"],
+        ['mst.targets.include=["blocks.0.*"]', 'mst.targets.exclude=["*.proj.weight"]'],
+    ],
+)
+def test_the_matrices_are_those_of_the_built_model(overrides):
+    experiment = load(RAW, overrides)
+    expected = {
+        name: tuple(p.shape) for name, p in choose_targets(GPT(experiment.model), experiment.mst.targets).items()
+    }
+    assert {m.name: (m.outputs, m.inputs) for m in sparse_matrices(experiment)} == expected
+
+
+def test_globs_that_match_nothing_are_refused_without_a_model():
+    with pytest.raises(ValueError, match=r"'mlp\*' matches no parameter that can be sparse"):
+        forecast(load(RAW, ['mst.targets.exclude=["mlp*"]']))
+
+
+def test_what_a_dense_head_would_cost():
+    experiment = load(RAW)
+    assert forecast(experiment, dense_head=True).mean == forecast(load(RAW, ["mst.targets.lm_head=false"])).mean
+    assert forecast(experiment, dense_head=True).reduction() < forecast(experiment).reduction()
+
+
+def test_the_ledger_adds_up_what_the_forecast_foresees():
+    experiment = load(RAW)
+    ledger, sizes = Ledger(experiment.model, 4), {m.name: m.inputs * m.outputs for m in matrices(experiment.model)}
+    for stretch in stretches(experiment):
+        for _ in range(stretch.steps):
+            ledger.add(stretch.pattern, {name: n / sizes[name] for name, n in stretch.active.items()})
+    row, found = ledger.row(), forecast(experiment)
+    assert row["flops"] == pytest.approx(60 * 4 * found.mean["paper"].total, rel=1e-12)
+    assert row["flops_causal"] == pytest.approx(60 * 4 * found.mean["causal"].total, rel=1e-12)
+    assert row["flops_dense"] == pytest.approx(60 * 4 * found.dense["paper"].total, rel=1e-12)
+    assert row["reduction"] == pytest.approx(found.reduction())
+    assert row["reduction_causal"] == pytest.approx(found.reduction("causal"))
+    assert row["reduction_causal"] < row["reduction"]
+
+
+def test_the_ledger_continues_to_the_bit(tmp_path):
+    experiment = load(RAW)
+    sizes = {m.name: m.inputs * m.outputs for m in matrices(experiment.model)}
+    states = [s for s in stretches(experiment) for _ in range(s.steps)]
+
+    def add(ledger, part):
+        for s in part:
+            ledger.add(s.pattern, {name: n / sizes[name] for name, n in s.active.items()})
+        return ledger
+
+    whole, first, second = (Ledger(experiment.model, 4) for _ in range(3))
+    torch.save(add(first, states[:23]).state(), tmp_path / "state")
+    second.load(torch.load(tmp_path / "state"))
+    assert add(second, states[23:]).row() == add(whole, states).row()
+    with pytest.raises(ValueError, match="does not say flops_causal, flops_dense_causal"):
+        second.load({"flops": 1.0, "flops_dense": 2.0, "step": 3})
+
+
+def test_topology_steps_by_hand():
+    """static at first sparsity never moves; RigL's steps cost a backward pass (2 of 3 thirds) of what is masked."""
+    overrides = ["mst.topology.interval=10", "mst.sparsity.max=0.5", "mst.sparsity.distribution=uniform"]
+    rigl = load(RAW, overrides, "rigl")
+    count, extra = topology_flops(rigl)
+    assert count == 5  # steps 10 … 50; none after the last
+    assert extra.matrices == pytest.approx(5 / 60 * 2 / 3 * 0.5 * dense_step_flops(rigl.model).matrices, rel=1e-3)
+    assert extra.attention == 0
+    assert topology_flops(load(RAW, overrides, "snfs"))[0] == 60, "momentum is an average of dense gradients"
+    for method in ("static", "set", "gmp", "dense"):
+        assert topology_flops(load(RAW, overrides, method))[0] == 0, "reads no gradient of masked weights"
+
+
+def test_topology_steps_cost_only_what_is_masked():
+    """Counted step by step for MST: step s reads the gradient of the forward pass after s - 1 steps."""
+    experiment = load(RAW)
+    schedule, sparse = schedule_of(experiment), sparse_matrices(experiment)
+    count, total = 0, 0.0
+    for s in schedule.topology_steps():
+        sparsity = schedule.at(s - 1).sparsity
+        counts = active_counts([(m.outputs, m.inputs) for m in sparse], sparsity)
+        density = {m.name: n / (m.inputs * m.outputs) for m, n in zip(sparse, counts, strict=True)}
+        masked = dense_step_flops(experiment.model).matrices - step_flops(experiment.model, density).matrices
+        count, total = count + (sparsity > 0), total + 2 / 3 * masked
+    found, extra = topology_flops(experiment)
+    assert found == count > 10
+    assert extra.total == pytest.approx(total / 60)
+
+
+def test_tiny_is_what_method_tiny_trains():
+    tiny = load(RAW, method="tiny").model
+    assert tiny_flops(load(RAW).model) == {a: dense_step_flops(tiny, a) for a in ACCOUNTINGS}
+
+
+def test_dense_short_trains_as_many_dense_steps_as_the_flops_buy(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(RAW))
+    sparse = load(RAW)
+    short = shortened(load(path, [f"mst.like={path}"], "dense-short"))
+    spent, step = 60 * forecast(sparse).mean["paper"].total, dense_step_flops(sparse.model).total
+    assert abs(short.training.steps * step - spent) <= step / 2
+    assert short.training.steps == round(forecast(sparse).dense_steps()) < 30
+    assert short.training.warmup == round(6 * short.training.steps / 60), "its share of the run"
+    assert shortened(short) == short, "a resolved config stands as it is"
+    assert forecast(short).reduction() == 1.0
+    half = shortened(load(path, [f"mst.like={path}", "train_batch_size=2"], "dense-short"))
+    assert half.training.steps == pytest.approx(2 * short.training.steps, abs=1), "half the batch, twice the steps"
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**RAW, "training": {"steps": 120}}))
+    longer = shortened(load(path, [f"mst.like={folder}"], "dense-short"))
+    assert longer.training.steps == pytest.approx(2 * short.training.steps, abs=1)
+    assert shortened(sparse) is sparse
+
+
+def test_dense_short_of_dense_short_is_refused(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({**RAW, "mst": {"method": "dense-short", "like": "x"}}))
+    with pytest.raises(ValueError, match="is a dense-short run itself"):
+        shortened(load(path, [f"mst.like={path}"]))
+    with pytest.raises(ValueError, match=r"nope\.json: no such config file"):
+        shortened(load(path, ["mst.like=nope.json"]))

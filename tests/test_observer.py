@@ -1,0 +1,160 @@
+"""What is seen of sharded weights is what they are, on any ZeRO stage; looking changes nothing."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mst_scale
+from mst_scale import snapshots
+from mst_scale.config import load
+from mst_scale.distributed import Ranks
+from mst_scale.observer import Observer, cell_sums, phase_ends
+from mst_scale.sparsity_variation import Variation
+from tests import pool, tiny_run
+from tests.test_engine import full, mst_config, train
+from tests.test_pretrain import MST, arguments, without_times
+from tests.toys import toy
+
+
+def cells_by_hand(matrix: np.ndarray, cells: int) -> np.ndarray:
+    """Mean of each cell, weight by weight."""
+    rows, cols = matrix.shape
+    high, wide = min(cells, rows), min(cells, cols)
+    total, count = np.zeros((high, wide)), np.zeros((high, wide))
+    for r in range(rows):
+        for c in range(cols):
+            total[r * high // rows, c * wide // cols] += matrix[r, c]
+            count[r * high // rows, c * wide // cols] += 1
+    return total / count
+
+
+def looked_at(rank, world, stage, folder, method):
+    snapshots.CELLS = 6  # smaller than the toy's matrices, and no divisor of their sides
+    raw = mst_config(stage, world, method=method)
+    engine, *_ = mst_scale.initialize(model=toy(), config=raw)
+    ranks = Ranks(rank, rank, world, torch.distributed.group.WORLD)
+    observer = Observer(engine, load(raw), Path(folder), ranks, step=0)
+    train(engine, rank, world, 24)
+    before = [observer.shards.weight(i).clone() for i in range(3)]
+    seen = observer.look(24, "ultra")
+    assert all(torch.equal(a, observer.shards.weight(i)) for i, a in enumerate(before))
+    histograms = observer._histograms({m.name: m.largest for m in seen.matrices})
+    weights, masks = {}, {}
+    for i, part in enumerate(observer.shards.slices):
+        engine.mst.shards, engine.mst.exchange = observer.shards, observer.exchange
+        weights[part.name] = full(engine, observer.shards.weight(i), i, world).view(part.shape).numpy()
+        masks[part.name] = full(engine, observer._flags(i), i, world).view(part.shape).numpy()
+    return seen, weights, masks, histograms
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_moments_pictures_and_histograms_are_those_of_the_whole_weights(tmp_path, stage):
+    results = pool.run(looked_at, 3, stage, str(tmp_path), "mst")
+    seen, weights, masks, histograms = results[0]
+    assert [m.name for m in seen.matrices] == ["up.weight", "down.weight", "out.weight"]
+    assert 0.5 < seen.sparsity < 0.9 and seen.parameters == sum(p.numel() for p in toy().parameters())
+    for m in seen.matrices:
+        w, alive = weights[m.name].astype(np.float64), masks[m.name]
+        assert m.shape == w.shape and m.active == alive.sum() and 0 < m.active < w.size
+        # sums of at most 481 float32 in another order
+        assert m.mean == pytest.approx(w.mean(), rel=1e-6, abs=1e-8)
+        assert m.std == pytest.approx(w.std(), rel=1e-6)
+        assert m.std_active == pytest.approx(w[alive > 0].std(), rel=1e-6)
+        assert m.largest == np.abs(w).max()
+        np.testing.assert_allclose(seen.weights[m.name], cells_by_hand(np.abs(w), 6), rtol=1e-5)
+        np.testing.assert_allclose(seen.alive[m.name], cells_by_hand(alive, 6), rtol=1e-6)
+        edges, counts = histograms[m.name]
+        assert sum(counts) == m.active and min(counts) >= 0
+        expected, _ = np.histogram(w[alive > 0].astype(np.float32), np.float32(edges))
+        assert np.abs(np.array(counts) - expected).sum() <= 4, "but for weights on a border"
+    for other in results[1:]:
+        assert other[0].matrices == seen.matrices, "every rank sees the same"
+
+
+def test_a_dense_run_is_looked_at_too(tmp_path):
+    seen, weights, masks, _ = pool.run(looked_at, 3, 1, str(tmp_path), "dense")[0]
+    assert seen.sparsity == 0.0 and all(masks[m.name].all() for m in seen.matrices)
+    assert seen.matrices[0].std == pytest.approx(weights["up.weight"].std(), rel=1e-6)
+    assert [path.name for path in snapshots.paths(tmp_path)] == ["step00000000.npz"], "the start is kept"
+
+
+def test_slices_add_up_wherever_they_are_cut(monkeypatch):
+    monkeypatch.setattr(snapshots, "CELLS", 4)
+    monkeypatch.setattr("mst_scale.mixed_growing.bits.CPU_SPAN", 30)  # several spans
+    flat = torch.arange(11 * 7, dtype=torch.float32) - 30
+    whole = cell_sums(flat, 0, (11, 7), magnitude=True)
+    sizes = np.outer(np.bincount(np.arange(11) * 4 // 11), np.bincount(np.arange(7) * 4 // 7))
+    np.testing.assert_allclose(whole / sizes, cells_by_hand(flat.abs().view(11, 7).numpy(), 4), rtol=1e-6)
+    for cut in (0, 1, 6, 7, 40, 76, 77):
+        parts = cell_sums(flat[:cut], 0, (11, 7), True) + cell_sums(flat[cut:], cut, (11, 7), True)
+        assert torch.equal(parts, whole), "whole numbers: no rounding"
+
+
+def test_phase_ends_are_the_last_steps_of_each_phase():
+    schedule = Variation().resolve(140_000)
+    assert phase_ends(schedule) == {9_999, 109_999, 119_999, 140_000}
+    assert [schedule.at(step).phase for step in sorted(phase_ends(schedule))] == ["warmup", "ultra", "restore", "dense"]
+
+
+def test_a_snapshot_comes_back_from_disk_and_a_damaged_one_is_named(tmp_path):
+    rng = np.random.default_rng(3)
+    cells = {"a.0.b": rng.random((6, 5)).astype(np.float32)}
+    matrix = snapshots.Matrix("a.0.b", (600, 500), 30_000, 1e-4, 0.02, 0.05, 0.4)
+    snapshots.save(tmp_path, snapshots.Snapshot(7, "ultra", 0.9, 123, [matrix], cells, cells))
+    (path,) = snapshots.paths(tmp_path)
+    back = snapshots.load(path)
+    assert (back.step, back.phase, back.parameters, back.matrices) == (7, "ultra", 123, [matrix])
+    np.testing.assert_allclose(back.weights["a.0.b"], cells["a.0.b"], rtol=1e-3)  # half precision
+    np.testing.assert_allclose(back.alive["a.0.b"], cells["a.0.b"], atol=1 / 500)  # a byte
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(ValueError, match=f"{path} cannot be read"):
+        snapshots.load(path)
+
+
+def test_each_kind_of_matrix_is_pictured_in_the_first_and_the_middle_block():
+    kinds = ("attention.qkv", "mlp.up")
+    names = ["wte.weight", *(f"blocks.{i}.{kind}.weight" for i in range(50) for kind in kinds)]
+    assert snapshots.pictured(names) == [f"blocks.{i}.{kind}.weight" for i in (0, 25) for kind in kinds]
+    assert snapshots.pictured(["up.weight", "down.weight"]) == ["up.weight", "down.weight"]
+    many = [f"h.{i}.{kind}" for i in range(3) for kind in "abcdefghijklmnop"]
+    assert len(snapshots.pictured(many)) == snapshots.PICTURES
+
+
+def test_a_run_keeps_phase_ends_shows_the_rest_in_tensorboard_and_trains_as_if_unseen(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from tests.test_bad_input import attempt
+
+    board = {"tensorboard": {"enabled": True, "output_path": str(tmp_path / "tb"), "job_name": ""}}
+    argv = arguments(tmp_path, "seen", mst=MST, training={"look_every": 4}, **board)
+    assert pool.run(attempt, 2, argv) == [(0, "")] * 2
+    argv = arguments(tmp_path, "unseen", mst=MST, training={"look_every": 0})
+    assert pool.run(attempt, 2, argv) == [(0, "")] * 2
+    seen, unseen = tiny_run.rows(tmp_path / "seen"), tiny_run.rows(tmp_path / "unseen")
+    assert without_times(seen) == without_times(unseen)
+    assert all(row["peak_memory_bytes"] > 1e6 for row in seen)
+    steps = [snapshots.load(path).step for path in snapshots.paths(tmp_path / "seen")]
+    assert steps[0] == 0 and steps[-1] == 12 and len(steps) >= 4
+    last = snapshots.load(snapshots.paths(tmp_path / "seen")[-1])
+    assert {m.name: m.active / math.prod(m.shape) for m in last.matrices} == dict.fromkeys(
+        [m.name for m in last.matrices], 1.0
+    )
+    events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"images": 0, "compressedHistograms": 0})
+    events.Reload()
+    tags = events.Tags()
+    assert "mst/loss" in tags["scalars"] and "mst/sparsity" in tags["scalars"]
+    assert "mst_weights_and_mask/blocks.0.attention.qkv.weight" in tags["images"]
+    assert "mst_living_weights/blocks.0.mlp.up.weight" in tags["histograms"]
+    first = events.Histograms("mst_living_weights/blocks.0.mlp.up.weight")[0]
+    assert first.step == 32 and 0 < first.histogram_value.num < 16 * 64, "of the living alone, by samples"
+
+
+def test_a_run_set_back_forgets_later_snapshots(tmp_path):
+    matrix = snapshots.Matrix("w", (2, 2), 4, 0.0, 1.0, 1.0, 2.0)
+    for step in (0, 5, 9):
+        snapshots.save(tmp_path, snapshots.Snapshot(step, "ultra", 0.5, 4, [matrix]))
+    snapshots.cut(tmp_path, 5)
+    assert [path.stem for path in snapshots.paths(tmp_path)] == ["step00000000", "step00000005"]
