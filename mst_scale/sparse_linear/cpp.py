@@ -1,0 +1,148 @@
+"""How does the compiled CPU kernel get called?
+
+cpp_kernel/*.h, kernel.cpp  →  one shared library (`mst_scale.compiled`)  →  ctypes.
+
+Saved for backward: x and the values of the active weights (float32; float64 for float64), not the weight: under ZeRO-3
+it may be gone by then. Scratch: per thread a tile of 64 tokens of the input and of the output, and for the weight's
+gradient 1024 tokens of x in float32 and one float per active weight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mst_scale import compiled
+
+SOURCES = Path(__file__).parent / "cpp_kernel"
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # kernel.cpp's codes 0, 1, 2, 3
+# Multiply-adds that are worth waking one more thread: about 20 µs of work.
+PER_THREAD = 1 << 20
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("begin", "column", "row_entries")),
+    ]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        ("matrix", _Matrix),
+        ("transpose", _Matrix),
+        *((name, ctypes.c_void_p) for name in ("order", "x", "weight", "bias", "dy", "values", "y", "dx", "dw")),
+        *((name, ctypes.c_int64) for name in ("tokens", "dtype", "threads")),
+    ]
+
+
+def build(folder: Path) -> Path:
+    """The library in `folder`, compiled if it is not there yet. RuntimeError says why it cannot be had."""
+    return compiled.build("sparse_linear", SOURCES, folder)
+
+
+@functools.cache
+def library() -> ctypes.CDLL | str:
+    """The loaded library, or the reason why there is none. Tried once per process."""
+    loaded = compiled.load("sparse_linear", SOURCES)
+    if isinstance(loaded, ctypes.CDLL):
+        declare(loaded)
+    return loaded
+
+
+def declare(loaded: ctypes.CDLL) -> None:
+    for function in (loaded.sl_forward, loaded.sl_backward):
+        function.argtypes, function.restype = [ctypes.POINTER(_Call)], ctypes.c_int
+    loaded.sl_build.argtypes, loaded.sl_build.restype = [ctypes.c_void_p, ctypes.POINTER(_Call)], ctypes.c_int
+    loaded.sl_panels.argtypes, loaded.sl_panels.restype = [ctypes.c_int64], ctypes.c_int64
+
+
+def why_not() -> str | None:
+    """Why there is no kernel, or None when there is one (it is compiled now if it never was)."""
+    loaded = library()
+    return loaded if isinstance(loaded, str) else None
+
+
+class _Half:
+    """One matrix of the index: the mask, or its transpose."""
+
+    def __init__(self, rows: int, columns: int, entries: int, panels: int):
+        self.begin = torch.empty(panels * rows + 1, dtype=torch.int64)
+        self.column = torch.empty(entries, dtype=torch.uint16)
+        self.row_entries = torch.empty(rows + 1, dtype=torch.int64)
+        arrays = (t.data_ptr() for t in (self.begin, self.column, self.row_entries))
+        self.struct = _Matrix(rows, columns, *arrays)
+
+
+class CompiledIndex:
+    """The mask and its transpose as rows of column numbers: 8 bytes per active weight, 16 per row and panel."""
+
+    def __init__(self, active: torch.Tensor):
+        loaded = library()
+        assert isinstance(loaded, ctypes.CDLL), loaded
+        self.library = loaded
+        flags = active.contiguous().view(torch.uint8)
+        self.shape = (int(active.shape[0]), int(active.shape[1]))
+        outputs, inputs = self.shape
+        self.entries = int(flags.count_nonzero())
+        self.matrix = _Half(outputs, inputs, self.entries, loaded.sl_panels(inputs))
+        self.transpose = _Half(inputs, outputs, self.entries, loaded.sl_panels(outputs))
+        self.order = torch.empty(self.entries, dtype=torch.int32)
+        status = loaded.sl_build(flags.data_ptr(), ctypes.byref(self._call()))
+        assert status == 0, f"sl_build returned {status}"
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dense_gradient: bool
+    ) -> torch.Tensor:
+        y: torch.Tensor = _Linear.apply(x, weight, bias, (self, dense_gradient))
+        return y
+
+    def run(self, function: str, tokens: int, dtype: torch.dtype, **tensors: torch.Tensor | None) -> None:
+        addresses = {name: t.data_ptr() for name, t in tensors.items() if t is not None}
+        work = tokens * max(self.entries, sum(self.shape))
+        threads = max(1, min(torch.get_num_threads(), work // PER_THREAD))
+        call = self._call(tokens=tokens, dtype=DTYPES.index(dtype), threads=threads, **addresses)
+        status = getattr(self.library, function)(ctypes.byref(call))
+        assert status == 0, f"{function} returned {status}"
+
+    def _call(self, **others: int) -> _Call:
+        return _Call(matrix=self.matrix.struct, transpose=self.transpose.struct, order=self.order.data_ptr(), **others)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        how: tuple[CompiledIndex, bool],
+    ) -> torch.Tensor:
+        index, dense_gradient = how
+        flat = x.reshape(-1, index.shape[1]).contiguous()
+        values = flat.new_empty(index.entries, dtype=torch.promote_types(x.dtype, torch.float32))
+        y = flat.new_empty(flat.shape[0], index.shape[0])
+        bias = None if bias is None else bias.contiguous()
+        index.run("sl_forward", len(flat), x.dtype, x=flat, weight=weight.contiguous(), bias=bias, values=values, y=y)
+        ctx.save_for_backward(flat, values)
+        ctx.index, ctx.dense_gradient, ctx.shape = index, dense_gradient, x.shape
+        return y.view(*x.shape[:-1], index.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, values = ctx.saved_tensors
+        index: CompiledIndex = ctx.index
+        dy = grads[0].reshape(-1, index.shape[0]).contiguous()
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        dense = wants_weight and ctx.dense_gradient
+        dx = torch.empty_like(x) if wants_x else None
+        dw = x.new_empty(index.shape) if wants_weight and not dense else None
+        index.run("sl_backward", len(x), x.dtype, x=x, dy=dy, values=values, dx=dx, dw=dw)
+        if dense:
+            dw = dy.T @ x
+        return (None if dx is None else dx.view(ctx.shape)), dw, (dy.sum(0) if wants_bias else None), None

@@ -1,0 +1,229 @@
+// The two products with a sparse matrix A, tokens across the lanes.
+//
+//     multiply:  Y = X Aᵀ          Yᵀ[row] = Σ_i a_i Xᵀ[column_i]                 forward; backward with the transpose
+//     sample:    G = (DYᵀ X) ⊙ M   g_i = DYᵀ[row] · Xᵀ[column_i] over tokens      the weight's gradient
+//
+// X (tokens, columns) and Y (tokens, rows) are transposed a tile of TOKENS at a time, inside the cache and in registers.
+// Every sum is taken in an order that depends on shapes alone, so that results are the same for any number of threads.
+#pragma once
+#include "index.h"
+
+template <class T> struct Buffer {
+    std::unique_ptr<T, void (*)(void*)> data;
+    explicit Buffer(i64 n) : data((T*)std::aligned_alloc(64, (n * sizeof(T) + 127) / 64 * 64), std::free) {
+        if (!data) std::abort();  // an exception must not leave an OpenMP region
+    }
+    operator T*() const { return data.get(); }
+};
+
+template <class T> constexpr int WIDTH = Simd<T>::WIDTH;
+constexpr int VECTORS = VECTOR_BYTES == 64 ? 4 : 8;  // of one tile: as many accumulators
+
+// W rows of `from`, `stride` apart, as the W columns of `to`; rows past `valid` count as zero, columns past `width` too.
+template <class T, class IO> INLINE void transpose_in(const IO* from, i64 stride, i64 valid, i64 width, T* to, i64 lanes) {
+    constexpr int W = WIDTH<T>;
+    Vec<T> x[W];
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) {
+        x[i] = Vec<T>{};
+        if (i < valid) {
+            if (width == W) {
+                if constexpr (std::is_same<T, IO>::value) x[i] = load(from + i * stride);
+                else {
+                    T wide[W];
+                    convert(from + i * stride, wide, W);
+                    x[i] = load(wide);
+                }
+            } else {
+                T wide[W] = {};
+                convert(from + i * stride, wide, width);
+                x[i] = load(wide);
+            }
+        }
+    }
+    Exchange<T, W / 2>().transpose(x);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) store(to + i * lanes, x[i]);
+}
+// The other way: the W columns of `from` as rows of `to`.
+template <class T, class IO> INLINE void transpose_out(const T* from, i64 lanes, IO* to, i64 stride, i64 valid, i64 width) {
+    constexpr int W = WIDTH<T>;
+    Vec<T> x[W];
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) x[i] = load(from + i * lanes);
+    Exchange<T, W / 2>().transpose(x);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++)
+        if (i < valid) {
+            if (width == W) {
+                if constexpr (std::is_same<T, IO>::value) store(to + i * stride, x[i]);
+                else {
+                    T wide[W];
+                    store(wide, x[i]);
+                    convert(wide, to + i * stride, W);
+                }
+            } else {
+                T wide[W];
+                store(wide, x[i]);
+                convert(wide, to + i * stride, width);
+            }
+        }
+}
+// Columns [first, first + count) of `valid` tokens, as rows of V vectors; `to` has room for `count` rounded up to W.
+template <int V, class T, class IO>
+INLINE void tile_in(const IO* x, i64 stride, i64 valid, i64 first, i64 count, T* to) {
+    constexpr i64 W = WIDTH<T>, LANES = V * W;
+    for (i64 c = 0; c < count; c += W)
+        for (i64 v = 0; v < V; v++)
+            transpose_in<T, IO>(x + v * W * stride + first + c, stride, valid - v * W, std::min(W, count - c),
+                                to + c * LANES + v * W, LANES);
+}
+
+template <int V, class T, class IO>
+void multiply_tile(const Index& a, const T* values, const IO* x, const IO* bias, IO* y, i64 valid, i64 from, i64 to,
+                   T* panel, T* sums) {
+    constexpr i64 W = WIDTH<T>, LANES = V * W;
+    const i64 count = panels(a.columns), width = panel_width(a.columns);
+    for (i64 p = 0; p < count; p++) {
+        tile_in<V, T, IO>(x, a.columns, valid, p * width, std::min(width, a.columns - p * width), panel);
+        const i64* begin = a.begin + p * a.rows;
+        for (i64 block = from; block < to; block += W) {
+            const i64 last = std::min(block + W, to);
+            T* out = sums + (count == 1 ? 0 : block - from) * LANES;
+            for (i64 r = block; r < last; r++) {
+                Vec<T> total[V];
+                T* sum = out + (r - block) * LANES;
+                T start[1] = {0};
+                if (p == 0 && bias) convert(bias + r, start, 1);
+#pragma GCC unroll 8
+                for (int v = 0; v < V; v++) total[v] = p ? load(sum + v * W) : splat<T>(start[0]);
+                for (i64 i = begin[r]; i < begin[r + 1]; i++) {
+                    const Vec<T> w = splat<T>(values[i]);
+                    const T* row = panel + a.column[i] * LANES;
+#pragma GCC unroll 8
+                    for (int v = 0; v < V; v++) total[v] += w * load(row + v * W);
+                }
+#pragma GCC unroll 8
+                for (int v = 0; v < V; v++) store(sum + v * W, total[v]);
+            }
+            if (p + 1 == count)
+                for (i64 v = 0; v < V; v++)
+                    transpose_out<T, IO>(out + v * W, LANES, y + v * W * a.rows + block, a.rows, valid - v * W,
+                                         last - block);
+        }
+    }
+}
+
+// Y = X Aᵀ (+ bias), parallel over tiles of tokens, and over rows where tiles are few.
+template <class T, class IO>
+void multiply(const Index& a, const T* values, const IO* x, const IO* bias, IO* y, i64 tokens, i64 threads) {
+    constexpr i64 W = WIDTH<T>, LANES = VECTORS * W;
+    const i64 tiles = (tokens + LANES - 1) / LANES, blocks = (a.rows + W - 1) / W;
+    if (tiles == 0) return;
+    const i64 chunks = std::max<i64>(1, std::min(blocks, tiles >= 2 * threads ? 1 : (2 * threads + tiles - 1) / tiles));
+    const i64 per_chunk = (blocks + chunks - 1) / chunks * W;
+#pragma omp parallel num_threads(threads)
+    {
+        Buffer<T> panel((panel_width(a.columns) + W) * LANES);
+        Buffer<T> sums((panels(a.columns) == 1 ? W : per_chunk + W) * LANES);
+#pragma omp for schedule(dynamic, 1)
+        for (i64 item = 0; item < tiles * chunks; item++) {
+            const i64 first = item / chunks * LANES, valid = std::min(LANES, tokens - first);
+            const i64 from = item % chunks * per_chunk, to = std::min(from + per_chunk, a.rows);
+            const IO* in = x + first * a.columns;
+            IO* out = y + first * a.rows;
+            if (from >= to) continue;
+            if (valid <= W) multiply_tile<1, T, IO>(a, values, in, bias, out, valid, from, to, panel, sums);
+            else multiply_tile<VECTORS, T, IO>(a, values, in, bias, out, valid, from, to, panel, sums);
+        }
+    }
+}
+
+// gradient[i] (+)= dy_row · x_column over one tile, for a run of entries of one row; `y` is the row's V vectors.
+template <int V, class T> INLINE void sample_run(const T* y, const T* panel, const uint16_t* column, i64 n, T* gradient, bool add) {
+    constexpr i64 W = WIDTH<T>, LANES = V * W;
+    Vec<T> row[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) row[v] = load(y + v * W);
+    const auto dot = [&](i64 i) __attribute__((always_inline)) {
+        const T* x = panel + column[i] * LANES;
+        Vec<T> sum = row[0] * load(x);
+#pragma GCC unroll 8
+        for (int v = 1; v < V; v++) sum += row[v] * load(x + v * W);
+        return sum;
+    };
+    i64 i = 0;
+    for (; i + W <= n; i += W) {
+        Vec<T> d[W];
+#pragma GCC unroll 16
+        for (int j = 0; j < W; j++) d[j] = dot(i + j);
+        const Vec<T> s = Exchange<T, W / 2>().sums(d);
+        store(gradient + i, add ? load(gradient + i) + s : s);
+    }
+    if (i < n) {
+        T kept[W * W], s[W];
+        for (i64 j = 0; j < W; j++) store(kept + j * W, i + j < n ? dot(i + j) : Vec<T>{});
+        Vec<T> d[W];
+        for (int j = 0; j < W; j++) d[j] = load(kept + j * W);
+        store(s, Exchange<T, W / 2>().sums(d));
+        for (i64 j = 0; i + j < n; j++) gradient[i + j] = add ? gradient[i + j] + s[j] : s[j];
+    }
+}
+
+// The rows of equal shares of entries: boundaries[t] … boundaries[t + 1] for thread t, whole vectors of rows.
+inline std::vector<i64> shares(const Index& a, i64 threads, i64 W) {
+    std::vector<i64> cut(threads + 1, a.rows);
+    cut[0] = 0;
+    for (i64 t = 1; t < threads; t++) {
+        const i64 want = a.row_entries[a.rows] * t / threads;
+        const i64 row = std::lower_bound(a.row_entries, a.row_entries + a.rows + 1, want) - a.row_entries;
+        cut[t] = std::max(cut[t - 1], std::min(a.rows, (row + W / 2) / W * W));
+    }
+    return cut;
+}
+
+// dW (dense, rows × columns): zero where masked. Parallel over rows; tokens in blocks whose transposed X all threads share.
+template <class T, class IO>
+void sample(const Index& a, const IO* dy, const IO* x, IO* dw, i64 tokens, i64 threads) {
+    constexpr i64 W = WIDTH<T>, V = VECTORS, LANES = V * W, AT_ONCE = 16;
+    const i64 tiles = (tokens + LANES - 1) / LANES, count = panels(a.columns), width = panel_width(a.columns);
+    const i64 padded = (width + W - 1) / W * W;
+    const std::vector<i64> cut = shares(a, threads, W);
+    Buffer<T> gradient(a.row_entries[a.rows] + W);
+    Buffer<T> transposed(std::min(AT_ONCE, tiles) * count * padded * LANES);
+#pragma omp parallel num_threads(threads)
+    {
+        T block[W * LANES] __attribute__((aligned(64)));
+        for (i64 first = 0; first < tiles; first += AT_ONCE) {
+            const i64 here = std::min(AT_ONCE, tiles - first);
+#pragma omp for schedule(dynamic, 1)
+            for (i64 item = 0; item < here * count; item++) {
+                const i64 tile = first + item / count, p = item % count;
+                tile_in<V, T, IO>(x + tile * LANES * a.columns, a.columns, std::min(LANES, tokens - tile * LANES), p * width,
+                                  std::min(width, a.columns - p * width), transposed + item * padded * LANES);
+            }
+#pragma omp for schedule(static, 1)
+            for (i64 t = 0; t < threads; t++)
+                for (i64 item = 0; item < here * count; item++) {
+                    const i64 tile = first + item / count, p = item % count, at = tile * LANES;
+                    const i64* begin = a.begin + p * a.rows;
+                    for (i64 r0 = cut[t]; r0 < cut[t + 1]; r0 += W) {
+                        const i64 rows = std::min(W, cut[t + 1] - r0);
+                        if (begin[r0] == begin[r0 + rows]) continue;
+                        tile_in<V, T, IO>(dy + at * a.rows, a.rows, std::min(LANES, tokens - at), r0, rows, block);
+                        for (i64 r = r0; r < r0 + rows; r++)
+                            sample_run<V, T>(block + (r - r0) * LANES, transposed + item * padded * LANES,
+                                             a.column + begin[r], begin[r + 1] - begin[r], gradient + begin[r], tile > 0);
+                    }
+                }
+        }
+#pragma omp for schedule(static, 1)
+        for (i64 t = 0; t < threads; t++)
+            for (i64 r = cut[t]; r < cut[t + 1]; r++) {
+                std::memset((void*)(dw + r * a.columns), 0, a.columns * sizeof(IO));
+                for (i64 p = 0; tokens && p < count; p++)
+                    for (i64 i = a.begin[p * a.rows + r]; i < a.begin[p * a.rows + r + 1]; i++)
+                        convert(gradient + i, dw + r * a.columns + p * width + a.column[i], 1);
+            }
+    }
+}

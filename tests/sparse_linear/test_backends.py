@@ -1,0 +1,204 @@
+"""Every backend against the definition: forward and all gradients, odd shapes, values that are not finite."""
+
+import ctypes
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mst_scale import compiled
+from mst_scale.sparse_linear import cpp, cpu, definition
+from mst_scale.sparse_linear.mkl import MKLIndex
+
+BACKENDS = {"compiled": cpp.CompiledIndex, "mkl": MKLIndex}
+# A sum of n products in precision eps is off by at most n·eps times the sum of their sizes: a random walk, so √n·eps in
+# practice. The definition runs in float64; 16-bit types round their output (MKL's twice: its bias is added after), and
+# x, w, dy are exact in both.
+EPS = {torch.float32: 2**-24, torch.float64: 2**-53, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def case(outputs, inputs, tokens, sparsity, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    active = torch.rand(outputs, inputs, generator=generator) >= sparsity
+    return active, drawn(tokens, inputs), drawn(outputs, inputs), drawn(outputs), drawn(tokens, outputs)
+
+
+def results(linear, x, weight, bias, dy):
+    """y, dx, dW, db."""
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    y = linear(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+
+def assert_close(found, expected, dtype, terms):
+    for what, a, b in zip(("y", "dx", "dW", "db"), found, expected, strict=True):
+        assert a.dtype == dtype and a.shape == b.shape, what
+        scale = b.abs().max().item() if b.numel() else 0.0
+        bound = 8 * EPS[torch.promote_types(dtype, torch.float32)] * terms**0.5 + 2 * EPS[dtype]
+        error = (a.double() - b).abs().max().item() if a.numel() else 0.0
+        assert error <= bound * max(scale, 1.0), f"{what}: {error:.2e} of {scale:.1f}"
+
+
+SHAPES = [
+    (48, 32, 64),  # whole vectors and tiles
+    (37, 19, 5),  # nothing divides
+    (70, 3200, 70),  # more inputs than one panel, a ragged tile of tokens
+    (3200, 70, 1),  # more outputs than one panel, one token
+    (33, 40, 130),
+    (3, 5, 0),  # no token
+    (1, 1, 17),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("sparsity", [0.7, 0.0, 1.0])
+def test_forward_and_gradients(backend, shape, sparsity):
+    active, *tensors = case(*shape, sparsity)
+    index = BACKENDS[backend](active)
+    found = results(lambda x, w, b: index.linear(x, w, b, False), *tensors)
+    expected = results(lambda x, w, b: definition(x, w, active, b), *(t.double() for t in tensors))
+    assert_close(found, expected, torch.float32, max(shape))
+    assert not found[2][~active].any(), "dW is exactly zero where masked"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dense_gradient", [False, True])
+def test_dtypes_and_the_dense_gradient(backend, dtype, dense_gradient):
+    active, *tensors = case(70, 100, 70, 0.8, dtype)
+    index = BACKENDS[backend](active)
+    found = results(lambda x, w, b: index.linear(x, w, b, dense_gradient), *tensors)
+    wide = (t.double() for t in tensors)
+    expected = results(lambda x, w, b: definition(x, w, active, b, dense_gradient=dense_gradient), *wide)
+    assert_close(found, expected, dtype, 100)
+    assert bool(found[2][~active].any()) == dense_gradient
+
+
+def test_the_definition_is_a_masked_dense_layer():
+    active, x, weight, bias, dy = case(12, 9, 6, 0.5)
+    weight[~active] = torch.nan  # whatever stands there
+    found = results(lambda x, w, b: definition(x, w, active, b), x, weight, bias, dy)
+    clean = weight.masked_fill(~active, 0)
+    expected = results(F.linear, x, clean, bias, dy)
+    expected[2] = expected[2].masked_fill(~active, 0)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_empty_rows_and_columns(backend):
+    active, *tensors = case(40, 50, 20, 0.5)
+    active[::3], active[:, ::4] = False, False
+    index = BACKENDS[backend](active)
+    found = results(lambda x, w, b: index.linear(x, w, b, False), *tensors)
+    assert torch.equal(found[0][:, ::3], tensors[2][::3].expand(20, -1)), "an empty row gives the bias"
+    assert not found[1][:, ::4].any() and not found[2][~active].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_values_that_are_not_finite_spread_as_in_a_dense_layer(backend, value):
+    """NaN wherever an active weight meets it; a masked weight does not see it (0 · inf is NaN in a dense product)."""
+    active, x, weight, bias, dy = case(40, 50, 20, 0.8)
+    x[3, 7] = value
+    index = BACKENDS[backend](active)
+    y, _, dw, _ = results(lambda x, w, b: index.linear(x, w, b, False), x, weight, bias, dy)
+    assert torch.equal(~y[3].isfinite(), active[:, 7]) and y[:3].isfinite().all() and y[4:].isfinite().all()
+    assert torch.equal(~dw.isfinite().all(0), torch.arange(50) == 7) and not dw[~active].any()
+    dy[5, 11] = value
+    y, dx, dw, _ = results(lambda x, w, b: index.linear(x, w, b, False), case(40, 50, 20, 0.8)[1], weight, bias, dy)
+    assert torch.equal(~dx[5].isfinite(), active[11]) and torch.equal(~dw[11].isfinite(), active[11])
+    weight[0, active[0]] = value
+    y, *_ = results(lambda x, w, b: index.linear(x, w, b, False), case(40, 50, 20, 0.8)[1], weight, bias, dy)
+    assert not y[:, 0].isfinite().any() and y[:, 1:].isfinite().all()
+
+
+def test_the_same_bits_for_any_number_of_threads():
+    active, *tensors = case(300, 260, 300, 0.9)
+    index = cpp.CompiledIndex(active)
+    index.entries *= 1000  # so that even this small call wakes them: what `run` asks is whether they are worth it
+    found = []
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        call = CompiledRun(index, *tensors)
+        found.append([call.y, call.dx, call.dw])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+class CompiledRun:
+    def __init__(self, index, x, weight, bias, dy):
+        values = torch.empty(index.entries // 1000)
+        self.y, self.dx, self.dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(weight)
+        index.run("sl_forward", len(x), x.dtype, x=x, weight=weight, bias=bias, values=values, y=self.y)
+        index.run("sl_backward", len(x), x.dtype, x=x, dy=dy, values=values, dx=self.dx, dw=self.dw)
+
+
+@pytest.mark.parametrize("flags", [["-mno-avx512f"], ["-mno-avx"]], ids=["avx2", "sse"])
+def test_other_processors(flags, tmp_path, monkeypatch):
+    """Built without this machine's widest vectors: the same to rounding."""
+    active, *tensors = case(70, 1600, 70, 0.9)
+    expected = results(lambda x, w, b: cpp.CompiledIndex(active).linear(x, w, b, False), *tensors)
+    other = ctypes.CDLL(str(compiled.build("sparse_linear", cpp.SOURCES, tmp_path, [*flags, "-O0"])))
+    cpp.declare(other)
+    monkeypatch.setattr(cpp, "library", lambda: other)
+    found = results(lambda x, w, b: cpp.CompiledIndex(active).linear(x, w, b, False), *tensors)
+    assert_close(found, [t.double() for t in expected], torch.float32, 1600)
+
+
+def test_index_is_the_mask():
+    active = torch.rand(50, 1700, generator=torch.Generator().manual_seed(1)) > 0.9
+    index = cpp.CompiledIndex(active)
+    eye = torch.eye(1700)
+    assert torch.equal(index.linear(eye, torch.ones(50, 1700), None, False).T.bool(), active)
+
+
+# --- without a compiler, with a broken one ---
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("MST_SCALE_CACHE", str(tmp_path))
+    cpp.library.cache_clear()
+    cpu._notice.cache_clear()
+    yield
+    cpp.library.cache_clear()
+    cpu._notice.cache_clear()
+
+
+def test_without_a_compiler_mkl_computes_and_one_notice_says_so(no_compiler, caplog):
+    active, *tensors = case(40, 50, 20, 0.8)
+    with caplog.at_level(logging.INFO, logger="mst_scale"):
+        assert [cpu.why_not("cpu", torch.bfloat16) for _ in range(3)] == [None] * 3
+    index = cpu.build_index(active)
+    assert isinstance(index, MKLIndex)
+    found = results(lambda x, w, b: index.linear(x, w, b, False), *tensors)
+    expected = results(lambda x, w, b: definition(x, w, active, b), *(t.double() for t in tensors))
+    assert_close(found, expected, torch.float32, 50)
+    notices = [r.message for r in caplog.records if "no C++ compiler" in r.message]
+    assert len(notices) == 1 and "MKL" in notices[0]
+
+
+def test_a_build_that_fails_half_way_leaves_nothing_behind(monkeypatch, tmp_path):
+    broken = tmp_path / "broken-compiler"
+    broken.write_text(
+        '#!/bin/sh\nfor a; do [ "$previous" = -o ] && echo half > "$a" && echo "error: out of disk" >&2 && exit 1; '
+        "previous=$a; done\nexit 0\n"
+    )
+    broken.chmod(0o755)
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(RuntimeError, match="out of disk"):
+        compiled.build("sparse_linear", cpp.SOURCES, cache, ["-O0"])
+    assert [p.name for p in cache.iterdir()] == ["build.lock"]
+    monkeypatch.delenv("CXX")
+    built = compiled.build("sparse_linear", cpp.SOURCES, cache, ["-O0"])
+    assert sorted(p.name for p in cache.iterdir()) == ["build.lock", built.name]
+    ctypes.CDLL(str(built))

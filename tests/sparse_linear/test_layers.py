@@ -1,0 +1,136 @@
+"""Where products are replaced, which backend is chosen, and what is refused."""
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from mst_scale.config.blocks import ModelConfig
+from mst_scale.models.gpt import GPT
+from mst_scale.sparse_linear import SparseLayers, dispatch
+
+
+class Other(nn.Module):
+    """A product that is not an nn.Linear's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+
+
+def layers(model, names, backend="cpu"):
+    parameters = {name: dict(model.named_parameters())[name] for name in names}
+    return SparseLayers(model, parameters, {n: tuple(p.shape) for n, p in parameters.items()}, backend)
+
+
+def sparse(model, names, backend="cpu", sparsity=0.5):
+    found = layers(model, names, backend)
+    for name in names:
+        weight = dict(model.named_parameters())[name]
+        active = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) >= sparsity
+        weight.data.masked_fill_(~active, 0)
+        found.set_mask(name, active, found.choose(name, sparsity))
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_gpt_computes_the_same_with_every_matrix_sparse(tied):
+    torch.manual_seed(0)
+    shape = ModelConfig(n_layer=2, n_head=2, n_embd=16, context=8, vocab_size=40, vocab_multiple=8, tied_head=tied)
+    model = GPT(shape)
+    names = [n for n, p in model.named_parameters() if p.dim() == 2 and "wpe" not in n and (tied or "wte" not in n)]
+    found = sparse(model, names)
+    assert all(p.index is not None for p in found.products.values()) and len(found.products) == 9
+    tokens = torch.randint(40, (2, 8))
+    loss = model(tokens, tokens)
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    for name in names:
+        found.set_mask(name, None, "dense")
+    model.zero_grad()
+    dense = model(tokens, tokens)
+    dense.backward()
+    assert torch.allclose(loss, dense, atol=1e-6)  # float32 sums in another order
+    for name, p in model.named_parameters():
+        active = p.data != 0 if name in names and name != "wte.weight" else torch.ones_like(p, dtype=torch.bool)
+        if name == "wte.weight" and tied:
+            active = p.data != 0
+        assert torch.allclose(gradients[name][active], p.grad[active], atol=1e-6), name
+
+
+def test_dense_layers_are_left_alone():
+    """No index: F.linear, to the bit; and backend dense installs nothing."""
+    model = nn.Linear(8, 8)
+    x = torch.randn(3, 8)
+    before = model(x)
+    found = layers(model, ["weight"])
+    assert torch.equal(model(x), before)
+    assert found.choose("weight", 0.0) == "dense"
+    untouched = nn.Linear(8, 8)
+    layers(untouched, ["weight"], "dense")
+    assert "forward" not in vars(untouched)
+
+
+def test_what_is_no_linear_layer_stays_dense_and_is_named(caplog):
+    model = nn.ModuleDict({"a": nn.Linear(4, 6), "b": Other()})
+    with caplog.at_level(logging.INFO, logger="mst_scale"):
+        found = layers(model, ["a.weight", "b.weight"])
+    assert list(found.products) == ["a.weight"] and found.choose("b.weight", 0.9) == "dense"
+    assert "1 of 2 sparse parameters" in caplog.text and "b.weight" in caplog.text
+
+
+def test_wrong_shapes_dtypes_and_the_mask_of_another_layer_are_refused():
+    model = nn.Linear(8, 6)
+    found = sparse(model, ["weight"])
+    with pytest.raises(ValueError, match="it is another layer's"):
+        found.set_mask("weight", torch.ones(8, 6, dtype=torch.bool), "cpu")
+    with pytest.raises(ValueError, match="the last dimension must be 8"):
+        model(torch.randn(3, 7))
+    with pytest.raises(ValueError, match=r"float64.*dtypes alike"):
+        model(torch.randn(3, 8).double())
+    with pytest.raises(ValueError, match=r"the mask is of a \(6, 8\) weight"):
+        found.products["weight"](torch.randn(3, 8), torch.randn(5, 8))
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [("block", "topology.granularity"), ("gpu", "there is no such backend: choose one of auto, dense, cpu, block")],
+)
+def test_a_backend_that_cannot_run_is_refused(backend, why):
+    with pytest.raises(ValueError, match=why):
+        layers(nn.Linear(8, 8), ["weight"], backend)
+
+
+def test_auto_follows_the_measured_crossover_and_says_so_once(monkeypatch, tmp_path, caplog):
+    table = tmp_path / "crossover.json"
+    rows = [
+        {"backend": "cpu", "dtype": "float32", "threads": 1, "shape": [512, 512], "sparsity": 0.6},
+        {"backend": "cpu", "dtype": "float32", "threads": 1, "shape": [4096, 512], "sparsity": 0.8},
+    ]
+    table.write_text(json.dumps({"crossovers": rows}))
+    monkeypatch.setattr(dispatch, "TABLE", table)
+    dispatch.table.cache_clear()
+    dispatch._say.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO, logger="mst_scale"):
+            found = [dispatch.select("auto", "cpu", torch.float32, (512, 600), s, 1) for s in (0.5, 0.7, 0.7)]
+        assert found == ["dense", "cpu", "cpu"]
+        assert [r.message.split("backend ")[1] for r in caplog.records] == [
+            "dense, cpu is faster from 60% sparsity on",
+            "cpu, measured faster from 60% sparsity on",
+        ]
+        assert dispatch.choose("cpu", torch.float32, (5000, 512), 0.7, 1)[0] == "dense"
+        assert dispatch.choose("cpu", torch.bfloat16, (512, 512), 0.99, 1)[0] == "dense"  # nothing measured
+        assert dispatch.choose("cpu", torch.float32, (64, 64), 0.99, 1)[0] == "dense"  # too small
+        assert dispatch.choose("cuda", torch.float32, (512, 512), 0.99, 1)[0] == "dense"  # unstructured on a GPU
+    finally:
+        dispatch.table.cache_clear()
+        dispatch._say.cache_clear()
+
+
+def test_the_table_that_is_shipped_holds_what_dispatch_reads():
+    for row in dispatch.table():
+        assert row["backend"] in dispatch.BACKENDS and 0 < row["sparsity"] <= 1 and len(row["shape"]) == 2
+    assert dispatch.choose("cpu", torch.float32, (3072, 768), 0.96, 1)[0] == "cpu"
