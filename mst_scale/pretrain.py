@@ -87,7 +87,6 @@ class Run:
         self.rollbacks = 0
         self.skipped: list[int] = []  # batches that rollbacks have left out
         self.asked_to_stop = False
-        self.ledger = Ledger(experiment.model, self.batch)
 
     # --- before the first step ---
 
@@ -100,6 +99,7 @@ class Run:
             self.experiment = self.ranks.together(lambda: resume.with_batch_of(self.experiment, source, world_size))
         shape = self.ranks.together(lambda: batch_shape(self.experiment.deepspeed, world_size))
         self.batch, self.micro, self.accumulation = shape
+        self.ledger = Ledger(self.experiment.model, self.batch)
         loadable = None if source is None else self._loadable(source)
         folder = self.ranks.on_first(self._corpus)
         self.train, self.val = self.ranks.together(lambda: (self._open(folder, "train"), self._open(folder, "val")))
