@@ -125,8 +125,9 @@ class Controller:
         if self.schedule.at(0).sparsity:
             self._start_sparse(experiment.mst.sparsity.initial)
         self.digests = self.masks.digests(self.exchange)
-        shapes = dict(zip(targets, self.shapes, strict=True))
-        self.layers = SparseLayers(engine.module, targets, shapes, experiment.mst.compute.backend)
+        shapes = {s.name: s.shape for s in self.shards.slices}
+        side = 1 if self.blocks is None else self.blocks.side
+        self.layers = SparseLayers(engine.module, targets, shapes, experiment.mst.compute.backend, side)
         self._compute_with_masks()
         zero_shards.around_model_step(engine, self._before_step, self._after_step)
         zero_shards.after_master_update(engine, self._after_update)

@@ -9,6 +9,8 @@ from mst_scale.config import METHODS, load, to_dict
 from mst_scale.inspect import inspect
 from tests import pool
 from tests.mixed_growing import block_oracle
+from tests.sparse_linear.test_training import config as gpt_config
+from tests.sparse_linear.test_training import losses_and_masks, mean_over_ranks
 from tests.test_engine import OFFLOAD, invariants, masks_from_given_scores, mst_config, shas, train
 from tests.toys import toy
 
@@ -134,3 +136,18 @@ def test_a_wrong_granularity_is_refused(granularity, message):
     with pytest.raises(ValueError) as error:
         load({**MINIMAL, "mst": {"topology": {"granularity": granularity}}})
     assert message in str(error.value)
+
+
+# --- compute ---
+
+
+def test_a_cpu_multiplies_with_the_weights_of_the_blocks():
+    """The kernel for single weights takes any mask; tolerance as in tests/sparse_linear/test_training.py."""
+    runs = {}
+    for backend in ("dense", "cpu"):
+        config = gpt_config(2, 2, backend)
+        config["mst"]["topology"]["granularity"] = BLOCKS
+        runs[backend] = pool.run(losses_and_masks, 2, config, 1)
+    dense, sparse = mean_over_ranks(runs["dense"]), mean_over_ranks(runs["cpu"])
+    assert (dense - sparse).abs().max() < 2e-4
+    assert [indexed for _, _, indexed in runs["cpu"]] == [5, 5]
