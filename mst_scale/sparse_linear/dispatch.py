@@ -88,14 +88,24 @@ def why_not(backend: str, device: str, dtype: torch.dtype, shape: tuple[int, ...
         from mst_scale.sparse_linear import cpu
 
         return cpu.why_not(device, dtype)
-    if backend == "block" and block == 1:
-        return "it multiplies with blocks, and these masks are made of single weights (topology.granularity)"
+    if backend == "block":
+        if block == 1:
+            return "it multiplies with blocks, and these masks are made of single weights (topology.granularity)"
+        try:
+            from mst_scale.sparse_linear import block as block_kernels
+        except ImportError as error:
+            return f"triton cannot be imported ({error})"
+        return block_kernels.why_not(device, dtype, block)
     return None
 
 
 def build_index(backend: str, active: torch.Tensor, block: int) -> Index:
     """The index of a mask for a backend that can run."""
-    assert backend == "cpu", (backend, block)
+    if backend == "block":
+        from mst_scale.sparse_linear import block as block_kernels
+
+        return block_kernels.BlockIndex(active, block)
+    assert backend == "cpu", backend
     from mst_scale.sparse_linear import cpu
 
     return cpu.build_index(active)

@@ -1,0 +1,73 @@
+"""Cases of the block kernels and their errors against masked dense products in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mst_scale.sparse_linear.block import BlockIndex
+from mst_scale.sparse_linear.definition import definition
+
+# One rounding of the result to its type, and sums in float32 of some hundred terms of size 1.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def mask_of(outputs: int, inputs: int, side: int, kind: str) -> torch.Tensor:
+    down, across = -(-outputs // side), -(-inputs // side)
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    blocks = torch.rand(down, across, generator=generator) < 0.3
+    if kind == "empty rows":
+        blocks[0], blocks[:, -1], blocks[-1, 0] = False, False, True
+    elif kind in ("all", "none"):
+        blocks[:] = kind == "all"
+    elif kind == "one":
+        blocks[:] = False
+        blocks[-1, -1] = True
+    weights = blocks.repeat_interleave(side, 0).repeat_interleave(side, 1)
+    return weights[:outputs, :inputs].contiguous()
+
+
+def errors(case: dict[str, Any], device: str = "cpu") -> dict[str, float]:
+    """Largest error of y, dx, dw and db, relative to the largest value of each."""
+    dtype = getattr(torch, case["dtype"])
+    outputs, inputs, tokens = case["outputs"], case["inputs"], case["tokens"]
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    x, weight, dy = draw(tokens, inputs), draw(outputs, inputs), draw(tokens, outputs)
+    bias = draw(outputs) if case["bias"] else None
+    active = mask_of(outputs, inputs, case["side"], case["kind"])
+    exact = _differentiate(
+        lambda a, w, b: definition(a, w, active, b, dense_gradient=case["dense"]),
+        *(None if t is None else t.double() for t in (x, weight, bias, dy)),
+    )
+    index = BlockIndex(active.to(device), case["side"])
+    weight = weight.masked_fill(~active, float("nan"))  # what is masked is never read
+    if case["transposed"]:
+        weight = weight.T.contiguous().T
+    found = _differentiate(
+        lambda a, w, b: index.linear(a, w, b, case["dense"]),
+        *(None if t is None else t.to(device) for t in (x, weight, bias, dy)),
+    )
+    report = {}
+    for name, mine in found.items():
+        other = exact[name]
+        if not mine.numel():
+            report[name] = 0.0
+            continue
+        assert mine.dtype == dtype and mine.shape == other.shape
+        report[name] = float((mine.cpu().double() - other).abs().max() / other.abs().max().clamp(min=1e-30))
+    if not case["dense"]:
+        assert not found["dw"].cpu()[~active].count_nonzero(), "zero where masked"
+    return report
+
+
+def _differentiate(function: Any, x: Any, weight: Any, bias: Any, dy: Any) -> dict[str, torch.Tensor]:
+    leaves = [t.detach().clone().requires_grad_() if t is not None else None for t in (x, weight, bias)]
+    y = function(*leaves)
+    wanted = [t for t in leaves if t is not None]
+    gradients = torch.autograd.grad(y, wanted, dy)
+    return dict(zip(("y", "dx", "dw", "db"), (y.detach(), *gradients), strict=False))

@@ -1,0 +1,171 @@
+"""The Triton block kernels: interpreted on CPU, compiled for a GPU that need not be there, run on one (marker gpu)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from mst_scale.sparse_linear import block, dispatch  # noqa: E402
+from tests.sparse_linear.block_cases import TOLERANCE, errors, mask_of  # noqa: E402
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+KINDS = ("some", "empty rows", "one", "all", "none")
+
+
+def case(**changes: Any) -> dict[str, Any]:
+    usual = {"outputs": 70, "inputs": 100, "tokens": 40, "side": 16, "kind": "some", "dtype": "float32"}
+    return {**usual, "bias": True, "dense": False, "transposed": False, **changes}
+
+
+INTERPRETED = [
+    *(case(kind=kind) for kind in KINDS),
+    *(case(side=side, tokens=70) for side in (32, 64, 128)),  # one tile of tokens and a cut one; one block for 128
+    case(outputs=64, inputs=96, bias=False),  # whole blocks
+    case(outputs=1, inputs=1, tokens=1),
+    case(tokens=0),
+    case(tokens=1300, outputs=16, inputs=40),  # tokens are split
+    case(dtype="float16", tokens=70, side=32),
+    case(dtype="float16", kind="empty rows", transposed=True),
+    case(dense=True),
+    case(transposed=True, bias=False),
+]
+
+
+def interpret(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.sparse_linear.interpret_block"],
+        input=json.dumps(cases),
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.removeprefix("result ") for line in done.stdout.splitlines() if line.startswith("result ")]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> list[dict[str, Any]]:
+    return interpret([*INTERPRETED, {"stage": 3}])
+
+
+@pytest.mark.parametrize("index", range(len(INTERPRETED)), ids=lambda i: "-".join(map(str, INTERPRETED[i].values())))
+def test_interpreted(interpreted: list[dict[str, Any]], index: int) -> None:
+    allowed = TOLERANCE[getattr(torch, INTERPRETED[index]["dtype"])]
+    assert set(interpreted[index]) == {"y", "dx", "dw"} | ({"db"} if INTERPRETED[index]["bias"] else set())
+    for name, error in interpreted[index].items():
+        assert error <= allowed, name
+
+
+def test_training_with_the_kernels(interpreted: list[dict[str, Any]]) -> None:
+    """Ten steps at ZeRO-3, three of them topology steps, tolerance as in test_training.py; 4 layers, the tied head."""
+    assert interpreted[-1]["difference"] < 2e-4
+    assert interpreted[-1]["indexed"] == 5
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_of_single_weights_is_refused():
+    active = mask_of(64, 64, 16, "some")
+    active[3, 5] ^= True
+    with pytest.raises(ValueError, match="not made of 16 × 16 blocks"):
+        block.BlockIndex(active, 16)
+    with pytest.raises(ValueError, match="not made of 32 × 32 blocks"):
+        block.BlockIndex(mask_of(70, 100, 16, "some"), 32)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "side", "reason"),
+    [
+        ("cpu", torch.float32, 16, "needs a CUDA device"),
+        ("cuda", torch.float32, 1, "single weights"),
+        ("cuda", torch.float32, 8, "blocks of 16, 32, 64, 128, not of 8"),
+        ("cuda", torch.float64, 16, "does not take torch.float64"),
+    ],
+)
+def test_why_not(device: str, dtype: torch.dtype, side: int, reason: str):
+    assert reason in str(dispatch.why_not("block", device, dtype, (64, 64), side))
+
+
+def test_why():
+    assert dispatch.why_not("block", "cuda", torch.bfloat16, (64, 64), 16) is None
+
+
+# --- compiled ------------------------------------------------------------------------------------------------------
+
+
+COMPILED = {
+    "y": ("_product", {"BIAS": True, "WIDTH": 64, "TOKENS": 128, "weight_input": 1}),
+    "dx": ("_product", {"BIAS": False, "WIDTH": 64, "TOKENS": 128, "weight_output": 1}),
+    "dw": ("_weight_gradient", {"SPLIT": True, "TOKENS": 64}),
+    "sum": ("_add_parts", {}),
+}
+
+
+@pytest.mark.parametrize("side", block.SIDES)
+@pytest.mark.parametrize("what", COMPILED)
+def test_compiles_for_a_gpu(what: str, side: int) -> None:
+    """Machine code for an H100, with no GPU at hand; shared memory of one block within an A100's 163 KiB.
+
+    Sizes are marked as multiples of 16, as they are in any model worth a GPU: the gathers must then be copies of 16
+    bytes that run ahead of the matrix unit.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, constants = COMPILED[what]
+    function = getattr(block, kernel)
+    constants = {**constants, "SIDE": side} | ({} if kernel == "_product" else {"WIDTH": max(64, side)})
+    pointers = dict.fromkeys(("x", "weight", "bias", "y", "dy", "dw"), "*bf16") | {"parts": "*fp32"}
+    pointers |= dict.fromkeys(("begin", "others", "group_row", "group_number"), "*i32")
+    types = pointers | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in function.arg_names}
+    at = function.arg_names.index
+    aligned = (*pointers, "outputs", "inputs", "weight_output", "weight_input")
+    attributes = {(at(n),): [["tt.divisibility", 16]] for n in signature if n in aligned and n not in constants}
+    source = ASTSource(function, signature, {(at(n),): value for n, value in constants.items()}, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3})
+    if what != "sum":
+        assert "wgmma" in compiled.asm["ptx"], "tensor cores"
+        assert "cp.async.cg" in compiled.asm["ptx"]
+        assert compiled.asm["ptx"].count("ld.global.b16") <= 1, "of the bias"
+    assert compiled.metadata.shared <= 163 * 1024
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("side", block.SIDES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu(dtype: str, side: int, kind: str) -> None:
+    found = errors(case(dtype=dtype, side=side, kind=kind, outputs=777, inputs=1030, tokens=3000), "cuda")
+    # float32 sums of a thousand terms; in dW of three thousand
+    assert max(found.values()) <= 2 * TOLERANCE[getattr(torch, dtype)], found
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_same_bits_each_time() -> None:
+    active = mask_of(1024, 1024, 32, "some").cuda()
+    x, weight, dy = (torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    index = block.BlockIndex(active, 32)
+    for product in (
+        lambda: index.forward(x, weight[:1024], None),
+        lambda: index.input_gradient(dy, weight[:1024]),
+        lambda: index.weight_gradient(x, dy),
+    ):
+        assert torch.equal(product(), product())
