@@ -34,6 +34,7 @@ setup(
         "datasets>=3",
         "pyarrow>=15",
         "tensorboard>=2.16",
+        "matplotlib>=3.9",
         "tqdm>=4.66",
         "ninja>=1.11",
     ],

@@ -26,10 +26,10 @@ class ProgressLine:
             f"ETA {clock(left)}",
         ]
         if row["flops"] < row["flops_dense"] or row["sparsity"]:
-            sparsity, target = row["sparsity"], row["target_sparsity"]
-            aim = "" if abs(sparsity - target) < 0.01 else f", target {target:.0%}"
-            parts.insert(2, f"{row['phase']}, {sparsity:.0%} sparse{aim}")
-            parts.insert(3, f"FLOPs ÷{row['flops_dense'] / row['flops']:.2f}")
+            saved = row["flops_dense"] - row["flops"]
+            size, unit = flops_unit(saved)
+            parts.insert(2, f"{row['phase']}, sparsity {row['sparsity']:.0%} of {row['target_sparsity']:.0%}")
+            parts.insert(3, f"FLOPs ÷{row['flops_dense'] / row['flops']:.2f}, {saved / size:.3g} {unit} saved")
         line = " · ".join(parts)
         if self.live:
             width = shutil.get_terminal_size().columns - 1
@@ -48,6 +48,14 @@ class ProgressLine:
         if self.live:
             self.out.write("\r\x1b[K")
             self.out.flush()
+
+
+UNITS = ((1e24, "YFLOP"), (1e21, "ZFLOP"), (1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
+
+
+def flops_unit(largest: float) -> tuple[float, str]:
+    """(divide by, unit), so that small numbers are shown."""
+    return next(((size, name) for size, name in UNITS if largest >= size), (1.0, "FLOP"))
 
 
 def clock(seconds: float) -> str:

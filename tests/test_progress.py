@@ -6,9 +6,9 @@ from mst_scale.progress import ProgressLine, clock, table
 
 ROW = {
     "step": 20, "loss": 2.5, "tokens_per_s": 12345.6, "phase": "ultra", "sparsity": 0.8, "target_sparsity": 0.8,
-    "flops": 1.0, "flops_dense": 4.0,
+    "flops": 1e12, "flops_dense": 4e12,
 }  # fmt: skip
-DENSE = {**ROW, "phase": "dense", "sparsity": 0.0, "target_sparsity": 0.0, "flops": 4.0}
+DENSE = {**ROW, "phase": "dense", "sparsity": 0.0, "target_sparsity": 0.0, "flops": 4e12}
 
 
 class Terminal(io.StringIO):
@@ -27,7 +27,9 @@ def test_plain_lines_where_there_is_no_terminal():
     line.show(ROW)
     line.show({**DENSE, "step": 40})
     first, second = out.getvalue().splitlines()
-    assert first.startswith("step  20/100 · loss 2.5000 · ultra, 80% sparse · FLOPs ÷4.00 · 12,346 tokens/s · ETA ")
+    assert first.startswith(
+        "step  20/100 · loss 2.5000 · ultra, sparsity 80% of 80% · FLOPs ÷4.00, 3 TFLOP saved · 12,346 tokens/s · ETA "
+    )
     assert "sparse" not in second and "FLOPs" not in second, "a dense run speaks of no sparsity"
 
 
@@ -39,7 +41,7 @@ def test_one_line_rewritten_on_a_terminal():
     line.say("saved")
     text = out.getvalue()
     assert text.count("\n") == 1 and text.count("\r") == 3
-    assert "80% sparse, target 50%" in text
+    assert "sparsity 80% of 50%" in text
     assert text.endswith("saved\n")
 
 

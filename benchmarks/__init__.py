@@ -1,0 +1,1 @@
+"""Programs that measure: `mst bench WHAT`, or `python -m benchmarks.WHAT`."""

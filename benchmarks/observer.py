@@ -1,0 +1,129 @@
+"""What does it cost to look at the weights while they train?
+
+    python -m benchmarks.observer [--rounds N] [--json | --markdown]
+
+    look      what TensorBoard gets every `training.look_every` steps (default 500): moments of all matrices, histograms
+              and pictures of a few, written through DeepSpeed's monitor; against those 500 steps
+    snapshot  what is kept at the end of a phase, against the shortest phase (1/14) of a run of 140,000 steps
+
+The model is that of `benchmarks.training`: GPT-2 small's widths and whole head, 4 of its 12 layers, 96 % sparse, one
+sequence of 1024 tokens a step (a step of the paper has 480). Steps and looks alternate; times are medians. `share` is
+what looking adds. A run that would spend more than 1 % of its time on TensorBoard's looks leaves some out by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.training import MASKED_MODEL, config, machine
+
+Row = dict[str, Any]
+ASKED = 0.01
+EVERY, PHASE = 500, 10_000
+
+
+def run(rounds: int) -> list[Row]:
+    import mst_scale
+    from mst_scale import distributed
+    from mst_scale.config import ModelConfig, load
+    from mst_scale.models.gpt import GPT
+    from mst_scale.observer import Observer
+
+    ranks = distributed.init()
+    folder = Path(tempfile.mkdtemp(prefix="mst-bench-"))
+    mst = {"method": "sparse", "sparsity": {"max": 0.96}, "attention": {"pattern": "dense"}}
+    board = {"enabled": True, "output_path": str(folder), "job_name": ""}
+    raw = config(MASKED_MODEL, 1, 1, training={"steps": 10**6}, mst=mst, tensorboard=board)
+    engine = mst_scale.initialize(model=GPT(ModelConfig(**MASKED_MODEL)), config=raw)[0]
+    observer = Observer(engine, load(raw), folder, ranks, step=1)
+    tokens = torch.randint(50257, (1, 1024), generator=torch.Generator().manual_seed(1))
+    times: dict[str, list[float]] = {"step": [], "look": [], "snapshot": []}
+
+    def step() -> None:
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+
+    def look() -> None:
+        observer.spent = 0.0  # so that none is left out
+        observer._show(0)
+
+    sides = {"step": step, "look": look, "snapshot": lambda: observer._keep(1)}
+    for _ in range(rounds + 1):  # the first round warms up
+        for name, side in sides.items():
+            start = time.perf_counter()
+            side()
+            times[name].append(time.perf_counter() - start)
+    middle = {name: 1e3 * statistics.median(values[1:]) for name, values in times.items()}
+    spread = {name: [round(1e3 * q, 1) for q in statistics.quantiles(v[1:], n=4)[::2]] for name, v in times.items()}
+    return [
+        {
+            "what": what,
+            "ours_ms": round(middle[what], 1),
+            "ours_range": spread[what],
+            "rival": f"{steps:,} steps",
+            "rival_ms": round(steps * middle["step"], 1),
+            "speedup": round(steps * middle["step"] / middle[what], 1),
+            "step_ms": round(middle["step"], 1),
+            "step_range": spread["step"],
+            "share": middle[what] / (steps * middle["step"]),
+            "asked": ASKED,
+        }
+        for what, steps in (("look", EVERY), ("snapshot", PHASE))
+    ]
+
+
+def table(rows: list[Row]) -> str:
+    lines = ["| what | ms (middle half) | a step ms (middle half) | against | it adds | asked |", "|" + "---|" * 6]
+    for r in rows:
+        low, high = r["ours_range"]
+        first, last = r["step_range"]
+        cells = [r["what"], f"{r['ours_ms']:,} ({low:,}–{high:,})", f"{r['step_ms']:,} ({first:,}–{last:,})"]
+        lines.append(f"| {' | '.join(cells)} | {r['rival']} | {r['share']:.3%} | < {r['asked']:.0%} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.observer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="for machines")
+    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    options = parser.parse_args(arguments)
+    if options.rounds < 2:
+        raise ValueError("--rounds must be at least 2")
+    torch.set_num_threads(options.threads)
+    out, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed speaks on stdout, where our tables belong
+    try:
+        rows = run(options.rounds)
+    finally:
+        sys.stdout = out
+    about = machine(options.threads)
+    if options.json:
+        print(json.dumps({"machine": about, "rows": rows}))
+    elif options.markdown:
+        title, _, text = (__doc__ or "").partition("\n")
+        facts = ", ".join(f"{key} {value}" for key, value in about.items())
+        body = text.strip().split("\n\n", 1)[1]
+        command = f"python -m benchmarks.observer --rounds {options.rounds} --markdown"
+        print(f"# {title}\n\n`{command}`\n\n{facts}\n\n{table(rows)}\n\n```\n{body}\n```")
+    else:
+        print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,87 @@
+"""`mst report`: what did training look like?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ABOUT = """\
+One page with every figure of a run, or of several runs compared: loss and perplexity over steps, FLOPs and time;
+sparsity, phases and attention; pruning, growing and the layers; weights beside their masks; a table of costs.
+
+RUN is the OUT folder of a training run, finished or not. The page is RUN/report/index.html; beside it lies each figure
+as PNG and SVG, light and dark. Several runs go into --out; those that differ only in their seed are one line, mean and
+range. What a run does not tell is left out with a note. --json prints {"page", "figures", "notes", "runs"}."""
+
+EXAMPLES = """\
+examples:
+  mst report runs/demo
+  mst report --watch runs/demo                          # anew every 30 s until the run ends; the page reloads itself
+  mst report runs/mst-* runs/dense-* --out runs/compared
+"""
+
+
+def add(subparsers: Any) -> None:
+    verb = subparsers.add_parser(
+        "report",
+        help="draw a run, or compare several",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    verb.add_argument("--out", type=Path, metavar="DIR", help="where the report goes (one run: RUN/report)")
+    verb.add_argument("--watch", action="store_true", help="draw anew while the runs train, until they end")
+    verb.add_argument("--every", type=int, default=30, metavar="S", help="seconds between two drawings (30)")
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
+    verb.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.every < 1:
+        raise ValueError(f"--every {args.every}: give at least 1 second")
+    if args.out is None and len(args.runs) > 1:
+        raise ValueError("several runs are compared in a folder of their own: give --out DIR")
+    try:
+        from mst_scale.report.build import Report
+    except ModuleNotFoundError as error:
+        raise ValueError(f"reports are drawn with matplotlib ({error}): pip install matplotlib") from None
+
+    report = Report(args.runs, args.out or args.runs[0] / "report")
+    if args.watch:
+        _watch(report, args.every)
+    report.read()
+    found = report.write(say=_progress)
+    _progress("")
+    print(json.dumps(found) if args.json else _words(found))
+    return 0
+
+
+def _watch(report: Any, every: int) -> None:
+    """The page alone, as long as a run goes on; the picture files come at the end."""
+    print(f"writing {report.out / 'index.html'} every {every} s until the run ends; Ctrl-C stops", file=sys.stderr)
+    try:
+        while True:
+            if report.read() or not (report.out / "index.html").exists():
+                report.write(pictures=False, refresh=every)
+            if report.finished:
+                return
+            time.sleep(every)
+    except KeyboardInterrupt:
+        return
+
+
+def _progress(message: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{message}")
+        sys.stderr.flush()
+
+
+def _words(found: dict[str, Any]) -> str:
+    lines = [f"{found['page']}: {len(found['figures'])} figures, each also as PNG and SVG beside it"]
+    lines += [f"  {note}" for note in found["notes"]]
+    return "\n".join(lines)

@@ -1,0 +1,150 @@
+"""How does a report come about? Runs are read, figures drawn, the page and the picture files written.
+
+`Report.update()` may be called again and again while the runs go on.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mst_scale.report import table
+from mst_scale.report.curves import comparing
+from mst_scale.report.groups import Group, grouped
+from mst_scale.report.page import Figure, Section, page
+from mst_scale.report.reading import Reader, Run
+from mst_scale.report.style import DARK, LIGHT, Missing, Plot, drawn, drawn_png, inline, recoloured
+from mst_scale.report.topology import one_run
+from mst_scale.report.weights import by_scale, deviations, heat_maps
+
+SHOWN_ALONE = 8  # groups that get a section of their own
+Say = Callable[[str], None]
+
+
+class Report:
+    """The page over some runs, in the folder `out`."""
+
+    def __init__(self, folders: Sequence[Path], out: Path):
+        self.out = out
+        names = unambiguous(folders)
+        self.readers = [Reader(folder, name) for folder, name in zip(folders, names, strict=True)]
+
+    def read(self) -> bool:
+        """What has come since the last time; whether anything has."""
+        return sum(reader.update() for reader in self.readers) > 0
+
+    @property
+    def runs(self) -> list[Run]:
+        return [reader.run for reader in self.readers]
+
+    @property
+    def finished(self) -> bool:
+        return all(run.finished for run in self.runs)
+
+    def write(self, *, pictures: bool = True, refresh: int | None = None, say: Say = lambda _: None) -> dict[str, Any]:
+        """Draw everything; without `pictures` the page alone. What was written, for machines."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        groups = grouped(self.runs)
+        sections = [self._overview(groups), Section("Curves"), *([] if len(groups) == 1 else [Section("Weights")])]
+        scale = by_scale(groups)
+        alone = groups[:SHOWN_ALONE]
+        jobs: list[tuple[Section, str, Plot]] = [(sections[1], "", plot) for plot in comparing(groups)]
+        if len(groups) > 1:
+            jobs.append((sections[2], "", scale))
+        for i, group in enumerate(alone):
+            run, prefix = group.first, f"run{i + 1}-" if len(groups) > 1 else ""
+            plots = one_run(run)
+            weights = [*deviations(run), *([scale] if len(groups) == 1 else []), *heat_maps(run, len(groups) == 1)]
+            mine = [Section(f"Sparsity: {_called(group)}"), Section(f"Weights: {_called(group)}")]
+            for section, some in zip(mine, (plots, weights), strict=True):
+                jobs += [(section, prefix, plot) for plot in some]
+            sections += mine
+        if len(groups) > SHOWN_ALONE:
+            rest = ", ".join(group.name for group in groups[SHOWN_ALONE:])
+            sections[0].notes.append(f"without sections of their own (the first {SHOWN_ALONE} have one): {rest}")
+        for i, (section, prefix, plot) in enumerate(jobs):
+            say(f"figure {i + 1} of {len(jobs)}")
+            self._add(section, prefix, plot, pictures)
+        title = f"Training report: {', '.join(group.name for group in groups)}"
+        if len(self.runs) == 1:
+            title = f"Training report: {self.runs[0].name}"
+        document = page(title[:200], _lead(self.runs), sections, refresh)
+        path = self.out / "index.html"
+        draft = path.with_suffix(".partial")
+        draft.write_text(document, encoding="utf-8")
+        os.replace(draft, path)
+        figures = [figure for section in sections for figure in section.figures]
+        return {
+            "page": str(path),
+            "figures": [{"name": f.key, "caption": f.caption, "files": f.files} for f in figures],
+            "notes": [note for section in sections for note in section.notes],
+            "runs": table.rows(groups),
+        }
+
+    def _overview(self, groups: Sequence[Group]) -> Section:
+        section = Section("Runs")
+        head, lines = table.cells(groups)
+        section.tables.append(("", head, lines))
+        for run in self.runs:
+            scores = table.evaluation(run)
+            if scores:
+                section.tables.append((f"Evaluation: {run.name}", *scores))
+            events = table.events(run)
+            if events:
+                section.tables.append((f"What happened: {run.name}", *events))
+        for run in self.runs:
+            prefix = f"{run.name}: " if len(self.runs) > 1 else ""
+            section.notes += [prefix + note for note in run.notes]
+        return section
+
+    def _add(self, section: Section, prefix: str, plot: Plot, pictures: bool) -> None:
+        key = prefix + plot.key
+        try:
+            png, svg = drawn(plot, LIGHT, png=pictures)
+        except Missing as missing:
+            section.notes.append(f"{plot.key} is left out: {missing}")
+            return
+        files = []
+        if pictures:
+            dark_png = drawn_png(plot, DARK)
+            for name, content in (
+                (f"{key}.png", png),
+                (f"{key}.svg", svg.encode()),
+                (f"{key}-dark.png", dark_png),
+                (f"{key}-dark.svg", recoloured(svg, DARK).encode()),
+            ):
+                (self.out / name).write_bytes(content)
+                files.append(name)
+        section.figures.append(Figure(key, plot.caption, inline(svg, key, html.escape(plot.caption)), files))
+
+
+def unambiguous(folders: Sequence[Path]) -> list[str]:
+    """Names of the runs: the folder's, with its parents' where two are called the same."""
+    full = [folder.resolve() for folder in folders]
+    if len(set(full)) != len(full):
+        twice = next(folder for folder in full if full.count(folder) > 1)
+        raise ValueError(f"{twice} is given twice")
+    for depth in range(1, 20):
+        names = ["/".join(folder.parts[-depth:]) for folder in full]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _called(group: Group) -> str:
+    if len(group.runs) == 1:
+        return group.name
+    return f"{group.name} ({group.first.name}, one of {len(group.runs)} seeds)"
+
+
+def _lead(runs: Sequence[Run]) -> str:
+    if len(runs) > 1:
+        return f"{len(runs)} runs compared; those that differ only in their seed are one line, mean and range."
+    run = runs[0]
+    model = run.config.get("model", {})
+    shape = f"{model['n_layer']} layers, {model['n_embd']} wide" if {"n_layer", "n_embd"} <= model.keys() else ""
+    state = "finished" if run.finished else f"at step {run.step:,}"
+    return ", ".join(part for part in (f"method {run.method}", shape, state) if part)

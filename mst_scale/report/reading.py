@@ -1,0 +1,305 @@
+"""What does a run's folder tell, read in bounded memory and while the run may still be writing?
+
+`metrics.jsonl` is read line by line from where the last reading stopped; the rows are thinned on the way. A last line
+without its end (a killed run, or one that writes just now) is left for later. What is missing or cannot be read becomes
+a note, never an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from mst_scale import snapshots
+from mst_scale.choices import attention_schedule_of, variation_of
+from mst_scale.config import load
+from mst_scale.report.thinned import Thinned
+from mst_scale.sparsity_variation import Schedule
+
+SERIES = (
+    "step", "seconds", "tokens", "loss", "lr", "grad_norm", "target_sparsity", "sparsity", "update_fraction",
+    "attention_stride", "flops", "flops_dense", "flops_causal", "flops_dense_causal", "tokens_per_s", "step_ms",
+    "peak_memory_bytes", "pruned", "grown", "regrown",
+)  # fmt: skip
+VALIDATION = ("step", "seconds", "tokens", "flops", "flops_causal", "val_loss")
+LAYER = ("density", "churn", "ever_active")
+LAYER_ROWS = 256  # as many columns as a picture of layers over steps needs
+MAX_LAYERS = 1024
+SPIKE = 3.0  # times the median of the rows before
+SPIKE_WINDOW, SPIKE_SLOWEST = 100, 20  # rows in that median, and how many it needs
+MAX_SPIKES = 200
+MAX_SPANS = 400
+
+
+@dataclass
+class Span:
+    """Steps in one phase with one attention pattern."""
+
+    first: float
+    last: float
+    phase: str
+    attention: str
+    stride: int
+
+
+@dataclass
+class Layers:
+    """What topology steps did to each layer; columns are `LAYER` by layer, then the step."""
+
+    names: list[str]
+    table: Thinned
+
+    def matrix(self, what: str) -> np.ndarray:
+        """(layers, buckets): the mean of what is a rate, the last of what is a state."""
+        read = self.table.mean if what == "churn" else self.table.last
+        return np.array([read(f"{what}:{name}") for name in self.names])
+
+    @property
+    def steps(self) -> np.ndarray:
+        return self.table.last("step")
+
+
+@dataclass
+class Run:
+    """One run as far as it has come."""
+
+    folder: Path
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    series: Thinned = field(default_factory=lambda: Thinned(SERIES))
+    validation: Thinned = field(default_factory=lambda: Thinned(VALIDATION))
+    last: dict[str, Any] = field(default_factory=dict)
+    last_val_loss: float | None = None
+    spans: list[Span] = field(default_factory=list)
+    spikes: deque[tuple[int, float]] = field(default_factory=deque)
+    spike_count: int = 0
+    loss_spikes: list[int] = field(default_factory=list)
+    layers: Layers | None = None
+    densest: dict[str, float] = field(default_factory=dict)
+    """Density of each layer where the run was sparsest."""
+    sparsest: float = 0.0
+    seconds: float = 0.0
+    snapshots: list[snapshots.Snapshot] = field(default_factory=list)
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    launched: dict[str, Any] = field(default_factory=dict)
+    schedule: Schedule | None = None
+    """Of the config; None where this version cannot read it."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def method(self) -> str:
+        return str(self.config.get("mst", {}).get("method", "?"))
+
+    @property
+    def seed(self) -> int | None:
+        return self.config.get("training", {}).get("seed")
+
+    @property
+    def steps(self) -> int:
+        """As many as it shall take; 0 where that is not known."""
+        return int(self.config.get("training", {}).get("steps", 0))
+
+    @property
+    def step(self) -> int:
+        return int(self.last.get("step", 0))
+
+    @property
+    def finished(self) -> bool:
+        return 0 < self.steps <= self.step
+
+
+class Reader:
+    """A run's folder, read again and again; `run` is what is known by now."""
+
+    def __init__(self, folder: Path, name: str | None = None):
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {folder}: give a run's folder (the OUT of mst_scale.pretrain)")
+        if not any((folder / file).is_file() for file in ("metrics.jsonl", "config.json")):
+            raise ValueError(f"{folder} is not a run: it has neither metrics.jsonl nor config.json")
+        self.folder, self.name = folder, name or folder.resolve().name
+        self.signature: tuple[int, int] | None = None
+        self.kept_snapshots: dict[Path, tuple[int, snapshots.Snapshot | str]] = {}
+        self._anew()
+
+    def _anew(self) -> None:
+        self.run = Run(self.folder, self.name)
+        self.offset = self.damaged = 0
+        self.recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
+
+    def update(self) -> bool:
+        """Read what has come since; whether anything has."""
+        before = (self.offset, len(self.kept_snapshots))
+        self._read_metrics()
+        run = self.run
+        run.notes = []
+        run.config = self._json("config.json") or {}
+        run.evaluation = self._json("eval.json") or {}
+        run.launched = self._json("run.json") or {}
+        self._plan()
+        self._read_snapshots()
+        self._note()
+        return (self.offset, len(self.kept_snapshots)) != before
+
+    # --- metrics ---
+
+    def _read_metrics(self) -> None:
+        path = self.folder / "metrics.jsonl"
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            stat = path.stat()
+            if self.signature is not None and (stat.st_ino != self.signature[0] or stat.st_size < self.offset):
+                self._anew()  # a resumed run has cut the file
+            self.signature = (stat.st_ino, stat.st_size)
+            file.seek(self.offset)
+            self._read_lines(file)
+
+    def _read_lines(self, file: BinaryIO) -> None:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            self.offset += len(line)
+            try:
+                row = json.loads(line)
+                self._take(row) if isinstance(row, dict) and "step" in row else self._damaged()
+            except (ValueError, TypeError):
+                self._damaged()
+
+    def _damaged(self) -> None:
+        self.damaged += 1
+
+    def _take(self, row: dict[str, Any]) -> None:
+        run, step = self.run, row["step"]
+        if run.last and step <= run.last["step"]:
+            return  # written twice
+        milliseconds = row.get("step_ms")
+        run.seconds += (step - run.step) * number(milliseconds, 0.0) / 1e3
+        row["seconds"] = run.seconds
+        layers = row.pop("layers", None)
+        if layers:
+            for what in ("pruned", "grown", "regrown"):
+                row[what] = sum(layer.get(what) or 0 for layer in layers.values())
+            self._take_layers(step, layers, number(row.get("sparsity"), 0.0))
+        run.series.add([number(row.get(name)) for name in SERIES])
+        if row.get("val_loss") is not None:
+            run.validation.add([number(row.get(name)) for name in VALIDATION])
+            run.last_val_loss = float(row["val_loss"])
+        self._take_span(row)
+        self._take_spike(step, row.get("grad_norm"))
+        if row.get("loss_spike") and len(run.loss_spikes) < MAX_SPIKES:
+            run.loss_spikes.append(step)
+        run.last = row
+
+    def _take_span(self, row: dict[str, Any]) -> None:
+        spans = self.run.spans
+        state = (str(row.get("phase", "?")), str(row.get("attention", "dense")), int(row.get("attention_stride") or 1))
+        if spans:
+            spans[-1].last = row["step"]
+            if state == (spans[-1].phase, spans[-1].attention, spans[-1].stride):
+                return
+        if len(spans) < MAX_SPANS:
+            spans.append(Span(row["step"] if spans else 0, row["step"], *state))
+
+    def _take_spike(self, step: int, norm: Any) -> None:
+        if norm is None or not math.isfinite(norm):
+            return
+        recent = self.recent
+        jumps = len(recent) >= SPIKE_SLOWEST and norm > 2 * recent[-1]  # most rows do not: they need no median
+        if jumps and norm > SPIKE * median(recent):
+            self.run.spike_count += 1
+            self.run.spikes.append((step, norm))
+            if len(self.run.spikes) > MAX_SPIKES:
+                self.run.spikes.remove(min(self.run.spikes, key=lambda spike: spike[1]))
+        recent.append(norm)
+
+    def _take_layers(self, step: int, layers: dict[str, Any], sparsity: float) -> None:
+        run = self.run
+        if run.layers is None:
+            names = list(layers)[:MAX_LAYERS]
+            run.layers = Layers(names, Thinned(["step", *(f"{w}:{n}" for w in LAYER for n in names)], LAYER_ROWS))
+        names = run.layers.names
+        absent: dict[str, Any] = {}
+        run.layers.table.add([step, *(number(layers.get(name, absent).get(what)) for what in LAYER for name in names)])
+        if sparsity >= run.sparsest:
+            run.sparsest = sparsity
+            run.densest = {name: layer.get("density") for name, layer in layers.items()}
+
+    # --- the rest of the folder ---
+
+    def _plan(self) -> None:
+        """With a schedule phases are known to the step, not only to the row."""
+        run = self.run
+        if not run.config:
+            return
+        try:
+            experiment = load(run.config)
+            run.schedule = variation_of(experiment.mst).resolve(experiment.training.steps)
+        except (ValueError, TypeError) as error:
+            run.notes.append(f"config.json is not one of this version ({error}): phases are known from the rows alone")
+            return
+        if not run.series.rows:
+            return
+        attention = attention_schedule_of(experiment.mst.attention, run.schedule)
+        starts = {piece.start for piece in run.schedule.pieces} | {start for start, _ in attention.pieces}
+        starts = {start for start in starts if start < run.step}
+        if len(starts) > MAX_SPANS:
+            return
+        run.spans = []
+        for first, last in pairwise([*sorted(starts), run.step]):
+            pattern = attention.pattern_at(first)
+            run.spans.append(Span(first, last, run.schedule.at(first).phase, pattern.kind, pattern.stride))
+
+    def _read_snapshots(self) -> None:
+        kept: dict[Path, tuple[int, snapshots.Snapshot | str]] = {}
+        for path in snapshots.paths(self.folder):
+            try:
+                modified = path.stat().st_mtime_ns
+            except OSError:  # gone meanwhile
+                continue
+            known = self.kept_snapshots.get(path)
+            if known is not None and known[0] == modified:
+                kept[path] = known
+                continue
+            try:
+                kept[path] = (modified, snapshots.load(path))
+            except ValueError as error:
+                kept[path] = (modified, str(error))
+        self.kept_snapshots = kept
+        self.run.snapshots = [snapshot for _, snapshot in kept.values() if not isinstance(snapshot, str)]
+        self.run.notes += [error for _, error in kept.values() if isinstance(error, str)]
+
+    def _json(self, name: str) -> dict[str, Any] | None:
+        path = self.folder / name
+        if not path.is_file():
+            return None
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            self.run.notes.append(f"{name} cannot be read ({error})")
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _note(self) -> None:
+        run = self.run
+        if not run.config:
+            run.notes.append("no config.json: method, seed and model are not known")
+        if not run.series.rows:
+            run.notes.append("no row in metrics.jsonl yet")
+        if self.damaged:
+            run.notes.append(f"{self.damaged} lines of metrics.jsonl could not be read and are left out")
+        if run.series.rows and run.steps and not run.finished:
+            run.notes.append(f"not finished: step {run.step:,} of {run.steps:,}")
+        if run.spike_count > len(run.spikes):
+            run.notes.append(f"{run.spike_count} spikes of the gradient norm; the {len(run.spikes)} highest are marked")
+
+
+def number(value: Any, missing: float = math.nan) -> float:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else missing

@@ -1,0 +1,156 @@
+"""What did each run cost and reach, in one row?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mst_scale.progress import clock, flops_unit
+from mst_scale.report.groups import Group, dotted
+from mst_scale.report.reading import Run
+from mst_scale.report.style import counted
+
+NONE = "–"
+MOST_EVENTS = 30
+
+
+def rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Numbers for machines; means over the seeds of a group, None where no run tells."""
+    return [
+        {
+            "name": group.name,
+            "runs": [str(run.folder) for run in group.runs],
+            "seeds": [run.seed for run in group.runs],
+            "method": group.first.method,
+            "parameters": group.first.snapshots[-1].parameters if group.first.snapshots else None,
+            "step": min(run.step for run in group.runs),
+            "steps": group.first.steps or None,
+            "tokens": _mean(group, _last("tokens")),
+            "loss": _mean(group, _settled_loss),
+            "val_loss": _mean(group, lambda run: run.last_val_loss),
+            "perplexity": _mean(group, _perplexity),
+            "perplexity_range": _range(group, _perplexity),
+            "flops": _mean(group, _last("flops")),
+            "flops_causal": _mean(group, _last("flops_causal")),
+            "reduction": _mean(group, _ratio("flops_dense", "flops")),
+            "reduction_causal": _mean(group, _ratio("flops_dense_causal", "flops_causal")),
+            "seconds": _mean(group, lambda run: run.seconds or None),
+            "tokens_per_s": _mean(group, _speed),
+            "peak_memory_bytes": _mean(group, _last("peak_memory_bytes")),
+        }
+        for group in groups
+    ]
+
+
+COLUMNS: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+    ("run", lambda row: row["name"] + (f" ({len(row['runs'])} seeds)" if len(row["runs"]) > 1 else "")),
+    ("method", lambda row: row["method"]),
+    ("parameters", lambda row: _said(row["parameters"], lambda n: counted(float(f"{n:.3g}")))),
+    ("steps", lambda row: f"{row['step']:,}" + (f" of {row['steps']:,}" if (row["steps"] or 0) > row["step"] else "")),
+    ("tokens", lambda row: _said(row["tokens"], lambda n: counted(float(f"{n:.3g}")))),
+    ("training loss", lambda row: _said(row["loss"], "{:.4f}".format)),
+    ("validation loss", lambda row: _said(row["val_loss"], "{:.4f}".format)),
+    ("perplexity", lambda row: _perplexity_words(row)),  # noqa: PLW0108 (it stands below)
+    ("FLOPs", lambda row: _said(row["flops"], _flops)),
+    ("FLOPs, causal", lambda row: _said(row["flops_causal"], _flops)),
+    ("reduction", lambda row: _said(row["reduction"], "{:.2f}×".format)),
+    ("reduction, causal", lambda row: _said(row["reduction_causal"], "{:.2f}×".format)),
+    ("time", lambda row: _said(row["seconds"], clock)),
+    ("tokens/s", lambda row: _said(row["tokens_per_s"], "{:,.0f}".format)),
+    ("memory", lambda row: _said(row["peak_memory_bytes"], _bytes)),
+]
+
+
+def cells(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
+    """(head, rows) of the table as people read it; a column that no run fills is left out."""
+    table = [[say(row) for _, say in COLUMNS] for row in rows(groups)]
+    kept = [i for i in range(len(COLUMNS)) if any(line[i] != NONE for line in table)]
+    return [COLUMNS[i][0] for i in kept], [[line[i] for i in kept] for line in table]
+
+
+def _last(key: str) -> Callable[[Run], float | None]:
+    return lambda run: run.last.get(key)
+
+
+def _ratio(above: str, below: str) -> Callable[[Run], float | None]:
+    def ratio(run: Run) -> float | None:
+        dense, spent = run.last.get(above), run.last.get(below)
+        return dense / spent if dense and spent else None
+
+    return ratio
+
+
+def _settled_loss(run: Run) -> float | None:
+    """Mean of the last hundredth of the rows: one row alone is noise."""
+    losses = run.series.mean("loss")
+    losses = losses[np.isfinite(losses)]
+    return float(losses[-max(1, len(losses) // 100) :].mean()) if losses.size else None
+
+
+def _perplexity(run: Run) -> float | None:
+    return None if run.last_val_loss is None else float(np.exp(min(run.last_val_loss, 700.0)))
+
+
+def _speed(run: Run) -> float | None:
+    speeds = run.series.mean("tokens_per_s")
+    speeds = speeds[np.isfinite(speeds)]
+    return float(np.median(speeds)) if speeds.size else None
+
+
+def _values(group: Group, value: Callable[[Run], float | None]) -> list[float]:
+    return [float(found) for found in map(value, group.runs) if found is not None]
+
+
+def _mean(group: Group, value: Callable[[Run], float | None]) -> float | None:
+    values = _values(group, value)
+    return sum(values) / len(values) if values else None
+
+
+def _range(group: Group, value: Callable[[Run], float | None]) -> list[float] | None:
+    values = _values(group, value)
+    return [min(values), max(values)] if values else None
+
+
+def _said(value: float | None, how: Callable[[Any], str]) -> str:
+    return NONE if value is None else how(value)
+
+
+def _perplexity_words(row: dict[str, Any]) -> str:
+    if row["perplexity"] is None:
+        return NONE
+    low, high = row["perplexity_range"]
+    return f"{row['perplexity']:.4g}" + (f" ({low:.4g} to {high:.4g})" if len(row["runs"]) > 1 else "")
+
+
+def _flops(value: float) -> str:
+    size, unit = flops_unit(value)
+    return f"{value / size:.4g} {unit}"
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+
+
+def evaluation(run: Run) -> tuple[list[str], list[list[str]]] | None:
+    """What `mst eval` has left, one line a number."""
+    lines = []
+    for path, value in dotted(run.evaluation).items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            lines.append([path, f"{value:,}" if isinstance(value, int) else f"{value:.5g}"])
+    return (["measure", "value"], lines) if lines else None
+
+
+def events(run: Run) -> tuple[list[str], list[list[str]]] | None:
+    """Restarts, spikes and rollbacks that `run.json` tells of."""
+    lines = []
+    starts = run.launched.get("starts", [])
+    for start in starts[1:]:
+        lines.append([str(start.get("time", "")), f"started again from step {start.get('from_step', '?')}"])
+    for event in run.launched.get("events", []):
+        more = ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("time", "what", "start"))
+        lines.append([str(event.get("time", "")), f"{event.get('what', '?')}: {more}" if more else str(event["what"])])
+    lines.sort()
+    shown = lines[-MOST_EVENTS:]
+    return (["time", "event"], shown) if shown else None

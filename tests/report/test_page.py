@@ -1,0 +1,94 @@
+"""The page in a real browser: no error, no request to anywhere, every figure there, no label over another."""
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from mst_scale.report.build import Report
+from tests.report import runs
+from tests.report.chromium import Browser, executable
+
+pytestmark = pytest.mark.skipif(executable() is None, reason="no Chromium here: apt-get install chromium")
+
+# For each figure: its box, and text and box of each label.
+LABELS = """JSON.stringify([...document.querySelectorAll('figure')].map(figure => {
+  const box = e => { const b = e.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom] };
+  const svg = figure.querySelector('svg');
+  return {id: figure.id, box: box(svg), labels: [...svg.querySelectorAll('text')].map(t => [t.textContent, box(t)]),
+          size: Math.min(...[...svg.querySelectorAll('text')].map(t => t.getBoundingClientRect().height)),
+          images: [...svg.querySelectorAll('image')].length}
+}))"""
+COLOURS = """JSON.stringify([getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color,
+  getComputedStyle(document.querySelector('figure svg text')).fill])"""
+WIDTH = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    opened = Browser()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """One run of many layers, and a comparison; with the names of their figures."""
+    folder = tmp_path_factory.mktemp("pages")
+    one = runs.write(folder / "one", blocks=30, until=500)
+    others = [runs.write(folder / f"mst-{seed}", seed=seed) for seed in (1, 2)]
+    others.append(runs.write(folder / "dense", "dense", steps=400, width=128))
+    made = {}
+    for name, folders, out in (("one", [one], folder / "a"), ("several", others, folder / "b")):
+        report = Report(folders, out)
+        report.read()
+        made[name] = report.write(pictures=False)
+    return made
+
+
+def overlap(a: list[float], b: list[float]) -> bool:
+    """By more than a pixel in both directions."""
+    return min(a[2], b[2]) - max(a[0], b[0]) > 1 and min(a[3], b[3]) - max(a[1], b[1]) > 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("window", [(1280, 900), (420, 800)], ids=["wide", "narrow"])
+@pytest.mark.parametrize("name", ["one", "several"])
+def test_the_page_in_a_browser(browser, pages, name, window, scheme):
+    browser.open(Path(pages[name]["page"]), width=window[0], height=window[1], scheme=scheme)
+    assert browser.errors == []
+    assert [url[:80] for url in browser.requests if not url.startswith(("file:", "data:"))] == []
+    assert [url for url in browser.requests if url.startswith("file:")] == [Path(pages[name]["page"]).as_uri()]
+    figures = json.loads(browser.evaluate(LABELS))
+    assert [figure["id"] for figure in figures] == [figure["name"] for figure in pages[name]["figures"]]
+    assert len(figures) > 20
+    for figure in figures:
+        left, top, right, bottom = figure["box"]
+        assert right - left > 300 and bottom - top > 100, f"{figure['id']} is drawn"
+        assert len(figure["labels"]) >= 3 and figure["size"] >= 7, f"{figure['id']}: its text can be read"
+        for text, box in figure["labels"]:
+            inside = box[0] > left - 1 and box[1] > top - 1 and box[2] < right + 1 and box[3] < bottom + 1
+            assert inside, f"{figure['id']}: {text!r} is cut off"
+        for (first, a), (second, b) in combinations(figure["labels"], 2):
+            assert not overlap(a, b), f"{figure['id']}: {first!r} and {second!r} overlap"
+        if figure["id"].rpartition("run1-")[2].startswith("weights-"):
+            assert figure["images"] >= 2 and figure["images"] % 2 == 0, "weights beside masks"
+    assert browser.evaluate(WIDTH) <= 0, "nothing but the table scrolls sideways"
+    paper, ink, label = json.loads(browser.evaluate(COLOURS))
+    assert paper == ("rgb(23, 24, 27)" if scheme == "dark" else "rgb(255, 255, 255)")
+    assert label == ink != paper, "the drawings follow the theme"
+
+
+def test_the_browser_sees_an_error_a_request_and_an_overlap(browser, tmp_path):
+    """So that the checks above would fail."""
+    bad = tmp_path / "bad.html"
+    bad.write_text(
+        '<link rel="icon" href="data:,"><figure id="x"><svg width="100" height="50"><text x="5" y="20">one</text>'
+        '<text x="9" y="22">two</text></svg></figure><img src="http://127.0.0.1:9/x.png"><script>nothing.here()</script>'
+    )
+    browser.open(bad, width=300, height=300, scheme="light")
+    assert "http://127.0.0.1:9/x.png" in browser.requests
+    assert any("nothing is not defined" in error for error in browser.errors)
+    (figure,) = json.loads(browser.evaluate(LABELS))
+    assert overlap(figure["labels"][0][1], figure["labels"][1][1])
