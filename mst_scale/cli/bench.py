@@ -12,6 +12,7 @@ ABOUT = """\
 Measure on this machine, ours and the rival alternating in one run:
 
   attention   Hybrid Sparse Attention against causal flash attention and FlexAttention
+  observer    looking at the weights for TensorBoard and the report, against the steps between
   topology    one topology step against full top-k and against torch.kthvalue
   grown_weights   the first updates of grown weights and the loss around topology steps, with seeded moments and without
   training    what our training loop and the masks add to a bare DeepSpeed step
@@ -25,7 +26,7 @@ examples:
   mst bench attention --device cpu --quick
   mst bench topology --ranks 1 2 --json
 """
-PROGRAMS = ("attention", "grown_weights", "topology", "training")
+PROGRAMS = ("attention", "grown_weights", "observer", "topology", "training")
 
 
 def add(subparsers: Any) -> None:

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Draws the figures of README.md anew: trains the demo where runs/demo is not finished, and takes some of its report.
+#   bash launchers/figures.sh
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+bash launchers/demo.sh
+python -m mst_scale report runs/demo
+mkdir -p docs/figures
+for name in sparsity prune-grow weights-blocks-0-attention-qkv; do
+    cp "runs/demo/report/$name.svg" "runs/demo/report/$name-dark.svg" docs/figures/
+done
