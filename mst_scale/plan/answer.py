@@ -1,4 +1,4 @@
-"""What will this config take on these GPUs? Memory at every stage, whether it fits, and what to run instead."""
+"""What will this config take on these GPUs? Memory, time, communication, and what to run instead."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Any
 
 from mst_scale.config import Experiment
 from mst_scale.config.check import BATCH_KEYS
-from mst_scale.plan.gpus import GB, GPU, gpu_named
+from mst_scale.flops import dense_step_flops
+from mst_scale.plan.clock import Seconds, step_seconds
+from mst_scale.plan.gpus import GB, Machine
 from mst_scale.plan.memory import Memory, memory
 from mst_scale.plan.parameters import parameters, sparse_parameters
+from mst_scale.plan.phases import Phase, of_tokens, phases
 from mst_scale.plan.recommend import Choice, fewest_gpus, recommend
 from mst_scale.plan.setting import Setting, setting_of
+from mst_scale.plan.topology import TopologyStep, topology_step
+from mst_scale.plan.traffic import traffic
 
 
 @dataclass(frozen=True)
@@ -19,12 +24,16 @@ class Plan:
     """Everything that was worked out."""
 
     experiment: Experiment
-    gpu: GPU
+    machine: Machine
     setting: Setting
     memory: Memory
+    seconds: Seconds
+    """Of a dense step."""
     stages: list[Choice]
-    """The config at every ZeRO stage it can run at, with and without the optimizer offloaded."""
+    """The config at every ZeRO stage it can run at, with and without offload."""
     recommended: Choice
+    phases: list[Phase]
+    topology: TopologyStep | None
 
     @property
     def parameters(self) -> int:
@@ -37,64 +46,119 @@ class Plan:
         return sum(p.numel for p in sparse_parameters(self.experiment.model, self.experiment.mst.targets))
 
     @property
-    def fits(self) -> bool:
-        return self.memory.fits(self.gpu)
+    def steps(self) -> int:
+        return self.experiment.training.steps
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.setting.batch * self.experiment.model.context
+
+    @property
+    def mfu(self) -> float:
+        """Dense FLOPs of the model (causal pairs, nothing twice) over what the GPUs could do in that time."""
+        gpu = self.machine.gpu
+        peak = gpu.fp32 if self.setting.precision == "fp32" else gpu.bf16
+        flops = dense_step_flops(self.experiment.model, "causal").total * self.setting.batch / self.setting.ranks
+        return flops / (self.seconds.total * peak)
+
+    @property
+    def dense_hours(self) -> float:
+        """GPU-hours of the whole run, dense."""
+        return self.steps * self.seconds.total * self.setting.ranks / 3600
+
+    @property
+    def best_hours(self) -> float:
+        """GPU-hours that the sparse phases cannot fall below, by `Phase.best_seconds`."""
+        return sum(p.steps * p.best_seconds for p in self.phases) * self.setting.ranks / 3600
+
+    @property
+    def flops(self) -> float:
+        """Of the whole run, relative to dense, in the causal accounting."""
+        return sum(p.steps * p.flops for p in self.phases) / self.steps
+
+    @property
+    def wall_clock(self) -> str:
+        """What may be promised."""
+        backend = self.experiment.mst.compute.backend
+        if not self.sparse_parameters:
+            return "dense: nothing is skipped"
+        if backend == "dense":
+            return "FLOPs only for the matrix products: masked dense layers take as long as dense ones"
+        return (
+            f"not measured on GPUs for mst.compute.backend = {backend!r}: at best the density's share of the products"
+        )
 
     def to_dict(self) -> dict[str, Any]:
+        model, s = self.experiment.model, self.setting
+        sent = traffic(model, s).of_step(s.accumulation)
+        topology = None if self.topology is None else asdict(self.topology)
         return {
-            "gpu": asdict(self.gpu),
+            "gpu": asdict(self.machine.gpu),
+            "efficiency": asdict(self.machine.efficiency),
+            "latency": asdict(self.machine.latency),
             "parameters": self.parameters,
             "sparse_parameters": self.sparse_parameters,
-            "setting": asdict(self.setting),
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "setting": asdict(s),
             "memory": self.memory.to_dict(),
-            "fits": self.fits,
-            "stages": [
-                {
-                    "stage": c.setting.stage,
-                    "offload": c.setting.offload,
-                    "fits": c.memory.fits(self.gpu),
-                    "memory": c.memory.to_dict(),
-                }
-                for c in self.stages
-            ],
-            "recommended": {"setting": asdict(self.recommended.setting), "memory": self.recommended.memory.to_dict()},
+            "fits": True,
+            "dense_step": {**asdict(self.seconds), "total": self.seconds.total, "mfu": self.mfu},
+            "communication": {
+                "payload": {
+                    kind: sum(c.payload for c in sent if c.kind == kind) for kind in ("all-reduce", "gather", "scatter")
+                },
+                "calls": len(sent),
+                "sent_per_rank": sum(c.sent(s.ranks) for c in sent),
+            },
+            "phases": [asdict(phase) for phase in self.phases],
+            "flops_relative": self.flops,
+            "gpu_hours_dense": self.dense_hours,
+            "gpu_hours_bound": self.best_hours,
+            "wall_clock": self.wall_clock,
+            "topology_step": topology,
+            "stages": [_row(choice, self.machine) for choice in self.stages],
+            "recommended": {**_row(self.recommended, self.machine), "set": overrides(self.recommended.setting, s)},
         }
 
 
-def plan(experiment: Experiment, gpus: int, gpu: str) -> Plan:
+def plan(experiment: Experiment, gpus: int, machine: Machine, tokens: float | None = None) -> Plan:
     """The plan, or a ValueError that says what would fit."""
-    if gpus < 1:
-        raise ValueError(f"--gpus must be at least 1, not {gpus}")
-    card = gpu_named(gpu)
     setting = _setting(experiment, gpus)
-    recommended = recommend(experiment, setting, card)
+    if tokens is not None:
+        experiment = of_tokens(experiment, tokens, setting.batch)
+    recommended = recommend(experiment, setting, machine)
     held = memory(experiment, setting)
     if recommended is None:
-        enough = fewest_gpus(experiment, setting, card)
-        where = f"from {enough:,} on it does" if enough else "nor on 65,536"
+        enough = fewest_gpus(experiment, setting, machine.gpu)
+        where = f"{enough:,} GPUs are enough" if enough else "65,536 GPUs are not enough"
         raise ValueError(
-            f"nothing fits on {gpus:,} × {card.name} at any ZeRO stage, with offload and recomputation: {where} "
-            "(micro-batch 1)"
+            f"nothing fits on {gpus:,} × {machine.gpu.name} at any ZeRO stage, offloaded and recomputed: {where}"
         )
-    if not held.fits(card):
+    if not held.fits(machine.gpu):
         raise ValueError(
-            f"{_stated(setting)} needs {held.needed / GB:.1f} GB a GPU{_on_host(held)}, {card.name} has "
-            f"{card.memory / GB:.0f}: {_stated(recommended.setting)} fits in {recommended.memory.needed / GB:.1f} "
-            f"({' '.join(overrides(recommended.setting, setting))})"
+            f"{stated(setting)} needs {_needs(held)}, {machine.gpu.name} has {machine.gpu.memory / GB:.0f} "
+            f"({machine.gpu.host_memory / GB:.0f} of host memory): {stated(recommended.setting)} fits in "
+            f"{_needs(recommended.memory)}: {' '.join(overrides(recommended.setting, setting))}"
         )
-    return Plan(experiment, card, setting, held, _every_stage(experiment, setting), recommended)
+    seconds = step_seconds(experiment, setting, machine)
+    return Plan(
+        experiment,
+        machine,
+        setting,
+        held,
+        seconds,
+        _every_stage(experiment, setting, machine),
+        recommended,
+        phases(experiment, seconds),
+        topology_step(experiment, setting, machine),
+    )
 
 
 def overrides(setting: Setting, given: Setting) -> list[str]:
     """The `--set` arguments that turn the given setting into this one."""
-    found = [
-        f"--set {key}={wanted}"
-        for (key, wanted), (_, stated) in zip(_keys(setting), _keys(given), strict=True)
-        if wanted != stated
-    ]
-    if setting.accumulate != given.accumulate:
-        found.append(f"--set data_types.grad_accum_dtype={setting.accumulate}")
-    return found
+    pairs = zip(_keys(setting), _keys(given), strict=True)
+    return [f"--set {key}={wanted}" for (key, wanted), (_, now) in pairs if wanted != now]
 
 
 def _keys(setting: Setting) -> list[tuple[str, str | int]]:
@@ -104,40 +168,50 @@ def _keys(setting: Setting) -> list[tuple[str, str | int]]:
         ("zero_optimization.offload_param.device", "cpu" if setting.offload_parameters else "none"),
         ("train_micro_batch_size_per_gpu", setting.micro),
         ("model.activation_checkpointing", str(setting.recompute).lower()),
+        ("data_types.grad_accum_dtype", setting.accumulate),
     ]
 
 
-def _setting(experiment: Experiment, gpus: int) -> Setting:
-    try:
-        return setting_of(experiment, gpus)
-    except ValueError as error:
-        ds = experiment.deepspeed
-        total, micro = ds.get(BATCH_KEYS[0]), ds.get(BATCH_KEYS[1])
-        if not isinstance(total, int) or not isinstance(micro, int) or "grad_accum" in str(error):
-            raise
-        if total % gpus == 0:
-            smaller = next(m for m in range(min(micro, total // gpus), 0, -1) if total // gpus % m == 0)
-            raise ValueError(f"{error}; or --set {BATCH_KEYS[1]}={smaller}") from None
-        raise ValueError(f"{error}: --set train_batch_size=…, or take a number of GPUs that divides it") from None
-
-
-def _every_stage(experiment: Experiment, setting: Setting) -> list[Choice]:
-    rows = []
-    for stage in (0, 1, 2, 3):
-        for optimizer, weights in ((False, False), (True, False), (True, True)):
-            if (optimizer and stage < 2) or (weights and stage < 3):
-                continue
-            there = replace(setting.at_stage(stage), offload_optimizer=optimizer, offload_parameters=weights)
-            rows.append(Choice(there, memory(experiment, there)))
-    return rows
-
-
-def _stated(setting: Setting) -> str:
+def stated(setting: Setting) -> str:
     words = [f"ZeRO-{setting.stage}", f"micro-batch {setting.micro}"]
     words += [f"{setting.offload} offloaded"] if setting.offload != "none" else []
     words += ["recomputation"] if setting.recompute else []
     return ", ".join(words)
 
 
-def _on_host(held: Memory) -> str:
-    return f" and {held.host / GB:.1f} GB of host memory" if held.host else ""
+def _setting(experiment: Experiment, gpus: int) -> Setting:
+    if gpus < 1:
+        raise ValueError(f"--gpus must be at least 1, not {gpus}")
+    try:
+        return setting_of(experiment, gpus)
+    except ValueError as error:
+        total, micro = (experiment.deepspeed.get(key) for key in BATCH_KEYS[:2])
+        if not isinstance(total, int) or not isinstance(micro, int) or total % gpus:
+            raise
+        smaller = next(m for m in range(min(micro, total // gpus), 0, -1) if total // gpus % m == 0)
+        raise ValueError(f"{error}; or --set {BATCH_KEYS[1]}={smaller}") from None
+
+
+def _every_stage(experiment: Experiment, setting: Setting, machine: Machine) -> list[Choice]:
+    rows = []
+    for stage in (0, 1, 2, 3):
+        for optimizer, weights in ((False, False), (True, False), (True, True)):
+            if (optimizer and stage < 2) or (weights and stage < 3):
+                continue
+            there = replace(setting.at_stage(stage), offload_optimizer=optimizer, offload_parameters=weights)
+            rows.append(Choice(there, memory(experiment, there), step_seconds(experiment, there, machine)))
+    return rows
+
+
+def _row(choice: Choice, machine: Machine) -> dict[str, Any]:
+    return {
+        "setting": asdict(choice.setting),
+        "memory": choice.memory.to_dict(),
+        "fits": choice.memory.fits(machine.gpu),
+        "step_seconds": choice.seconds.total,
+    }
+
+
+def _needs(held: Memory) -> str:
+    host = f" and {held.host / GB:.0f} GB of host memory" if held.host else ""
+    return f"{held.needed / GB:.1f} GB a GPU{host}"

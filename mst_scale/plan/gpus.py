@@ -7,7 +7,7 @@ Peaks are those of the makers' data sheets, without structured sparsity; 1 GB is
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 GB, TERA = 10**9, 10**12
 
@@ -68,8 +68,39 @@ class Latency:
     launch: float = 20e-6  # of any collective
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What a plan counts with."""
+
+    gpu: GPU
+    efficiency: Efficiency = Efficiency()
+    latency: Latency = Latency()
+
+
 def gpu_named(name: str) -> GPU:
     if name in GPUS:
         return GPUS[name]
     near = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.0)[0]
     raise ValueError(f"unknown GPU {name!r}: the nearest is {near!r} (known are {', '.join(GPUS)})")
+
+
+def machine(name: str, gpus: int, nodes: int | None = None, efficiencies: tuple[str, ...] = ()) -> Machine:
+    """`nodes`: how many hold the GPUs, where they are not as full as the maker's. `efficiencies`: "matmul=0.5"."""
+    gpu = gpu_named(name)
+    if nodes is not None:
+        if nodes < 1 or gpus % nodes:
+            raise ValueError(f"{gpus} GPUs cannot be spread evenly over --nodes {nodes}: give a divisor of {gpus}")
+        gpu = replace(gpu, per_node=gpus // nodes)
+    known = {f.name for f in fields(Efficiency)}
+    given: dict[str, float] = {}
+    for said in efficiencies:
+        key, _, value = said.partition("=")
+        try:
+            given[key] = float(value)
+        except ValueError:
+            given[key] = 0.0
+        if key not in known or not 0 < given[key] <= 1:
+            raise ValueError(
+                f"--efficiency {said}: write KEY=SHARE with a share in (0, 1], of {', '.join(sorted(known))}"
+            )
+    return Machine(gpu, Efficiency(**given))

@@ -3,24 +3,25 @@
 With N weights on R ranks, w bytes in the type of the forward pass and a in that of accumulation; P = N/R, padded:
 
     stage          0                1              2              3
-    weights        w·N              w·N            w·N            w·P, and whole what is gathered (`fetching`)
-    optimizer      8·N, 12·N mixed  12·P           12·P           12·P     fp32 master weights (a copy, in fp32 too),
-                                                                           Adam's two moments
-    gradients      w·N              w·N            a·P            a·P
-    masks          2/8 per sparse weight, on its share: alive now, and alive at any time
+    weights        w·N              w·N            w·N            w·P; and whole what is gathered (`fetching`)
+    optimizer      8·N, 12·N mixed  12·P           12·P           12·P     fp32 master weights and Adam's two moments
+    gradients      w·N              w·N            a·P, or 2w·P   a·P      2: of earlier and of this micro-batch
+    masks          2/8 per sparse weight of the share: alive now, and alive at any time
 
-Two moments are fullest: backward (activations, gradients on their way through buckets) and the optimizer's step
-(gradients in fp32; on a topology step also their dense copy). What DeepSpeed allocates then was read from its source
-(0.19) and is compared with the tensors of real runs in `tests/plan/test_memory.py`.
+Three moments can be the fullest: backward (activations, gradients on their way through buckets), the reduction behind
+it (stages 0 and 1, when activations are gone) and the optimizer's step (gradients in fp32; on a topology step also
+their dense copy and the lists of candidates). What DeepSpeed allocates then was read from its source (0.19), and
+`tests/plan/test_memory.py` compares it with the tensors of real runs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from mst_scale.config import Experiment
 from mst_scale.plan.activations import Activations, activations
-from mst_scale.plan.fetching import whole_at_once
+from mst_scale.plan.fetching import fetches
 from mst_scale.plan.gpus import GPU
 from mst_scale.plan.parameters import Parameter, groups, parameters, sparse_parameters
 from mst_scale.plan.setting import Setting
@@ -28,6 +29,10 @@ from mst_scale.plan.setting import Setting
 FP32 = 4
 CONTEXT = 2 * 10**9  # CUDA context, libraries, NCCL's buffers
 FRAGMENTS = 0.05  # of what is allocated
+ALL_REDUCE = 500_000_000  # elements that stage 0 flattens for one all-reduce
+LISTED_WHOLE = 1 << 16  # a topology step lists the candidates of smaller layers, and of larger ones …
+LISTED = 0.08  # … about this share
+LISTED_BYTES = 8  # key and position
 
 
 @dataclass(frozen=True)
@@ -35,32 +40,46 @@ class Memory:
     """Bytes on one GPU. `host` is what the node's memory holds for it."""
 
     weights: int
-    gradients: int
     optimizer: int
     masks: int
+    gradients: int
+    """While backward runs, at their most."""
     activations: Activations
-    backward_buffers: int
-    """Buckets, flattened copies and gathered parameters of the backward pass."""
-    step_buffers: int
-    """fp32 gradients of the optimizer's step, and dense ones of a topology step."""
-    host: int
+    buckets: int = 0
+    """Kept for good."""
+    backward_buffers: int = 0
+    """Beside the activations: buckets, flattened copies, gathered parameters."""
+    reduction_buffers: int = 0
+    """When backward is done."""
+    step_gradients: int = 0
+    """When the step begins."""
+    step_buffers: int = 0
+    host: int = 0
 
     @property
     def held(self) -> int:
-        """From step to step."""
-        return self.weights + self.gradients + self.optimizer + self.masks
+        return self.weights + self.optimizer + self.masks + self.buckets
 
     @property
     def backward(self) -> int:
-        return self.held + self.activations.total + self.backward_buffers
+        return self.held + self.gradients + self.activations.total + self.backward_buffers
+
+    @property
+    def reduction(self) -> int:
+        return self.held + self.gradients + self.reduction_buffers
 
     @property
     def step(self) -> int:
-        return self.held + self.step_buffers
+        return self.held + self.step_gradients + self.step_buffers
 
     @property
     def peak(self) -> int:
-        return max(self.backward, self.step)
+        return max(self.backward, self.reduction, self.step)
+
+    @property
+    def buffers(self) -> int:
+        """What the peak holds beside the other parts."""
+        return self.peak - self.weights - self.optimizer - self.masks - self.gradients - self.activations.total
 
     @property
     def needed(self) -> float:
@@ -70,29 +89,29 @@ class Memory:
     def fits(self, gpu: GPU) -> bool:
         return self.needed <= gpu.memory and self.host <= gpu.host_memory
 
-    def to_dict(self) -> dict[str, int | dict[str, int]]:
+    def to_dict(self) -> dict[str, Any]:
         parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "activations"}
         kept = {"kept": self.activations.kept, "working": self.activations.working}
-        totals = {"backward": self.backward, "step": self.step, "peak": self.peak, "needed": int(self.needed)}
-        return {**parts, "activations": kept, **totals}
+        moments = {name: getattr(self, name) for name in ("backward", "reduction", "step", "peak")}
+        return {**parts, "activations": kept, **moments, "needed": int(self.needed)}
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """What masks and topology steps take on a rank."""
+
+    masks: int = 0
+    step: int = 0
 
 
 def memory(experiment: Experiment, setting: Setting) -> Memory:
     """What the fullest GPU holds."""
     found = parameters(experiment.model)
-    mst = experiment.mst
-    sparse = mst.sparsity.variation != "dense" and mst.sparsity.max > 0
-    masked = sparse_parameters(experiment.model, mst.targets) if sparse else []
-    bits = (1 + mst.topology.track_coverage) * sum(-(-share(p, setting) // 8) for p in masked)
-    kept = FP32 * sum(share(p, setting) for p in masked)  # dense gradients of a topology step
     acts = activations(experiment.model, setting.micro, setting.weight_bytes, setting.recompute)
-    shape = {0: _replicated, 1: _flat, 2: _flat, 3: _cut}[setting.stage]
-    return shape(found, setting, acts, bits, kept)
-
-
-def share(parameter: Parameter, setting: Setting) -> int:
-    """Elements of one parameter on the rank that holds most: all, an even cut, or a cut of its own."""
-    return parameter.numel if setting.stage == 0 else -(-parameter.numel // setting.ranks)
+    sparse = _sparse(experiment, setting)
+    if setting.stage == 3:
+        return _cut(found, setting, acts, sparse, fetches(experiment.model, setting).whole)
+    return (_flat if setting.stage else _replicated)(found, setting, acts, sparse)
 
 
 def partition(found: list[Parameter], ranks: int) -> list[int]:
@@ -101,53 +120,89 @@ def partition(found: list[Parameter], ranks: int) -> list[int]:
     return [-(-size // (2 * ranks)) * 2 for size in sizes if size]
 
 
-def _replicated(found: list[Parameter], s: Setting, acts: Activations, bits: int, kept: int) -> Memory:
+def _sparse(experiment: Experiment, s: Setting) -> Sparse:
+    mst = experiment.mst
+    if mst.sparsity.variation == "dense" or mst.sparsity.max == 0:
+        return Sparse()
+    masked = sparse_parameters(experiment.model, mst.targets)
+    shares = [(p.numel, p.numel if s.stage == 0 else -(-p.numel // s.ranks)) for p in masked]
+    kept = FP32 * sum(share for _, share in shares)  # dense gradients
+    lists = LISTED_BYTES * sum(share if numel <= LISTED_WHOLE else int(LISTED * share) for numel, share in shares)
+    return Sparse((1 + mst.topology.track_coverage) * sum(-(-share // 8) for _, share in shares), kept + lists)
+
+
+def _replicated(found: list[Parameter], s: Setting, acts: Activations, sparse: Sparse) -> Memory:
     n, w = sum(p.numel for p in found), s.weight_bytes
     mixed = w < FP32
-    # fp16's optimizer converts gradients one by one, then flattens them; in fp32 they are taken as they are
-    step = 2 * FP32 * n if mixed else 0
     return Memory(
         weights=w * n,
-        gradients=w * n,
         optimizer=(3 if mixed else 2) * FP32 * n,
-        masks=bits,
+        masks=sparse.masks,
+        gradients=w * n,
         activations=acts,
-        backward_buffers=w * n if s.ranks > 1 else 0,  # flattened for one all-reduce, when backward is done
-        step_buffers=step + kept,
-        host=0,
+        reduction_buffers=w * min(n, ALL_REDUCE + max(p.numel for p in found)) if s.ranks > 1 else 0,
+        step_gradients=w * n,
+        # in fp32 one by one, and flattened for a fused optimizer
+        step_buffers=((2 if s.fused else 1) * FP32 * n if mixed else 0) + sparse.step,
     )
 
 
-def _flat(found: list[Parameter], s: Setting, acts: Activations, bits: int, kept: int) -> Memory:
+def _flat(found: list[Parameter], s: Setting, acts: Activations, sparse: Sparse) -> Memory:
     n, w = sum(p.numel for p in found), s.weight_bytes
     parts = partition(found, s.ranks)
-    part, full = sum(parts), sum(parts) * s.ranks
-    largest = max(p.numel for p in found)
-    bucket = s.reduce_bucket
-    flattened = min(max(bucket, largest), n)  # copied once more to be all-reduced
-    buffers = w * (bucket * (2 if s.overlap else 1) + flattened)
-    gradients = w * n if s.stage == 1 else s.accumulate_bytes * part
-    if s.offload_optimizer:
-        host = (3 + 1) * FP32 * part + w * part + w * largest + (w * part if s.accumulation > 1 else 0)
-        # gradients leave the GPU as they are reduced
-        return Memory(w * full, w * n if s.stage == 1 else 0, 0, 0, acts, buffers + w * largest, 0, host + bits + kept)
-    # a flat fp32 gradient, unless it has been added up in one; flattened first in its own type
-    step = 0 if s.separate_accumulation else (w + FP32 if w < FP32 else FP32) * part
-    return Memory(w * full, gradients, 3 * FP32 * part, bits, acts, buffers, step + kept, 0)
-
-
-def _cut(found: list[Parameter], s: Setting, acts: Activations, bits: int, kept: int) -> Memory:
-    w, a = s.weight_bytes, s.accumulate_bytes
-    parts = [-(-p.numel // s.ranks) for p in found]
     part = sum(parts)
     largest = max(p.numel for p in found)
-    whole = whole_at_once(found, s)
-    reduced = min(max(s.reduce_bucket, largest), sum(p.numel for p in found))
-    buffers = w * (s.reduce_bucket + reduced + whole)
+    bucket = s.reduce_bucket * (2 if s.overlap else 1)
+    # what lies in several partitions is flattened to be all-reduced; larger than a bucket, it goes by itself
+    alone = largest > s.reduce_bucket
+    flattened = max(min(s.reduce_bucket, n), largest if alone and _straddles(found, s.ranks, largest) else 0)
+    before = s.accumulation > 1 and not s.separate_accumulation
+    if s.stage == 1:  # a gradient moves into the bucket and out of it into this rank's partition
+        gradients, reduction = w * n, w * (bucket + flattened - min(s.reduce_bucket, n))
+        backward = reduction if s.overlap else w * bucket
+    else:
+        gradients = s.accumulate_bytes * part * (2 if before else 1)
+        backward = reduction = w * (bucket + flattened + (largest if alone else 0))
+    weights = w * part * s.ranks
+    if s.offload_optimizer:
+        # gradients leave the GPU as they are reduced
+        host = (3 + 1) * FP32 * part + w * part + w * largest + (w * part if s.accumulation > 1 else 0)
+        extra = backward + w * largest
+        return Memory(weights, 0, 0, 0, acts, 0, extra, extra, 0, 0, host + sparse.masks + sparse.step)
+    # flattened in their own type, then in fp32: both are one if they were added up in fp32 beside another type
+    step = 0 if s.separate_accumulation else (w + FP32 if w < FP32 else FP32) * max(parts)
+    at_step = s.accumulate_bytes * part
+    buffers = step + sparse.step
+    return Memory(
+        weights, 3 * FP32 * part, sparse.masks, gradients, acts, 0, backward, reduction, at_step, buffers
+    )  # fmt: skip
+
+
+def _straddles(found: list[Parameter], ranks: int, numel: int) -> bool:
+    """Whether any parameter of this size lies in two partitions of its flat buffer."""
+    for group, part in zip([g for g in groups(found) if g], partition(found, ranks), strict=True):
+        start = 0
+        for p in group:
+            if p.numel == numel and start // part != (start + numel - 1) // part:
+                return True
+            start += p.numel
+    return False
+
+
+def _cut(found: list[Parameter], s: Setting, acts: Activations, sparse: Sparse, whole: int) -> Memory:
+    n, w, a = sum(p.numel for p in found), s.weight_bytes, s.accumulate_bytes
+    parts = [-(-p.numel // s.ranks) for p in found]
+    part, largest = sum(parts), max(p.numel for p in found)
+    lasting = sum(p.numel for p in found if p.numel <= s.persistence)
+    scattered = min(max(s.reduce_bucket, largest), n)  # put in the order of the ranks
+    backward = w * (scattered + (largest if largest > s.reduce_bucket else 0) + whole)
     sub_group = min(part, s.sub_group + max(parts))
     step = FP32 * sub_group + (a * sub_group if a < FP32 else 0)
+    weights, buckets = w * (part + lasting), w * s.reduce_bucket
     if s.offload_optimizer:
-        host = (3 + 1) * FP32 * part + a * part + (w * part if s.offload_parameters else 0) + bits + kept
-        weights = 0 if s.offload_parameters else w * part
-        return Memory(weights, 0, 0, 0, acts, buffers, FP32 * max(parts), host)
-    return Memory(w * part, a * part, 3 * FP32 * part, bits, acts, buffers, step + kept, 0)
+        on_host = w * part if s.offload_parameters else 0
+        host = (3 + 1) * FP32 * part + a * part + on_host + sparse.masks + sparse.step
+        return Memory(weights - on_host, 0, 0, 0, acts, buckets, backward, 0, 0, FP32 * max(parts), host)
+    return Memory(
+        weights, 3 * FP32 * part, sparse.masks, a * part, acts, buckets, backward, 0, a * part, step + sparse.step
+    )  # fmt: skip

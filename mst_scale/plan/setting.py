@@ -31,6 +31,7 @@ class Setting:
     reuse_distance: int = 1_000_000_000
     persistence: int = 100_000
     sub_group: int = 1_000_000_000
+    fused: bool = True  # DeepSpeed's fused Adam, its choice on GPUs
 
     @property
     def weight_bytes(self) -> int:

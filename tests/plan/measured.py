@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from deepspeed.comm import comm as deepspeed_comm
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.config import load
+from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.models.gpt import GPT
 from mst_scale.pretrain import decay_groups
 
@@ -39,11 +41,13 @@ def live() -> dict[int, int]:
 class Collectives:
     """The name and the payload of each collective, in bytes; that of a gather or scatter is the whole, not the part."""
 
-    def __init__(self) -> None:
+    def __init__(self, notice: Callable[[], None] = lambda: None) -> None:
         self.log: list[tuple[str, int]] = []
+        self.notice = notice
         backend = deepspeed_comm.cdb  # it has taken two of torch's functions for itself
         self.places = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
         self.places += [(backend, "all_gather_function"), (backend, "reduce_scatter_function")]
+        self.places += [(Exchange, "_reduce")]  # which asks nobody else at stage 0
         self.inner = [getattr(place, name) for place, name in self.places]
 
     def __enter__(self) -> Collectives:
@@ -57,9 +61,10 @@ class Collectives:
 
     def _counted(self, inner: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [a for a in itertools.chain(args, kwargs.values()) if torch.is_tensor(a)]
-            size = max(t.numel() * t.element_size() for t in tensors)
-            self.log.append((inner.__name__, size))
+            self.notice()
+            if inner.__name__ != "_reduce":
+                tensors = [a for a in itertools.chain(args, kwargs.values()) if torch.is_tensor(a)]
+                self.log.append((inner.__name__, max(t.numel() * t.element_size() for t in tensors)))
             return inner(*args, **kwargs)
 
         return call
@@ -83,9 +88,55 @@ def train(engine: Any, config: dict[str, Any], steps: int) -> None:
             engine.step()
 
 
-def bytes_sent(rank: int, world: int, config: dict[str, Any], steps: int = 4) -> list[tuple[str, int]]:
+def calls(rank: int, world: int, config: dict[str, Any], steps: int = 3) -> list[tuple[str, int]]:
+    """The collectives of one step, after enough of them for ZeRO-3 to know the order of modules."""
     engine = build(config)
     train(engine, config, steps - 1)
     with Collectives() as found:
         train(engine, config, 1)
     return found.log
+
+
+def bytes_held(rank: int, world: int, config: dict[str, Any], steps: int = 3) -> dict[str, int]:
+    """Bytes on this rank: of each part when a step begins, and of everything at the fullest moment of backward (inside
+    a collective) and of the step. What autograd keeps for backward is C++'s own and not seen."""
+    gc.collect()
+    before = live()
+    engine = build(config)
+    train(engine, config, steps - 1)
+    found: dict[str, int] = {"backward": 0, "step": 0}
+    phase = "backward"
+
+    def notice(*_: Any) -> None:
+        found[phase] = max(found[phase], sum(size for key, size in live().items() if key not in before))
+
+    def begin_step() -> None:
+        nonlocal phase
+        phase = "step"
+        found.update({name: sum(part.values()) for name, part in parts(engine).items()})
+
+    zero_shards.around_model_step(engine, begin_step, lambda: None)
+    zero_shards.base_optimizer(engine).register_step_pre_hook(notice)
+    with Collectives(notice):
+        train(engine, config, 1)
+    return found
+
+
+def parts(engine: Any) -> dict[str, dict[int, int]]:
+    parameters = list(engine.module.parameters())
+    optimizer, base = engine.optimizer, zero_shards.base_optimizer(engine)
+    weights = storages([p.data for p in parameters] + [getattr(p, "ds_tensor", None) for p in parameters])
+    masters = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3 lends them to its optimizer in turn
+    states = storages(masters or [p for group in base.param_groups for p in group["params"]])
+    states |= storages([value for state in base.state.values() for value in state.values()])
+    gradients = [getattr(p, name, None) for p in parameters for name in ("grad", "grad_accum")]
+    for part in getattr(optimizer, "averaged_gradients", {}).values():
+        gradients += part or []
+    gradients.append(getattr(optimizer, "grad_partitions_flat_buffer", None))
+    masks = storages([bits for mask in engine.mst.masks for bits in (mask.bits, mask.ever)])
+    return {
+        "weights": weights,
+        "optimizer": {k: v for k, v in states.items() if k not in weights},
+        "gradients": {k: v for k, v in storages(gradients).items() if k not in weights},
+        "masks": masks,
+    }

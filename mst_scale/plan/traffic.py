@@ -1,0 +1,126 @@
+"""What does a training step send: which collectives, of how many bytes?
+
+A payload is the whole of what is reduced, gathered or scattered; a ring sends 2(R-1)/R of it per rank in an all-reduce
+and (R-1)/R in a gather or scatter. DeepSpeed 0.19 with its defaults, N weights of w bytes:
+
+    stage 0    all-reduce w·N                                              once a step
+    stage 1    all-reduce w·N, gather w·N                                  once a step
+    stage 2    all-reduce w·N                  with every micro-batch,     gather w·N once a step
+    stage 3    gather what `fetching` says, scatter w·N with every micro-batch
+
+Stages 1 and 2 all-reduce buckets and keep their part (`use_multi_rank_bucket_allreduce`). Tests compare every call of
+real runs on 2 ranks with this, byte for byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mst_scale.config import ModelConfig
+from mst_scale.plan.fetching import fetches
+from mst_scale.plan.memory import ALL_REDUCE, partition
+from mst_scale.plan.parameters import Parameter, groups, parameters
+from mst_scale.plan.setting import Setting
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective."""
+
+    kind: str  # all-reduce, gather, scatter
+    payload: int
+
+    def sent(self, ranks: int) -> int:
+        """Bytes a rank sends in a ring."""
+        return (2 if self.kind == "all-reduce" else 1) * (ranks - 1) * self.payload // ranks
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """`micro` with every micro-batch, `step` once more per optimizer step."""
+
+    micro: list[Call]
+    step: list[Call]
+
+    def of_step(self, accumulation: int) -> list[Call]:
+        return self.micro * accumulation + self.step
+
+
+def traffic(model: ModelConfig, setting: Setting) -> Traffic:
+    """Nothing on one rank."""
+    if setting.ranks == 1:
+        return Traffic([], [])
+    found, w = parameters(model), setting.weight_bytes
+    if setting.stage == 0:
+        return Traffic([], [Call("all-reduce", w * size) for size in _filled(found, ALL_REDUCE)])
+    if setting.stage == 3:
+        return _cut(model, found, setting)
+    weights = [Call("gather", w * part * setting.ranks) for part in partition(found, setting.ranks)]
+    norms = [Call("all-reduce", 4) for _ in weights]
+    overflow = [Call("all-reduce", 1)] if w < 4 else []
+    # stage 1 walks through its groups, stage 2 comes by the gradients as backward makes them
+    walks = setting.stage == 1 and not setting.overlap
+    order = [p for group in groups(found) for p in group] if walks else _backward(found)
+    reduced = [Call("all-reduce", w * size) for size in _buckets(order, setting.reduce_bucket)]
+    if setting.stage == 1:
+        return Traffic([], [*reduced, *overflow, *norms, *weights])
+    return Traffic(reduced, [*overflow, *norms, *weights])
+
+
+def _cut(model: ModelConfig, found: list[Parameter], s: Setting) -> Traffic:
+    def whole(p: Parameter) -> int:  # with the padding of the last ranks
+        return s.weight_bytes * -(-p.numel // s.ranks) * s.ranks
+
+    gathers = [Call("gather", sum(map(whole, together))) for together in fetches(model, s).gathers]
+    scatters = [Call("scatter", sum(map(whole, bucket))) for bucket in _bucketed(_backward(found), s.reduce_bucket)]
+    lasting = [Call("gather", whole(p)) for p in found if p.numel <= s.persistence]
+    norms = [Call("all-reduce", 8) for _ in range(_sub_groups(found, s))]
+    return Traffic([*gathers, *scatters], [*norms, *lasting])
+
+
+def _sub_groups(found: list[Parameter], s: Setting) -> int:
+    count = 0
+    for group in groups(found):
+        elements = 0
+        for p in group:
+            elements += -(-p.numel // s.ranks)
+            if elements >= s.sub_group:
+                count, elements = count + 1, 0
+        count += elements > 0
+    return count
+
+
+def _backward(found: list[Parameter]) -> list[Parameter]:
+    """In the order their gradients are done: modules from the last to the first, a weight before its bias."""
+    modules: dict[str, list[Parameter]] = {}
+    for p in found:
+        modules.setdefault(p.name.rpartition(".")[0], []).append(p)
+    return [p for module in reversed(modules.values()) for p in module]
+
+
+def _filled(found: list[Parameter], bucket: int) -> list[int]:
+    """Stage 0 closes a bucket once it is more than full."""
+    sizes, elements = [], 0
+    for p in found:
+        elements += p.numel
+        if elements > bucket:
+            sizes.append(elements)
+            elements = 0
+    return [*sizes, elements] if elements else sizes
+
+
+def _bucketed(order: list[Parameter], bucket: int) -> list[list[Parameter]]:
+    """The others close a bucket before it would be more than full."""
+    filled: list[list[Parameter]] = [[]]
+    elements = 0
+    for p in order:
+        if elements + p.numel > bucket and filled[-1]:
+            filled.append([])
+            elements = 0
+        filled[-1].append(p)
+        elements += p.numel
+    return filled
+
+
+def _buckets(order: list[Parameter], bucket: int) -> list[int]:
+    return [sum(p.numel for p in together) for together in _bucketed(order, bucket)]
