@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mst_scale.choices import stays_dense
 from mst_scale.config import Experiment
 from mst_scale.config.check import BATCH_KEYS
 from mst_scale.flops import dense_step_flops
@@ -12,7 +13,7 @@ from mst_scale.plan.clock import Seconds, step_seconds
 from mst_scale.plan.gpus import GB, Machine
 from mst_scale.plan.memory import Memory, memory
 from mst_scale.plan.parameters import parameters, sparse_parameters
-from mst_scale.plan.phases import Phase, of_tokens, phases
+from mst_scale.plan.phases import Phase, of_tokens, phases, skips_masked_weights
 from mst_scale.plan.recommend import Choice, fewest_gpus, recommend
 from mst_scale.plan.setting import Setting, setting_of
 from mst_scale.plan.topology import TopologyStep, topology_step
@@ -41,7 +42,7 @@ class Plan:
 
     @property
     def sparse_parameters(self) -> int:
-        if self.experiment.mst.sparsity.variation == "dense":
+        if stays_dense(self.experiment.mst):
             return 0
         return sum(p.numel for p in sparse_parameters(self.experiment.model, self.experiment.mst.targets))
 
@@ -79,14 +80,11 @@ class Plan:
     @property
     def wall_clock(self) -> str:
         """What may be promised."""
-        backend = self.experiment.mst.compute.backend
         if not self.sparse_parameters:
             return "dense: nothing is skipped"
-        if backend == "dense":
-            return "FLOPs only for the matrix products: masked dense layers take as long as dense ones"
-        return (
-            f"not measured on GPUs for mst.compute.backend = {backend!r}: at best the density's share of the products"
-        )
+        if skips_masked_weights(self.experiment):
+            return "not measured on GPUs for blocks of weights; the bound lets products take their density's share"
+        return "FLOPs only for the matrix products: masked dense layers take as long as dense ones"
 
     def to_dict(self) -> dict[str, Any]:
         model, s = self.experiment.model, self.setting

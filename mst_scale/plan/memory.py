@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from mst_scale.choices import stays_dense
 from mst_scale.config import Experiment
 from mst_scale.plan.activations import Activations, activations
 from mst_scale.plan.fetching import fetches
@@ -122,7 +123,7 @@ def partition(found: list[Parameter], ranks: int) -> list[int]:
 
 def _sparse(experiment: Experiment, s: Setting) -> Sparse:
     mst = experiment.mst
-    if mst.sparsity.variation == "dense" or mst.sparsity.max == 0:
+    if stays_dense(mst):
         return Sparse()
     masked = sparse_parameters(experiment.model, mst.targets)
     shares = [(p.numel, p.numel if s.stage == 0 else -(-p.numel // s.ranks)) for p in masked]

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
-from mst_scale.choices import attention_schedule_of, variation_of
 from mst_scale.config import Experiment, SparsityConfig
-from mst_scale.flops import forward_flops
+from mst_scale.ledger import forecast
 from mst_scale.plan.clock import Seconds
-from mst_scale.plan.parameters import sparse_parameters
-from mst_scale.sparsity_variation import Schedule
 
 
 @dataclass(frozen=True)
@@ -27,10 +23,6 @@ class Phase:
     best_seconds: float
     """Of a step, if attention took no more than its share of the pairs, and a compute backend that skips masked
     weights no more than their density. A bound from below, not a measurement."""
-
-
-def schedule_of(experiment: Experiment) -> Schedule:
-    return variation_of(experiment.mst).resolve(experiment.training.steps)
 
 
 def of_tokens(experiment: Experiment, tokens: float, batch: int) -> Experiment:
@@ -57,29 +49,24 @@ def of_tokens(experiment: Experiment, tokens: float, batch: int) -> Experiment:
     return replace(experiment, training=training, mst=mst)
 
 
+def skips_masked_weights(experiment: Experiment) -> bool:
+    """Whether the matrix products may skip what is masked, on a GPU: `auto` has no measured crossover there."""
+    backend = experiment.mst.compute.backend
+    if backend == "cpu":
+        raise ValueError("mst.compute.backend = cpu multiplies CPU tensors: plan with --set mst.compute.backend=auto")
+    return backend == "block" or (backend == "auto" and experiment.mst.topology.granularity != "element")
+
+
 def phases(experiment: Experiment, dense: Seconds) -> list[Phase]:
-    """In order; one row a phase, or a dense run's only one."""
-    model, mst = experiment.model, experiment.mst
-    schedule = schedule_of(experiment)
-    patterns = attention_schedule_of(mst.attention, schedule)
-    whole = forward_flops(model, accounting="causal")
-    sparse = mst.sparsity.variation != "dense"
-    targets = sum(p.numel for p in sparse_parameters(model, mst.targets)) if sparse else 0
-    matrices = whole.matrices / (2 * model.context)  # weights that are multiplied with every token
-    skipping = mst.compute.backend != "dense"
-    rows: dict[str, list[tuple[int, float, float, float]]] = {}
-    for segment in schedule.segments():
-        # a pattern may change inside a segment
-        cuts = [segment.start, *(at for at, _ in patterns.pieces if segment.start < at < segment.stop), segment.stop]
-        for start, stop in pairwise(cuts):
-            pairs = patterns.pattern_at(start).share(model.context, "causal", model.causal)
-            density = 1 - segment.sparsity * min(1.0, targets / matrices)
-            flops = (density * whole.matrices + pairs * whole.attention) / whole.total
-            saved = (1 - pairs) * dense.attention + (1 - density) * dense.products * skipping
-            rows.setdefault(segment.phase, []).append((stop - start, segment.sparsity, flops, dense.total - saved))
+    """In order; FLOPs are the ledger's."""
+    course, skips = forecast(experiment), skips_masked_weights(experiment)
+    whole = course.dense["causal"]
     result = []
-    for name, parts in rows.items():
-        steps = sum(part[0] for part in parts)
-        sparsity, flops, best = (sum(part[0] * part[i] for part in parts) / steps for i in (1, 2, 3))
-        result.append(Phase(name, steps, sparsity, flops, dense.total, best))
+    for phase in course.phases:
+        flops = phase.flops["causal"]
+        saved = (1 - flops.attention / whole.attention) * dense.attention
+        if skips:
+            saved += (1 - flops.matrices / whole.matrices) * dense.products
+        share = flops.total / whole.total
+        result.append(Phase(phase.name, phase.steps, phase.sparsity, share, dense.total, dense.total - saved))
     return result

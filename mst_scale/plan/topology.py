@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mst_scale.choices import stays_dense
 from mst_scale.config import Experiment
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.plan.clock import seconds
@@ -122,9 +123,9 @@ class TopologyStep:
 
 def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> TopologyStep | None:
     """One in the middle of the run's sparsest phase; None for a dense run."""
-    sparsity = experiment.mst.sparsity
-    if sparsity.variation == "dense" or not sparsity.max:
+    if stays_dense(experiment.mst):
         return None
+    sparsity = experiment.mst.sparsity
     found = layers(experiment, sparsity.max, experiment.mst.topology.update_fraction)
     certain, rounds = calls(found)
     sent = certain + rounds if s.stage else certain[-1:]  # replicas compare their digests
