@@ -96,11 +96,11 @@ class Observer:
             moments = {m.name: m for m in snapshot.matrices}
             for name, (edges, counts) in histograms.items():
                 matrix = moments[name]
-                count = max(1, sum(counts))
+                count, total = matrix.active, matrix.mean * math.prod(matrix.shape)
+                squares = count * matrix.std_active**2 + total**2 / max(1, count)
                 writer.add_histogram_raw(
-                    f"mst_living_weights/{name}", min=edges[0], max=edges[-1], num=count,
-                    sum=matrix.mean * math.prod(matrix.shape), sum_squares=count * matrix.std_active**2,
-                    bucket_limits=edges[1:], bucket_counts=counts, global_step=samples,
+                    f"mst_living_weights/{name}", min=edges[0], max=edges[-1], num=count, sum=total,
+                    sum_squares=squares, bucket_limits=edges[1:], bucket_counts=counts, global_step=samples,
                 )  # fmt: skip
             writer.flush()
         self.spent += time.monotonic() - start

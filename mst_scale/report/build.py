@@ -88,10 +88,10 @@ class Report:
         section = Section("Runs")
         head, lines = table.cells(groups)
         section.tables.append(("", head, lines))
+        scores = table.evaluations(self.runs)
+        if scores:
+            section.tables.append(("Evaluation", *scores))
         for run in self.runs:
-            scores = table.evaluation(run)
-            if scores:
-                section.tables.append((f"Evaluation: {run.name}", *scores))
             events = table.events(run)
             if events:
                 section.tables.append((f"What happened: {run.name}", *events))

@@ -81,7 +81,6 @@ class Run:
     spans: list[Span] = field(default_factory=list)
     spikes: deque[tuple[int, float]] = field(default_factory=deque)
     spike_count: int = 0
-    loss_spikes: list[int] = field(default_factory=list)
     layers: Layers | None = None
     densest: dict[str, float] = field(default_factory=dict)
     """Density of each layer where the run was sparsest."""
@@ -194,8 +193,6 @@ class Reader:
             run.last_val_loss = float(row["val_loss"])
         self._take_span(row)
         self._take_spike(step, row.get("grad_norm"))
-        if row.get("loss_spike") and len(run.loss_spikes) < MAX_SPIKES:
-            run.loss_spikes.append(step)
         run.last = row
 
     def _take_span(self, row: dict[str, Any]) -> None:

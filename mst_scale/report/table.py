@@ -133,13 +133,24 @@ def _bytes(value: float) -> str:
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
 
 
-def evaluation(run: Run) -> tuple[list[str], list[list[str]]] | None:
-    """What `mst eval` has left, one line a number."""
-    lines = []
-    for path, value in dotted(run.evaluation).items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            lines.append([path, f"{value:,}" if isinstance(value, int) else f"{value:.5g}"])
-    return (["measure", "value"], lines) if lines else None
+def evaluations(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]] | None:
+    """What `mst eval` has left beside the runs: one row a run, one column a metric."""
+    found = {run.name: _metrics(run) for run in runs}
+    columns = list(dict.fromkeys(name for metrics in found.values() for name in metrics))
+    if not columns:
+        return None
+    lines = [[name, *(_said(metrics.get(c), "{:.4g}".format) for c in columns)] for name, metrics in found.items()]
+    return ["run", *columns], lines
+
+
+def _metrics(run: Run) -> dict[str, float]:
+    tasks = run.evaluation.get("tasks")
+    flat = dotted(tasks) if isinstance(tasks, dict) else {}
+    return {
+        path.replace(".metrics.", " "): value
+        for path, value in flat.items()
+        if ".metrics." in path and isinstance(value, int | float)
+    }
 
 
 def events(run: Run) -> tuple[list[str], list[list[str]]] | None:

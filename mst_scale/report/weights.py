@@ -59,7 +59,7 @@ def heat_map(run: Run, name: str) -> Plot:
                 axes.set_box_aspect(min(1.4, max(0.7, image.shape[0] / image.shape[1])))
                 axes.spines[:].set_visible(True)
             upper.set_title(f"end of\n{_words(snapshot)}", fontsize=9, fontweight="normal", loc="center")
-            lower.set_xlabel(f"step {counted(snapshot.step)}", fontsize=9)
+            lower.set_xlabel(f"step {snapshot.step:,}", fontsize=9)
         grid[0, 0].set_ylabel("weights", fontsize=10)
         grid[1, 0].set_ylabel("mask", fontsize=10)
         for row, image, label in ((0, maps[0], "mean |w|"), (1, maps[1], "alive")):
@@ -109,7 +109,7 @@ def by_layer(run: Run) -> Plot:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_ylim(bottom=0)
         axes.set_ylabel("standard deviation")
-        axes.set_title(f"Living weights by layer, step {counted(last.step)}")
+        axes.set_title(f"Living weights by layer, step {last.step:,}")
         legend(figure, handles, columns=3)
 
     caption = "Standard deviation of the living weights of each matrix; small faint marks are the start."

@@ -62,6 +62,11 @@ def compared(tmp_path_factory):
     """Three seeds, another length, another method, another size."""
     folder = tmp_path_factory.mktemp("compared")
     made = [runs.write(folder / f"mst-{seed}", seed=seed) for seed in (1, 2, 3)]
+    tasks = {"lambada": {"metrics": {"acc": 0.6074, "ppl": 13.22}, "documents": 5153}}
+    (made[0] / "eval.json").write_text(json.dumps({"model": "x", "tasks": tasks}))
+    events = [{"time": "2026-01-01T00:00:00", "start": 0, "what": "spike", "step": 40, "loss": 9.5}]
+    starts = [{"time": "2026-01-01T00:00:00"}, {"time": "2026-01-02T00:00:00", "from_step": 30}]
+    (made[0] / "run.json").write_text(json.dumps({"starts": starts, "events": events}))
     made.append(runs.write(folder / "dense", "dense", steps=400, width=128))
     made.append(runs.write(folder / "rigl", "rigl", steps=900, until=700))
     return folder, made
@@ -80,6 +85,8 @@ def test_runs_of_other_lengths_methods_and_sizes_are_compared(compared):
     assert "rigl: not finished: step 700 of 900" in found["notes"]
     text = (folder / "both" / "index.html").read_text()
     assert "mst (3 seeds)" in text and "one of 3 seeds" in text
+    assert "<th>lambada acc</th>" in text and "<td>0.6074</td>" in text, "what mst eval has left"
+    assert "spike: step 40, loss 9.5" in text and "started again from step 30" in text, "what run.json tells"
 
 
 def test_a_run_of_which_much_is_missing_is_drawn_as_far_as_it_goes(tmp_path, capsys):
