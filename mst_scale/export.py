@@ -2,7 +2,8 @@
 
 A Hugging Face folder: `config.json`, `model.safetensors`, tokenizer files where the tokenizer is known, and a model
 card with the run's figures. Our GPT is GPT-2's architecture, so `AutoModelForCausalLM.from_pretrained` computes the
-same logits; what it lacks (biases) is zero there, and rows that pad the vocabulary are left out. Attention is dense.
+same logits (of a BERT `AutoModelForMaskedLM`); what it lacks (biases) is zero there, and rows that pad the vocabulary
+are left out. Attention is dense.
 
 Weights are the fp32 masters. They are read, transposed and written one after the other: memory holds one matrix, never
 the model. Zeros stay zeros. `prune` sets further weights to zero, by magnitude within each layer.
@@ -17,6 +18,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,7 +26,8 @@ import torch
 from mst_scale import checkpoint as checkpoints
 from mst_scale import model_card
 from mst_scale.config import Experiment, ModelConfig, load
-from mst_scale.data.corpus import META, open_tokens, read_meta
+from mst_scale.data.corpus import META, read_meta
+from mst_scale.data.masking import open_sampler
 from mst_scale.data.sampler import Sampler
 from mst_scale.data.tokenizer_files import write_tokenizer
 from mst_scale.distributed import logger
@@ -32,8 +35,9 @@ from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Layer, sparsify
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
-from mst_scale.models.gpt import GPT
-from mst_scale.models.hugging_face import HEAD, Entry, entries, hugging_face_config
+from mst_scale.models import build, hugging_face, hugging_face_bert
+from mst_scale.models.hugging_face import Entry
+from mst_scale.models.hugging_face_bert import VOCABULARY
 from mst_scale.models.safetensors_stream import DTYPES, write_model
 from mst_scale.targets import choose_targets
 from mst_scale.weights import Weights, weights_of
@@ -79,7 +83,7 @@ def export(
         raise ValueError(f"--prune {prune}: give the share of weights that become zero, 0 ≤ S < 1")
     if out.exists():
         raise ValueError(f"{out} exists: choose another OUT")
-    source = open_source(path, config)
+    source = open_source(path, config, causal=False)
     experiment = source.experiment
     shapes = {name: tuple(p.shape) for name, p in source.targets().items()}
     counts: dict[str, int] = {}
@@ -96,7 +100,7 @@ def export(
         files = write_model(draft, writer.shapes, writer, dtype, shard_bytes)
         name = tokenizer or tokenizer_of(experiment)
         end_of_text, tokenizer_note = write_tokenizer(draft, name, experiment.model.vocab_size)
-        raw = hugging_face_config(experiment.model, end_of_text)
+        raw = _names(experiment.model).hugging_face_config(experiment.model, end_of_text)
         about = {"step": source.step, "tokenizer": name, "bias": experiment.model.bias, "method": experiment.mst.method}
         _write_json(draft / "config.json", {**raw, "dtype": dtype, "mst_scale": about})
         done = Exported(
@@ -141,20 +145,23 @@ class Source:
     def targets(self) -> dict[str, torch.nn.Parameter]:
         """The matrices that may be sparse, by our names; no memory is taken for them."""
         with torch.device("meta"):
-            model = GPT(self.experiment.model)
+            model = build(self.experiment.model)
         return choose_targets(model, self.experiment.mst.targets)
 
-    def model(self) -> GPT:
+    def model(self) -> torch.nn.Module:
         """The model in memory, in float32."""
-        model = GPT(self.experiment.model).eval()
+        model = build(self.experiment.model).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(self.weights.read(name))
         return model
 
 
-def open_source(path: Path, config: Path | None = None) -> Source:
-    """What a run's folder or a checkpoint holds; anything that is no GPT of ours is refused in one line."""
+def open_source(path: Path, config: Path | None = None, *, causal: bool = True) -> Source:
+    """What a run's folder or a checkpoint holds; anything that is no model of ours is refused in one line.
+
+    `causal`: and a BERT too, because the caller asks for the token that comes next.
+    """
     checkpoint = checkpoints.locate(path)
     manifest = checkpoints.head(checkpoint)
     if manifest is not None and checkpoint == path and (faults := checkpoints.damage(checkpoint)):
@@ -164,9 +171,11 @@ def open_source(path: Path, config: Path | None = None) -> Source:
         if config is None:
             raise ValueError(f"there is no config.json beside {checkpoint}: name the experiment with --config FILE")
     experiment = load(config)
+    if causal and not experiment.model.causal:
+        raise ValueError(f"{path} is a BERT: it fills in masked tokens, and predicts no next token")
     weights = weights_of(checkpoint)
     with torch.device("meta"):
-        wanted = {name: tuple(p.shape) for name, p in GPT(experiment.model).named_parameters()}
+        wanted = {name: tuple(p.shape) for name, p in build(experiment.model).named_parameters()}
     for name, shape in wanted.items():
         found = weights.shapes.get(name)
         if found != shape:
@@ -187,12 +196,17 @@ def tokenizer_of(experiment: Experiment) -> str | None:
     return data.tokenizer or ("byte" if data.source == "stdlib" else "gpt2")
 
 
+def _names(model: ModelConfig) -> ModuleType:
+    """Which tensor is which in Hugging Face's model of this architecture."""
+    return hugging_face if model.causal else hugging_face_bert
+
+
 class _Writer:
     """The tensors of the exported model, each made from ours when it is asked for."""
 
     def __init__(self, weights: Weights, model: ModelConfig, counts: dict[str, int], targets: set[str]):
         self.weights, self.model, self.counts, self.targets = weights, model, counts, targets
-        self.table = {entry.theirs: entry for entry in entries(model)}
+        self.table = {entry.theirs: entry for entry in _names(model).entries(model)}
         self.shapes = {name: self._shape(entry) for name, entry in self.table.items()}
         self.zeros = self.counted = 0
 
@@ -215,16 +229,18 @@ class _Writer:
                 rows = max(1, PIECE // matrix.shape[0])
                 yield from (columns.t() for columns in matrix.split(rows, dim=1))
             else:
-                yield matrix.view(-1)[:numel]
+                yield matrix.view(-1)[entry.part * numel :][:numel]
         else:
-            yield from self.weights.spans(entry.ours, numel, PIECE)
+            yield from self.weights.spans(entry.ours, entry.part * numel, numel, PIECE)
 
     def _shape(self, entry: Entry) -> tuple[int, ...]:
+        if entry.ours in VOCABULARY:
+            return (self.model.vocab_size, *self.weights.shapes.get(entry.ours, ())[1:])
         if entry.ours not in self.weights.shapes:
-            return self.weights.shapes[entry.ours.removesuffix("bias") + "weight"][:1]
-        shape = self.weights.shapes[entry.ours]
-        if entry.ours in ("wte.weight", HEAD):
-            return (self.model.vocab_size, *shape[1:])
+            rows, *rest = self.weights.shapes[entry.ours.removesuffix("bias") + "weight"][:1]
+        else:
+            rows, *rest = self.weights.shapes[entry.ours]
+        shape = (rows // entry.parts, *rest)
         return shape[::-1] if entry.transposed else shape
 
 
@@ -243,23 +259,19 @@ def _losses(source: Source, counts: dict[str, int]) -> dict[str, float]:
     """The loss on the run's validation corpus before and after pruning; this needs the model in memory."""
     data = source.experiment.data
     folder = data.dir or f"corpora/{data.source}"
-    file = open_tokens(folder, "val", vocab_size=source.experiment.model.vocab_size)
+    sampler = open_sampler(folder, "val", source.experiment.model, source.experiment.training.seed)
     model = source.model()
-    before = validation_loss(model, file, source.experiment)
+    before = validation_loss(model, sampler, source.experiment)
     parameters = dict(model.named_parameters())
     for name, count in counts.items():
         keep_largest(parameters[name].data, count)
-    return {"before": before, "after": validation_loss(model, file, source.experiment)}
+    return {"before": before, "after": validation_loss(model, sampler, source.experiment)}
 
 
 @torch.no_grad()
-def validation_loss(model: GPT, file: Any, experiment: Experiment) -> float:
+def validation_loss(model: torch.nn.Module, sampler: Sampler, experiment: Experiment) -> float:
     """Mean loss over the sequences that training evaluates on."""
-    sampler, count = (
-        Sampler(file, experiment.model.context, experiment.training.seed),
-        experiment.training.eval_sequences,
-    )
-    total = 0.0
+    count, total = experiment.training.eval_sequences, 0.0
     for start in range(0, count, VALIDATION_BATCH):
         positions = range(start, min(start + VALIDATION_BATCH, count))
         total += float(model(*sampler.batch(0, positions))) * len(positions)

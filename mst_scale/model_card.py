@@ -14,33 +14,40 @@ from mst_scale.metrics import read
 
 LOADING = """\
 ```python
-from transformers import AutoModelForCausalLM
+from transformers import {loader}
 
-model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER")
+model = {loader}.from_pretrained("PATH_OF_THIS_FOLDER")
 ```"""
 
 
 def text(experiment: Experiment, run: Path | None, exported: dict[str, Any], tokenizer_note: str) -> str:
     rows = [f"| {name} | {value} |" for name, value in figures(experiment, run, exported)]
+    causal = experiment.model.causal
+    loader = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"
+    architecture = "GPT-2" if causal else "BERT"
+    name = experiment.model.preset or experiment.model.arch.upper()
     lines = [
         "---",
         "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags: [mst_scale, gpt2]",
+        f"pipeline_tag: {'text-generation' if causal else 'fill-mask'}",
+        f"tags: [mst_scale, {'gpt2' if causal else 'bert'}]",
         "---",
         "",
-        f"# {experiment.model.preset or 'GPT'}, trained with mst_scale ({experiment.mst.method})",
+        f"# {name}, trained with mst_scale ({experiment.mst.method})",
         "",
         "| | |",
         "|---|---|",
         *rows,
         "",
-        "The architecture is GPT-2's. FLOPs are counted in the paper's accounting, training as it was computed against",
-        "the same steps computed dense." + ("" if experiment.model.bias else " The model has no biases: they are 0."),
+        f"The architecture is {architecture}'s. FLOPs are counted in the paper's accounting, training as it was",
+        "computed against the same steps computed dense."
+        + ("" if experiment.model.bias else " The model has no biases: they are 0."),
         "",
-        LOADING,
+        LOADING.format(loader=loader),
         "",
     ]
+    if not causal:
+        lines += [f"[MASK] is the tokenizer's, or id {experiment.model.vocab_size - 1} where it has none.", ""]
     if tokenizer_note:
         lines += [f"This folder has {tokenizer_note}.", ""]
     return "\n".join(lines)

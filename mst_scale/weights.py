@@ -59,10 +59,10 @@ class Weights:
             position += part.numel
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def spans(self, name: str, numel: int, step: int) -> Iterator[torch.Tensor]:
-        """The first `numel` values, at most `step` at a time."""
-        for start in range(0, numel, step):
-            yield self.span(name, start, min(start + step, numel))
+    def spans(self, name: str, first: int, numel: int, step: int) -> Iterator[torch.Tensor]:
+        """`numel` values from `first` on, at most `step` at a time."""
+        for start in range(first, first + numel, step):
+            yield self.span(name, start, min(start + step, first + numel))
 
 
 def weights_of(checkpoint: Path) -> Weights:

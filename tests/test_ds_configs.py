@@ -17,7 +17,7 @@ GPT2_BATCH = 12 * 40  # the paper's
 GPT3_TOKENS = {"gpt3_1.3b": 1e6, "gpt3_2.7b": 1e6, "gpt3_6.7b": 2e6, "gpt3_13b": 2e6, "gpt3_175b": 3.2e6}
 
 SHRUNK = {
-    "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 16, "model.context": 32, "model.vocab_size": 64,
+    "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 16, "model.context": 32, "model.vocab_size": 65,
     "train_batch_size": 4, "train_micro_batch_size_per_gpu": 1,
     "training.steps": 2, "training.warmup": 1, "training.eval_sequences": 2, "training.log_every": 1,
     "mst.sparsity.warmup": 0.5, "mst.sparsity.ultra": 0.5, "mst.sparsity.restore": 0.0, "mst.topology.interval": 1,
@@ -32,7 +32,7 @@ def shrunk(name: str, folder: Path) -> list[str]:
 
 
 def test_every_model_has_its_file():
-    wanted = {"gpt2_small", "gpt2_medium", "gpt2_large", "gpt2_xl", "demo", *GPT3_TOKENS}
+    wanted = {"gpt2_small", "gpt2_medium", "gpt2_large", "gpt2_xl", "bert_base", "demo", *GPT3_TOKENS}
     assert wanted <= set(NAMES)
 
 
@@ -50,6 +50,11 @@ def test_it_loads_and_can_run(name):
     assert experiment.mst.sparsity.max == 0.96 and experiment.mst.targets.lm_head
     if name.startswith("gpt2"):
         assert experiment.deepspeed["train_batch_size"] == GPT2_BATCH
+    if name == "bert_base":
+        assert experiment.model.arch == "bert" and experiment.model.padded_vocab == 30528
+        assert experiment.deepspeed["train_batch_size"] == 256
+        assert 256 * 512 * experiment.training.steps == pytest.approx(131e9, rel=0.03), "BERT's million steps"
+        assert experiment.mst.attention.stride * 4 == experiment.model.context, "as in the paper"
     if name in GPT3_TOKENS:
         tokens = experiment.deepspeed["train_batch_size"] * experiment.model.context
         assert tokens == pytest.approx(GPT3_TOKENS[name], rel=0.05)

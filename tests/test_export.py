@@ -127,13 +127,14 @@ def test_pruning_keeps_the_largest_and_reports_the_loss(tmp_path_factory, tmp_pa
             assert weight[kept].abs().min() >= a[name][~kept].abs().max()
     assert after.zeros / after.matrices == pytest.approx(0.75, abs=1e-3)
     # the report is of what was written
-    from mst_scale.data.corpus import open_tokens
+    from mst_scale.data.masking import open_sampler
     from mst_scale.models.hugging_face import from_hugging_face
 
     experiment = load(run / "config.json")
     model = GPT(experiment.model)
     model.load_state_dict(from_hugging_face(b, experiment.model))
-    loss = validation_loss(model.eval(), open_tokens(experiment.data.dir, "val"), experiment)
+    sampler = open_sampler(experiment.data.dir, "val", experiment.model, experiment.training.seed)
+    loss = validation_loss(model.eval(), sampler, experiment)
     assert loss == pytest.approx(after.losses["after"], rel=1e-6)
 
 

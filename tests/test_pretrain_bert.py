@@ -6,8 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForMaskedLM
 
 from mst_scale.config import ModelConfig
+from mst_scale.export import export, open_source
 from mst_scale.flops import dense_step_flops
 from tests import pool, tiny_run
 from tests.data.texts import jsonl, make
@@ -89,6 +92,26 @@ def test_a_resumed_run_masks_as_it_would_have(tmp_path):
     names = ("step", "loss", "val_loss", "grad_norm", "flops", "sparsity")
     whole, again = ([[row.get(n) for n in names] for row in tiny_run.rows(tmp_path / o)] for o in ("out", "again"))
     assert [row[0] for row in again] == list(range(1, 13)) and again == whole
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_run_is_exported_with_its_logits(tmp_path, tied):
+    """From two ranks and their ZeRO shards, in the middle of sparse training, with the zeros."""
+    model = BERT | {"tied_head": tied, "bias": tied, "vocab_multiple": 1}
+    run(2, arguments(tmp_path, "out", "--set", "training.keep_checkpoints=9", model=model))
+    done = export(tmp_path / "out" / "checkpoints" / "step00000008", tmp_path / "theirs")
+    assert done.zeros / done.matrices > 0.5
+    theirs = AutoModelForMaskedLM.from_pretrained(tmp_path / "theirs").eval()
+    source = open_source(tmp_path / "out" / "checkpoints" / "step00000008", causal=False)
+    ids = torch.randint(65, (3, tiny_run.CONTEXT), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, source.model()(ids), rtol=0, atol=1e-5)
+    card = (tmp_path / "theirs" / "README.md").read_text()
+    assert "AutoModelForMaskedLM" in card and "[MASK] is the tokenizer's, or id 64" in card
+    pruned = export(tmp_path / "out", tmp_path / "pruned", prune=0.9)
+    assert pruned.losses["before"] == pytest.approx(tiny_run.rows(tmp_path / "out")[-1]["val_loss"], rel=1e-5)
+    with pytest.raises(ValueError, match="is a BERT: it fills in masked tokens, and predicts no next token"):
+        open_source(tmp_path / "out")
 
 
 def ids_that_fill_the_vocabulary(folder: Path) -> list[str]:

@@ -19,7 +19,9 @@ SOURCE is one of
                   or a folder that `datasets` has written with save_to_disk
 
 TOKENIZER is `byte` (256 bytes and an end of text), `gpt2` or another encoding of tiktoken, or the path of a .tiktoken
-rank file, split by GPT-2's pattern: r50k_base.tiktoken gives gpt2's ids without a network.
+rank file, split by GPT-2's pattern: r50k_base.tiktoken gives gpt2's ids without a network. For BERT any of these, as
+[MASK] is the model's last id then, or `bert-base-uncased`, `bert-base-cased` or the path of a vocab.txt: word pieces.
+Masks are drawn while training, so there is one kind of corpus.
 
 A run that was killed is finished by the same command. A corpus that is there already is used as it is."""
 
@@ -28,6 +30,7 @@ examples:
   mst data                                              # corpora/stdlib-byte, in seconds
   mst data openwebtext --out corpora/owt                # what the paper trains on; hours on a few cores
   mst data 'books/*.txt' --tokenizer gpt2 --out corpora/books --val-fraction 0.02
+  mst data 'books/*.txt' --tokenizer vocab.txt --out corpora/books-bert
   mst data crawl.jsonl.zst --text-key content --out corpora/crawl
   mst data HuggingFaceFW/fineweb-edu --subset sample-10BT --out corpora/fineweb
   mst data HuggingFaceFW/fineweb-edu --stream --max-bytes 2G --out corpora/taste

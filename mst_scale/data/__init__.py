@@ -8,7 +8,7 @@ prepare     a recipe → a corpus folder, on all cores, in bounded memory (`mst 
   locate      where the named source lies: the hub, files, the running Python's own library
   sources     what a source is, and which documents are for validation; with text_files, json_lines, tables
   cutting     where a long text may be cut without changing its ids
-  tokenizer   text → ids: `byte`, tiktoken's encodings, a local rank file
+  tokenizer   text → ids: `byte`, tiktoken's encodings, a local rank file, BERT's word pieces
   pool        one function over many chunks on all cores, results in order
   partial     how the folder appears all at once, though a run may be killed at any moment
   reporting   what one sees meanwhile

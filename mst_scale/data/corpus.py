@@ -7,6 +7,8 @@ vocabulary has more than 65,536), every document followed by the end of text; an
      "splits": {"train" | "val": {"file", "tokens", "documents", "max_id", "sha256"}},
      "recipe": what was asked for, "source": what was read, "versions": what read it}
 
+and, where the tokenizer has them, the ids of BERT's [CLS] ("start") and [MASK] ("mask").
+
 Without meta.json it is nanoGPT's layout, uint16; it works as it is.
 """
 

@@ -29,7 +29,7 @@ from mst_scale.data.pool import ordered_map
 from mst_scale.data.recipe import Recipe
 from mst_scale.data.reporting import Report
 from mst_scale.data.sources import SPLITS, Chunk, Source, describe_files
-from mst_scale.data.tokenizer import Tokenizer, is_rank_file, load_tokenizer, token_dtype
+from mst_scale.data.tokenizer import Tokenizer, is_file, load_tokenizer, token_dtype
 
 JOURNAL_BYTES = 64 << 20  # of ids: ten seconds or more of a core that tokenises with a BPE
 # Peak resident size as measured, with a BPE of 50,257 ids: 73 MB in the main process for text, 141 MB for Parquet with
@@ -206,9 +206,10 @@ def _meta(recipe: Recipe, tokenizer: Tokenizer, source: dict[str, Any], files: l
         splits[name] = {"file": f"{name}.bin", "tokens": state.pop("bytes") // dtype.itemsize} | state
     return {
         "format": FORMAT,
-        "tokenizer": os.path.abspath(name) if is_rank_file(name := recipe.tokenizer_name) else name,
+        "tokenizer": os.path.abspath(name) if is_file(name := recipe.tokenizer_name) else name,
         "vocab_size": tokenizer.vocab_size,
         "end_of_text": tokenizer.end_of_text,
+        **({} if tokenizer.mask is None else {"start": tokenizer.start, "mask": tokenizer.mask}),
         "dtype": dtype.name,
         "splits": splits,
         "recipe": recipe.identity(),

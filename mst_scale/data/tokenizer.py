@@ -1,11 +1,12 @@
 """How does text become token ids?
 
-Four ways to name a tokenizer:
+Ways to name a tokenizer:
 - `byte`: the 256 bytes of UTF-8 and an end of text, 257 ids; needs no vocabulary;
 - `gpt2` (the paper's) or any other encoding name of tiktoken; tiktoken downloads its vocabulary once;
 - a path to a `.tiktoken` rank file (lines of "base64-token rank"), for machines without a network. Text is split by
   GPT-2's pattern and the end of text is the id after the last rank, so `r50k_base.tiktoken` gives the very ids of
-  `gpt2`. Files of encodings with another pattern (`cl100k_base.tiktoken`, …) are refused, not silently mis-split.
+  `gpt2`. Files of encodings with another pattern (`cl100k_base.tiktoken`, …) are refused, not silently mis-split;
+- `bert-base-uncased`, `bert-base-cased` or a path to a `vocab.txt`: BERT's word pieces (word_pieces.py).
 
 Special tokens inside a text are encoded as ordinary text; only the end of text is ever emitted, by `prepare`.
 """
@@ -21,6 +22,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mst_scale.data.word_pieces import HUB, WordPieceTokenizer, vocabulary_file
+
 SPLIT_LIKE_GPT2 = ("gpt2", "r50k_base")  # encodings whose rank file is complete with that pattern
 SHORTEST_HALF = 1 << 10  # characters; no pattern fails on less
 DOWNLOAD_SECONDS = 60.0  # vocabularies are 1-4 MB; a network that drops packets would otherwise hang for minutes
@@ -30,6 +33,8 @@ class Tokenizer(Protocol):
     name: str
     vocab_size: int  # ids are 0 … vocab_size - 1
     end_of_text: int
+    start: int | None  # BERT's [CLS] and [MASK]
+    mask: int | None
 
     def encode(self, text: str) -> np.ndarray:
         """Unsigned ids, without the end of text."""
@@ -43,6 +48,8 @@ class ByteTokenizer:
     name = "byte"
     vocab_size = 257
     end_of_text = 256
+    start: int | None = None
+    mask: int | None = None
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), dtype=np.uint8)
@@ -53,6 +60,9 @@ class ByteTokenizer:
 
 class BpeTokenizer:
     """A tiktoken encoding."""
+
+    start: int | None = None
+    mask: int | None = None
 
     def __init__(self, name: str, encoding: Any):
         self.name = name
@@ -80,18 +90,28 @@ class BpeTokenizer:
 def load_tokenizer(name: str) -> Tokenizer:
     if name == "byte":
         return ByteTokenizer()
+    if is_vocabulary(name):
+        return WordPieceTokenizer(name, vocabulary_file(name))
     if is_rank_file(name):
         return BpeTokenizer(name, _encoding_from_ranks(Path(name)))
     return BpeTokenizer(name, _encoding_by_name(name))
 
 
+def is_vocabulary(name: str) -> bool:
+    return name in HUB or name.endswith(".txt")
+
+
 def is_rank_file(name: str) -> bool:
-    return name.endswith(".tiktoken") or "/" in name
+    return not is_vocabulary(name) and (name.endswith(".tiktoken") or "/" in name)
+
+
+def is_file(name: str) -> bool:
+    return is_rank_file(name) or name.endswith(".txt")
 
 
 def tokenizer_identity(name: str) -> str:
-    """What decides the ids: the name, or the content of a rank file wherever it lies."""
-    return f"sha256:{hashlib.sha256(_read_ranks(Path(name))).hexdigest()}" if is_rank_file(name) else name
+    """What decides the ids: the name, or the content of a file wherever it lies."""
+    return f"sha256:{hashlib.sha256(_read(Path(name))).hexdigest()}" if is_file(name) else name
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -104,10 +124,11 @@ def _encoding_by_name(name: str) -> Any:
 
     known = tiktoken.list_encoding_names()
     if name not in known:
-        near = difflib.get_close_matches(name, ["byte", *known], n=1)
+        near = difflib.get_close_matches(name, ["byte", *HUB, *known], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        names = ", ".join(("byte", *HUB, *known))
         raise ValueError(
-            f"unknown tokenizer {name!r}{hint} (known: byte, {', '.join(known)}, or the path of a .tiktoken file)"
+            f"unknown tokenizer {name!r}{hint} (known: {names}, or the path of a .tiktoken file or a vocab.txt)"
         )
     try:
         return _within(DOWNLOAD_SECONDS, lambda: tiktoken.get_encoding(name))
@@ -144,11 +165,11 @@ def _within(seconds: float, load: Callable[[], Any]) -> Any:
     return value
 
 
-def _read_ranks(path: Path) -> bytes:
+def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise ValueError(f"no tokenizer rank file {path}; give an existing .tiktoken file, or use 'byte'") from None
+        raise ValueError(f"no tokenizer file {path}; give a .tiktoken file or a vocab.txt, or use 'byte'") from None
 
 
 def _encoding_from_ranks(path: Path) -> Any:
@@ -163,7 +184,7 @@ def _encoding_from_ranks(path: Path) -> Any:
             f"{path.stem!r} and give tiktoken its file through TIKTOKEN_CACHE_DIR"
         )
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(_read_ranks(path).splitlines(), start=1):
+    for number, line in enumerate(_read(path).splitlines(), start=1):
         if not line.strip():
             continue
         try:

@@ -4,7 +4,8 @@
 
 - `byte`: 256 tokens and no merges, id = byte, 256 ends a text;
 - `gpt2` and rank files split like it: the vocabulary is the ranks, and the merges are found from them, each token being
-  split as BPE would have come to it. Written only where the ranks are at hand (tiktoken downloads them once).
+  split as BPE would have come to it. Written only where the ranks are at hand (tiktoken downloads them once);
+- BERT's word pieces, with [CLS] before and [SEP] behind a text.
 
 Other encodings split text by other patterns; no files are written for them.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.data.tokenizer import SPLIT_LIKE_GPT2, is_rank_file, load_tokenizer
+from mst_scale.data.word_pieces import WordPieceTokenizer
 
 END = "<|endoftext|>"
 
@@ -36,6 +38,9 @@ def write_tokenizer(folder: Path, name: str | None, vocab_size: int) -> tuple[in
     elif name in SPLIT_LIKE_GPT2 or is_rank_file(name):
         ranks: dict[bytes, int] = tokenizer.encoding._mergeable_ranks  # type: ignore[attr-defined]
         vocabulary, merges = {_spelt(token): rank for token, rank in ranks.items()}, merges_of(ranks)
+    elif isinstance(tokenizer, WordPieceTokenizer):
+        tokenizer.save(folder)
+        return tokenizer.end_of_text, ""
     else:
         return tokenizer.end_of_text, f"no tokenizer files: {name!r} splits text in its own way; use tiktoken with it"
     described = _described(vocabulary, merges, tokenizer.end_of_text, split_words=name != "byte")

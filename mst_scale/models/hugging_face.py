@@ -28,11 +28,13 @@ MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")  # older checkpoints store th
 
 
 class Entry(NamedTuple):
-    """One tensor, under both names."""
+    """One tensor of theirs, and what it is of ours: an equal part of the rows, or all of them."""
 
     ours: str
     theirs: str
-    transposed: bool
+    transposed: bool = False
+    part: int = 0
+    parts: int = 1
 
 
 def entries(config: ModelConfig) -> list[Entry]:
@@ -49,7 +51,7 @@ def entries(config: ModelConfig) -> list[Entry]:
 def to_hugging_face(state: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
     """Our state dict as that of `GPT2LMHeadModel(GPT2Config(**hugging_face_config(config)))`."""
     result = {}
-    for ours, theirs, transposed in entries(config):
+    for ours, theirs, transposed, *_ in entries(config):
         if ours.endswith(".bias") and not config.bias:
             weight = state[ours.removesuffix("bias") + "weight"]
             tensor = weight.new_zeros(weight.shape[0])  # one per output, or per width of a norm
@@ -83,7 +85,7 @@ def from_hugging_face(state: Mapping[str, torch.Tensor], config: ModelConfig) ->
     if config.tied_head and HEAD in given and not torch.equal(given[HEAD], given[PREFIX + "wte.weight"]):
         raise ValueError(f"{HEAD} differs from the token embedding: set model.tied_head = false")
     result = {}
-    for ours, theirs, transposed in table:
+    for ours, theirs, transposed, *_ in table:
         tensor = given[theirs].t().contiguous() if transposed else given[theirs]
         if ours.endswith(".bias") and not config.bias:
             if tensor.any():

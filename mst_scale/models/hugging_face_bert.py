@@ -8,12 +8,13 @@ the vocabulary. The decoder's weight and bias have two names each; where the hea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.models.bert import EPS, TOKEN_TYPES
+from mst_scale.models.hugging_face import Entry
 
 LAYER = {  # our module → theirs; all three of qkv in the order of its rows
     "attention.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
@@ -33,15 +34,6 @@ OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerN
 VOCABULARY = ("wte.weight", "lm_head.weight", "head_bias")  # those with a row, or a number, per id
 
 
-class Entry(NamedTuple):
-    """One tensor of theirs, and the equal part of ours that it is."""
-
-    ours: str
-    theirs: str
-    part: int = 0
-    parts: int = 1
-
-
 def entries(config: ModelConfig) -> list[Entry]:
     """Every parameter of a model with biases, in our order."""
     table = [Entry(f"{ours}.weight", f"bert.embeddings.{theirs}.weight") for ours, theirs in EMBEDDINGS.items()]
@@ -49,7 +41,12 @@ def entries(config: ModelConfig) -> list[Entry]:
     for layer in range(config.n_layer):
         for ours, theirs in LAYER.items():
             table += [
-                Entry(f"blocks.{layer}.{ours}.{kind}", f"bert.encoder.layer.{layer}.{name}.{kind}", part, len(theirs))
+                Entry(
+                    f"blocks.{layer}.{ours}.{kind}",
+                    f"bert.encoder.layer.{layer}.{name}.{kind}",
+                    part=part,
+                    parts=len(theirs),
+                )
                 for kind in ("weight", "bias")
                 for part, name in enumerate(theirs)
             ]
@@ -108,8 +105,12 @@ def from_hugging_face(state: Mapping[str, torch.Tensor], config: ModelConfig) ->
     return {name: torch.cat(parts) for name, parts in pieces.items()}
 
 
-def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
-    """The arguments of `BertConfig` (with `model_type` and `architectures`: the contents of a config.json)."""
+def hugging_face_config(config: ModelConfig, end_of_text: int | None = None) -> dict[str, Any]:
+    """The arguments of `BertConfig` (with `model_type` and `architectures`: the contents of a config.json).
+
+    `end_of_text` is the tokenizer's [SEP], or what stands for it.
+    """
+    named = {} if end_of_text is None else {"sep_token_id": end_of_text}
     return {
         "model_type": "bert",
         "architectures": ["BertForMaskedLM"],
@@ -125,6 +126,7 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
         "type_vocab_size": TOKEN_TYPES,
         "layer_norm_eps": EPS,
         "tie_word_embeddings": config.tied_head,
+        **named,
     }
 
 

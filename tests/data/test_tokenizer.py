@@ -65,7 +65,7 @@ def test_a_rank_file_is_known_by_its_content(tmp_path: Path):
     [
         (b"not a rank file", "expected 'base64-token rank'"),
         (b"YQ== 0\n", "255 of the 256 single bytes"),
-        (None, "no tokenizer rank file"),
+        (None, "no tokenizer file"),
     ],
 )
 def test_bad_rank_files_are_refused(tmp_path: Path, content: bytes | None, complaint: str):
