@@ -111,7 +111,7 @@ def conclusion(answer: Plan) -> str:
 def memory_table(answer: Plan) -> str:
     rows = [
         [
-            "ZeRO: GB a GPU",
+            "GB at ZeRO-",
             "weights",
             "grads",
             "optim.",
@@ -137,7 +137,7 @@ def memory_table(answer: Plan) -> str:
 
 def _memory_row(choice: Choice, answer: Plan) -> list[str]:
     s, m = choice.setting, choice.memory
-    where = {"none": "", "optimizer": ", optim. on host", "optimizer + parameters": ", all on host"}[s.offload]
+    where = {"none": "", "optimizer": " + host opt.", "optimizer + parameters": " + host all"}[s.offload]
     fits = "yes" if m.fits(answer.machine.gpu) else "no"
     sizes = (m.weights, m.gradients, m.optimizer, m.masks, m.activations.total, max(m.buffers, 0), m.needed, m.host)
     this = " *" if s == answer.setting else ""
@@ -188,8 +188,9 @@ def topology_table(answer: Plan) -> str:
     ranks, times = zip(*t.seconds.items(), strict=True)
     rows = [["ranks", *(f"{r:,}" for r in ranks), ""], ["time", *map(duration, times), ""]]
     return "\n".join([
-        f"a topology step: {t.payload / 1e3:,.0f} kB in {t.all_reduces} all-reduces, {duration(t.here)} on "
-        f"{answer.setting.ranks:,} ranks; its own work is not measured on GPUs",
+        f"a topology step sends {t.payload / 1e3:,.0f} kB in {t.all_reduces} all-reduces: {duration(t.here)} on "
+        f"{answer.setting.ranks:,} ranks",
+        "  its compute is not measured on GPUs",
         *aligned(rows),
     ])  # fmt: skip
 

@@ -9,7 +9,8 @@ that bytes and memory follow from a config's thresholds.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 from mst_scale.config import ModelConfig
 from mst_scale.plan.parameters import Parameter, parameters
@@ -30,6 +31,12 @@ class Fetches:
 
 
 def fetches(model: ModelConfig, setting: Setting) -> Fetches:
+    """They depend on thresholds and recomputation alone."""
+    return _fetches(model, replace(setting.at_stage(3), ranks=1, micro=1, accumulation=1, offload_optimizer=False))
+
+
+@cache
+def _fetches(model: ModelConfig, setting: Setting) -> Fetches:
     found = parameters(model)
     kept = {p.name for p in found if p.numel <= setting.persistence}
     by_module: dict[str, list[Parameter]] = {}

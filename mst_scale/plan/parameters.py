@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 from mst_scale.choices import chosen_names
 from mst_scale.config import ModelConfig, TargetsConfig
@@ -17,7 +18,7 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -28,6 +29,11 @@ class Parameter:
 
 def parameters(model: ModelConfig) -> list[Parameter]:
     """Every parameter of a GPT."""
+    return list(_parameters(model))
+
+
+@cache
+def _parameters(model: ModelConfig) -> tuple[Parameter, ...]:
     if model.arch != "gpt":
         raise ValueError(f"mst plan knows GPTs; model.arch is {model.arch!r}")
     d, f = model.n_embd, model.ffw
@@ -46,7 +52,9 @@ def parameters(model: ModelConfig) -> list[Parameter]:
         found += layer(block + "mlp.up", f, d)
         found += layer(block + "mlp.down", d, f)
     found += layer("ln_f", d)
-    return found if model.tied_head else [*found, Parameter("lm_head.weight", (model.padded_vocab, d))]
+    if not model.tied_head:
+        found.append(Parameter("lm_head.weight", (model.padded_vocab, d)))
+    return tuple(found)
 
 
 def groups(found: list[Parameter]) -> list[list[Parameter]]:

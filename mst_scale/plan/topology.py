@@ -8,10 +8,11 @@ All layers that change share their all-reduces. For W layers, W' of them larger 
     refinement of each             4·2^b · (open layers) a round, until no layer is open
     mean g², totals, digests       8·W, 24·W, 16·W       three calls
 
-Only the rounds of refinement depend on the weights. A layer with c candidates in its bracket meets λ = c/2^(b·r) others
-in its bin after r rounds, and is done if its k-th is the last of them: with probability (1 - e^-λ)/λ. That expectation
-is compared with real steps in `tests/plan/test_topology.py`, and the other calls exactly. The payload does not depend
-on the number of ranks; ZeRO-0 sends the digests alone, since replicas choose alike without a word.
+Masks made of blocks send 20 bytes a block instead of histograms. Only the rounds of refinement depend on the weights:
+a layer with c candidates in its bracket meets λ = c/2^(b·r) others in its bin after r rounds, and is done if its k-th
+is the last of them, with probability (1 - e^-λ)/λ. `tests/plan/test_topology.py` compares that expectation with real
+steps, and the other calls exactly. The payload does not depend on the number of ranks; ZeRO-0 sends the digests alone,
+since replicas choose alike without a word.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 
 from mst_scale.choices import stays_dense
 from mst_scale.config import Experiment
+from mst_scale.config.blocks import BlockGranularity
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.plan.clock import seconds
 from mst_scale.plan.gpus import Machine
@@ -79,6 +81,14 @@ def calls(found: Sequence[Layer]) -> tuple[list[Call], list[Call]]:
     return [Call("all-reduce", size) for size in certain if size], [Call("all-reduce", size) for size in rounds if size]
 
 
+def calls_in_blocks(experiment: Experiment, side: int) -> list[Call]:
+    """Masks made of blocks: how much of each is alive, its L1 norms of weights and of gradients; the rest as above."""
+    found = sparse_parameters(experiment.model, experiment.mst.targets)
+    blocks = sum(-(-p.shape[0] // side) * -(-p.shape[1] // side) for p in found)
+    sizes = [4 * blocks, 16 * len(found), 8 * blocks, 8 * blocks, 8 * len(found), 16 * len(found)]
+    return [Call("all-reduce", size) for size in sizes]
+
+
 def _bracket(layer: Layer, chosen: str) -> float:
     """Candidates between the ends of the bracket."""
     wanted, candidates = getattr(layer, chosen)
@@ -126,8 +136,11 @@ def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> Topol
     if stays_dense(experiment.mst):
         return None
     sparsity = experiment.mst.sparsity
-    found = layers(experiment, sparsity.max, experiment.mst.topology.update_fraction)
-    certain, rounds = calls(found)
+    granularity = experiment.mst.topology.granularity
+    if isinstance(granularity, BlockGranularity):
+        certain, rounds = calls_in_blocks(experiment, granularity.block), list[Call]()
+    else:
+        certain, rounds = calls(layers(experiment, sparsity.max, experiment.mst.topology.update_fraction))
     sent = certain + rounds if s.stage else certain[-1:]  # replicas compare their digests
     by_ranks = {ranks: seconds(sent, ranks, machine) for ranks in RANKS}
     return TopologyStep(sum(c.payload for c in sent), len(sent), by_ranks, seconds(sent, s.ranks, machine))

@@ -1,5 +1,6 @@
 """What a topology step sends: the certain calls exactly, the rounds of refinement as expected."""
 
+import math
 from collections import Counter
 from itertools import pairwise
 
@@ -8,6 +9,8 @@ import torch
 
 from mst_scale.config import load
 from mst_scale.mixed_growing import chance, refinement, selection
+from mst_scale.mixed_growing.blocks import Blocks
+from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Layer, evolve
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
@@ -41,22 +44,33 @@ class Recorded(Exchange):
         return super()._reduce(values, op)
 
 
-def real_step(e, sparsity: float, zeta: float) -> list[int]:
+def real_step(e, sparsity: float, zeta: float, side: int = 1) -> list[int]:
     """Payloads of one step on weights and gradients from a normal distribution, and of the digests behind it."""
     generator = torch.Generator().manual_seed(4)
+    parameters = sparse_parameters(e.model, e.mst.targets)
+    grids = [tuple(-(-size // side) for size in p.shape) for p in parameters]
     found = []
-    for p, plan in zip(sparse_parameters(e.model, e.mst.targets), topology.layers(e, sparsity, zeta), strict=True):
-        active = plan.prune[1]
+    for p, grid, active in zip(parameters, grids, active_counts(grids, sparsity), strict=True):
+        blocks = torch.zeros(math.prod(grid), dtype=torch.bool)
+        blocks[torch.randperm(blocks.numel(), generator=generator)[:active]] = True
+        flags = blocks.view(grid).repeat_interleave(side, 0).repeat_interleave(side, 1)[: p.shape[0], : p.shape[1]]
+        flags = flags.reshape(-1)
         mask = LayerMask(p.name, p.shape, 0, p.numel, CPU)
-        flags = torch.zeros(p.numel, dtype=torch.bool)
-        flags[torch.randperm(p.numel, generator=generator)[:active]] = True
-        mask.set_flags(flags, active)
+        mask.set_flags(flags, int(flags.sum()))
         weight = torch.randn(p.numel, generator=generator) * flags
         found.append(Layer(mask, active, weight, torch.randn(p.numel, generator=generator)))
     exchange = Recorded()
-    evolve(found, policy=POLICIES["mst"], update_fraction=zeta, seed=0, step=5, exchange=exchange)
+    step = evolve if side == 1 else Blocks(side, 0).evolve
+    step(found, policy=POLICIES["mst"], update_fraction=zeta, seed=0, step=5, exchange=exchange)
     MaskSet([layer.mask for layer in found]).digests(exchange)
     return exchange.sizes
+
+
+def test_payload_in_blocks():
+    """All of it is certain."""
+    e = experiment()
+    real = real_step(e, 0.9, 0.3, side=16)
+    assert sorted(real) == sorted(call.payload for call in topology.calls_in_blocks(e, 16))
 
 
 @pytest.mark.parametrize("sparsity", [0.96, 0.7])

@@ -1,0 +1,139 @@
+"""`mst plan` as it is typed."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mst_scale.cli import main
+from tests.tiny_run import ROOT, environment
+
+CONFIGS = ROOT / "ds_configs"
+
+
+def said(capsys, *words: str) -> str:
+    assert main(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+def config(name: str) -> list[str]:
+    return ["--config", str(CONFIGS / f"{name}.json")]
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("gpt2_small", 8), ("gpt3_13b", 64), ("gpt3_175b", 512)])
+def test_a_conclusion_and_tables_that_fit_100_columns(name, gpus, capsys):
+    text = said(capsys, *config(name), "--gpus", str(gpus))
+    lines = text.splitlines()
+    assert lines[0].startswith("It fits: ") and "GPU-hours" in lines[0]
+    assert max(map(len, lines)) <= 100
+    for word in (
+        "weights",
+        "optim.",
+        "masks",
+        "activ.",
+        "needed",
+        "ultra",
+        "16,384",
+        "assumed",
+        "NVIDIA A100 data sheet",
+    ):
+        assert word in text
+
+
+def test_masked_dense_layers_are_promised_flops_only(capsys):
+    for backend in ("dense", "auto"):
+        words = [*config("gpt3_1.3b"), "--gpus", "64", "--set", f"mst.compute.backend={backend}"]
+        assert "FLOPs only" in said(capsys, *words)
+        plan = json.loads(said(capsys, *words, "--json"))
+        t = plan["dense_step"]
+        for phase in plan["phases"]:
+            assert phase["best_seconds"] >= t["total"] - t["attention"], "no time is taken off the matrix products"
+    blocks = ["--set", "mst.compute.backend=block", "--set", 'mst.topology.granularity={"block": 32}']
+    text = said(capsys, *config("gpt3_1.3b"), "--gpus", "64", *blocks)
+    assert "FLOPs only" not in text and "not measured on GPUs for blocks" in text
+
+
+def test_json_has_everything(capsys):
+    plan = json.loads(said(capsys, *config("gpt3_6.7b"), "--gpus", "256", "--gpu", "h200", "--json"))
+    assert plan["parameters"] == 6_657_150_976 and plan["gpu"]["name"] == "h200" and plan["fits"]
+    assert {"weights", "gradients", "optimizer", "masks", "activations", "peak", "needed", "host"} <= set(
+        plan["memory"]
+    )
+    assert [row["setting"]["stage"] for row in plan["stages"]] == [0, 1, 2, 2, 3, 3, 3]
+    assert [phase["name"] for phase in plan["phases"]] == ["warmup", "ultra", "restore", "dense"]
+    assert list(plan["topology_step"]["seconds"]) == ["1", "4", "16", "64", "256", "1024", "4096", "16384"]
+    assert plan["communication"]["payload"]["all-reduce"] >= 2 * plan["parameters"]
+    assert plan["flops_relative"] < 0.3 and plan["gpu_hours_bound"] < plan["gpu_hours_dense"]
+    assert 0.2 < plan["dense_step"]["mfu"] < 0.6
+    assert set(plan["recommended"]) >= {"setting", "memory", "set", "step_seconds"}
+
+
+def test_tokens_keep_the_shares_of_the_phases(capsys):
+    plan = json.loads(said(capsys, *config("gpt3_13b"), "--gpus", "64", "--tokens", "30B", "--json"))
+    assert plan["tokens"] == pytest.approx(30e9, rel=1e-3) and plan["steps"] == 14305
+    assert [round(p["steps"] / plan["steps"] * 14) for p in plan["phases"]] == [1, 10, 1, 2]
+
+
+def test_efficiency_and_nodes(capsys):
+    words = [*config("gpt3_13b"), "--gpus", "512", "--json"]
+    usual, slow = (json.loads(said(capsys, *words, *more)) for more in ([], ["--efficiency", "matmul=0.3"]))
+    assert slow["dense_step"]["products"] == pytest.approx(2 * usual["dense_step"]["products"])
+    spread = json.loads(said(capsys, *words, "--nodes", "512"))
+    assert spread["dense_step"]["communication"] > 2 * usual["dense_step"]["communication"]
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "gpt2-xl", "gpt3-1.3b", "gpt3-6.7b", "gpt3-175b"])
+def test_every_preset_has_a_configuration(preset, capsys):
+    """From 124M to 175B on 512 GPUs: what is recommended fits, and is planned without a complaint."""
+    words = [*config("gpt3_175b"), "--gpus", "512", "--set", f"model.preset={preset}"]
+    best = json.loads(said(capsys, *words, "--json"))["recommended"]
+    taken = [word for pair in best["set"] for word in pair.split(" ", 1)]
+    again = json.loads(said(capsys, *words, *taken, "--json"))
+    assert again["setting"] == best["setting"] and again["recommended"]["set"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "0"], "--gpus must be at least 1"),
+        (["--gpus", "8", "--gpu", "a200"], "the nearest is 'h200'"),
+        (["--gpus", "8", "--gpu", "A100-80GB "], "the nearest is 'a100-80gb'"),
+        (["--gpus", "7"], "does not divide"),
+        (["--gpus", "256"], "train_micro_batch_size_per_gpu=2"),
+        (["--gpus", "8", "--tokens", "many"], "write a number of tokens"),
+        (["--gpus", "8", "--tokens", "-3"], "write a number of tokens"),
+        (["--gpus", "8", "--nodes", "3"], "--nodes 3"),
+        (["--gpus", "8", "--efficiency", "matmul=2"], "a share in (0, 1]"),
+        (["--gpus", "8", "--efficiency", "speed=0.5"], "attention, host, matmul, memory, network"),
+        (["--gpus", "8", "--set", "model.n_head=7"], "n_head"),
+        (["--gpus", "8", "--set", "mst.compute.backend=cpu"], "mst.compute.backend = cpu"),
+        (["--gpus", "8", "--set", "zero_optimization.offload_optimizer.device=nvme"], "knows none and cpu"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(words, message, capsys):
+    assert main(["plan", *config("gpt3_1.3b"), *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("mst: ") and err.count("\n") == 1 and message in err
+
+
+def test_what_does_not_fit_says_what_would(capsys):
+    words = [*config("gpt3_13b"), "--gpus", "8", "--gpu", "a100-40gb"]
+    assert main(["plan", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "needs" in err and "fits in" in err
+    advice = [word for part in err.split(" --set ")[1:] for word in ("--set", part.strip())]
+    said(capsys, *words, *advice)
+    assert main(["plan", *config("gpt3_175b"), "--gpus", "8"]) == 2
+    err = capsys.readouterr().err
+    assert "nothing fits on 8" in err and "GPUs are enough" in err
+
+
+def test_it_starts_without_torch():
+    code = (
+        "import sys; from mst_scale.cli import main; "
+        f"code = main(['plan', '--config', {str(CONFIGS / 'gpt2_small.json')!r}, '--gpus', '8']); "
+        "sys.exit(code or 'torch' in sys.modules or 'deepspeed' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0
