@@ -107,6 +107,7 @@ def test_every_preset_has_a_configuration(preset, capsys):
         (["--gpus", "8", "--efficiency", "matmul=2"], "a share in (0, 1]"),
         (["--gpus", "8", "--efficiency", "speed=0.5"], "attention, host, matmul, memory, network"),
         (["--gpus", "8", "--set", "model.n_head=7"], "n_head"),
+        (["--gpus", "8", "--set", "model.arch=bert"], "mst plan knows GPTs"),
         (["--gpus", "8", "--set", "mst.compute.backend=cpu"], "mst.compute.backend = cpu"),
         (["--gpus", "8", "--set", "zero_optimization.offload_optimizer.device=nvme"], "knows none and cpu"),
     ],
