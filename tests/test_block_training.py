@@ -96,17 +96,28 @@ def test_a_checkpoint_goes_on_in_the_same_blocks_and_in_no_other(tmp_path):
     assert inspect(tmp_path / "here").granularity == BLOCKS
 
 
-def test_layers_that_cannot_reach_the_target_are_named(caplog):
+class Kept(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+def warnings_at_the_start(rank, world):
+    kept = Kept()
+    logging.getLogger("mst_scale").addHandler(kept)
     config = mst_config(0, 1, topology={"granularity": {"block": 4, "min_blocks": 3}})
-    with caplog.at_level(logging.WARNING, logger="mst_scale"):
-        pool_free_engine(config)
-    assert "min_blocks = 3 keeps 3 of 3 parameters denser" in caplog.text
-    assert "up.weight has 10 × 4 blocks and keeps 30 or more of them instead of 7" in caplog.text
+    mst_scale.initialize(model=toy(), config=config)
+    logging.getLogger("mst_scale").removeHandler(kept)
+    return kept.messages
 
 
-def pool_free_engine(config):
-    mst_scale.distributed.init()
-    return mst_scale.initialize(model=toy(), config=config)
+def test_layers_that_cannot_reach_the_target_are_named():
+    (((message,)),) = pool.run(warnings_at_the_start, 1)
+    assert "min_blocks = 3 keeps 3 of 3 parameters denser than 80 % sparsity asks for" in message
+    assert "up.weight has 10 × 4 blocks and keeps 30 or more of them instead of 7" in message
 
 
 # --- the config ---

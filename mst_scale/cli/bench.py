@@ -12,9 +12,11 @@ ABOUT = """\
 Measure on this machine, ours and the rival alternating in one run:
 
   attention   Hybrid Sparse Attention against causal flash attention and FlexAttention
+  linear_cuda linear layers in blocks against cuBLAS, product by product
   observer    looking at the weights for TensorBoard and the report, against the steps between
   topology    one topology step against full top-k and against torch.kthvalue
   grown_weights   the first updates of grown weights and the loss around topology steps, with seeded moments and without
+  quality     what a choice costs in validation loss: single weights, blocks, dense and tiny models
   training    what our training loop and the masks add to a bare DeepSpeed step
 
 What follows WHAT goes to that program; `mst bench WHAT --help` lists its options. --json prints
@@ -26,7 +28,7 @@ examples:
   mst bench attention --device cpu --quick
   mst bench topology --ranks 1 2 --json
 """
-PROGRAMS = ("attention", "grown_weights", "observer", "topology", "training")
+PROGRAMS = ("attention", "grown_weights", "linear_cuda", "observer", "quality", "topology", "training")
 
 
 def add(subparsers: Any) -> None:

@@ -11,7 +11,9 @@ Active blocks are read straight out of the dense weight, through lists of where 
                 the parts go to float32 scratch and are added in a fixed order: the same bits each time. Elsewhere dW
                 is zero.
 
-Sums are in float32. A block row or column without blocks gives zeros (or the bias). Tiles are tuned natively, once per
+Sums are in float32. A block row or column without blocks gives zeros (or the bias, which is added before y is stored).
+GELU is not fused: forward it would save one of three passes over its tensor, and the two that backward could save lie
+across the border of two modules, where ZeRO-3 gathers and releases weights. Tiles are tuned natively, once per
 shape and block side; under Triton's interpreter (TRITON_INTERPRET=1, CPU tensors) they are fixed. Importing this file
 needs triton: dispatch does so only when blocks are asked for.
 """

@@ -65,6 +65,17 @@ def errors(case: dict[str, Any], device: str = "cpu") -> dict[str, float]:
     return report
 
 
+def poisoned() -> list[bool]:
+    """A token that is not finite: nothing of it reaches another token, nor through a masked weight."""
+    active = mask_of(64, 64, 16, "empty rows")
+    index, x = BlockIndex(active, 16), torch.ones(33, 64)
+    x[3] = float("nan")
+    y = index.forward(x, torch.ones(64, 64), None)
+    seen = torch.zeros(33, 64, dtype=torch.bool)
+    seen[3] = active.any(1)
+    return [torch.equal(y.isnan(), seen), bool(seen.any()), not bool(seen.all())]
+
+
 def _differentiate(function: Any, x: Any, weight: Any, bias: Any, dy: Any) -> dict[str, torch.Tensor]:
     leaves = [t.detach().clone().requires_grad_() if t is not None else None for t in (x, weight, bias)]
     y = function(*leaves)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.sparse_linear.block_cases import errors
+from tests.sparse_linear.block_cases import errors, poisoned
 
 
 def trained(stage: int) -> dict[str, Any]:
@@ -44,7 +44,10 @@ def trained(stage: int) -> dict[str, Any]:
 
 def main() -> None:
     for case in json.loads(sys.stdin.read()):
-        found = trained(case["stage"]) if "stage" in case else errors(case)
+        if "stage" in case:
+            found: Any = trained(case["stage"])
+        else:
+            found = poisoned() if "poisoned" in case else errors(case)
         print("result", json.dumps(found), flush=True)
 
 

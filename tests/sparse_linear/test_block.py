@@ -59,7 +59,7 @@ def interpret(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def interpreted() -> list[dict[str, Any]]:
-    return interpret([*INTERPRETED, {"stage": 3}])
+    return interpret([*INTERPRETED, {"poisoned": True}, {"stage": 3}])
 
 
 @pytest.mark.parametrize("index", range(len(INTERPRETED)), ids=lambda i: "-".join(map(str, INTERPRETED[i].values())))
@@ -74,6 +74,10 @@ def test_training_with_the_kernels(interpreted: list[dict[str, Any]]) -> None:
     """Ten steps at ZeRO-3, three of them topology steps, tolerance as in test_training.py; 4 layers, the tied head."""
     assert interpreted[-1]["difference"] < 2e-4
     assert interpreted[-1]["indexed"] == 5
+
+
+def test_what_is_not_finite_stays_in_its_token(interpreted: list[Any]) -> None:
+    assert interpreted[-2] == [True, True, True]
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

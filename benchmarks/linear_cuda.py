@@ -1,0 +1,259 @@
+"""How much faster are linear layers in blocks than dense ones on a GPU, product by product?
+
+    mst bench linear_cuda [--blocks 16 32] [--widths 768 4096] [--tune] [--json | --markdown]
+
+The layer d → 4d of a GPT in bfloat16 on 8192 tokens, its mask made of B × B blocks drawn at random. Each product on its
+own against cuBLAS on the dense matrices of the same shapes; ours reads the active blocks out of the dense weight.
+
+    y    X·Wᵀ            dx   dY·W            dw   dYᵀX, zero where masked: the dense array is written too
+
+Both sides run in turns, timed by the device's own clock; medians. `roofline` is the share of what the device could do
+at best for the sparse product: the longer of its multiply-adds at the rate of the largest dense product measured here
+and of its bytes (active weights, inputs, results, each once) at the rate of a copy measured here, over our time.
+
+--tune writes into the table that mst.compute.backend "auto" reads from which sparsity on the three together are faster.
+Without a CUDA device every row says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+SIDES = (16, 32, 64, 128)
+SPARSITIES = (0.8, 0.9, 0.96)
+WIDTHS = (768, 1600, 4096, 5120)
+TOKENS = 8192
+TUNED_AT = (0.99, 0.96, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)  # from sparse to dense
+RIVAL = "cuBLAS dense bfloat16"
+NO_DEVICE = "not measured: no CUDA device"
+PRODUCTS = ("y", "dx", "dw")
+
+Row = dict[str, Any]
+Run = Callable[[], object]
+Rates = dict[str, float]
+
+
+def machine() -> dict[str, Any]:
+    about: dict[str, Any] = {"torch": torch.__version__, "device": NO_DEVICE}
+    if torch.cuda.is_available():
+        import triton
+
+        properties = torch.cuda.get_device_properties(0)
+        about |= {"device": properties.name, "multiprocessors": properties.multi_processor_count}
+        about |= {"cuda": torch.version.cuda, "triton": triton.__version__}
+    return about
+
+
+def block_mask(outputs: int, inputs: int, side: int, sparsity: float, device: str) -> torch.Tensor:
+    """bool (outputs, inputs): the asked share of blocks, at random, to the block."""
+    down, across = -(-outputs // side), -(-inputs // side)
+    blocks = torch.zeros(down * across, dtype=torch.bool)
+    generator = torch.Generator().manual_seed(side)
+    blocks[torch.randperm(down * across, generator=generator)[: round((1 - sparsity) * down * across)]] = True
+    weights = blocks.view(down, across).repeat_interleave(side, 0).repeat_interleave(side, 1)
+    return weights[:outputs, :inputs].contiguous().to(device)
+
+
+def device_ms(run: Run) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def in_turns(runs: Sequence[Run], rounds: int, clock: Callable[[Run], float]) -> list[list[float]]:
+    for run in runs:  # tiles are tuned here
+        run()
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds):
+        for run, into in zip(runs, times, strict=True):
+            into.append(clock(run))
+    return times
+
+
+def rates(device: str, clock: Callable[[Run], float], size: int = 8192) -> Rates:
+    """Multiply-adds per ms of a large dense product, bytes per ms of a large copy."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    product, copy = in_turns([lambda: a @ a, a.clone], 10, clock)
+    return {"multiply_adds": size**3 / min(product), "bytes": 2 * a.numel() * a.element_size() / min(copy)}
+
+
+def roofline_ms(product: str, shape: tuple[int, int, int], active: int, element: int, rate: Rates) -> float:
+    """The least time that the device could take for (outputs, inputs, tokens) with so many active weights."""
+    outputs, inputs, tokens = shape
+    weights = outputs * inputs if product == "dw" else active
+    moved = element * (weights + tokens * (outputs + inputs))
+    return max(active * tokens / rate["multiply_adds"], moved / rate["bytes"])
+
+
+class Layer:
+    """The tensors of one layer."""
+
+    def __init__(self, width: int, tokens: int, device: str):
+        self.outputs, self.inputs, self.tokens, self.device = 4 * width, width, tokens, device
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device=device, generator=generator).to(dtype)
+
+        self.x, self.dy = draw(tokens, self.inputs), draw(tokens, self.outputs)
+        self.weight = draw(self.outputs, self.inputs)
+
+    def dense(self) -> dict[str, Run]:
+        return {
+            "y": lambda: self.x @ self.weight.T,
+            "dx": lambda: self.dy @ self.weight,
+            "dw": lambda: self.dy.T @ self.x,
+        }
+
+    def sparse(self, active: torch.Tensor, side: int) -> dict[str, Run]:
+        from mst_scale.sparse_linear.block import BlockIndex
+
+        index, weight = BlockIndex(active, side), self.weight.masked_fill(~active, 0)
+        return {
+            "y": lambda: index.forward(self.x, weight, None),
+            "dx": lambda: index.input_gradient(self.dy, weight),
+            "dw": lambda: index.weight_gradient(self.x, self.dy),
+        }
+
+
+def describe(width: int, tokens: int, side: int, sparsity: float, product: str) -> Row:
+    return {
+        "product": product,
+        "layer": f"{width}→{4 * width}",
+        "tokens": tokens,
+        "block": side,
+        "sparsity": sparsity,
+        "rival": RIVAL,
+    }
+
+
+def measure(layer: Layer, blocks: tuple[int, float], rate: Rates, rounds: int, clock: Any = device_ms) -> list[Row]:
+    """Three rows, one a product, at a block side and a sparsity."""
+    side, sparsity = blocks
+    active = block_mask(layer.outputs, layer.inputs, side, sparsity, layer.device)
+    count, element = int(active.sum()), layer.x.element_size()
+    ours, theirs = layer.sparse(active, side), layer.dense()
+    rows = []
+    for product in PRODUCTS:
+        mine, other = map(statistics.median, in_turns([ours[product], theirs[product]], rounds, clock))
+        least = roofline_ms(product, (layer.outputs, layer.inputs, layer.tokens), count, element, rate)
+        row = describe(layer.inputs, layer.tokens, side, sparsity, product)
+        row |= {"ours_ms": round(mine, 4), "rival_ms": round(other, 4), "speedup": round(other / mine, 2)}
+        rows.append({**row, "roofline": round(least / mine, 3)})
+    return rows
+
+
+def unmeasured(width: int, side: int, sparsity: float, product: str) -> Row:
+    nothing = {"ours_ms": None, "rival_ms": None, "speedup": None, "roofline": None, "why": NO_DEVICE}
+    return {**describe(width, TOKENS, side, sparsity, product), **nothing}
+
+
+def run(sides: Sequence[int], widths: Sequence[int], rounds: int) -> list[Row]:
+    cases = [(side, sparsity) for side in sides for sparsity in SPARSITIES]
+    if not torch.cuda.is_available():
+        return [unmeasured(width, *case, product) for width in widths for case in cases for product in PRODUCTS]
+    rate = rates("cuda", device_ms)
+    rows = []
+    for width in widths:
+        layer = Layer(width, TOKENS, "cuda")
+        for case in cases:
+            rows += measure(layer, case, rate, rounds)
+    return rows
+
+
+def crossover(ours: dict[float, float], dense: float) -> float:
+    """The least measured sparsity from which on we are faster; 1 where that is none."""
+    least = 1.0
+    for sparsity in sorted(ours, reverse=True):
+        if ours[sparsity] >= dense:
+            break
+        least = sparsity
+    return least
+
+
+def tune(sides: Sequence[int], widths: Sequence[int], rounds: int) -> list[Row]:
+    """Crossovers of the three products together, into the table; rows of other backends stay."""
+    if not torch.cuda.is_available():
+        raise ValueError("--tune needs a CUDA device: crossovers are measured, not guessed")
+
+    from mst_scale.sparse_linear import dispatch
+
+    found: list[Row] = []
+    for width in widths:
+        layer = Layer(width, TOKENS, "cuda")
+        dense = sum(statistics.median(t) for t in in_turns(list(layer.dense().values()), rounds, device_ms))
+        for side in sides:
+            medians = {}
+            for sparsity in TUNED_AT:
+                active = block_mask(layer.outputs, layer.inputs, side, sparsity, "cuda")
+                times = in_turns(list(layer.sparse(active, side).values()), rounds, device_ms)
+                medians[sparsity] = sum(map(statistics.median, times))
+            entry = {"backend": "block", "dtype": "bfloat16", "block": side, "shape": [4 * width, width]}
+            found.append({**entry, "sparsity": crossover(medians, dense)})
+            print(found[-1], flush=True)
+    kept = [row for row in dispatch.table() if row["backend"] != "block"]
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in [*kept, *found])
+    dispatch.TABLE.write_text(f'{{\n  "crossovers": [\n{lines}\n  ]\n}}\n')
+    print(f"wrote {dispatch.TABLE}")
+    return found
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = ["| layer | block | sparsity | product | ours ms | dense ms | speed-up | roofline |", "|" + "---|" * 8]
+    for r in rows:
+        start = f"| {r['layer']} | {r['block']} | {r['sparsity']:.0%} | {r['product']} |"
+        if r["speedup"] is None:
+            lines.append(f"{start} | | {r['why']} | |")
+        else:
+            numbers = f"{r['ours_ms']:.3f} | {r['rival_ms']:.3f} | **{r['speedup']:.2f}** | {r['roofline']:.0%}"
+            lines.append(f"{start} {numbers} |")
+    return "\n".join(lines)
+
+
+def markdown(about: dict[str, Any], rows: Sequence[Row], command: str) -> str:
+    facts = ", ".join(f"{key} {value}" for key, value in about.items())
+    title, _, text = (__doc__ or "").partition("\n")
+    body = text.strip().split("\n\n", 1)[1]
+    return f"# {title}\n\n`{command}`\n\n{facts}\n\n{table(rows)}\n\n```\n{body}\n```\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="mst bench linear_cuda",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--blocks", type=int, nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS), metavar="D")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--tune", action="store_true", help="rewrite mst_scale/sparse_linear/crossover.json")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="for machines")
+    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    options = parser.parse_args(arguments)
+    if options.tune:
+        tune(options.blocks, options.widths, options.rounds)
+        return 0
+    about, rows = machine(), run(options.blocks, options.widths, options.rounds)
+    if options.json:
+        print(json.dumps({"machine": about, "rows": rows}))
+    elif options.markdown:
+        print(markdown(about, rows, f"mst bench linear_cuda --rounds {options.rounds} --markdown"))
+    else:
+        print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,90 @@
+"""`mst bench linear_cuda`: without a device every row says so; with kernels at hand the rows hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import linear_cuda
+
+SMALL = """
+import json, time
+from benchmarks.linear_cuda import Layer, block_mask, measure, rates
+
+def clock(run):
+    start = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - start)
+
+layer = Layer(32, 40, "cpu")
+active = block_mask(128, 32, 16, 0.5, "cpu")
+errors = {}
+for name, run in layer.sparse(active, 16).items():
+    layer_weight, layer.weight = layer.weight, layer.weight.masked_fill(~active, 0)
+    other = layer.dense()[name]()
+    layer.weight = layer_weight
+    errors[name] = float((run() - (other.masked_fill(~active, 0) if name == "dw" else other)).abs().max())
+print(json.dumps([errors, measure(layer, (16, 0.5), rates("cpu", clock, 64), 2, clock)]))
+"""
+
+
+def test_without_a_device_every_row_says_so(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    assert linear_cuda.main(["--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == 4 * 4 * 3 * 3
+    assert all(row["speedup"] is None and row["why"] == "not measured: no CUDA device" for row in rows)
+    assert "not measured" in linear_cuda.markdown(linear_cuda.machine(), rows[:3], "mst bench linear_cuda")
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        linear_cuda.main(["--tune"])
+
+
+def test_the_same_products_on_both_sides():
+    """Interpreted, on small matrices: what is timed agrees with what it is timed against."""
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SMALL]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    errors, rows = json.loads(done.stdout)
+    assert max(errors.values()) < 1e-4
+    assert [row["product"] for row in rows] == ["y", "dx", "dw"]
+    for row in rows:
+        assert row["speedup"] == pytest.approx(row["rival_ms"] / row["ours_ms"], rel=0.1, abs=0.01)
+    assert "**" in linear_cuda.table(rows)
+
+
+def test_the_roofline_by_hand():
+    """4 × 2 weights of which 3 are active, 10 tokens, 2 bytes each."""
+    compute_bound = {"multiply_adds": 1.0, "bytes": 1e9}
+    memory_bound = {"multiply_adds": 1e9, "bytes": 1.0}
+    assert linear_cuda.roofline_ms("y", (4, 2, 10), 3, 2, compute_bound) == 30
+    assert linear_cuda.roofline_ms("y", (4, 2, 10), 3, 2, memory_bound) == 2 * (3 + 60)
+    assert linear_cuda.roofline_ms("dw", (4, 2, 10), 3, 2, memory_bound) == 2 * (8 + 60)
+
+
+def test_crossovers():
+    assert linear_cuda.crossover({0.96: 1.0, 0.9: 2.0, 0.8: 3.0, 0.6: 1.0}, 2.5) == 0.9
+    assert linear_cuda.crossover({0.96: 3.0, 0.9: 2.0}, 2.5) == 1.0
+    assert linear_cuda.crossover({0.96: 1.0, 0.9: 2.0}, 2.5) == 0.9
+
+
+def test_masks_have_the_asked_number_of_blocks():
+    mask = linear_cuda.block_mask(64, 100, 16, 0.9, "cpu")
+    blocks = torch.nn.functional.pad(mask, (0, 12)).view(4, 16, 7, 16)
+    assert blocks.any(3).any(1).sum() == round(0.1 * 28)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_measured_row():
+    rows = linear_cuda.run([32], [768], 3)
+    assert len(rows) == 9 and all(row["speedup"] > 0 and 0 < row["roofline"] < 1.5 for row in rows)

@@ -1,0 +1,43 @@
+"""`mst bench quality`: the arithmetic of the comparison, and two runs of it, as small as runs get."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import quality
+from tests.tiny_run import config
+
+
+def run_of(loss: float) -> quality.Row:
+    return {"val_loss": loss, "sparsity": 0.9, "flops": 0.4, "flops_total": 4e11, "tokens": 1000}
+
+
+def test_differences_are_of_the_same_seed():
+    rows = quality.compare({"a": [run_of(2.0), run_of(3.0)], "b": [run_of(2.1), run_of(3.1)]})
+    assert [row["val_loss"] for row in rows] == [2.5, pytest.approx(2.6)]
+    assert rows[1]["difference"] == pytest.approx(0.1)
+    assert rows[1]["difference_error"] == pytest.approx(0, abs=1e-9), "seeds differ by more than variants do"
+    assert rows[1]["spread"] == pytest.approx(0.5**0.5)
+    assert "| b | 2.6000 ± 0.7071 | +0.1000 ± 0.0000 | 90.0% | 4e+11 | 0.40 |" in quality.table(rows)
+
+
+def test_a_comparison_of_two_variants(tmp_path, capsys):
+    """Variants of a file, a config of one's own, an override for all."""
+    variants = {"mst": ["--method", "mst"], "dense": ["--method", "dense"]}
+    (tmp_path / "variants.json").write_text(json.dumps(variants))
+    told = ["--config", str(config(tmp_path)), "--variants", str(tmp_path / "variants.json"), "--seeds", "3"]
+    assert quality.main([*told, "--jobs", "1", "--set", "training.steps=6", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["variant"] for row in rows] == ["mst", "dense"]
+    assert all(3 < row["val_loss"] < 5 and row["tokens"] == 6 * 8 * 32 for row in rows)
+    assert rows[0]["sparsity"] > 0 and rows[1]["sparsity"] == 0
+    assert rows[0]["flops"] < rows[1]["flops"]
+
+
+def test_what_is_wrong_is_said(tmp_path):
+    with pytest.raises(ValueError, match="--only blocks: the variants are element, block 4"):
+        quality.main(["--only", "blocks"])
+    with pytest.raises(RuntimeError, match="must be"):
+        quality.one_run(str(config(tmp_path)), [], ["--set", "mst.topology.policy=best"], 1, [])
