@@ -16,8 +16,9 @@ Memory a GPU by part at every ZeRO stage, the time of a step and of every phase,
 16,384 ranks, and the configuration to run with. All GPUs are data parallel.
 
 Memory and bytes are compared with real DeepSpeed runs on 2 ranks in tests/plan/. Times are a roofline: peaks of data
-sheets and assumed efficiencies, which small models do not reach and --efficiency replaces by your own. Nothing that has not been measured is
-promised: masked dense layers save FLOPs only, and bounds are called bounds. --json prints everything."""
+sheets and assumed efficiencies, which small models fall short of; --efficiency replaces them by your own. Nothing that
+has not been measured is promised: masked dense layers save FLOPs only, and bounds are called bounds. --json prints
+everything."""
 
 EXAMPLES = """\
 examples:
@@ -91,12 +92,13 @@ def conclusion(answer: Plan) -> str:
     from mst_scale.plan.answer import overrides, stated
 
     s, t, gpu = answer.setting, answer.seconds, answer.machine.gpu
+    micros = f"{s.accumulation} micro-batch{'es' if s.accumulation > 1 else ''}"
     lines = [
         f"It fits: {answer.memory.needed / GB:.1f} of {gpu.memory / GB:.0f} GB a GPU; a dense step takes about "
         f"{duration(t.total)}, a dense run {answer.dense_hours:,.0f} GPU-hours.",
         f"{answer.parameters / 1e9:.3g} B parameters ({answer.sparse_parameters / 1e9:.3g} B sparse), "
         f"{answer.tokens / 1e9:,.4g} B tokens in {answer.steps:,} steps of {s.batch:,} sequences",
-        f"{s.ranks:,} × {gpu.name}: {stated(s)}, {s.accumulation} micro-batch{'es' * (s.accumulation > 1)} a step, {s.precision}",
+        f"{s.ranks:,} × {gpu.name}: {stated(s)}, {micros} a step, {s.precision}",
     ]
     best = answer.recommended
     if best.setting == s:
