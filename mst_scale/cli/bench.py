@@ -12,7 +12,8 @@ ABOUT = """\
 Measure on this machine, ours and the rival alternating in one run:
 
   attention   Hybrid Sparse Attention against causal flash attention and FlexAttention
-  linear_cuda linear layers in blocks against cuBLAS, product by product
+  linear      a sparse linear layer against a dense one on CPU; --tune rewrites the crossovers that `auto` reads;
+              --device cuda: in blocks against cuBLAS, product by product
   observer    looking at the weights for TensorBoard and the report, against the steps between
   topology    one topology step against full top-k and against torch.kthvalue
   grown_weights   the first updates of grown weights and the loss around topology steps, with seeded moments and without
@@ -26,9 +27,10 @@ benchmarks/results/. A row that cannot be measured here has "speedup": null and 
 EXAMPLES = """\
 examples:
   mst bench attention --device cpu --quick
+  mst bench linear --quick
   mst bench topology --ranks 1 2 --json
 """
-PROGRAMS = ("attention", "grown_weights", "linear_cuda", "observer", "quality", "topology", "training")
+PROGRAMS = ("attention", "grown_weights", "linear", "observer", "quality", "topology", "training")
 
 
 def add(subparsers: Any) -> None:

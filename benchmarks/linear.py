@@ -1,0 +1,255 @@
+"""How much faster is a sparse linear layer than a dense one, and from which sparsity on?
+
+    python -m benchmarks.linear [--dtype float32 bfloat16] [--quick] [--tune] [--json | --markdown]
+
+One layer, forward + gradients of input and weight (zero where masked), everything included: gathering the values,
+transposes, the dense layout of the weight's gradient. The rival is the dense layer of the same dtype, `F.linear` with
+autograd; a second one is torch.sparse (MKL: CSR × dense and `sampled_addmm`) with values gathered at each call, float32
+only. Runs alternate in one process and medians are compared.
+
+`crossover` rows say from which sparsity on ours is faster: our time is interpolated between the measured sparsities.
+--tune writes them, for one thread and for all, into the table that mst.compute.backend "auto" reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mst_scale.sparse_linear import cpp, dispatch
+from mst_scale.sparse_linear.mkl import MKLIndex
+
+DENSE, MKL = "dense, F.linear", "torch.sparse (MKL)"
+UP, DOWN, QKV, HEAD = (3072, 768), (768, 3072), (2304, 768), (50304, 768)  # (outputs, inputs)
+TOKENS = {HEAD: 1024}  # 2048 elsewhere
+SPARSITIES = (0.96, 0.9, 0.8, 0.6, 0.4)
+CASES = ((UP, SPARSITIES), (DOWN, (0.96, 0.9, 0.8)), (QKV, (0.96, 0.9, 0.8)), (HEAD, (0.96, 0.9, 0.8)))
+TUNED = (UP, DOWN, HEAD)
+TUNED_AT = (0.9, 0.7, 0.5, 0.3)
+# (dtype, sparsity) → the least speed-up over dense that is asked for at 3072×768 on 2 AVX-512 cores
+ASKED = {("float32", 0.96): 5.0, ("float32", 0.9): 2.5, ("bfloat16", 0.96): 2.5}
+Row = dict[str, Any]
+Run = Callable[[], object]
+
+
+def machine() -> dict[str, Any]:
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return {
+        "cpu": model,
+        "simd": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load": [round(x, 2) for x in os.getloadavg()],
+    }
+
+
+def alternate(runs: Sequence[Run], seconds: float) -> list[list[float]]:
+    """Milliseconds of every run, taken in turns: at least 5 rounds, about `seconds` in all."""
+    for run in runs:
+        run()
+    times: list[list[float]] = [[] for _ in runs]
+    end = time.perf_counter() + seconds
+    while len(times[0]) < 5 or time.perf_counter() < end:
+        for run, into in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            run()
+            into.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+class Layer:
+    """The tensors of one layer, and what can be timed on them."""
+
+    def __init__(self, dtype: str, shape: tuple[int, int]):
+        self.tokens = TOKENS.get(shape, 2048)
+        self.dtype, self.shape = dtype, shape
+        self.generator = torch.Generator().manual_seed(0)
+        kind = getattr(torch, dtype)
+        outputs, inputs = shape
+        self.x = torch.randn(self.tokens, inputs, generator=self.generator).to(kind).requires_grad_()
+        self.weight = torch.randn(outputs, inputs, generator=self.generator).to(kind).requires_grad_()
+        self.dy = torch.randn(self.tokens, outputs, generator=self.generator).to(kind)
+
+    def both_ways(self, linear: Callable[..., torch.Tensor]) -> Run:
+        return lambda: torch.autograd.grad(linear(self.x, self.weight), (self.x, self.weight), self.dy)
+
+    def dense(self) -> Run:
+        return self.both_ways(F.linear)
+
+    def active(self, sparsity: float) -> torch.Tensor:
+        return torch.rand(self.shape, generator=self.generator) >= sparsity
+
+    def sparse(self, sparsity: float, kind: Any = cpp.CompiledIndex) -> Run:
+        index = kind(self.active(sparsity))
+        return self.both_ways(lambda x, weight: index.linear(x, weight, None, False))
+
+
+def spread(times: Sequence[float]) -> list[float]:
+    ordered = sorted(times)
+    return [round(ordered[len(ordered) // 4], 2), round(ordered[(3 * len(ordered)) // 4], 2)]
+
+
+def row_of(layer: Layer, sparsity: float, ours: list[float], rival: str, theirs: list[float]) -> Row:
+    mine, other = statistics.median(ours), statistics.median(theirs)
+    row = {
+        "what": "forward + gradients",
+        "dtype": layer.dtype,
+        "layer": f"{layer.shape[1]}→{layer.shape[0]}",
+        "tokens": layer.tokens,
+        "threads": torch.get_num_threads(),
+        "sparsity": sparsity,
+        "ours_ms": round(mine, 2),
+        "ours_range": spread(ours),
+        "rival": rival,
+        "rival_ms": round(other, 2),
+        "rival_range": spread(theirs),
+        "speedup": round(other / mine, 2),
+        "rounds": len(ours),
+    }
+    if rival == DENSE and layer.shape == UP and (layer.dtype, sparsity) in ASKED:
+        row["asked"] = ASKED[layer.dtype, sparsity]
+    return row
+
+
+def compare(dtype: str, shape: tuple[int, int], sparsities: Sequence[float], seconds: float) -> list[Row]:
+    """One layer at several sparsities against dense, all in turns; at 3072×768 also against MKL; the crossover."""
+    layer = Layer(dtype, shape)
+    runs = [layer.dense(), *(layer.sparse(s) for s in sparsities)]
+    with_mkl = [s for s in sparsities if s >= 0.9] if shape == UP and dtype == "float32" else []
+    runs += [layer.sparse(s, MKLIndex) for s in with_mkl]
+    dense, *others = alternate(runs, seconds)
+    ours = dict(zip(sparsities, others, strict=False))
+    rows = [row_of(layer, s, ours[s], DENSE, dense) for s in sparsities]
+    for s, times in zip(with_mkl, others[len(sparsities) :], strict=True):
+        rows.append(row_of(layer, s, ours[s], MKL, times))
+    medians = {s: statistics.median(times) for s, times in ours.items()}
+    crossed = crossover(medians, statistics.median(dense))
+    return [*rows, {**rows[0], **_crossover_row(crossed, min(sparsities))}]
+
+
+def _crossover_row(crossed: float | None, least: float) -> Row:
+    nothing: Row = {"ours_ms": None, "ours_range": None, "rival_ms": None, "speedup": None, "asked": None}
+    why = f"below {least:.0%}, the least measured" if crossed is None else f"faster from {crossed:.0%} on"
+    return {**nothing, "what": "crossover", "sparsity": crossed, "why": why}
+
+
+def crossover(ours: dict[float, float], dense: float) -> float | None:
+    """The sparsity at which our time equals the dense one; None if we are faster at the least sparsity measured."""
+    points = sorted(ours.items(), reverse=True)
+    if points[-1][1] <= dense:
+        return None
+    before = (1.0, 0.0)
+    for sparsity, time_ in points:
+        if time_ > dense:
+            share = (dense - before[1]) / (time_ - before[1])
+            return before[0] + share * (sparsity - before[0])
+        before = (sparsity, time_)
+    raise AssertionError("unreachable: the last point is slower")
+
+
+def tune(dtypes: Sequence[str], seconds: float) -> list[Row]:
+    """Measure crossovers for one thread and for all, and rewrite the CPU rows of the table that `auto` reads."""
+    everything = torch.get_num_threads()
+    found: list[Row] = []
+    for threads in sorted({1, everything}):
+        torch.set_num_threads(threads)
+        for dtype in dtypes:
+            for shape in TUNED:
+                layer = Layer(dtype, shape)
+                dense, *ours = alternate([layer.dense(), *(layer.sparse(s) for s in TUNED_AT)], seconds)
+                medians = dict(zip(TUNED_AT, map(statistics.median, ours), strict=True))
+                crossed = crossover(medians, statistics.median(dense)) or min(TUNED_AT)
+                entry = {"backend": "cpu", "dtype": dtype, "threads": threads, "shape": list(shape)}
+                found.append({**entry, "sparsity": round(crossed, 2)})
+                print(found[-1], flush=True)
+    torch.set_num_threads(everything)
+    kept = [row for row in dispatch.table() if row["backend"] != "cpu" or row["dtype"] not in dtypes]
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in [*found, *kept])
+    dispatch.TABLE.write_text(f'{{\n  "crossovers": [\n{lines}\n  ]\n}}\n')
+    print(f"wrote {dispatch.TABLE}")
+    return found
+
+
+def run(dtypes: Sequence[str], seconds: float, quick: bool = False) -> list[Row]:
+    rows: list[Row] = []
+    for dtype in dtypes:
+        for shape, sparsities in CASES[:1] if quick else CASES:
+            rows += compare(dtype, shape, sparsities, seconds)
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| dtype | layer | tokens | sparsity | ours ms (middle half) | rival | rival ms (middle half) "
+        "| speed-up | asked |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        start = f"| {row['dtype']} | {row['layer']} | {row['tokens']} |"
+        if row["what"] == "crossover":
+            lines.append(f"{start} | crossover with dense | | | {row['why']} | |")
+            continue
+        ours, theirs = (f"{a:.1f} – {b:.1f}" for a, b in (row["ours_range"], row["rival_range"]))
+        lines.append(
+            f"{start} {row['sparsity']:.0%} | {row['ours_ms']:.1f} ({ours}) | {row['rival']} | "
+            f"{row['rival_ms']:.1f} ({theirs}) | **{row['speedup']:.2f}** | {row.get('asked') or ''} |"
+        )
+    return "\n".join(lines)
+
+
+def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
+    facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
+    return (
+        f"# A sparse linear layer against a dense one, on CPU\n\nMade by `{command}`; what is measured, and how, "
+        f"stands in `benchmarks/linear.py`.\nForward + gradients of input and weight. Medians of alternating runs in one "
+        f"process; the range is the middle half of the runs.\n\n{facts}\n\n{table(rows)}\n"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--seconds", type=float, default=15.0, help="time for one layer and dtype")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--quick", action="store_true", help="768→3072 only")
+    parser.add_argument("--tune", action="store_true", help="rewrite mst_scale/sparse_linear/crossover.json")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="for machines")
+    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    options = parser.parse_args(arguments)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if (reason := cpp.why_not()) is not None:
+        raise ValueError(f"the compiled kernel cannot be had: {reason}")
+    if options.tune:
+        tune(options.dtype, options.seconds)
+        return 0
+    about = machine()
+    rows = run(options.dtype, options.seconds, options.quick)
+    if options.json:
+        print(json.dumps({"machine": about, "rows": rows}))
+    elif options.markdown:
+        given = f"--dtype {' '.join(options.dtype)} --seconds {options.seconds:g} --threads {about['threads']}"
+        print(markdown(about, rows, f"mst bench linear {given}{' --quick' * options.quick} --markdown"))
+    else:
+        print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
