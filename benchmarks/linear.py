@@ -216,8 +216,9 @@ def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
     facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
     return (
         f"# A sparse linear layer against a dense one, on CPU\n\nMade by `{command}`; what is measured, and how, "
-        f"stands in `benchmarks/linear.py`.\nForward + gradients of input and weight. Medians of alternating runs in one "
-        f"process; the range is the middle half of the runs.\n\n{facts}\n\n{table(rows)}\n"
+        "stands in `benchmarks/linear.py`.\nForward + gradients of input and weight. Medians of alternating runs in "
+        "one process; the range is the\nmiddle half of the runs.\n\n"
+        f"{facts}\n\n{table(rows)}\n"
     )
 
 
