@@ -38,6 +38,8 @@ class _Call(ctypes.Structure):
         ("transpose", _Matrix),
         *((name, ctypes.c_void_p) for name in ("order", "x", "weight", "bias", "dy", "values", "y", "dx", "dw")),
         *((name, ctypes.c_int64) for name in ("tokens", "dtype", "threads")),
+        *((name, ctypes.c_void_p) for name in ("targets", "weights", "losses", "gradient")),
+        ("scale", ctypes.c_double),
     ]
 
 
@@ -56,7 +58,7 @@ def library() -> ctypes.CDLL | str:
 
 
 def declare(loaded: ctypes.CDLL) -> None:
-    for function in (loaded.sl_forward, loaded.sl_backward):
+    for function in (loaded.sl_forward, loaded.sl_backward, loaded.sl_head, loaded.sl_head_backward):
         function.argtypes, function.restype = [ctypes.POINTER(_Call)], ctypes.c_int
     loaded.sl_build.argtypes, loaded.sl_build.restype = [ctypes.c_void_p, ctypes.POINTER(_Call)], ctypes.c_int
     loaded.sl_panels.argtypes, loaded.sl_panels.restype = [ctypes.c_int64], ctypes.c_int64
@@ -102,15 +104,25 @@ class CompiledIndex:
         y: torch.Tensor = _Linear.apply(x, weight, bias, (self, dense_gradient))
         return y
 
-    def run(self, function: str, tokens: int, dtype: torch.dtype, **tensors: torch.Tensor | None) -> None:
+    def cross_entropy(self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean of -log softmax(x Wᵀ)[target] over targets other than -1, in float32, without keeping the logits.
+
+        The gradients are computed along with it where they are wanted, and only scaled by backward.
+        """
+        loss: torch.Tensor = _CrossEntropy.apply(x, weight, targets, self)
+        return loss
+
+    def run(
+        self, function: str, tokens: int, dtype: torch.dtype, *, scale: float = 1.0, **tensors: torch.Tensor | None
+    ) -> None:
         addresses = {name: t.data_ptr() for name, t in tensors.items() if t is not None}
         work = tokens * max(self.entries, sum(self.shape))
         threads = max(1, min(torch.get_num_threads(), work // PER_THREAD))
-        call = self._call(tokens=tokens, dtype=DTYPES.index(dtype), threads=threads, **addresses)
+        call = self._call(tokens=tokens, dtype=DTYPES.index(dtype), threads=threads, scale=scale, **addresses)
         status = getattr(self.library, function)(ctypes.byref(call))
         assert status == 0, f"{function} returned {status}"
 
-    def _call(self, **others: int) -> _Call:
+    def _call(self, **others: int | float) -> _Call:
         return _Call(matrix=self.matrix.struct, transpose=self.transpose.struct, order=self.order.data_ptr(), **others)
 
 
@@ -146,3 +158,36 @@ class _Linear(torch.autograd.Function):
         if dense:
             dw = dy.T @ x
         return (None if dx is None else dx.view(ctx.shape)), dw, (dy.sum(0) if wants_bias else None), None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, index: CompiledIndex
+    ) -> torch.Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        flat = x.reshape(-1, index.shape[1]).contiguous()
+        targets = targets.reshape(-1).to(torch.int64).contiguous()
+        counted = targets >= 0
+        weights = (counted / counted.sum()).float()
+        wants_gradients = any(ctx.needs_input_grad)
+        losses = torch.empty(len(flat), dtype=wide)
+        dx = torch.empty(flat.shape, dtype=wide) if wants_gradients else None
+        gradient = torch.empty(index.entries, dtype=wide) if wants_gradients else None
+        results = {"losses": losses, "dx": dx, "gradient": gradient, "values": losses.new_empty(index.entries)}
+        given = {"x": flat, "weight": weight.contiguous(), "targets": targets, "weights": weights}
+        index.run("sl_head", len(flat), x.dtype, **given, **results)
+        if wants_gradients:
+            ctx.save_for_backward(dx, gradient)
+        ctx.index, ctx.shape, ctx.dtype = index, x.shape, x.dtype
+        return losses.double().sum().div(counted.sum()).to(wide)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dx, gradient = ctx.saved_tensors
+        index: CompiledIndex = ctx.index
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = torch.empty(index.shape, dtype=ctx.dtype)
+            index.run("sl_head_backward", len(dx), ctx.dtype, scale=float(grads[0]), gradient=gradient, dw=dw)
+        return (dx * grads[0]).to(ctx.dtype).view(ctx.shape), dw, None, None

@@ -1,11 +1,11 @@
 // How does a CPU multiply with a sparse matrix whose values stand in a dense one, paying only for what the mask keeps?
 //
-// index.h: the structure; products.h: the two products. The values are gathered anew at each forward pass, since they
+// index.h: the structure; products.h: the two products; head.h: the output matrix with its loss. The values are gathered anew at each forward pass, since they
 // change at each step. Plain C++17 with GCC/Clang vector types and OpenMP, no other dependency; called through C structs
 // (see cpp.py).
 #include <type_traits>
 
-#include "products.h"
+#include "head.h"
 
 extern "C" {
 struct Call {
@@ -14,6 +14,11 @@ struct Call {
     const void *x, *weight, *bias, *dy;
     void *values, *y, *dx, *dw;
     i64 tokens, dtype, threads;
+    // the head: targets, -1 where a token does not count; weights of the counted losses; results in float (or double)
+    const i64* targets;
+    const float* weights;
+    void *losses, *gradient;
+    double scale;
 };
 }
 
@@ -44,25 +49,29 @@ template <class T, class IO> void backward(const Call& c) {
     }
     if (c.dw) sample<T, IO>(c.matrix, (const IO*)c.dy, (const IO*)c.x, (IO*)c.dw, c.tokens, c.threads);
 }
+template <class T, class IO> void head(const Call& c) {
+    gather<T, IO>(c);
+    Head<T>{c.matrix, (const T*)c.values, c.tokens, c.threads}.run(
+        (const IO*)c.x, c.targets, c.weights, (T*)c.losses, (T*)c.dx, (T*)c.gradient);
+}
+template <class T, class IO> void head_backward(const Call& c) {
+    scatter<T, IO>(c.matrix, (const T*)c.gradient, T(c.scale), (IO*)c.dw, c.threads);
+}
 
-extern "C" int sl_forward(const Call* c) {
-    switch (c->dtype) {
-        case 0: forward<float, float>(*c); return 0;
-        case 1: forward<double, double>(*c); return 0;
-        case 2: forward<float, bfloat>(*c); return 0;
-        case 3: forward<float, half>(*c); return 0;
+#define FOR_EVERY_DTYPE(name, function)                    \
+    extern "C" int name(const Call* c) {                   \
+        switch (c->dtype) {                                \
+            case 0: function<float, float>(*c); return 0;  \
+            case 1: function<double, double>(*c); return 0; \
+            case 2: function<float, bfloat>(*c); return 0; \
+            case 3: function<float, half>(*c); return 0;   \
+        }                                                  \
+        return 1;                                          \
     }
-    return 1;
-}
-extern "C" int sl_backward(const Call* c) {
-    switch (c->dtype) {
-        case 0: backward<float, float>(*c); return 0;
-        case 1: backward<double, double>(*c); return 0;
-        case 2: backward<float, bfloat>(*c); return 0;
-        case 3: backward<float, half>(*c); return 0;
-    }
-    return 1;
-}
+FOR_EVERY_DTYPE(sl_forward, forward)
+FOR_EVERY_DTYPE(sl_backward, backward)
+FOR_EVERY_DTYPE(sl_head, head)
+FOR_EVERY_DTYPE(sl_head_backward, head_backward)
 extern "C" i64 sl_panels(i64 columns) { return panels(columns); }
 // The arrays of both matrices are the caller's.
 extern "C" int sl_build(const uint8_t* active, const Call* c) {

@@ -1,0 +1,167 @@
+// What is the loss of a sparse output matrix, without its logits?
+//
+//     z = A x,   loss_t = ln Σ_r exp(z_r) - z_target,   d = (softmax(z) - onehot(target)) · weight_t
+//     dx = Aᵀ d,   g_i = Σ_t d_row x_column
+//
+// A tile of tokens at a time: its logits (rows × LANES, float) lie in a buffer of one thread, tokens across the lanes, so
+// that the softmax is vertical and nothing is transposed; both gradients are taken in the same pass over the rows, since
+// they need the same d. Each thread takes a contiguous share of the tiles and has a sum of its own for g.
+#pragma once
+#include <cmath>
+#include <limits>
+
+#include "products.h"
+
+template <class T> struct Head {
+    const Index& a;
+    const T* values;
+    i64 tokens, threads;
+    static constexpr i64 W = WIDTH<T>, V = VECTORS, LANES = V * W;
+    const i64 count = panels(a.columns), width = panel_width(a.columns);
+    const T log2e = T(1.44269504088896340736);
+
+    // logits of one tile into z, and the running maximum and Σ exp over all rows
+    INLINE void logits(const T* x, T* z, Vec<T>* top, Vec<T>* sum) const {
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) top[v] = splat<T>(-std::numeric_limits<T>::infinity()), sum[v] = Vec<T>{};
+        for (i64 r0 = 0; r0 < a.rows; r0 += W) {
+            const i64 last = std::min(r0 + W, a.rows);
+            Vec<T> most[V];
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) most[v] = top[v];
+            for (i64 r = r0; r < last; r++) {
+                Vec<T> total[V];
+#pragma GCC unroll 8
+                for (int v = 0; v < V; v++) total[v] = Vec<T>{};
+                for (i64 p = 0; p < count; p++) {
+                    const T* panel = x + p * width * LANES;
+                    for (i64 i = a.begin[p * a.rows + r]; i < a.begin[p * a.rows + r + 1]; i++) {
+                        const Vec<T> w = splat<T>(values[i]);
+                        const T* row = panel + a.column[i] * LANES;
+#pragma GCC unroll 8
+                        for (int v = 0; v < V; v++) total[v] += w * load(row + v * W);
+                    }
+                }
+#pragma GCC unroll 8
+                for (int v = 0; v < V; v++) {
+                    store(z + r * LANES + v * W, total[v]);
+                    most[v] = total[v] > most[v] ? total[v] : most[v];
+                }
+            }
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) {
+                sum[v] *= exp2v<T>((top[v] - most[v]) * log2e), top[v] = most[v];
+                for (i64 r = r0; r < last; r++)
+                    sum[v] += exp2v<T>((load(z + r * LANES + v * W) - most[v]) * log2e);
+            }
+        }
+    }
+
+    // the row's d into `d`, its share of dx and of g
+    INLINE void gradients(const T* d, const T* x, T* dx, i64 from, i64 to, T* g) const {
+        Vec<T> row[V];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) row[v] = load(d + v * W);
+        const auto step = [&](i64 i) __attribute__((always_inline)) {
+            const Vec<T> w = splat<T>(values[i]);
+            const T* in = x + a.column[i] * LANES;
+            T* out = dx + a.column[i] * LANES;
+            Vec<T> sum{};
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) {
+                sum += row[v] * load(in + v * W);
+                store(out + v * W, load(out + v * W) + w * row[v]);
+            }
+            return sum;
+        };
+        i64 i = from;
+        for (; i + W <= to; i += W) {
+            Vec<T> s[W];
+#pragma GCC unroll 16
+            for (int j = 0; j < W; j++) s[j] = step(i + j);
+            store(g + i, load(g + i) + Exchange<T, W / 2>().sums(s));
+        }
+        if (i < to) {
+            T kept[W * W], part[W];
+            for (i64 j = 0; j < W; j++) store(kept + j * W, i + j < to ? step(i + j) : Vec<T>{});
+            Vec<T> s[W];
+            for (int j = 0; j < W; j++) s[j] = load(kept + j * W);
+            store(part, Exchange<T, W / 2>().sums(s));
+            for (i64 j = 0; i + j < to; j++) g[i + j] += part[j];
+        }
+    }
+
+    // losses (tokens): before weighting; with dx (tokens × columns) and g (entries) also their gradients, weighted
+    template <class IO>
+    void run(const IO* x, const i64* targets, const float* weights, T* losses, T* dx, T* g) const {
+        const i64 tiles = (tokens + LANES - 1) / LANES, entries = a.row_entries[a.rows];
+        Buffer<T> shares(dx ? threads * entries + 1 : 1);
+#pragma omp parallel num_threads(threads)
+        {
+            const i64 padded = count * ((width + W - 1) / W * W) + W;
+            Buffer<T> in(padded * LANES), out(dx ? padded * LANES : 1), z(a.rows * LANES);
+            T lse[LANES] __attribute__((aligned(64))), weight[LANES] __attribute__((aligned(64)));
+            T d[LANES] __attribute__((aligned(64)));
+#pragma omp for schedule(static, 1)
+            for (i64 share = 0; share < threads; share++) {
+                T* mine = shares + share * entries;
+                if (dx) std::fill(mine, mine + entries, T(0));
+                for (i64 tile = tiles * share / threads; tile < tiles * (share + 1) / threads; tile++) {
+                    const i64 at = tile * LANES, valid = std::min(LANES, tokens - at);
+                    for (i64 p = 0; p < count; p++)
+                        tile_in<V, T, IO>(x + at * a.columns, a.columns, valid, p * width,
+                                          std::min(width, a.columns - p * width), in + p * width * LANES);
+                    Vec<T> top[V], sum[V];
+                    logits(in, z, top, sum);
+                    std::pair<i64, i64> order[LANES];  // (target, lane)
+                    for (i64 t = 0; t < LANES; t++) {
+                        const T l = T(top[t / W][t % W] + std::log(sum[t / W][t % W]));
+                        const bool counts = t < valid && targets[at + t] >= 0;
+                        lse[t] = l, weight[t] = counts ? T(weights[at + t]) : 0;
+                        order[t] = {counts ? targets[at + t] : a.rows, t};
+                        if (t < valid) losses[at + t] = counts ? l - z[targets[at + t] * LANES + t] : 0;
+                    }
+                    if (!dx) continue;
+                    std::sort(order, order + LANES);
+                    std::fill((T*)out, out + padded * LANES, T(0));
+                    i64 next = 0;
+                    for (i64 r = 0; r < a.rows; r++) {
+                        for (i64 v = 0; v < V; v++)
+                            store(d + v * W, exp2v<T>((load(z + r * LANES + v * W) - load(lse + v * W)) * log2e) *
+                                                 load(weight + v * W));
+                        for (; next < LANES && order[next].first == r; next++) d[order[next].second] -= weight[order[next].second];
+                        for (i64 p = 0; p < count; p++)
+                            gradients(d, in + p * width * LANES, out + p * width * LANES, a.begin[p * a.rows + r],
+                                      a.begin[p * a.rows + r + 1], mine);
+                    }
+                    for (i64 c = 0; c < a.columns; c += W)
+                        for (i64 v = 0; v < V; v++)
+                            transpose_out<T, T>(out + c * LANES + v * W, LANES, dx + (at + v * W) * a.columns + c, a.columns,
+                                                valid - v * W, std::min(W, a.columns - c));
+                }
+            }
+            if (dx) {
+#pragma omp for
+                for (i64 i = 0; i < entries; i++) {
+                    T total = 0;
+                    for (i64 share = 0; share < threads; share++) total += shares[share * entries + i];
+                    g[i] = total;
+                }
+            }
+        }
+    }
+};
+
+// dw (dense) = scale · g, zero where masked
+template <class T, class IO> void scatter(const Index& a, const T* g, T scale, IO* dw, i64 threads) {
+    const i64 count = panels(a.columns), width = panel_width(a.columns);
+#pragma omp parallel for num_threads(threads)
+    for (i64 r = 0; r < a.rows; r++) {
+        std::memset((void*)(dw + r * a.columns), 0, a.columns * sizeof(IO));
+        for (i64 p = 0; p < count; p++)
+            for (i64 i = a.begin[p * a.rows + r]; i < a.begin[p * a.rows + r + 1]; i++) {
+                const T scaled = scale * g[i];
+                convert(&scaled, dw + r * a.columns + p * width + a.column[i], 1);
+            }
+    }
+}
