@@ -11,6 +11,8 @@ next-sentence objective, and no padding: sequences are full windows of a token f
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -59,6 +61,7 @@ class BERT(nn.Module):
         self.ln_h = LayerNorm(d, bias=config.bias, eps=EPS)
         self.lm_head = None if config.tied_head else nn.Linear(d, config.padded_vocab, bias=False)
         self.head_bias = nn.Parameter(torch.zeros(config.padded_vocab)) if config.bias else None
+        self.head_product: Callable[..., torch.Tensor] = F.linear  # mst_scale.sparse_linear puts its own here
         initialise(self, seed)
 
     def forward(
@@ -87,7 +90,8 @@ class BERT(nn.Module):
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         x = self.ln_h(F.gelu(self.transform(x)))
-        return F.linear(x, self.wte.weight if self.lm_head is None else self.lm_head.weight, self.head_bias)
+        weight = self.wte.weight if self.lm_head is None else self.lm_head.weight
+        return self.head_product(x, weight, self.head_bias)
 
     def get_output_embeddings(self) -> nn.Module:
         """The module whose weight the head multiplies with (Hugging Face's name for it): a tied head's is `wte`."""

@@ -14,6 +14,7 @@ The model knows nothing about ranks, ZeRO or sparsity. What is exchangeable has 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,9 @@ from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.models.initial_weights import INIT_STD, draw_seed, initialise
 from mst_scale.models.layer_norm import LayerNorm
 from mst_scale.models.recompute import run_block
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
 class MLP(nn.Module):
@@ -64,7 +68,9 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = LayerNorm(config.n_embd, bias=config.bias)
-        self.head_product = F.linear  # with wte.weight; mst_scale.sparse_linear puts its own here
+        # mst_scale.sparse_linear puts its own here: the product with a tied weight; head and loss at once, if it can
+        self.head_product: Product = F.linear
+        self.head_loss: Loss | None = None
         self.lm_head = None if config.tied_head else nn.Linear(config.n_embd, config.padded_vocab, bias=False)
         residual_std = INIT_STD / math.sqrt(2 * config.n_layer)  # 2 additions per block keep the variance
         initialise(self, seed, lambda name: residual_std if name.endswith(("attention.proj", "mlp.down")) else INIT_STD)
@@ -83,7 +89,12 @@ class GPT(nn.Module):
         x = self.dropout(self.wte(tokens) + self.wpe(torch.arange(length, device=tokens.device)))
         for block in self.blocks:
             x = run_block(block, x, recompute=self.config.activation_checkpointing)
-        logits = self.head(self.ln_f(x))
+        x = self.ln_f(x)
+        if targets is not None and self.head_loss is not None and self.lm_head is None:
+            loss = self.head_loss(x, self.wte.weight, targets)
+            if loss is not None:
+                return loss
+        logits = self.head(x)
         return logits if targets is None else cross_entropy(logits, targets)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:

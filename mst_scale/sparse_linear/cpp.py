@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,12 @@ class CompiledIndex:
         return loss
 
     def run(
-        self, function: str, tokens: int, dtype: torch.dtype, *, scale: float = 1.0, **tensors: torch.Tensor | None
+        self,
+        function: str,
+        tokens: int,
+        dtype: torch.dtype,
+        tensors: Mapping[str, torch.Tensor | None],
+        scale: float = 1.0,
     ) -> None:
         addresses = {name: t.data_ptr() for name, t in tensors.items() if t is not None}
         work = tokens * max(self.entries, sum(self.shape))
@@ -140,7 +146,8 @@ class _Linear(torch.autograd.Function):
         values = flat.new_empty(index.entries, dtype=torch.promote_types(x.dtype, torch.float32))
         y = flat.new_empty(flat.shape[0], index.shape[0])
         bias = None if bias is None else bias.contiguous()
-        index.run("sl_forward", len(flat), x.dtype, x=flat, weight=weight.contiguous(), bias=bias, values=values, y=y)
+        given = {"x": flat, "weight": weight.contiguous(), "bias": bias}
+        index.run("sl_forward", len(flat), x.dtype, {**given, "values": values, "y": y})
         ctx.save_for_backward(flat, values)
         ctx.index, ctx.dense_gradient, ctx.shape = index, dense_gradient, x.shape
         return y.view(*x.shape[:-1], index.shape[0])
@@ -154,7 +161,7 @@ class _Linear(torch.autograd.Function):
         dense = wants_weight and ctx.dense_gradient
         dx = torch.empty_like(x) if wants_x else None
         dw = x.new_empty(index.shape) if wants_weight and not dense else None
-        index.run("sl_backward", len(x), x.dtype, x=x, dy=dy, values=values, dx=dx, dw=dw)
+        index.run("sl_backward", len(x), x.dtype, {"x": x, "dy": dy, "values": values, "dx": dx, "dw": dw})
         if dense:
             dw = dy.T @ x
         return (None if dx is None else dx.view(ctx.shape)), dw, (dy.sum(0) if wants_bias else None), None
@@ -168,6 +175,8 @@ class _CrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         flat = x.reshape(-1, index.shape[1]).contiguous()
         targets = targets.reshape(-1).to(torch.int64).contiguous()
+        if len(targets) != len(flat) or (len(targets) and int(targets.max()) >= index.shape[0]):
+            raise ValueError(f"{len(flat)} tokens need as many targets below {index.shape[0]}")
         counted = targets >= 0
         weights = (counted / counted.sum()).float()
         wants_gradients = any(ctx.needs_input_grad)
@@ -176,7 +185,7 @@ class _CrossEntropy(torch.autograd.Function):
         gradient = torch.empty(index.entries, dtype=wide) if wants_gradients else None
         results = {"losses": losses, "dx": dx, "gradient": gradient, "values": losses.new_empty(index.entries)}
         given = {"x": flat, "weight": weight.contiguous(), "targets": targets, "weights": weights}
-        index.run("sl_head", len(flat), x.dtype, **given, **results)
+        index.run("sl_head", len(flat), x.dtype, {**given, **results})
         if wants_gradients:
             ctx.save_for_backward(dx, gradient)
         ctx.index, ctx.shape, ctx.dtype = index, x.shape, x.dtype
@@ -189,5 +198,5 @@ class _CrossEntropy(torch.autograd.Function):
         dw = None
         if ctx.needs_input_grad[1]:
             dw = torch.empty(index.shape, dtype=ctx.dtype)
-            index.run("sl_head_backward", len(dx), ctx.dtype, scale=float(grads[0]), gradient=gradient, dw=dw)
+            index.run("sl_head_backward", len(dx), ctx.dtype, {"gradient": gradient, "dw": dw}, float(grads[0]))
         return (dx * grads[0]).to(ctx.dtype).view(ctx.shape), dw, None, None

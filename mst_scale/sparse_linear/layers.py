@@ -4,7 +4,8 @@ The weight stays the ordinary dense parameter, so ZeRO, checkpoints and export k
 parameter gets a `Product`, which takes the place of `F.linear` in the module that owns it:
 
     nn.Linear whose weight it is               its `forward`
-    a model's `head_product` (see models.gpt)  where the head is the token embedding (tied)
+    a model's `head_product` (see models.gpt)  where the head is the token embedding (tied), or called by its weight
+    a model's `head_loss`                      the head and its cross-entropy at once, where the backend has that
 
 A product multiplies with an *index* of the mask: what a backend wants to know of the structure (`Index`). It is built
 anew when the mask has changed, which is after topology steps only; the values are read from the weight at each call.
@@ -57,6 +58,13 @@ class Product:
                 f"the last dimension must be {self.shape[1]} and the dtypes alike"
             )
         return self.index.linear(x, weight, bias, self.dense_gradient)
+
+    def loss(self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+        """Cross-entropy of x Wᵀ without keeping the logits; None where the logits must be made after all."""
+        if self.index is None or self.dense_gradient or not hasattr(self.index, "cross_entropy"):
+            return None
+        loss: torch.Tensor = self.index.cross_entropy(x, weight, targets)
+        return loss
 
 
 class SparseLayers:
@@ -133,13 +141,15 @@ def _places(model: nn.Module, parameter: nn.Parameter) -> Iterator[tuple[nn.Modu
                 yield module, "forward"
         elif hasattr(module, "head_product"):
             embeddings: Any = module.get_output_embeddings
-            if isinstance(embeddings(), nn.Embedding) and embeddings().weight is parameter:
+            if embeddings().weight is parameter:
                 yield module, "head_product"
+                if hasattr(module, "head_loss"):
+                    yield module, "head_loss"
 
 
 def _with_own_parameters(module: Any, product: Product, attribute: str) -> Any:
-    if attribute == "head_product":
-        return product
+    if attribute != "forward":
+        return product if attribute == "head_product" else product.loss
 
     @functools.wraps(nn.Linear.forward)
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -136,8 +136,9 @@ class CompiledRun:
     def __init__(self, index, x, weight, bias, dy):
         values = torch.empty(index.entries // 1000)
         self.y, self.dx, self.dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(weight)
-        index.run("sl_forward", len(x), x.dtype, x=x, weight=weight, bias=bias, values=values, y=self.y)
-        index.run("sl_backward", len(x), x.dtype, x=x, dy=dy, values=values, dx=self.dx, dw=self.dw)
+        given = {"x": x, "weight": weight, "bias": bias, "dy": dy, "values": values}
+        index.run("sl_forward", len(x), x.dtype, {**given, "y": self.y})
+        index.run("sl_backward", len(x), x.dtype, {**given, "dx": self.dx, "dw": self.dw})
 
 
 @pytest.mark.parametrize("flags", [["-mno-avx512f"], ["-mno-avx"]], ids=["avx2", "sse"])

@@ -1,0 +1,79 @@
+"""The loss of a sparse head without its logits, against cross-entropy of the definition's logits in float64."""
+
+import pytest
+import torch
+
+from mst_scale.models.cross_entropy import cross_entropy
+from mst_scale.sparse_linear import cpp, definition
+
+# float32 sums of up to 1600 products, in random-walk size, then a softmax: some 1e-6; 16-bit types round the gradients
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+def case(rows, columns, tokens, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    active = torch.rand(rows, columns, generator=generator) >= 0.8
+    weight = (torch.randn(rows, columns, generator=generator) / 3).to(dtype)
+    x = torch.randn(tokens, columns, generator=generator).to(dtype)
+    targets = torch.randint(rows, (tokens,), generator=generator)
+    targets[1::5] = -1
+    return active, weight, x, targets
+
+
+def results(loss, x, weight):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    value = loss(x, weight)
+    return [value.detach(), *torch.autograd.grad(2 * value, (x, weight))]  # 2: backward scales
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((130, 40, 70), torch.float32),
+        ((130, 1600, 100), torch.float32),  # two panels
+        ((1, 3, 1), torch.float32),
+        ((50, 7, 3), torch.float64),
+        ((300, 64, 64), torch.bfloat16),
+        ((300, 64, 64), torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_loss_and_gradients(shape, dtype, threads, monkeypatch):
+    monkeypatch.setattr(cpp, "PER_THREAD", 1)
+    torch.set_num_threads(threads)
+    active, weight, x, targets = case(*shape, dtype)
+    index = cpp.CompiledIndex(active)
+    found = results(lambda x, w: index.cross_entropy(x, w, targets), x, weight)
+    wide = x.double(), weight.double()
+    expected = results(lambda x, w: cross_entropy(definition(x, w, active), targets), *wide)
+    assert [t.dtype for t in found] == [torch.promote_types(dtype, torch.float32), dtype, dtype]
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b).abs().max() <= TOLERANCE[dtype] * b.abs().max()
+    assert not found[2][~active].any()
+    again = results(lambda x, w: index.cross_entropy(x, w, targets), x, weight)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "the same for the same threads"
+
+
+def test_evaluation_computes_no_gradients():
+    active, weight, x, targets = case(130, 40, 70)
+    index = cpp.CompiledIndex(active)
+    with torch.no_grad():
+        loss = index.cross_entropy(x, weight, targets)
+    assert torch.allclose(loss, cross_entropy(definition(x, weight, active), targets), atol=1e-6)
+
+
+def test_edges():
+    """Large logits, one that is not finite, no token that counts, targets that do not fit."""
+    active, weight, x, targets = case(130, 40, 70)
+    index = cpp.CompiledIndex(active)
+    huge = index.cross_entropy(1e4 * x, weight, targets)
+    assert torch.allclose(huge, cross_entropy(definition(1e4 * x, weight, active), targets), rtol=1e-5)
+    bad = x.clone()
+    bad[0] = torch.nan
+    loss, dx, dw = results(lambda x, w: index.cross_entropy(x, w, targets), bad, weight)
+    assert loss.isnan() and dx[0].isnan().any() and dx[1:].isfinite().all() and not dw[active].isfinite().any()
+    assert index.cross_entropy(x, weight, torch.full_like(targets, -1)).isnan(), "as the mean of nothing"
+    for wrong in (targets[:-1], targets.clamp(min=130)):
+        with pytest.raises(ValueError, match="as many targets below 130"):
+            index.cross_entropy(x, weight, wrong)
