@@ -1,6 +1,7 @@
 """How much faster is a sparse linear layer than a dense one, and from which sparsity on?
 
-    python -m benchmarks.linear [--dtype float32 bfloat16] [--quick] [--tune] [--json | --markdown]
+    mst bench linear [--dtype float32 bfloat16] [--quick] [--tune] [--json | --markdown]
+    mst bench linear --device cuda …         layers in blocks on a GPU: see benchmarks/linear_cuda.py
 
 One layer, forward + gradients of input and weight (zero where masked), everything included: gathering the values,
 transposes, the dense layout of the weight's gradient. The rival is the dense layer of the same dtype, `F.linear` with
@@ -18,6 +19,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks import linear_cuda
 from mst_scale.sparse_linear import cpp, dispatch
 from mst_scale.sparse_linear.mkl import MKLIndex
 
@@ -223,7 +226,14 @@ def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=(__doc__ or "").split("\n", 1)[0])
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "cuda" in given:
+        where = given.index("cuda")
+        if where and given[where - 1] == "--device":
+            return linear_cuda.main(given[: where - 1] + given[where + 1 :])
+    parser = argparse.ArgumentParser(prog="mst bench linear", description=(__doc__ or "").split("\n", 1)[0])
+    help_of_device = "cuda: layers in blocks, with options of their own (mst bench linear --device cuda --help)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=help_of_device)
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=15.0, help="time for one layer and dtype")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
@@ -232,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="for machines")
     output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if (reason := cpp.why_not()) is not None:
@@ -245,8 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps({"machine": about, "rows": rows}))
     elif options.markdown:
-        given = f"--dtype {' '.join(options.dtype)} --seconds {options.seconds:g} --threads {about['threads']}"
-        print(markdown(about, rows, f"mst bench linear {given}{' --quick' * options.quick} --markdown"))
+        chosen = f"--dtype {' '.join(options.dtype)} --seconds {options.seconds:g} --threads {about['threads']}"
+        print(markdown(about, rows, f"mst bench linear {chosen}{' --quick' * options.quick} --markdown"))
     else:
         print(table(rows))
     return 0

@@ -1,6 +1,6 @@
 """How much faster are linear layers in blocks than dense ones on a GPU, product by product?
 
-    mst bench linear_cuda [--blocks 16 32] [--widths 768 4096] [--tune] [--json | --markdown]
+    mst bench linear --device cuda [--blocks 16 32] [--widths 768 4096] [--tune] [--json | --markdown]
 
 The layer d → 4d of a GPT in bfloat16 on 8192 tokens, its mask made of B × B blocks drawn at random. Each product on its
 own against cuBLAS on the dense matrices of the same shapes; ours reads the active blocks out of the dense weight.
@@ -230,7 +230,7 @@ def markdown(about: dict[str, Any], rows: Sequence[Row], command: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="mst bench linear_cuda",
+        prog="mst bench linear --device cuda",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -249,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps({"machine": about, "rows": rows}))
     elif options.markdown:
-        print(markdown(about, rows, f"mst bench linear_cuda --rounds {options.rounds} --markdown"))
+        print(markdown(about, rows, f"mst bench linear --device cuda --rounds {options.rounds} --markdown"))
     else:
         print(table(rows))
     return 0

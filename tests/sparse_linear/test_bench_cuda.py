@@ -1,4 +1,4 @@
-"""`mst bench linear_cuda`: without a device every row says so; with kernels at hand the rows hold."""
+"""`mst bench linear --device cuda`: without a device every row says so; with kernels at hand the rows hold."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_without_a_device_every_row_says_so(capsys):
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert len(rows) == 4 * 4 * 3 * 3
     assert all(row["speedup"] is None and row["why"] == "not measured: no CUDA device" for row in rows)
-    assert "not measured" in linear_cuda.markdown(linear_cuda.machine(), rows[:3], "mst bench linear_cuda")
+    assert "not measured" in linear_cuda.markdown(linear_cuda.machine(), rows[:3], "mst bench linear --device cuda")
     with pytest.raises(ValueError, match="needs a CUDA device"):
         linear_cuda.main(["--tune"])
 
