@@ -36,7 +36,8 @@ def undisturbed_and_resumed(rank, world, stage, precision, extra, folder):
     assert path is not None and engine.mst.step == SAVED
     losses = train(engine, rank, world, STEPS - SAVED, first=SAVED)
     second = losses, shas(engine, world), engine.mst.digests, everything(engine, world)
-    apart = max(float((a - b).abs().max()) for a, b in zip(first[3], second[3], strict=True))
+    pairs = zip(first[3], second[3], strict=True)
+    apart = max((float((a - b).abs().max()) for a, b in pairs if a.numel()), default=0.0)  # a rank may hold nothing
     return first[:3], second[:3], apart, len(first[3])
 
 
@@ -51,8 +52,8 @@ CASES = [
 def test_resumed_bit_for_bit(stage, precision, extra, tmp_path):
     results = pool.run(undisturbed_and_resumed, 2, stage, precision, extra, str(tmp_path))
     # DeepSpeed's fused Adam multiplies βᵗ on from step to step where a process makes one call a step, and takes a power
-    # after a resumption: on CPU without ZeRO its master weights may then be a unit in the last place apart
-    allowed = 1e-7 if stage == 0 and precision != "fp32" else 0.0
+    # after a resumption: on CPU without ZeRO its master weights, here below 2, may then be a unit or two in the last place apart
+    allowed = 2 * 2.0**-23 if stage == 0 and precision != "fp32" else 0.0
     for first, second, apart, count in results:
         assert first == second, "losses, masks and digests"
         assert apart <= allowed and count >= 6
