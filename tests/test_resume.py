@@ -21,7 +21,8 @@ def everything(engine, world) -> list[torch.Tensor]:
     return [tensor.detach().float().clone() for tensor in tensors]
 
 
-def undisturbed_and_resumed(rank, world, stage, precision, extra, folder):
+def undisturbed_and_resumed(rank, world, case, folder):
+    stage, precision, extra = case
     allow_fp16()
     config = mst_config(stage, world, precision, steps=STEPS, **extra)
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
@@ -50,9 +51,9 @@ CASES = [
 
 @pytest.mark.parametrize(("stage", "precision", "extra"), CASES)
 def test_resumed_bit_for_bit(stage, precision, extra, tmp_path):
-    results = pool.run(undisturbed_and_resumed, 2, stage, precision, extra, str(tmp_path))
+    results = pool.run(undisturbed_and_resumed, 2, (stage, precision, extra), str(tmp_path))
     # DeepSpeed's fused Adam multiplies βᵗ on from step to step where a process makes one call a step, and takes a power
-    # after a resumption: on CPU without ZeRO its master weights, here below 2, may then be a unit or two in the last place apart
+    # after a resumption: on CPU without ZeRO its master weights, here below 2, may then be a last place or two apart
     allowed = 2 * 2.0**-23 if stage == 0 and precision != "fp32" else 0.0
     for first, second, apart, count in results:
         assert first == second, "losses, masks and digests"
