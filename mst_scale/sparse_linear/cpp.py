@@ -96,7 +96,7 @@ class CompiledIndex:
         self.matrix = _Half(outputs, inputs, self.entries, loaded.sl_panels(inputs))
         self.transpose = _Half(inputs, outputs, self.entries, loaded.sl_panels(outputs))
         self.order = torch.empty(self.entries, dtype=torch.int32)
-        status = loaded.sl_build(flags.data_ptr(), ctypes.byref(self._call()))
+        status = loaded.sl_build(flags.data_ptr(), ctypes.byref(self._call(threads=torch.get_num_threads())))
         assert status == 0, f"sl_build returned {status}"
 
     def linear(

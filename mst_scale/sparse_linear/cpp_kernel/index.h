@@ -46,8 +46,8 @@ struct Builder {
 
 // `active` is a byte per weight, 0 or 1. Both matrices have room for all entries; order[i] is where the transpose's i-th
 // entry stands among ours.
-inline void build(const uint8_t* active, Builder a, Builder t, uint32_t* order) {
-#pragma omp parallel for
+inline void build(const uint8_t* active, Builder a, Builder t, uint32_t* order, i64 threads) {
+#pragma omp parallel for num_threads(threads)
     for (i64 r = 0; r < a.rows; r++)
         for (i64 p = 0; p < a.count; p++) {
             const i64 from = p * a.width, to = std::min(from + a.width, a.columns);
@@ -56,7 +56,7 @@ inline void build(const uint8_t* active, Builder a, Builder t, uint32_t* order) 
             a.begin[p * a.rows + r] = here;
         }
     a.sum_up();
-#pragma omp parallel for
+#pragma omp parallel for num_threads(threads)
     for (i64 r = 0; r < a.rows; r++)
         for (i64 p = 0; p < a.count; p++) {
             const i64 from = p * a.width, to = std::min(from + a.width, a.columns);

@@ -78,6 +78,6 @@ extern "C" int sl_build(const uint8_t* active, const Call* c) {
     const auto builder = [](const Index& a) {
         return Builder{a.rows, a.columns, (i64*)a.begin, (uint16_t*)a.column, (i64*)a.row_entries};
     };
-    build(active, builder(c->matrix), builder(c->transpose), (uint32_t*)c->order);
+    build(active, builder(c->matrix), builder(c->transpose), (uint32_t*)c->order, c->threads);
     return 0;
 }
