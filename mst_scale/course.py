@@ -1,16 +1,18 @@
 """What will a run be like from its first step to its last, as far as its config says?
 
-Stretches of steps that cost the same: one phase, one attention pattern, and how many weights of each sparse matrix are
-active. No model is built and DeepSpeed is not needed; in training the engine does what is foreseen here.
+Stretches of steps that cost the same: one phase, one attention pattern, and the share of each sparse matrix that is
+active. No model is built and DeepSpeed is not needed; in training the engine does what is foreseen here. Blocks of
+weights count as whole blocks, also at a matrix's edges, and `min_blocks` as the fewest that it can mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mst_scale.choices import attention_schedule_of, chosen_names, stays_dense, variation_of
-from mst_scale.config.blocks import Experiment
+from mst_scale.config.blocks import Experiment, TopologyConfig
 from mst_scale.flops import Matrix, head_name, matrices
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.mixed_growing.distribution import active_counts
@@ -26,7 +28,7 @@ class Stretch:
     phase: str
     sparsity: float  # the target over all sparse matrices together
     pattern: Pattern
-    active: dict[str, int]  # active weights of every sparse matrix
+    density: dict[str, float]  # share of active weights of every sparse matrix
 
     @property
     def steps(self) -> int:
@@ -40,15 +42,34 @@ def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[S
     """
     schedule = schedule_of(experiment)
     sparse = [m for m in sparse_matrices(experiment) if not (dense_head and m.name == head_name(experiment.model))]
-    shapes = [(m.outputs, m.inputs) for m in sparse]
+    grids = [_grid(m, experiment.mst.topology) for m in sparse]
     attention = attention_schedule_of(experiment.mst.attention, schedule)
     turns = [start for start, _ in attention.pieces]
     for segment in schedule.segments():
+        shapes = [grid.shape for grid in grids]
         counts = active_counts(shapes, segment.sparsity, experiment.mst.sparsity.distribution) if sparse else []
-        active = {m.name: count for m, count in zip(sparse, counts, strict=True)}
+        density = {
+            matrix.name: max(count, grid.least) / (grid.shape[0] * grid.shape[1])
+            for matrix, grid, count in zip(sparse, grids, counts, strict=True)
+        }
         inside = [turn for turn in turns if segment.start < turn < segment.stop]
         for start, stop in zip([segment.start, *inside], [*inside, segment.stop], strict=True):
-            yield Stretch(start, stop, segment.phase, segment.sparsity, attention.pattern_at(start), active)
+            yield Stretch(start, stop, segment.phase, segment.sparsity, attention.pattern_at(start), density)
+
+
+class _Grid(NamedTuple):
+    """The elements of a matrix that targets count, weights or blocks, and the fewest that stay."""
+
+    shape: tuple[int, int]
+    least: int
+
+
+def _grid(matrix: Matrix, topology: TopologyConfig) -> _Grid:
+    if isinstance(topology.granularity, str):
+        return _Grid((matrix.outputs, matrix.inputs), 0)
+    side, least = topology.granularity.block, topology.granularity.min_blocks
+    down, across = -(-matrix.outputs // side), -(-matrix.inputs // side)
+    return _Grid((down, across), max(down * min(least, across), across * min(least, down)))
 
 
 def schedule_of(experiment: Experiment) -> Schedule:

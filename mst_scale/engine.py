@@ -16,6 +16,8 @@ The order of one optimizer step, with what the controller adds marked by *:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,7 @@ class Controller:
         self.changes: list[Change] = []  # what the last topology step did
         self.changed_at = 0
         self.masks = MaskSet([])
+        self.span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a stopwatch of whoever measures us
         self.idle = stays_dense(mst)
         if not self.idle:
             self._attach(engine, experiment)
@@ -113,7 +116,7 @@ class Controller:
         targets = choose_targets(engine.module, experiment.mst.targets)
         self.shards = zero_shards.shards_of(engine, targets)
         device = self.shards.weight(0).device
-        self.exchange = Exchange(self.shards.group, engine.device)
+        self.exchange = Exchange(self.shards.group, engine.device, zero_shards.NamedCollectives("mst"))
         self.masks = MaskSet(LayerMask(s.name, s.shape, s.start, s.length, device) for s in self.shards.slices)
         # of the matrices whose elements targets count: weights, or blocks
         self.shapes = [s.shape if self.blocks is None else self.blocks.grid_shape(s.shape) for s in self.shards.slices]
@@ -129,8 +132,8 @@ class Controller:
         side = 1 if self.blocks is None else self.blocks.side
         self.layers = SparseLayers(engine.module, targets, shapes, experiment.mst.compute.backend, side)
         self._compute_with_masks()
-        zero_shards.around_model_step(engine, self._before_step, self._after_step)
-        zero_shards.after_master_update(engine, self._after_update)
+        zero_shards.around_model_step(engine, self._measured(self._before_step), self._measured(self._after_step))
+        zero_shards.after_master_update(engine, self._measured(self._after_update))
         mask_files.ride_along(engine, self)
         logger.info(
             "%s: %d parameters of %.1f M weights become up to %.0f %% sparse%s, masks take %.1f MB a rank; %s",
@@ -190,6 +193,13 @@ class Controller:
         return {mask.name: mask.active / mask.numel for mask in self.masks}
 
     # --- one step ---
+
+    def _measured(self, part: Callable[..., None]) -> Callable[..., None]:
+        def measured(*args: Any) -> None:
+            with self.span("topology" if self.due and part != self._before_step else "masking"):
+                part(*args)
+
+        return measured
 
     def _before_step(self) -> None:
         step = self.step + 1
@@ -324,5 +334,6 @@ class Controller:
 
     def check_drift(self) -> None:
         """Stop on all ranks if a mask is no longer what the last topology step left. One small all-reduce."""
-        replicas = Exchange(zero_shards.data_parallel_group(self.engine), self.engine.device)
+        group, named = zero_shards.data_parallel_group(self.engine), zero_shards.NamedCollectives("mst_drift")
+        replicas = Exchange(group, self.engine.device, named)
         self.masks.check_drift(self.digests, self.exchange, replicas)

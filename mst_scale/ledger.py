@@ -22,7 +22,7 @@ from mst_scale.config import MODELS, Experiment, ModelConfig, TrainingConfig, lo
 from mst_scale.config.check import batch_shape
 from mst_scale.course import Stretch, schedule_of, stretches
 from mst_scale.distributed import logger
-from mst_scale.flops import Flops, dense_step_flops, matrices, step_flops
+from mst_scale.flops import Flops, dense_step_flops, step_flops
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
 
 Both = dict[str, Flops]
@@ -64,10 +64,10 @@ class Forecast:
 
 def forecast(experiment: Experiment, *, dense_head: bool = False) -> Forecast:
     """The run of a config. `dense_head` asks what it would be if the head were left out of the sparse matrices."""
-    model, parts, sizes = experiment.model, [], _sizes(experiment.model)
+    model, parts = experiment.model, []
     for stretch in stretches(experiment, dense_head=dense_head):
-        density = _density(stretch, sizes)
-        parts.append((stretch, {a: step_flops(model, density, stretch.pattern, a) for a in ACCOUNTINGS}))
+        cost = {a: step_flops(model, stretch.density, stretch.pattern, a) for a in ACCOUNTINGS}
+        parts.append((stretch, cost))
     phases = [_phase(list(group)) for _, group in groupby(parts, key=lambda part: part[0].phase)]
     return Forecast(
         steps=experiment.training.steps,
@@ -115,13 +115,12 @@ def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
     schedule = schedule_of(experiment)
     every = "momentum" in chosen.reads
     due = set() if every or "gradient" not in chosen.reads or not chosen.exchange else set(schedule.topology_steps())
-    dense, sizes = dense_step_flops(model), _sizes(model)
-    count, extra = 0, Flops()
+    dense, count, extra = dense_step_flops(model), 0, Flops()
     for stretch in stretches(experiment):
         if not stretch.sparsity:
             continue
         steps = stretch.steps if every else sum(s + 1 in due for s in range(stretch.start, stretch.stop))
-        masked = dense + -1.0 * step_flops(model, _density(stretch, sizes))  # the attention of both cancels
+        masked = dense + -1.0 * step_flops(model, stretch.density)  # the attention of both cancels
         count, extra = count + steps, extra + steps * 2 / 3 * masked
     return count, 1 / schedule.total_steps * extra
 
@@ -199,11 +198,3 @@ def _squeezed(training: TrainingConfig, steps: int) -> TrainingConfig:
         return max(1, round(duration * steps / training.steps))
 
     return replace(training, steps=steps, warmup=fit(training.warmup), decay=fit(training.decay))
-
-
-def _sizes(model: ModelConfig) -> dict[str, int]:
-    return {m.name: m.inputs * m.outputs for m in matrices(model)}
-
-
-def _density(stretch: Stretch, sizes: Mapping[str, int]) -> dict[str, float]:
-    return {name: active / sizes[name] for name, active in stretch.active.items()}

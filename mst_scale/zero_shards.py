@@ -7,6 +7,7 @@ views of its master weight, reduced gradient and optimizer states; hooks around 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import deepspeed.comm as ds_comm
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
@@ -92,6 +94,14 @@ def total_norm(gradients: list[torch.Tensor]) -> float:
     if not pieces:
         return 0.0
     return math.sqrt(torch.stack(torch._foreach_norm(pieces)).double().square().sum().item())
+
+
+class NamedCollectives:
+    """DeepSpeed's collectives under a name of ours, so that its comms_logger tells them from its own."""
+
+    def __init__(self, name: str):
+        self.all_reduce = functools.partial(ds_comm.all_reduce, log_name=f"{name}_all_reduce")
+        self.all_gather = functools.partial(ds_comm.all_gather, log_name=f"{name}_all_gather")
 
 
 # --- where shards lie ---

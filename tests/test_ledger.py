@@ -8,7 +8,7 @@ import torch
 from mst_scale.choices import attention_schedule_of
 from mst_scale.config import load
 from mst_scale.course import schedule_of, sparse_matrices, stretches
-from mst_scale.flops import dense_step_flops, matrices, step_flops
+from mst_scale.flops import dense_step_flops, step_flops
 from mst_scale.ledger import Ledger, forecast, shortened, tiny_flops, topology_flops
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.models import GPT
@@ -83,6 +83,15 @@ def test_the_matrices_are_those_of_the_built_model(overrides):
     assert {m.name: (m.outputs, m.inputs) for m in sparse_matrices(experiment)} == expected
 
 
+def test_blocks_count_as_blocks():
+    """1 block of 8 × 8 is the least change: 16 × 16 has 4, and min_blocks = 1 keeps one in every row and column."""
+    overrides = ['mst.topology.granularity={"block": 8, "min_blocks": 1}', "mst.sparsity.distribution=uniform"]
+    ultra = [s for s in stretches(load(RAW, overrides)) if s.phase == "ultra"]
+    assert ultra[0].density["blocks.0.attention.proj.weight"] == 2 / 4, "0.2 · 4 blocks round to 1; the bound keeps 2"
+    assert ultra[0].density["blocks.0.mlp.up.weight"] == 8 / 16
+    assert ultra[0].density["wte.weight"] == 7 / 14, "50 rows are 7 block rows"
+
+
 def test_globs_that_match_nothing_are_refused_without_a_model():
     with pytest.raises(ValueError, match=r"'mlp\*' matches no parameter that can be sparse"):
         forecast(load(RAW, ['mst.targets.exclude=["mlp*"]']))
@@ -96,10 +105,10 @@ def test_what_a_dense_head_would_cost():
 
 def test_the_ledger_adds_up_what_the_forecast_foresees():
     experiment = load(RAW)
-    ledger, sizes = Ledger(experiment.model, 4), {m.name: m.inputs * m.outputs for m in matrices(experiment.model)}
+    ledger = Ledger(experiment.model, 4)
     for stretch in stretches(experiment):
         for _ in range(stretch.steps):
-            ledger.add(stretch.pattern, {name: n / sizes[name] for name, n in stretch.active.items()})
+            ledger.add(stretch.pattern, stretch.density)
     row, found = ledger.row(), forecast(experiment)
     assert row["flops"] == pytest.approx(60 * 4 * found.mean["paper"].total, rel=1e-12)
     assert row["flops_causal"] == pytest.approx(60 * 4 * found.mean["causal"].total, rel=1e-12)
@@ -111,12 +120,11 @@ def test_the_ledger_adds_up_what_the_forecast_foresees():
 
 def test_the_ledger_continues_to_the_bit(tmp_path):
     experiment = load(RAW)
-    sizes = {m.name: m.inputs * m.outputs for m in matrices(experiment.model)}
     states = [s for s in stretches(experiment) for _ in range(s.steps)]
 
     def add(ledger, part):
         for s in part:
-            ledger.add(s.pattern, {name: n / sizes[name] for name, n in s.active.items()})
+            ledger.add(s.pattern, s.density)
         return ledger
 
     whole, first, second = (Ledger(experiment.model, 4) for _ in range(3))

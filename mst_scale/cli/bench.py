@@ -18,6 +18,8 @@ Measure on this machine, ours and the rival alternating in one run:
   topology    one topology step against full top-k and against torch.kthvalue
   grown_weights   the first updates of grown weights and the loss around topology steps, with seeded moments and without
   quality     what a choice costs in validation loss: single weights, blocks, dense and tiny models
+  step        a training step in every phase: MST against dense, its parts, memory, FLOP/s, collectives
+  scaling     the same on 1, 2, 4 … processes, weak and strong, drawn
   training    what our training loop and the masks add to a bare DeepSpeed step
 
 What follows WHAT goes to that program; `mst bench WHAT --help` lists its options. --json prints
@@ -29,8 +31,9 @@ examples:
   mst bench attention --device cpu --quick
   mst bench linear --quick
   mst bench topology --ranks 1 2 --json
+  mst bench step --config ds_configs/gpt2_small.json --set model.n_layer=2 --set bf16.enabled=false --micro 1
 """
-PROGRAMS = ("attention", "grown_weights", "linear", "observer", "quality", "topology", "training")
+PROGRAMS = ("attention", "grown_weights", "linear", "observer", "quality", "scaling", "step", "topology", "training")
 
 
 def add(subparsers: Any) -> None:

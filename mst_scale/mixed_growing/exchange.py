@@ -29,13 +29,15 @@ class Traffic:
 class Exchange:
     """The ranks whose slices together make up each parameter once; group=None means one process holds all of it.
 
-    `device` is where the backend reduces (the GPU for NCCL); None means wherever the tensor is. Replicas (ZeRO-0) hold
+    `device` is where the backend reduces (the GPU for NCCL); None means wherever the tensor is. `through` has the
+    collectives: torch.distributed, or whoever counts them by name. Replicas (ZeRO-0) hold
     the whole parameter each: they evolve with Exchange() and come to the same masks without a word.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None):
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None, through: Any = dist):
         self.group = group
         self.device = device
+        self.through = through
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.traffic = Traffic()
 
@@ -53,7 +55,7 @@ class Exchange:
             return [values]
         values = values.to(self.device or values.device)
         found = [torch.empty_like(values) for _ in range(self.ranks)]
-        dist.all_gather(found, values, group=self.group)
+        self.through.all_gather(found, values, group=self.group)
         return found
 
     def raise_first(self, error: Exception | None) -> None:
@@ -71,5 +73,5 @@ class Exchange:
         self.traffic.payload += values.numel() * values.element_size()
         if self.group is not None and self.ranks > 1:
             values = values.to(self.device or values.device, copy=True)
-            dist.all_reduce(values, op=op, group=self.group)
+            self.through.all_reduce(values, op=op, group=self.group)
         return values.cpu()

@@ -1,0 +1,96 @@
+"""How are the results of `benchmarks.step` shown? Tables of Markdown: steps, parts of a step, collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+SIDES = {"ours": "MST", "rival": "dense"}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line a phase: MST against dense."""
+    head = [
+        "phase", "sparsity", "attention", "MST ms (middle half)", "dense ms (middle half)", "speed-up (middle half)",
+        "FLOPs ÷", "tokens/s MST / dense", "GFLOP/s", "MFU", "peak MB",
+    ]  # fmt: skip
+    lines = []
+    for r in rows:
+        if "ours_parts_ms" not in r:
+            figures = [f"{r['ours_ms']:,}", f"{r['rival_ms']:,}", f"{r['speedup']}× (computed)", r["flop_reduction"]]
+            lines.append([r["phase"], "", "", *figures, "", "", "", ""])
+            continue
+        lines.append(
+            [
+                r["phase"],
+                f"{r['sparsity']:.0%}",
+                r["attention"],
+                f"{r['ours_ms']:,} ({_span(r['ours_range'])})",
+                f"{r['rival_ms']:,} ({_span(r['rival_range'])})",
+                f"{r['speedup']}× ({_span(r['speedup_range'])})",
+                r["flop_reduction"],
+                f"{r['ours_tokens_per_s']:,} / {r['rival_tokens_per_s']:,}",
+                f"{r['ours_flops_per_s'] / 1e9:,.1f} / {r['rival_flops_per_s'] / 1e9:,.1f}",
+                f"{r['ours_mfu']:.0%} / {r['rival_mfu']:.0%}",
+                f"{_mb(r['ours_peak_bytes'])} / {_mb(r['rival_peak_bytes'])}",
+            ]
+        )
+    return _markdown(head, lines)
+
+
+def parts(rows: Sequence[Row]) -> str:
+    """Milliseconds of each part of an ordinary step, and what a topology step takes longer."""
+    names = ("forward", "backward", "communication", "optimizer", "masking")
+    lines = []
+    for r in rows:
+        for who, label in SIDES.items():
+            if f"{who}_parts_ms" in r:
+                measured = r[f"{who}_parts_ms"]
+                topology = r["topology_ms"] if who == "ours" else None
+                last = "–" if topology is None else f"{topology:+,.1f}"
+                lines.append([r["phase"], label, *(f"{measured[name]:,.1f}" for name in names), last])
+    return _markdown(["phase", "side", *(f"{name} ms" for name in names), "topology step ms"], lines)
+
+
+def collectives(found: Sequence[Row]) -> str:
+    """Of one step and rank, by name: MST's own begin with `mst`."""
+    lines = [
+        [
+            c["phase"],
+            SIDES[c["side"]],
+            c["step"],
+            f"`{c['name']}`",
+            f"{c['calls']:g}",
+            f"{c['bytes']:,.0f}",
+            f"{c['ms']:,.2f}",
+        ]
+        for c in found
+    ]
+    return _markdown(["phase", "side", "step", "collective", "calls", "bytes", "ms"], lines)
+
+
+def markdown(found: dict[str, Any], command: str) -> str:
+    """A section of a results file."""
+    setting = found["setting"]
+    facts = ", ".join(f"{key} {value}" for key, value in found["machine"].items())
+    shown = {**setting, "peak_flops_per_s": f"{setting['peak_flops_per_s'] / 1e9:,.1f} G"}
+    said = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items())
+    title = f"{setting['model']}, {setting['ranks']} rank(s), backend {setting['backend']}"
+    sections = [f"## {title}", f"`{command}`", facts, said, table(found["rows"]), parts(found["rows"])]
+    if found["collectives"]:
+        sections.append(collectives(found["collectives"]))
+    return "\n\n".join(sections) + "\n"
+
+
+def _markdown(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+
+
+def _span(ends: Sequence[float]) -> str:
+    return "{:,}–{:,}".format(*ends)
+
+
+def _mb(count: int | None) -> str:
+    return "–" if count is None else f"{count / 1e6:,.0f}"

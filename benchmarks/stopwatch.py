@@ -1,0 +1,90 @@
+"""Where does a training step's time go, and what travels between the ranks meanwhile?
+
+Spans nest; a span's own time leaves out the spans inside it and DeepSpeed's collectives, which are a part of their own
+("communication"). Those come from DeepSpeed's comms_logger, which waits for each collective while it is on: so parts
+are measured on steps of their own, never on the steps whose speed is compared. On a CPU it does not wait for
+asynchronous collectives (ZeRO-3 fetches ahead): their time there is that of the call. Times are read from the logger's
+timers: the latencies it lists (DeepSpeed 0.19) are running sums over all calls of a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import deepspeed.comm as ds_comm
+import torch
+from deepspeed.comm.comm import comms_logger, timers
+
+from benchmarks.machine import wait_for
+
+OURS = "mst"  # how the names of MST's collectives begin (zero_shards.NamedCollectives)
+
+
+@dataclass
+class Collective:
+    """What went under one name, over all measured steps of this rank."""
+
+    calls: int = 0
+    payload: int = 0  # bytes handed to the calls
+    ms: float = 0.0
+
+
+class Stopwatch:
+    """Milliseconds by part, and collectives by name, while `running`."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.parts: dict[str, float] = defaultdict(float)
+        self.collectives: dict[str, Collective] = defaultdict(Collective)
+        self._open = [_Span()]  # outermost first; the first one is the time outside all spans
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        comms_logger.reset_data()
+        for timer in timers.get_timers().values():
+            timer.reset()
+        ds_comm.configure(enabled=True, prof_all=True, verbose=False)
+        try:
+            yield
+        finally:
+            ds_comm.configure(enabled=False, prof_all=False)
+            for name, sizes in comms_logger.get_raw_data().items():
+                found = self.collectives[name]
+                found.ms += timers(name).elapsed(reset=False)
+                for size, (calls, *_) in sizes.items():
+                    found.calls += calls
+                    found.payload += calls * size
+            comms_logger.reset_data()
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        wait_for(self.device)
+        self._open.append(_Span())
+        travelled, start = _deepspeeds_ms(), time.perf_counter()
+        try:
+            yield
+        finally:
+            wait_for(self.device)
+            whole, travelled = 1e3 * (time.perf_counter() - start), _deepspeeds_ms() - travelled
+            inside = self._open.pop()
+            here = travelled - inside.travelled
+            self.parts[name] += whole - inside.whole - here
+            self.parts["communication"] += here
+            self._open[-1].whole += whole
+            self._open[-1].travelled += travelled
+
+
+@dataclass
+class _Span:
+    """Of the spans inside an open one: milliseconds, and of these in DeepSpeed's collectives."""
+
+    whole: float = 0.0
+    travelled: float = 0.0
+
+
+def _deepspeeds_ms() -> float:
+    return sum(t.elapsed(reset=False) for name, t in timers.get_timers().items() if not name.startswith(OURS))

@@ -1,0 +1,34 @@
+"""DeepSpeed's comms_logger sees our collectives under their own name, with the bytes that Exchange counts."""
+
+import deepspeed.comm as ds_comm
+import pytest
+from deepspeed.comm.comm import comms_logger
+
+import mst_scale
+from tests import pool
+from tests.test_engine import mst_config, train
+from tests.toys import toy
+
+
+def logged(rank, world, config):
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    train(engine, rank, world, 2)
+    before = engine.mst.exchange.traffic.payload
+    comms_logger.reset_data()
+    ds_comm.configure(enabled=True, prof_all=True, verbose=False)
+    try:
+        train(engine, rank, world, 3, first=2)  # step 3 is a topology step, step 5 checks for drift
+    finally:
+        ds_comm.configure(enabled=False, prof_all=False)
+    payload = engine.mst.exchange.traffic.payload - before
+    names = {name: sum(size * n[0] for size, n in sizes.items()) for name, sizes in comms_logger.get_raw_data().items()}
+    comms_logger.reset_data()
+    return payload, names
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ours_are_named_and_their_bytes_are_exact(stage):
+    for payload, names in pool.run(logged, 2, mst_config(stage, 2)):
+        assert names["mst_all_reduce"] == payload > 0
+        assert names["mst_drift_all_reduce"] > 0
+        assert any(not name.startswith("mst") for name in names), "DeepSpeed's own"
