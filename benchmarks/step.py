@@ -275,9 +275,6 @@ class Bench:
         for phase in run.phases:
             known.setdefault(phase.name, phase)
         wanted = self.options.phases or list(known)
-        for name in wanted:
-            if name not in known:
-                raise ValueError(f"--phases {name}: this schedule has {', '.join(known)}")
         rows, collectives = [], []
         for name, phase in known.items():
             if name in wanted:
@@ -444,12 +441,17 @@ def parser() -> argparse.ArgumentParser:
 
 def check_options(options: argparse.Namespace) -> None:
     from mst_scale.config import load
+    from mst_scale.ledger import forecast
 
     for name, least in (("rounds", 2), ("ranks", 1), ("micro", 1), ("threads", 1)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise ValueError(f"--{name} must be at least {least}, not {value}")
-    load(options.config, options.set, options.method)  # mistakes are found before ranks are started
+    # mistakes are found before ranks are started
+    known = dict.fromkeys(phase.name for phase in forecast(load(options.config, options.set, options.method)).phases)
+    for name in options.phases or ():
+        if name not in known:
+            raise ValueError(f"--phases {name}: this schedule has {', '.join(known)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,196 @@
+"""How do tokens per second grow with the number of processes, dense and with MST?
+
+    mst bench scaling --config C [--ranks 1 2 4] [--threads 1] [--plot FILE.svg] [--json | --markdown]
+    mst bench scaling --from weak_8.json weak_64.json … [--plot FILE.svg]
+
+    weak     every rank keeps its micro-batch, so the global batch grows with the ranks
+    strong   the global batch stays, so each rank's share shrinks; ideal in both: R times the tokens/s of one rank
+
+Each point is `mst bench step` in one phase (--phase ultra), started here on that many processes; `efficiency` is the
+tokens/s per rank against those of the fewest ranks measured. More processes than cores share them: efficiency then says
+as much about the machine as about the program. On a cluster run `deepspeed … --module benchmarks.step --phases ultra
+--json > FILE` once for each size (with --micro for strong scaling) and draw the files with --from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import step
+from benchmarks.machine import machine
+
+Row = dict[str, Any]
+KINDS = ("weak", "strong")
+SIDES = {"ours": "MST", "rival": "dense"}
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    """One row for each kind and number of ranks."""
+    rows = []
+    most = max(options.ranks)
+    for kind in options.kinds:
+        for ranks in options.ranks:
+            micro = options.micro if kind == "weak" else options.micro * most // ranks
+            arguments = ["--config", options.config, "--ranks", str(ranks), "--micro", str(micro)]
+            arguments += ["--rounds", str(options.rounds), "--phases", options.phase]
+            for override in options.set:
+                arguments += ["--set", override]
+            if options.method:
+                arguments += ["--method", options.method]
+            if options.threads:
+                arguments += ["--threads", str(options.threads)]
+            asked = step.parser().parse_args(arguments)
+            step.check_options(asked)
+            rows.append(point(kind, step.run(asked)))
+            print(f"{kind}, {ranks} rank(s): {rows[-1]['ours_tokens_per_s']:,} tokens/s", file=sys.stderr)
+    return with_efficiency(rows)
+
+
+def point(kind: str, found: dict[str, Any]) -> Row:
+    """A result of `benchmarks.step` as one point of a curve."""
+    row, setting = found["rows"][0], found["setting"]
+    ours = {k: row[k] for k in ("phase", "ours_ms", "ours_range", "rival", "rival_ms", "rival_range", "speedup")}
+    tokens = {f"{who}_tokens_per_s": row[f"{who}_tokens_per_s"] for who in SIDES}
+    communication = {f"{who}_communication_ms": row[f"{who}_parts_ms"]["communication"] for who in SIDES}
+    about = {"kind": kind, "ranks": setting["ranks"], "sequences_per_rank": setting["sequences_per_rank"]}
+    return {**about, **ours, **tokens, **communication, "setting": setting}
+
+
+def with_efficiency(rows: list[Row]) -> list[Row]:
+    """Tokens/s per rank, as a share of those of the fewest ranks of the same kind."""
+    for row in rows:
+        first = min((r for r in rows if r["kind"] == row["kind"]), key=lambda r: r["ranks"])
+        for who in SIDES:
+            each, base = (r[f"{who}_tokens_per_s"] / r["ranks"] for r in (row, first))
+            row[f"{who}_efficiency"] = round(each / base, 3)
+    return sorted(rows, key=lambda r: (KINDS.index(r["kind"]), r["ranks"]))
+
+
+def kind_of(found: Sequence[dict[str, Any]]) -> str:
+    """Weak where all have the same sequences a rank, strong where they have the same global batch."""
+    settings = [f["setting"] for f in found]
+    if len({s["sequences_per_rank"] for s in settings}) == 1:
+        return "weak"
+    if len({s["sequences_per_rank"] * s["ranks"] for s in settings}) == 1:
+        return "strong"
+    raise ValueError("--from: the files have neither the same sequences a rank nor the same global batch")
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Tokens/s over ranks, one panel a kind, both axes logarithmic; dashes are ideal growth."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    kinds = [kind for kind in KINDS if any(r["kind"] == kind for r in rows)]
+    figure, axes = pyplot.subplots(1, len(kinds), figsize=(4.6 * len(kinds), 3.6), squeeze=False, sharey=True)
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        mine = [r for r in rows if r["kind"] == kind]
+        ranks = [r["ranks"] for r in mine]
+        for (who, label), colour in zip(SIDES.items(), ("#1f6f8b", "#9a9a9a"), strict=True):
+            tokens = [r[f"{who}_tokens_per_s"] for r in mine]
+            axis.plot(ranks, tokens, "o-", color=colour, label=label)
+            ideal = [tokens[0] / ranks[0] * n for n in ranks]
+            axis.plot(ranks, ideal, "--", color=colour, linewidth=0.8, label=f"{label}, ideal")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(ranks, [str(n) for n in ranks])
+        axis.minorticks_off()
+        axis.set_title(f"{kind} scaling, {mine[0]['phase']} phase", fontsize=10)
+        axis.set_xlabel("processes")
+        axis.grid(alpha=0.25)
+    values = [r[f"{who}_tokens_per_s"] for r in rows for who in SIDES]
+    ticks = [t * 10**e for e in range(0, 12) for t in (1, 2, 5) if min(values) * 0.7 <= t * 10**e <= max(values) * 3]
+    axes[0][0].set_yticks(ticks, [f"{t:,}" for t in ticks])
+    axes[0][0].set_ylabel("tokens/s")
+    axes[0][0].legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def table(rows: Sequence[Row]) -> str:
+    head = [
+        "kind", "ranks", "sequences a rank", "MST ms (middle half)", "dense ms (middle half)", "speed-up",
+        "tokens/s MST / dense", "efficiency MST / dense", "communication ms MST / dense",
+    ]  # fmt: skip
+    lines = []
+    for r in rows:
+        ours, theirs = ("{:,} ({:,}–{:,})".format(r[f"{who}_ms"], *r[f"{who}_range"]) for who in SIDES)
+        tokens, efficiency, communication = (
+            " / ".join(form.format(r[f"{who}_{key}"]) for who in SIDES)
+            for key, form in (("tokens_per_s", "{:,}"), ("efficiency", "{:.0%}"), ("communication_ms", "{:,.1f}"))
+        )
+        cells = [r["kind"], r["ranks"], r["sequences_per_rank"], ours, theirs, f"{r['speedup']}×"]
+        lines.append([*cells, tokens, efficiency, communication])
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head), *lines])
+
+
+def markdown(rows: Sequence[Row], about: dict[str, Any], command: str) -> str:
+    setting = rows[0]["setting"]
+    facts = ", ".join(f"{key} {value}" for key, value in about.items())
+    told = ("model", "method", "backend", "zero_stage", "dtype", "rounds")
+    said = ", ".join(f"{key.replace('_', ' ')} {setting[key]}" for key in told)
+    title, _, text = (__doc__ or "").partition("\n")
+    body = text.strip().split("\n\n", 1)[1]
+    return f"# {title}\n\n`{command}`\n\n{facts}\n\n{said}\n\n{table(rows)}\n\n```\n{body}\n```\n"
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="mst bench scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    source = found.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", metavar="C", help="the experiment (ds_configs/*.json)")
+    source.add_argument("--from", nargs="+", dest="files", metavar="FILE", help="results of `benchmarks.step`")
+    found.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of processes (1 2 4)")
+    found.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="weak strong")
+    found.add_argument("--micro", type=int, default=1, help="sequences a rank (strong: at the most ranks)")
+    found.add_argument("--phase", default="ultra", help="of the schedule (ultra)")
+    found.add_argument("--method", metavar="M", help="overrides mst.method of our side")
+    found.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
+    found.add_argument("--rounds", type=int, default=7, help="pairs of steps a point (7)")
+    found.add_argument("--threads", type=int, default=1, help="CPU threads a rank (1)")
+    found.add_argument("--plot", metavar="FILE", help="draw it: .png or .svg")
+    output = found.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="for machines")
+    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if min(options.ranks) < 1 or options.micro < 1:
+        raise ValueError("--ranks and --micro must be at least 1")
+    for ranks in options.ranks if "strong" in options.kinds and options.config else ():
+        if options.micro * max(options.ranks) % ranks:
+            whole = options.micro * max(options.ranks)
+            raise ValueError(f"strong scaling: {whole} sequences do not divide into {ranks} ranks: change --micro")
+    if options.plot and Path(options.plot).suffix not in (".png", ".svg"):
+        raise ValueError(f"--plot {options.plot}: the name must end in .png or .svg")
+    about = machine(options.threads)
+    if options.files:
+        found = [json.loads(Path(path).read_text()) for path in options.files]
+        about, kind = found[0]["machine"], kind_of(found)
+        rows = with_efficiency([point(kind, f) for f in found])
+    else:
+        rows = measure(options)
+    if options.plot:
+        plot(rows, Path(options.plot))
+    if options.json:
+        print(json.dumps({"machine": about, "rows": rows}))
+    elif options.markdown:
+        given = " ".join(sys.argv[1:] if arguments is None else arguments)
+        print(markdown(rows, about, f"mst bench scaling {given}"))
+    else:
+        print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
