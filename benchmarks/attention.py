@@ -17,7 +17,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.machine import machine
 from mst_scale.hybrid_sparse_attention import Pattern, attention
 from mst_scale.hybrid_sparse_attention.dispatch import choose
 
@@ -46,24 +46,6 @@ CPU_CASES = [("float32", n) for n in LENGTHS] + [("bfloat16", n) for n in (1024,
 CUDA_CASES = [("bfloat16", n) for n in (1024, 4096, 16384)]
 Row = dict[str, Any]
 Run = Callable[[], object]
-
-
-def machine() -> dict[str, Any]:
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    cuda = torch.cuda.is_available()
-    return {
-        "cpu": model,
-        "simd": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if cuda else None,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "load": [round(x, 2) for x in os.getloadavg()],
-    }
 
 
 def alternate(runs: Sequence[Run], seconds: float, device: str) -> list[list[float]]:

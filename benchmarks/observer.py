@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.training import MASKED_MODEL, config, machine
+from benchmarks.machine import machine
+from benchmarks.training import MASKED_MODEL, config
 
 Row = dict[str, Any]
 ASKED = 0.01

@@ -24,8 +24,6 @@ import argparse
 import cProfile
 import json
 import math
-import os
-import platform
 import pstats
 import statistics
 import tempfile
@@ -38,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
+from benchmarks.machine import machine
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Layer, evolve, plan
 from mst_scale.mixed_growing.exchange import Exchange
@@ -308,23 +307,6 @@ def run(
 
 
 # --- presentation -----------------------------------------------------------------------------------------------------
-
-
-def machine(threads: int) -> dict[str, Any]:
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "simd": torch.backends.cpu.get_cpu_capability(),
-        "threads": threads,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "load": [round(x, 2) for x in os.getloadavg()],
-    }
 
 
 def table(rows: list[Row]) -> str:

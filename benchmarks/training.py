@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -30,30 +29,13 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
+from benchmarks.machine import machine
+
 Row = dict[str, Any]
 ASKED = {"loop": 0.02, "masking": 0.02, "topology": 0.01}
 # GPT-2 small's widths and its whole head; 4 of 12 layers, so that two engines fit beside each other in a few GB
 MASKED_MODEL: dict[str, Any] = {"n_layer": 4, "n_head": 12, "n_embd": 768, "context": 1024, "vocab_size": 50257}
 LOOP_MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "context": 256, "vocab_size": 257}
-
-
-def machine(threads: int) -> dict[str, Any]:
-    import deepspeed
-
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "threads_per_rank": threads,
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-        "python": platform.python_version(),
-        "load": [round(x, 2) for x in os.getloadavg()],
-    }
 
 
 def config(model: dict[str, Any], ranks: int, sequences: int, **blocks: Any) -> dict[str, Any]:
