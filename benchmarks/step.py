@@ -173,8 +173,9 @@ class Bench:
         schedule, mst = self.mst.engine.mst.schedule, self.mst.engine.mst
         middle = (phase.start + phase.stop) // 2
         step = max(phase.start, middle - middle % schedule.interval)
-        quiet = (s for s in range(step, phase.stop) if not any(map(schedule.is_topology_step, (s + 1, s + 2))))
-        step = next(quiet, step)
+        inside, due = range(step, phase.stop), schedule.is_topology_step
+        quiet = [s for s in inside[: 4 * schedule.interval] if not due(s + 1)]
+        step = next((s for s in quiet if not due(s + 2)), quiet[0] if quiet else step)
         if not mst.idle and step:
             self.mst.engine.global_steps = step - 1
             mst.masks_loaded()  # what a checkpoint of that step would do
