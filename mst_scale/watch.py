@@ -6,9 +6,9 @@ that is gone stops answering TCP's keep-alives: rank 0 then names the lost rank 
 exit code 1. A frozen or slow process answers keep-alives still, so it is waited for.
 
     a rank → rank 0     {"rank", "host", "pid", "token"}   at the start
-                        "bye" or "failed"                  when it ends by itself
-    rank 0 → a rank     "bye", "failed"                    of itself
-                        "gone: …"                          somebody else has gone; leave
+                        "bye" or "failed"                  when it ends by itself; nothing if it is killed
+    rank 0 → a rank     "bye" or "failed"                  of itself
+                        "gone …" or "failed …"             of another rank: leave at once, or after a grace
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from mst_scale.distributed import Ranks, logger
+from mst_scale.distributed import Elsewhere, Ranks, logger
 
 MEET_SECONDS = 60.0
+NEWS_SECONDS = 3.0
 GRACE = 10.0  # for a rank that ends by itself after another has failed: it has its own message and exit code
 KEEP_ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6))  # 10 + 6 · 5 = 40 s
 
@@ -38,6 +39,7 @@ class Watch:
         self.ranks: Ranks | None = None
         self.lost: str | None = None
         self.ending = False
+        self.leaving = threading.Lock()  # one message, whichever thread leaves
         self.peers: dict[socket.socket, dict[str, Any]] = {}  # on rank 0, who is at the other end
         self.to_first: socket.socket | None = None
 
@@ -73,12 +75,14 @@ class Watch:
         """
         if self.ranks is None:
             return
-        if isinstance(error, RuntimeError):
-            deadline = time.monotonic() + 3.0
-            while self.lost is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-        if self.lost is not None:
-            time.sleep(GRACE)  # the watching thread ends this process
+        if isinstance(error, Elsewhere):
+            self._tell("bye")
+            return
+        deadline = time.monotonic() + NEWS_SECONDS
+        while isinstance(error, RuntimeError) and self.lost is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if isinstance(error, RuntimeError) and self.lost is not None:
+            self._leave()
         self._tell("failed")
 
     # --- meeting ---
@@ -126,38 +130,34 @@ class Watch:
 
     def _watch_first(self) -> None:
         assert self.to_first is not None
-        word = _line(self.to_first)
-        if self.ending or word == "bye":
-            return
-        if word.startswith("gone: "):
-            self._leave(word.removeprefix("gone: "), says=False)
-        self._gone("rank 0", word)
+        word, _, who = _line(self.to_first).partition(" ")
+        if word != "bye" and not self.ending:
+            self._gone(who or "rank 0", word)
 
     def _gone(self, who: str, word: str) -> None:
-        """`who` has failed, and says why itself; or it was killed."""
-        assert self.ranks is not None
-        if word == "failed":
-            time.sleep(GRACE)
-            if self.ending:
-                return
-            message = f"{who} has failed"
-        else:
-            message = f"{who} is gone without a word: killed (out of memory?), or its machine is down"
+        """`who` has failed, and says why itself; or it was killed. The first to go is named, and nobody after it."""
+        killed = word != "failed"
+        how = "is gone without a word: killed (out of memory?), or its machine is down" if killed else "has failed"
+        self.lost = f"{who} {how}"
         for peer in self.peers:
             with contextlib.suppress(OSError):
-                peer.sendall(f"gone: {message}\n".encode())
-        self._leave(message, says=self.ranks.local_rank <= 1)
+                peer.sendall(f"{'gone' if killed else 'failed'} {who}\n".encode())
+        if not killed:
+            time.sleep(GRACE)
+        if not self.ending:
+            self._leave()
 
-    def _leave(self, message: str, says: bool) -> NoReturn:
-        self.lost = message
-        if says:
-            print(
-                f"\nmst_scale: {message}. The other ranks end now; the same command continues from the newest whole "
-                "checkpoint",
-                file=sys.stderr,
-                flush=True,
-            )
-        os._exit(1)
+    def _leave(self) -> NoReturn:
+        with self.leaving:
+            assert self.ranks is not None and self.lost is not None
+            if self.ranks.first or (self.lost.startswith("rank 0 ") and self.ranks.local_rank <= 1):
+                print(
+                    f"\nmst_scale: {self.lost}. The other ranks end now; the same command continues from the newest "
+                    "whole checkpoint",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            os._exit(1)
 
     def _tell(self, word: str) -> None:
         self.ending = True

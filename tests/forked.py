@@ -1,0 +1,61 @@
+"""How does a test kill and start whole runs over and over without paying for imports each time?
+
+Real processes, each with its own pid and its own process group, forked from a server that has imported everything.
+They read their environment as under a launcher, write stdout and stderr to a file, and end as `pretrain` ends them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from tests import tiny_run
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["mst_scale.pretrain", "mst_scale.reshape", "tests.tiny_run"])
+
+
+def _rank(environment: dict[str, str], argv: list[str], log: str, before: Callable[[], None] | None) -> None:
+    os.environ.update(environment)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    import torch
+
+    from mst_scale import pretrain
+
+    torch.set_num_threads(1)
+    if before is not None:
+        before()
+    pretrain.main(argv)
+
+
+def start(
+    world: int, argv: list[str], logs: Path, before: Callable[[], None] | None = None, **more: str
+) -> list[mp.process.BaseProcess]:
+    """The ranks of a run; rank r writes to `logs`/rank<r>. `before()` runs in each, ahead of `pretrain.main`."""
+    logs.mkdir(parents=True, exist_ok=True)
+    port = str(tiny_run.free_port())
+    processes = []
+    for rank in range(world):
+        environment = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **more,
+        }  # fmt: skip
+        process = _context.Process(target=_rank, args=(environment, argv, str(logs / f"rank{rank}"), before))
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def end(processes: list[mp.process.BaseProcess], seconds: float) -> list[int | None]:
+    """Exit codes once all have ended; whoever has not within `seconds` is killed, and its code is None."""
+    for process in processes:
+        process.join(seconds)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    return codes
