@@ -7,7 +7,9 @@ import pytest
 
 from mst_scale.choices import variation_of
 from mst_scale.config import load
-from mst_scale.config.check import check
+from mst_scale.config.check import batch_shape, check
+from mst_scale.ledger import forecast
+from mst_scale.plan.answer import plan
 from tests import pool, tiny_run
 from tests.test_bad_input import attempt
 
@@ -15,6 +17,11 @@ FOLDER = tiny_run.ROOT / "ds_configs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 GPT2_BATCH = 12 * 40  # the paper's
 GPT3_TOKENS = {"gpt3_1.3b": 1e6, "gpt3_2.7b": 1e6, "gpt3_6.7b": 2e6, "gpt3_13b": 2e6, "gpt3_175b": 3.2e6}
+
+GPUS = {
+    "gpt2_small": 8, "gpt2_medium": 8, "gpt2_large": 8, "gpt2_xl": 16, "gpt3_1.3b": 32, "gpt3_2.7b": 32,
+    "gpt3_6.7b": 64, "gpt3_13b": 128, "gpt3_175b": 512, "bert_base": 8, "demo": 2,
+}  # fmt: skip
 
 SHRUNK = {
     "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 16, "model.context": 32, "model.vocab_size": 65,
@@ -59,6 +66,35 @@ def test_it_loads_and_can_run(name):
         tokens = experiment.deepspeed["train_batch_size"] * experiment.model.context
         assert tokens == pytest.approx(GPT3_TOKENS[name], rel=0.05)
         assert tokens * experiment.training.steps == pytest.approx(300e9, rel=0.05), "GPT-3's 300 billion tokens"
+
+
+def row(path: Path) -> str:
+    """The file's row in the table of ds_configs/README.md."""
+    experiment, gpus = load(path), GPUS[path.stem]
+    planned = plan(experiment, gpus, "a100-80gb") if experiment.model.arch == "gpt" else None
+    batch, micro, accumulation = batch_shape(experiment.deepspeed, gpus)
+    course, training = forecast(experiment), experiment.training
+    zero = experiment.deepspeed["zero_optimization"]["stage"]
+    size, memory = (f"{planned.parameters / 1e9:.2f}", f"{planned.memory.needed / 1e9:.1f}") if planned else ("–", "–")
+    cells = [
+        f"`{path.stem}`", size, gpus, zero, f"{micro} × {accumulation}",
+        "yes" if experiment.model.activation_checkpointing else "no", memory,
+        f"{batch * experiment.model.context:,}", f"{training.steps:,}",
+        f"{course.reduction('paper'):.2f}", f"{course.reduction('causal'):.2f}",
+        f"{forecast(experiment, dense_head=True).reduction('paper'):.2f}",
+    ]  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_planned_and_stands_in_the_table(name):
+    """The plan fits, is what `mst plan` recommends, and the README's row is what comes out of both."""
+    experiment = load(FOLDER / f"{name}.json")
+    if experiment.model.arch == "gpt":
+        planned = plan(experiment, GPUS[name], "a100-80gb")
+        assert planned.fits
+        assert name == "demo" or planned.recommended.setting == planned.setting, "the fastest that fits"
+    assert row(FOLDER / f"{name}.json") in (FOLDER / "README.md").read_text().splitlines()
 
 
 @pytest.mark.parametrize("name", NAMES)
