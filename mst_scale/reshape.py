@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from mst_scale import checkpoint as checkpoints
-from mst_scale import mask_files
+from mst_scale import mask_files, untrusted, zero_shards
 from mst_scale.checkpoint import PARTIAL, UNIVERSAL
 from mst_scale.weights import base_state, fp32_masters
 
@@ -72,7 +72,7 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
         if (source / mask_files.FOLDER).is_dir():
             shutil.copytree(source / mask_files.FOLDER, draft / mask_files.FOLDER)
         manifest = checkpoints.head(source) or {}
-        about: dict[str, Any] = {key: manifest[key] for key in ("tag", "step") if key in manifest}
+        about: dict[str, Any] = {key: manifest[key] for key in ("tag", "step", "batch", "ranks") if key in manifest}
         checkpoints.seal_alone(draft, target, {**about, "universal": True})
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -127,7 +127,7 @@ def convert(source: Path, draft: Path) -> None:
         raise ValueError(f"{source} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")
     if len({path.name.split("mp_rank_")[1] for path in files}) > 1:
         raise ValueError(f"{source} was saved with model parallelism, which mst reshape does not know")
-    state = torch.load(files[0], map_location="cpu", weights_only=False, mmap=True)
+    state = _load(files[0], mmap=True)
     sharded = any(source.glob("*_optim_states.pt"))
     shapes = _sharded_shapes(state) if sharded else _replicated_shapes(source, state)
     _refuse_untrained(source, state, shapes)
@@ -174,6 +174,7 @@ def _convert_shards(source: Path, draft: Path) -> None:
     view, work = draft / "source", draft / "work"
     view.mkdir()
     for path in source.glob("*.pt"):
+        _load(path, mmap=True)  # DeepSpeed opens it as a pickle: refused here if it is more than data
         (view / path.name).symlink_to(path.resolve())
     workers = str(min(WORKERS, os.cpu_count() or 1))
     command = [
@@ -197,10 +198,10 @@ def _convert_shards(source: Path, draft: Path) -> None:
 
 def _common_state(source: Path, zero: Path) -> dict[str, Any]:
     """Parameter groups, step and loss scale, from stage 3's flavour or that of stages 1 and 2."""
-    saved = torch.load(zero / "optimizer_state.pt", map_location="cpu", weights_only=False)
+    saved = _load(zero / "optimizer_state.pt")
     common = {key: saved[key] for key in ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad") if key in saved}
     inner = saved.get("optimizer_state_dict", {}).get("state", {})
-    steps = [inner[0]["step"]] if inner else [torch.load(p, weights_only=False) for p in zero.rglob("step.pt")][:1]
+    steps = [inner[0]["step"]] if inner else [_load(p) for p in zero.rglob("step.pt")][:1]
     if not steps:
         raise _not_adam(source)
     return {**common, "param_groups": saved["param_groups"], "step": steps[0]}
@@ -249,7 +250,7 @@ def _complete(source: Path, zero: Path, shapes: Shapes, step: Any) -> None:
             path = zero / name / f"{key}.pt"
             if not path.is_file():
                 raise _not_adam(source)
-            found = torch.load(path, map_location="cpu", weights_only=False)
+            found = _load(path)
             value = found["param"] if isinstance(found, dict) else found
             if value.numel() != math.prod(shape):
                 raise ValueError(
@@ -265,6 +266,10 @@ def _write_common(zero: Path, common: dict[str, Any], version: str) -> None:
     step, groups = common.pop("step"), common["param_groups"]
     stage3 = {"state": {0: {"step": step}}, "param_groups": groups}
     _save({**common, "ds_version": version, "optimizer_state_dict": stage3}, zero / "optimizer_state.pt")
+
+
+def _load(path: Path, mmap: bool = False) -> Any:
+    return untrusted.load(path, zero_shards.saved_classes(), mmap)
 
 
 def _save(value: Any, path: Path) -> None:

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
 from torch import nn
 
+from mst_scale import untrusted
+
 # --- construction ---
 
 
@@ -433,12 +435,22 @@ def errors_after_saving(engine: Any) -> Iterator[None]:
         raise errors[0]
 
 
+def saved_classes() -> list[Any]:
+    """What DeepSpeed's checkpoints hold beside data."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
 def load_checkpoint(engine: Any, checkpoint: Path, universal: bool = False) -> dict[str, Any]:
     """Weights, optimizer and our own state; a checkpoint that does not fit is a ValueError that says so."""
     before = engine._config.load_universal_checkpoint
     engine._config.load_universal_checkpoint = universal
     try:
-        path, state = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+        with untrusted.data_only(saved_classes()):
+            path, state = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     finally:
         engine._config.load_universal_checkpoint = before
     if path is None:

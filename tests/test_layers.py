@@ -30,6 +30,7 @@ LAYERS = {
     "flops": 3,
     "choices": 3,
     "data": 3,
+    "untrusted": 3,
     "zero_shards": 4,
     "course": 4,
     "ledger": 5,

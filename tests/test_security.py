@@ -1,0 +1,85 @@
+"""A checkpoint from elsewhere is data: opening it runs nothing. Hostile names are in test_cluster_launchers.py too."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mst_scale import checkpoint
+from mst_scale.reshape import reshape
+from tests import pool, tiny_run
+from tests.test_bad_input import attempt
+from tests.test_pretrain import MST, arguments
+
+
+class Exploit:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, target: Path):
+        self.target = str(target)
+
+    def __reduce__(self):
+        return os.mkdir, (self.target,)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folders = {}
+
+    def of(stage):
+        if stage not in folders:
+            folder = tmp_path_factory.mktemp(f"stage{stage}")
+            argv = arguments(folder, "out", "--steps", "4", mst=MST, zero_optimization={"stage": stage})
+            assert pool.run(attempt, 2, argv) == [(0, "")] * 2
+            folders[stage] = folder
+        return folders[stage]
+
+    return of
+
+
+def poison(folder: Path, pattern: str, target: Path) -> None:
+    """Put the exploit into the files, and seal the checkpoint again, as an attacker would."""
+    for path in folder.glob(pattern):
+        state = torch.load(path, weights_only=False)
+        state["extra"] = Exploit(target)
+        torch.save(state, path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in manifest["files"]:
+        path = folder / name
+        manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": checkpoint.file_digest(path)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("pattern", ["*model_states.pt", "*optim_states.pt"])
+def test_a_checkpoint_with_code_in_it_is_refused(saved, tmp_path, stage, pattern):
+    if stage == 0 and pattern.startswith("*optim"):
+        pytest.skip("stage 0 has no such files")
+    shutil.copytree(saved(stage) / "out", tmp_path / "out")
+    shutil.copytree(saved(stage) / "corpus", tmp_path / "corpus")
+    folder, target = tmp_path / "out" / "checkpoints" / "step00000004", tmp_path / "hostile"
+    poison(folder, pattern, target)
+    argv = arguments(tmp_path, "out", "--steps", "8", mst=MST, zero_optimization={"stage": stage})
+    results = pool.run(attempt, 2, argv)
+    assert [code for code, _ in results] == [2, 2], results
+    lines = [line for _, text in results for line in text.splitlines()]
+    assert len(lines) == 1 and "holds more than data, and is not opened" in lines[0] and "mkdir" in lines[0]
+    with pytest.raises(ValueError, match="holds more than data"):
+        reshape(folder)
+    assert not target.exists()
+
+
+def test_values_of_a_config_reach_no_shell(tmp_path):
+    """The data folder, OUT and a source are named to hurt."""
+    name = "$(touch hostile); `touch hostile` & 'x\" | touch hostile"
+    tiny_run.corpus(tmp_path / name)
+    argv = arguments(tmp_path, name, "--steps", "2", "--data", str(tmp_path / name))
+    assert pool.run(attempt, 2, argv) == [(0, "")] * 2
+    results = pool.run(
+        attempt, 2, arguments(tmp_path, "other", "--set", f"data.source={name}", "--set", "data.dir=x/y")
+    )
+    assert results[0][0] in (1, 2)
+    assert not list(tmp_path.rglob("hostile")) and not Path("hostile").exists()
