@@ -1,0 +1,44 @@
+# shellcheck shell=bash
+# The environment of a run on A100 nodes, line by line; sourced by the other launchers. What you have set already
+# stays: NCCL_DEBUG=INFO bash launchers/slurm.sh … overrides one line, an edit here all runs.
+
+# --- threads ---
+# Threads of each process (optimizer on the CPU, data). A node of 8 GPUs has 64 to 128 cores: 8 for each process.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
+
+# --- CUDA's allocator ---
+# Blocks that grow instead of many of fixed size: with changing shapes (evaluation, ZeRO-3's gathers) less is lost.
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+
+# --- NCCL ---
+# Say what goes wrong, and only that. INFO shows which network is used: look at it once on a new cluster.
+export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+# Sockets for meeting, and for data where there is no InfiniBand: any interface but these. "=ib0" means exactly ib0.
+export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker,virbr,veth}"
+# InfiniBand waits 4 µs · 2^22 = 17 s for an answer before it tries again: a busy switch must not end a run.
+export NCCL_IB_TIMEOUT="${NCCL_IB_TIMEOUT:-22}"
+# A collective that fails or times out ends its process (3: and cleans up first), instead of hanging.
+export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"
+
+# --- gloo (flags and small objects between the ranks) ---
+# gloo takes the interface that the host's name resolves to. Where that is the wrong one, name one: "ib0" or "eth0".
+[ -z "${GLOO_SOCKET_IFNAME:-}" ] || export GLOO_SOCKET_IFNAME
+
+# --- Python ---
+# Output appears when it is written, also through ssh and in Slurm's log.
+export PYTHONUNBUFFERED="${PYTHONUNBUFFERED:-1}"
+# A crash in C++ code says where Python was.
+export PYTHONFAULTHANDLER="${PYTHONFAULTHANDLER:-1}"
+
+# --- limits ---
+# Rank 0 holds a connection for each rank (1024 is the usual limit), and core dumps of 80 GB processes help nobody.
+ulimit -S -n "$(ulimit -H -n)" 2>/dev/null || true
+ulimit -c "${MST_CORE_LIMIT:-0}" 2>/dev/null || true
+
+# What hostfile.sh and mpi.sh carry to the other nodes, beside every variable that begins with NCCL_.
+# shellcheck disable=SC2034
+carried=(
+    PATH PYTHONPATH LD_LIBRARY_PATH OMP_NUM_THREADS PYTORCH_CUDA_ALLOC_CONF TORCH_NCCL_ASYNC_ERROR_HANDLING
+    GLOO_SOCKET_IFNAME PYTHONUNBUFFERED PYTHONFAULTHANDLER TORCH_EXTENSIONS_DIR DS_ACCELERATOR HF_HOME
+    MST_LAUNCHER MST_RESTART MST_TRACEBACK
+)

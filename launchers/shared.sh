@@ -1,0 +1,149 @@
+# shellcheck shell=bash
+# What the launchers share; sourced by them. A launcher sets `start` (a function that runs the ranks and returns their
+# exit code) and `ask_to_stop` (one that lets them save and end), then calls `keep_running`.
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+root="$(dirname "$here")"
+if [ -x "$root/.venv/bin/python" ]; then
+    PATH="$root/.venv/bin:$PATH"
+    export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$root/.venv/torch_extensions}"
+fi
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+# shellcheck disable=SC2034
+dry_run=""
+restarts=3
+pause="${MST_PAUSE:-10}" # seconds before the first restart; each next one waits twice as long, 10 minutes at most
+healthy="${MST_HEALTHY:-3600}" # a run that lasted so many seconds has used up none of its restarts
+
+wrong() {
+    printf 'mst_scale: %s\n' "$1" >&2
+    exit 2
+}
+
+# The comment at the top of a script is its help.
+help() {
+    sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$1"
+    exit 0
+}
+
+# takes NAME "$@": the value of an option; fails where there is none.
+value_of() {
+    if [ "$#" -lt 2 ] || [ -z "$2" ]; then wrong "$1 needs a value: see --help"; fi
+    printf '%s' "$2"
+}
+
+number_of() {
+    local value
+    value="$(value_of "$@")" || exit 2
+    [[ "$value" =~ ^[0-9]+$ ]] || wrong "$1 must be a number, not '$value'"
+    printf '%s' "$value"
+}
+
+# The experiment must be there before any node is asked for; pretrain finds every other mistake.
+need_config() {
+    [ -n "${1:-}" ] || wrong "which config? ready ones lie in $root/ds_configs; see --help"
+    [ -f "$1" ] || wrong "there is no config file $1: ready ones lie in $root/ds_configs"
+}
+
+# quoted WORD…: one string that a shell reads back as these words.
+quoted() {
+    local word line=""
+    for word in "$@"; do
+        [[ "$word" =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]] || word="${word@Q}"
+        line="$line $word"
+    done
+    printf '%s' "${line# }"
+}
+
+# show CMD…: as it could be typed.
+show() {
+    quoted "$@"
+    printf '\n'
+}
+
+# The GPUs that this machine lets us use (without importing torch, which takes seconds).
+gpus_here() {
+    if [ "${DS_ACCELERATOR:-}" = cpu ]; then
+        printf 0
+    elif [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        printf '%s' "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c . || true
+    else
+        { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true
+    fi
+}
+
+free_port() {
+    python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+}
+
+# The ranks among the processes below PID.
+ranks_below() {
+    local pid
+    # shellcheck disable=SC2013
+    for pid in $(cat "/proc/$1/task/$1/children" 2>/dev/null); do
+        if grep -qz '^RANK=' "/proc/$pid/environ" 2>/dev/null && grep -qzx 'mst_scale.pretrain' "/proc/$pid/cmdline"; then
+            printf '%s\n' "$pid"
+        else
+            ranks_below "$pid"
+        fi
+    done
+}
+
+# ask_ranks_below PID: one signal to one rank is enough for all to save and end; before there are any, end it.
+ask_ranks_below() {
+    local pids
+    pids="$(ranks_below "$1")"
+    if [ -n "$pids" ]; then
+        # shellcheck disable=SC2086
+        kill -USR1 $pids 2>/dev/null
+    else
+        kill -TERM "$1" 2>/dev/null
+    fi
+}
+
+# guarded CMD…: run it and return its exit code; SIGTERM, SIGINT and SIGUSR1 let the ranks save and end.
+guarded() {
+    local code
+    "$@" &
+    child=$!
+    while :; do
+        code=0
+        wait "$child" || code=$?
+        kill -0 "$child" 2>/dev/null || break # else a signal has interrupted the wait
+    done
+    child=""
+    return "$code"
+}
+
+stopping=""
+child=""
+on_signal() {
+    stopping=1
+    [ -z "$child" ] || ask_to_stop "$child"
+}
+
+# keep_running: `start` again, from the newest whole checkpoint, when it fails; not where that cannot help (wrong use).
+keep_running() {
+    local attempt=0 code began wait_for
+    trap on_signal TERM INT USR1
+    while :; do
+        began=$SECONDS
+        export MST_RESTART="$attempt"
+        code=0
+        start || code=$?
+        case "$code" in 0 | 2 | 126 | 127) return "$code" ;; esac
+        [ -z "$stopping" ] || return "$code"
+        [ $((SECONDS - began)) -lt "$healthy" ] || attempt=0
+        [ "$attempt" -lt "$restarts" ] || break
+        wait_for=$((pause << attempt))
+        [ "$wait_for" -le 600 ] || wait_for=600
+        attempt=$((attempt + 1))
+        printf 'mst_scale: the run ended with code %s; it starts again from its newest whole checkpoint in %s s (%s of %s)\n' \
+            "$code" "$wait_for" "$attempt" "$restarts" >&2
+        guarded sleep "$wait_for" || true
+        [ -z "$stopping" ] || return "$code"
+    done
+    printf 'mst_scale: the run ended with code %s, also after %s restarts\n' "$code" "$restarts" >&2
+    return "$code"
+}

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Methods × seeds: the runs of a comparison, one after the other or as jobs, and their table.
+#
+#   bash launchers/sweep.sh [options] CONFIG [arguments of mst_scale.pretrain]
+#   bash launchers/sweep.sh --methods dense,tiny,static,rigl,mst ds_configs/gpt2_small.json
+#   bash launchers/sweep.sh --with slurm.sh --with-option --nodes --with-option 2 ds_configs/gpt2_small.json
+#
+#   --methods A,B,…   default: dense,tiny,static,rigl,mst (the paper's table)
+#   --seeds 1,2,…     default: 1,2,3,4 (the paper's four)
+#   --out DIR         the runs lie in DIR/METHOD-SEED (default: runs/sweep)
+#   --with SCRIPT     local.sh (default), hostfile.sh, mpi.sh, or slurm.sh, which submits a job for each run
+#   --with-option W   one more word for that script, repeatable
+#   --table           only the table of what is there
+#   --dry-run         show what would run
+#
+# Finished runs are passed over, so the same command continues a sweep. A run that fails does not stop the others.
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR
+source "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
+
+methods=dense,tiny,static,rigl,mst seeds=1,2,3,4 out=runs/sweep with=local.sh options=() only_table=""
+while [ "$#" -gt 0 ]; do
+    case "$1" in
+    --help | -h) help "${BASH_SOURCE[0]}" ;;
+    --dry-run) dry_run=1; shift ;;
+    --methods) methods="$(value_of "$@")" || exit; shift 2 ;;
+    --seeds) seeds="$(value_of "$@")" || exit; shift 2 ;;
+    --out) out="$(value_of "$@")" || exit; shift 2 ;;
+    --with) with="$(value_of "$@")" || exit; shift 2 ;;
+    --with-option) word="$(value_of "$@")" || exit; options+=("$word"); shift 2 ;;
+    --table) only_table=1; shift ;;
+    -*) wrong "unknown option $1: see --help" ;;
+    *) break ;;
+    esac
+done
+need_config "${1:-}"
+case "$with" in local.sh | hostfile.sh | mpi.sh | slurm.sh) ;; *) wrong "--with $with: choose local.sh, hostfile.sh, mpi.sh or slurm.sh" ;; esac
+[[ "$methods" =~ ^[a-z-]+(,[a-z-]+)*$ ]] || wrong "--methods $methods: write names with commas between"
+[[ "$seeds" =~ ^[0-9]+(,[0-9]+)*$ ]] || wrong "--seeds $seeds: write numbers with commas between"
+
+failed=0
+for seed in ${seeds//,/ }; do
+    for method in ${methods//,/ }; do
+        [ -z "$only_table" ] || continue
+        command=(bash "$here/$with" ${dry_run:+--dry-run} "${options[@]}"
+            "$@" --method "$method" --set "training.seed=$seed" --out "$out/$method-$seed")
+        if [ -n "$dry_run" ]; then
+            "${command[@]}"
+        elif grep -qs '"how": "finished"' "$out/$method-$seed/run.json"; then
+            echo "$out/$method-$seed is finished"
+        else
+            echo "$out/$method-$seed"
+            "${command[@]}" || failed=$((failed + 1))
+        fi
+    done
+done
+[ -z "$dry_run" ] || exit 0
+python - "$out" "$methods" "$seeds" <<'TABLE'
+import json, pathlib, statistics, sys
+
+out, methods, seeds = pathlib.Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3].split(",")
+print(f"{'method':<14}{'runs':>5}{'validation loss':>18}{'± over seeds':>14}{'FLOPs':>8}")
+for method in methods:
+    losses, share = [], []
+    for seed in seeds:
+        path = out / f"{method}-{seed}" / "metrics.jsonl"
+        rows = [json.loads(line) for line in path.open() if line.endswith("\n")] if path.exists() else []
+        rows = [row for row in rows if row.get("val_loss") is not None]
+        if rows:
+            losses.append(rows[-1]["val_loss"])
+            share.append(rows[-1]["flops"] / rows[-1]["flops_dense"])
+    if losses:
+        spread = f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "–"
+        print(f"{method:<14}{len(losses):>5}{statistics.mean(losses):>18.4f}{spread:>14}{statistics.mean(share):>8.2f}")
+    else:
+        print(f"{method:<14}{0:>5}{'–':>18}{'–':>14}{'–':>8}")
+TABLE
+[ "$failed" -eq 0 ] || wrong "$failed runs failed: the same command tries them again"

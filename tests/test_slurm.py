@@ -1,0 +1,160 @@
+"""slurm.sh on a real Slurm: two nodes on this machine train, are preempted, requeued, resume and finish."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import tiny_run
+from tests.test_cluster_launchers import HOSTILE, config, finish, launch, story
+
+pytestmark = pytest.mark.slurm
+DAEMONS = ("munged", "slurmctld", "slurmd")
+COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
+
+
+class Cluster:
+    """munged, slurmctld and two slurmd of our own: own ports, own keys, own folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.daemons: list[subprocess.Popen] = []
+        self.environment = {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": f"{tiny_run.environment()['PATH']}:/usr/sbin",
+        }
+
+    def start(self) -> None:
+        folder, host = self.folder, socket.gethostname()
+        for name in ("state", "spool-n1", "spool-n2"):
+            (folder / name).mkdir()
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        ports = [tiny_run.free_port() for _ in range(3)]
+        (folder / "slurm.conf").write_text(
+            f"""ClusterName=mst
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+JobRequeue=1
+KillWait=5
+ReturnToService=2
+SchedulerParameters=batch_sched_delay=1,sched_interval=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 State=UNKNOWN
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+        )
+        self._daemon(
+            "munged", "-F", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket",
+            f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed",
+        )  # fmt: skip
+        time.sleep(0.3)
+        self._daemon("slurmctld", "-D", "-i")
+        self._daemon("slurmd", "-D", "-N", "n1")
+        self._daemon("slurmd", "-D", "-N", "n2")
+
+    def _daemon(self, *words: str) -> None:
+        log = (self.folder / f"{words[0]}{len(self.daemons)}.out").open("w")
+        environment = {**os.environ, **self.environment}
+        self.daemons.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
+
+    def run(self, *words: str) -> str:
+        child = subprocess.run(
+            words, env={**os.environ, **self.environment}, capture_output=True, text=True, check=False, timeout=30
+        )
+        return child.stdout if child.returncode == 0 else ""
+
+    def ready(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.run("sinfo", "-h", "-o", "%D %t").split() == ["2", "idle"]:
+                return True
+            time.sleep(0.3)
+        return False
+
+    def stop(self) -> None:
+        self.run("scancel", "--state=RUNNING", "--full", "--signal=KILL", "--partition=all")
+        for daemon in reversed(self.daemons):
+            daemon.send_signal(signal.SIGTERM)
+        for daemon in reversed(self.daemons):
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    path = f"{os.environ['PATH']}:/usr/sbin"
+    missing = [name for name in (*DAEMONS, *COMMANDS) if not shutil.which(name, path=path)]
+    if missing:
+        pytest.skip(f"there is no {missing[0]} here: apt-get install munge slurmctld slurmd slurm-client")
+    if os.geteuid() != 0:
+        pytest.skip("Slurm's daemons want to be root")
+    folder = tmp_path_factory.mktemp("slurm")
+    for parent in (folder, *folder.parents[:2]):
+        parent.chmod(0o755)
+    made = Cluster(folder)
+    try:
+        made.start()
+        if not made.ready(40):
+            logs = "".join(path.read_text()[-300:] for path in sorted(folder.glob("*.out")))
+            pytest.skip(f"Slurm's daemons do not come up on this machine: {logs}")
+        yield made
+    finally:
+        made.stop()
+
+
+def wait(condition, seconds: float, what: str, log: Path) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: {log.read_text()[-3000:] if log.exists() else 'no output'}"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("starter", ["srun", "deepspeed"])
+def test_submitted_preempted_requeued_and_finished(cluster, tmp_path, starter):
+    """The warning of --signal reaches the job's shell as USR1: the run saves on both nodes, the next job goes on."""
+    out, log = tmp_path / HOSTILE, tmp_path / "log"
+    words = ["--nodes", "2", "--gpus-per-node", "0", "--ranks-per-node", "1", "--log", str(log), "--starter", starter]
+    words += [str(config(tmp_path, HOSTILE + ".json")), "--out", str(out)]
+    job = finish(launch("slurm.sh", *words, cwd=tmp_path, **cluster.environment)).split()[-1]
+    wait((out / "checkpoints" / "latest").exists, 100, "it did not start", log)
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+
+    def finished() -> bool:
+        return "finished" in [start.get("how") for start in story(out)["starts"]]
+
+    wait(finished, 150, "it did not go on", log)
+    starts = story(out)["starts"]
+    assert [start["how"] for start in starts] == ["asked to stop", "finished"]
+    assert [start["job"].get("SLURM_RESTART_COUNT") for start in starts] == [None, "1"]
+    assert [start["job"]["SLURM_JOB_ID"] for start in starts] == [job, job]
+    assert [start["ranks"] for start in starts] == [2, 2] and starts[1]["from_step"] == starts[0]["last_step"]
+    assert [row["step"] for row in tiny_run.rows(out)] == list(range(10, 401, 10))
+    wait(lambda: not cluster.run("squeue", "-h", "-o", "%i").split(), 30, "the job did not end", log)
+    assert "it is saved" in log.read_text() or "its run is saved and goes on in the next job" in log.read_text()
+    assert not list(tmp_path.rglob("hostile")), "no shell has read the names"
+    assert json.loads((out / "config.json").read_text())["training"]["steps"] == 400
