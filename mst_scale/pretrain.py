@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import socket
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -383,12 +385,19 @@ def main(argv: list[str] | None = None) -> None:
     try:
         _main(argv, watch)
     except SystemExit:
-        watch.close()
+        _end_quietly(watch)
         raise
     except BaseException as error:
         watch.explain(error)
         distributed.end(error)
+    _end_quietly(watch)
+
+
+def _end_quietly(watch: Watch) -> None:
+    """What is done is not undone by a second signal, which would find Python without its handlers."""
     watch.close()
+    for name in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(name, signal.SIG_IGN)
 
 
 def _main(argv: list[str] | None, watch: Watch) -> None:
@@ -416,5 +425,16 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
     ranks.leave()
 
 
+def _leave(code: Any) -> None:
+    """Without taking the process groups apart: their threads may abort a process that is done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as finished:
+        _leave(finished.code)
+    _leave(0)

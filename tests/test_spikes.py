@@ -1,0 +1,127 @@
+"""Loss spikes: what counts as one, and a rollback that leaves the batch out, exactly and on all ranks alike."""
+
+import math
+import shutil
+
+import pytest
+import torch
+
+from mst_scale import pretrain
+from mst_scale.config import SpikeConfig
+from mst_scale.spikes import Spikes, batch_number
+from tests import pool, tiny_run
+from tests.test_pretrain import MST, arguments, logged_attempt, weights, without_times
+
+BAD = 13  # the batch that makes the loss jump
+
+
+def test_a_jump_counts_and_drift_and_noise_do_not():
+    spikes = Spikes(SpikeConfig(window=16, deviations=8, rise=0.5))
+    losses = [4 - 0.05 * i + 0.1 * math.sin(7 * i) for i in range(40)]
+    assert [spikes.begins(loss) for loss in losses] == [False] * 40
+    assert spikes.begins(losses[-1] + 9) and not spikes.begins(losses[-1] + 8), "one spike, seen once"
+    assert not spikes.begins(losses[-1]) and spikes.begins(losses[-1] + 9)
+    assert not spikes.begins(math.nan) and len(spikes.losses) == 16
+
+
+def test_the_bound_by_hand():
+    spikes = Spikes(SpikeConfig(window=4, deviations=2, rise=0.1), [1.0])
+    assert spikes.bound() == math.inf, "half of the window is needed"
+    spikes = Spikes(SpikeConfig(window=8, deviations=2, rise=0.1), [1.0, 2.0, 3.0, 5.0])
+    assert spikes.bound() == pytest.approx(2.5 + 2 * 1.4826 * 1.0)  # median 2.5, deviations 1.5, .5, .5, 2.5
+    assert Spikes(SpikeConfig(window=4, deviations=2, rise=0.7), [1.0] * 4).bound() == 1.7
+    assert Spikes(SpikeConfig(action="off", window=4), [1.0] * 4).bound() == math.inf
+
+
+def test_skipped_batches_are_stepped_over():
+    assert [batch_number(step, ()) for step in range(4)] == [0, 1, 2, 3]
+    assert [batch_number(step, (2,)) for step in range(4)] == [0, 1, 3, 4]
+    assert [batch_number(step, (4, 2, 3)) for step in range(4)] == [0, 1, 5, 6]
+    assert [batch_number(step, (0, 1, 4)) for step in range(4)] == [2, 3, 5, 6]
+
+
+def spiky(rank, world, argv, kind, killed=False):
+    """Batch 13 is broken: its targets are shifted, or its loss is not a number. Steps 17 on cost a rank its life."""
+    micro_batch, update, roll_back = pretrain.Run._micro_batch, pretrain.Run._update, pretrain.Run._roll_back
+
+    def broken_targets(self, sampler, step, index):
+        tokens, targets = micro_batch(self, sampler, step, index)
+        if kind == "jump" and sampler is self.train and step == BAD:
+            targets = (targets + 31) % 64
+        return tokens, targets
+
+    def not_a_number(self):
+        bad = batch_number(self.step, self.skipped) == BAD and kind == "nan"
+        return update(self) * (math.nan if bad else 1.0)
+
+    def then_killed(self, bad):
+        done = roll_back(self, bad)
+        raise SystemExit(9 if done else 8)
+
+    pretrain.Run._micro_batch, pretrain.Run._update = broken_targets, not_a_number
+    if killed:
+        pretrain.Run._roll_back = then_killed
+    try:
+        return logged_attempt(rank, world, argv)
+    finally:
+        pretrain.Run._micro_batch, pretrain.Run._update, pretrain.Run._roll_back = micro_batch, update, roll_back
+
+
+def without_the_batch(rank, world, argv):
+    """The run that never meets the batch."""
+    inner = pretrain.batch_number
+    pretrain.batch_number = lambda step, skipped: step + (step >= BAD)
+    try:
+        return logged_attempt(rank, world, argv)
+    finally:
+        pretrain.batch_number = inner
+
+
+def rolling(folder, out, action="rollback", stage=1):
+    spike = {"action": action, "window": 6, "deviations": 4, "rise": 0.3}
+    training = {"steps": 20, "spike": spike, "eval_every": 0, "stop_after_nonfinite": 1}
+    # DeepSpeed's Adam on the CPU rounds its bias correction otherwise after a load: torch's is exact
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "torch_adam": True}}
+    blocks = {"training": training, "mst": MST, "zero_optimization": {"stage": stage}, "optimizer": optimizer}
+    return arguments(folder, out, **blocks)
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(0, "jump"), (1, "jump"), (2, "nan"), (3, "jump")])
+def test_a_rollback_ends_as_a_run_without_the_batch(tmp_path, stage, kind):
+    argv = rolling(tmp_path, "plain", stage=stage)
+    assert [code for code, _ in pool.run(without_the_batch, 2, argv)] == [0, 0]
+    argv = rolling(tmp_path, "out", stage=stage)
+    assert pool.run(spiky, 2, argv, kind, True)[0][0] == 9, "killed right after going back"
+    results = pool.run(spiky, 2, argv, kind)
+    assert [code for code, _ in results] == [0, 0], results
+    assert without_times(tiny_run.rows(tmp_path / "out")) == without_times(tiny_run.rows(tmp_path / "plain"))
+    ours, theirs = weights(tmp_path / "out", "step00000020"), weights(tmp_path / "plain", "step00000020")
+    assert ours.keys() == theirs.keys() and len(ours) > 10
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    (event,) = [e for e in story(tmp_path)["events"] if e["what"] == "rolled back"]
+    assert event["skipped"] == [BAD] and event["to_step"] == 12 and event["from_step"] in (14, 15)
+
+
+def story(folder):
+    import json
+
+    return json.loads((folder / "out" / "run.json").read_text())
+
+
+def test_by_default_a_spike_is_said_and_the_run_goes_on(tmp_path):
+    results = pool.run(spiky, 2, rolling(tmp_path, "out", action="log"), "jump")
+    assert [code for code, _ in results] == [0, 0]
+    (event,) = story(tmp_path)["events"]
+    assert event["what"] == "spike" and event["step"] == BAD + 1 and event["loss"] > event["bound"]
+    assert tiny_run.rows(tmp_path / "out")[-1]["step"] == 20
+    shutil.rmtree(tmp_path / "out")
+    results = pool.run(spiky, 2, rolling(tmp_path, "out", action="log"), "nan")
+    assert [code for code, _ in results] == [1, 1] and "not a finite number" in "".join(text for _, text in results)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path):
+    argv = [*rolling(tmp_path, "out"), "--set", "training.save_every=0"]
+    assert [code for code, _ in pool.run(spiky, 2, argv, "jump")] == [0, 0]
+    assert [event["what"] for event in story(tmp_path)["events"]] == ["spike"]
+    shutil.rmtree(tmp_path / "out")
+    assert [code for code, _ in pool.run(spiky, 2, argv, "nan")] == [1, 1]

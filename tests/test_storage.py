@@ -1,0 +1,209 @@
+"""Storage that fails while a run trains: it goes on or stops cleanly, and a good checkpoint is never lost."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+from mst_scale import build_locks, checkpoint, run_file
+from tests import pool, tiny_run
+from tests.test_checkpoint import Engine, alone
+from tests.test_pretrain import MST, arguments, logged_attempt, without_times
+
+
+def troubled(rank, world, argv, trouble, calls):
+    """The saves of these numbers meet `trouble(rank, folder)` before DeepSpeed writes its files."""
+    import resource
+    import signal
+
+    write, count = checkpoint._write, []
+
+    def before_writing(engine, folder, tag, state):
+        count.append(1)
+        if len(count) in calls:
+            trouble(rank, folder)
+        try:
+            write(engine, folder, tag, state)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    checkpoint._write = before_writing
+    try:
+        return logged_attempt(rank, world, argv)
+    finally:
+        checkpoint._write = write
+
+
+def full_disk(rank, folder):
+    """The kernel refuses to write on rank 1."""
+    import resource
+
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+
+def gone(rank, folder):
+    if rank == 0:
+        shutil.rmtree(folder)
+    time.sleep(0.2)
+
+
+def slow(rank, folder):
+    time.sleep(0.5)
+
+
+def tags(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir() if path.is_dir())
+
+
+def test_a_failed_save_costs_nothing_but_itself(tmp_path):
+    argv = arguments(tmp_path, mst=MST)
+    results = pool.run(troubled, 2, argv, full_disk, (2,))
+    assert [code for code, _ in results] == [0, 0], results
+    text = "".join(text for _, text in results)
+    assert "cannot save a checkpoint" in text and "step 8 is not saved: the run goes on" in text
+    assert tags(tmp_path / "out") == ["step00000004", "step00000012"]
+    (event,) = json.loads((tmp_path / "out" / "run.json").read_text())["events"]
+    assert event["what"] == "failed save" and event["step"] == 8
+    assert pool.run(logged_attempt, 2, arguments(tmp_path, "plain", mst=MST))[0][0] == 0
+    assert without_times(tiny_run.rows(tmp_path / "out")) == without_times(tiny_run.rows(tmp_path / "plain"))
+
+
+def test_a_checkpoint_folder_that_vanishes_is_made_again(tmp_path):
+    results = pool.run(troubled, 2, arguments(tmp_path, mst=MST), gone, (2,))
+    assert [code for code, _ in results] == [0, 0], results
+    assert tags(tmp_path / "out") == ["step00000008", "step00000012"]
+    assert checkpoint.damage(tmp_path / "out" / "checkpoints" / "step00000008") == []
+
+
+def test_saves_that_keep_failing_end_the_run_with_the_good_checkpoint_whole(tmp_path):
+    results = pool.run(troubled, 2, arguments(tmp_path, "out", "--steps", "30"), full_disk, (2, 3, 4))
+    assert [code for code, _ in results] == [1, 1]
+    assert tags(tmp_path / "out") == ["step00000004"]
+    assert checkpoint.damage(tmp_path / "out" / "checkpoints" / "step00000004") == []
+    assert tiny_run.rows(tmp_path / "out")[-1]["step"] == 16
+
+
+def test_the_time_of_a_save_is_logged(tmp_path):
+    results = pool.run(troubled, 2, arguments(tmp_path, "out", "--steps", "6"), slow, (1,))
+    assert "saved" in results[0][1]
+    seconds = {row["step"]: row.get("save_s") for row in tiny_run.rows(tmp_path / "out")}
+    assert seconds[5] > 0.5 and seconds[4] is None
+
+
+def bad_disk(rank, world, folder):
+    """What the disk gives back of the third checkpoint is not what was written."""
+    ranks, seal, folder = alone(), checkpoint._seal, Path(folder)
+
+    def spoil(draft, final, *others):
+        seal(draft, final, *others)
+        (final / "b.pt").write_text("c" * 1000)
+
+    for step in (1, 2):
+        checkpoint.save(Engine(), folder, ranks, step=step, batch=8, keep=1, state={})
+    checkpoint._seal = spoil
+    try:
+        checkpoint.save(Engine(), folder, ranks, step=3, batch=8, keep=1, state={})
+    except OSError as error:
+        return str(error), checkpoint.newest(folder, ranks)
+    finally:
+        checkpoint._seal = seal
+
+
+def test_an_old_checkpoint_goes_only_when_the_newer_one_reads_back_as_written(tmp_path):
+    ((error, newest),) = pool.run(bad_disk, 1, str(tmp_path))
+    assert "step00000003 is damaged: b.pt does not match its digest" in error
+    assert newest == "step00000002" and sorted(checkpoint.list_tags(tmp_path)) == ["step00000002", "step00000003"]
+
+
+# --- a build that was killed ---
+
+
+def lock_in(folder: Path, seconds_old: float) -> Path:
+    lock = folder / "op" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    for path in (lock, lock.parent):
+        os.utime(path, (time.time() - seconds_old,) * 2)
+    return lock
+
+
+def test_the_lock_of_a_killed_build_is_removed_at_the_start_of_a_run(tmp_path):
+    lock = lock_in(tmp_path / "extensions", 3600)
+    results = pool.run(with_extensions, 2, arguments(tmp_path, "out", "--steps", "1"), str(tmp_path / "extensions"))
+    assert [code for code, _ in results] == [0, 0] and not lock.exists()
+    lines = [line for _, text in results for line in text.splitlines() if "killed build" in line]
+    assert len(lines) == 1 and str(lock) in lines[0]
+
+
+def with_extensions(rank, world, argv, folder):
+    """Built operators are loaded already in this process; only the look at the locks uses the folder."""
+    before, os.environ["TORCH_EXTENSIONS_DIR"] = os.environ.get("TORCH_EXTENSIONS_DIR"), folder
+    inner = build_locks.clear_stale
+    try:
+        os.environ["LOCAL_RANK"] = str(rank)
+        return logged_attempt(rank, world, argv)
+    finally:
+        build_locks.clear_stale = inner
+        os.environ.pop("TORCH_EXTENSIONS_DIR")
+        if before is not None:
+            os.environ["TORCH_EXTENSIONS_DIR"] = before
+
+
+def test_a_lock_in_use_stays_and_a_young_one_is_waited_for(tmp_path):
+    import subprocess
+    import sys
+
+    lock = lock_in(tmp_path, 3600)
+    compiler = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], cwd=lock.parent)
+    try:
+        assert build_locks.clear(tmp_path) == [] and lock.exists(), "somebody builds there"
+    finally:
+        compiler.kill()
+        compiler.wait()
+    lock.touch()
+    start = time.monotonic()
+    assert build_locks.clear(tmp_path, settled=1.0) == [lock] and time.monotonic() - start > 0.5
+
+
+# --- what a run tells about itself ---
+
+
+def test_run_json_explains_the_run(tmp_path):
+    for steps in ("4", "8"):
+        assert (
+            pool.run(logged_attempt, 2, arguments(tmp_path, "out", "--steps", steps, mst={"method": "dense"}))[0][0]
+            == 0
+        )
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert run["restarts"] == 1 and [start["how"] for start in run["starts"]] == ["finished", "finished"]
+    first, second = run["starts"]
+    assert (first["from_step"], first["last_step"], second["from_step"], second["last_step"]) == (0, 4, 4, 8)
+    assert second["checkpoint"].endswith("step00000004") and first["checkpoint"] is None
+    assert first["hosts"] == [os.uname().nodename] * 2 and first["ranks"] == 2
+    assert first["seeds"] == {"training": 1337, "mst": 1337} and first["batch"]["sequences"] == 8
+    assert {"torch", "deepspeed", "python"} <= first["versions"].keys() and first["command"] and first["time"]
+    assert run["config"] == json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_the_state_of_the_source_tree(tmp_path):
+    import subprocess
+
+    assert run_file.git_state(tmp_path) is None
+    for words in (
+        ["init", "-q"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "x"],
+    ):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
+    (tmp_path / "new.py").touch()
+    subprocess.run(["git", "add", "new.py"], cwd=tmp_path, check=True)
+    state = run_file.git_state(tmp_path)
+    assert len(state["commit"]) == 40 and state["changed"] == ["new.py"]
+
+
+def test_a_torn_run_json_is_begun_anew(tmp_path):
+    (tmp_path / "run.json").write_text('{"starts": [')
+    run_file.RunFile(tmp_path / "run.json", {}, {"ranks": 2})
+    assert json.loads((tmp_path / "run.json").read_text())["restarts"] == 0
