@@ -51,7 +51,7 @@ fi
 arguments=("$@")
 start() {
     compose "${port:-$(free_port)}" "${arguments[@]}"
-    guarded "${command[@]}"
+    guarded setsid "${command[@]}"
 }
 ask_to_stop() { ask_ranks_below "$1"; }
 keep_running

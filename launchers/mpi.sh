@@ -65,6 +65,6 @@ if [ -n "$dry_run" ]; then
     show "${command[@]}"
     exit 0
 fi
-start() { guarded "${command[@]}"; }
+start() { guarded setsid "${command[@]}"; }
 ask_to_stop() { kill -USR1 "$1" 2>/dev/null || true; } # mpirun hands it on to the ranks
 keep_running

@@ -23,5 +23,5 @@ pid_file="${TMPDIR:-/tmp}/mst-$UID-$1.$$.pid"
 trap 'rm -f "$pid_file"' EXIT
 shift
 ask_to_stop() { ask_ranks_below "$1"; }
-trap on_signal TERM INT USR1
+listen
 guarded "$@"

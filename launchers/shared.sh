@@ -102,7 +102,8 @@ ask_ranks_below() {
     fi
 }
 
-# guarded CMD…: run it and return its exit code; SIGTERM, SIGINT and SIGUSR1 let the ranks save and end.
+# guarded CMD…: run it and return its exit code; SIGTERM, SIGINT and SIGUSR1 let the ranks save and end. With setsid
+# before CMD a Ctrl-C reaches us alone, and not also the launchers below, which would end their ranks after 30 s.
 guarded() {
     local code
     "$@" &
@@ -118,15 +119,27 @@ guarded() {
 
 stopping=""
 child=""
+# The first signal lets the ranks save; a second Ctrl-C does not wait for them.
 on_signal() {
+    if [ -n "$stopping" ]; then
+        [ "$1" != INT ] || [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true
+        return
+    fi
     stopping=1
     [ -z "$child" ] || ask_to_stop "$child"
+}
+listen() {
+    local name
+    for name in TERM INT USR1; do
+        # shellcheck disable=SC2064
+        trap "on_signal $name" "$name"
+    done
 }
 
 # keep_running: `start` again, from the newest whole checkpoint, when it fails; not where that cannot help (wrong use).
 keep_running() {
     local attempt=0 code began wait_for
-    trap on_signal TERM INT USR1
+    listen
     while :; do
         began=$SECONDS
         export MST_RESTART="$attempt"
