@@ -196,12 +196,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cases", default="2:1,3:2,2:3,4:1", help="ranks:ZeRO stage, …")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     lines = [
         "# Chaos: runs that are killed, frozen, stopped and damaged at random",
         "",
-        f"`python -m tests.chaos --faults {args.faults} --seed {args.seed} --out {args.out}`",
+        f"`python -m tests.chaos --faults {args.faults} --seed {args.seed} --cases {args.cases} --out {args.out}`",
         "",
         f"A tiny GPT with MST, float32 on CPU ranks, a checkpoint every {SAVE_EVERY} steps; torch {torch.__version__}.",
         "Equal bit for bit to a run left in peace: logged rows, weights, optimizer states and masks of the last",
@@ -210,7 +211,7 @@ def main() -> None:
         "| ranks | ZeRO stage | steps | faults | starts | longest end after a fault | equal | what happened |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for world, stage in ((2, 1), (3, 2), (2, 3), (4, 1)):
+    for world, stage in (map(int, case.split(":")) for case in args.cases.split(",")):
         case = Case(world, stage, args.faults, args.seed + world)
         with tempfile.TemporaryDirectory() as folder:
             one = undisturbed(Path(folder, "peace"), case)

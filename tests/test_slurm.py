@@ -134,7 +134,7 @@ def wait(condition, seconds: float, what: str, log: Path) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("starter", ["srun", "deepspeed"])
+@pytest.mark.parametrize("starter", ["srun", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_submitted_preempted_requeued_and_finished(cluster, tmp_path, starter):
     """The warning of --signal reaches the job's shell as USR1: the run saves on both nodes, the next job goes on."""
     out, log = tmp_path / HOSTILE, tmp_path / "log"
