@@ -87,8 +87,13 @@ node_command() { # NODE ARGUMENTS…: what runs on a node
         --module mst_scale.pretrain --deepspeed_config "$config" "${@:2}")
 }
 
+# Ranks that have met end by themselves when one is lost; those that still wait for it to come do not.
+stop_what_waits() { # PROCESS that waits for the nodes
+    ({ sleep "${MST_MEETING:-60}" && kill -0 "$1" 2>/dev/null && ask_to_stop; } </dev/null &)
+}
+
 every_node() {
-    local i code=0 worst=0 pids=()
+    local i code=0 worst=0
     if [ "$launcher" = pdsh ]; then
         node_command @NODE@ "${arguments[@]}"
         words=("${words[@]//%/%%}") # pdsh replaces %n, %h and %u
@@ -102,12 +107,13 @@ every_node() {
             at "${hosts[$i]}" "${words[@]}"
         else
             at "${hosts[$i]}" "${words[@]}" &
-            pids+=("$!")
         fi
     done
-    for i in "${pids[@]}"; do
+    for i in "${!hosts[@]}"; do
+        [ -z "$dry_run" ] || break
         code=0
-        wait "$i" || code=$?
+        wait -n || code=$?
+        [ "$code" -eq 0 ] || [ "$worst" -ne 0 ] || stop_what_waits "$BASHPID"
         # 2 is a user's mistake, which rank 0 has found: more telling than the 1 of those that it has ended
         if [ "$code" -ne 0 ] && { [ "$worst" -eq 0 ] || [ "$code" -eq 2 ]; }; then worst="$code"; fi
     done

@@ -106,6 +106,7 @@ def strike(chance: random.Random, processes: list[Any], out: Path, case: Case, s
         fault = "kill all"
     elif fault == "kill during a save":
         delay = chance.uniform(0.0, 0.01)
+        wait_for(lambda: steps_done(out) > here, processes)  # it has swept what earlier kills left behind
         wait_for(lambda: any((out / "checkpoints").glob("*.partial")), processes)
     else:
         wait_for(lambda: steps_done(out) >= here + steps, processes)
