@@ -71,8 +71,11 @@ def test_interpreted(interpreted: list[dict[str, Any]], index: int) -> None:
 
 
 def test_training_with_the_kernels(interpreted: list[dict[str, Any]]) -> None:
-    """Ten steps at ZeRO-3, three of them topology steps, tolerance as in test_training.py; 4 layers, the tied head."""
-    assert interpreted[-1]["difference"] < 2e-4
+    """Ten steps at ZeRO-3, three of them topology steps; 4 layers and the tied head.
+
+    Losses near 4 are alike to their last bits: an error of 1e-4 in every product moves them by 2.5e-5.
+    """
+    assert interpreted[-1]["difference"] < 5e-6
     assert interpreted[-1]["indexed"] == 5
 
 
