@@ -17,11 +17,10 @@ same FLOPs.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
+import contextlib
+import io
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -29,13 +28,12 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-ROOT = Path(__file__).parents[1]
 
 # A GPT of 0.4 M weights in its layers; every run has the same sparsity: min_blocks = 0, and blocks tile every matrix.
 SHAPE = {
     "model.n_layer": 2, "model.n_head": 4, "model.n_embd": 128, "model.context": 64,
     "train_batch_size": 16, "train_micro_batch_size_per_gpu": 16, "zero_optimization.stage": 0,
-    "training.steps": 500, "training.log_every": 50, "training.eval_every": 0, "training.eval_sequences": 512,
+    "training.steps": 400, "training.log_every": 50, "training.eval_every": 0, "training.eval_sequences": 512,
     "training.save_every": 0, "training.keep_checkpoints": 1, "training.look_every": 0, "tensorboard.enabled": False,
     "mst.sparsity.max": 0.9, "mst.topology.interval": 10, "mst.targets.lm_head": False, "mst.compute.backend": "dense",
     "mst.attention.pattern": "dense",
@@ -56,22 +54,17 @@ VARIANTS: dict[str, list[str]] = {
 }
 
 
-def command(config: str, common: Sequence[str], variant: Sequence[str], seed: int, out: Path) -> list[str]:
-    return [
-        *(sys.executable, "-m", "mst_scale.pretrain", "--deepspeed_config", config, "--out", str(out)),
-        *(*common, *variant, "--set", f"training.seed={seed}"),
-    ]  # fmt: skip
+def one_run(words: Sequence[str], ranks: Any) -> Row:
+    """A run of `mst_scale.pretrain` with these arguments, in this process; its folder is gone afterwards."""
+    from mst_scale import pretrain
+    from mst_scale.ledger import shortened
 
-
-def one_run(config: str, common: Sequence[str], variant: Sequence[str], seed: int, wrapper: Sequence[str]) -> Row:
-    """One process, one thread; the run's folder is gone afterwards."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with tempfile.TemporaryDirectory(prefix="mst-quality-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mst-quality-") as folder, contextlib.redirect_stdout(io.StringIO()):
         out = Path(folder) / "run"
-        told = command(config, common, variant, seed, out)
-        done = subprocess.run([*wrapper, *told], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(told)}\nended with code {done.returncode}:\n{done.stderr[-2000:]}")
+        experiment = pretrain.experiment_of(pretrain.arguments([*words, "--out", str(out)]))
+        run = pretrain.Run(shortened(experiment, ranks.world_size), out, ranks)
+        run.prepare("never")
+        run.to_the_end()
         return read(out / "metrics.jsonl")
 
 
@@ -116,18 +109,17 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def measure(options: argparse.Namespace, variants: Mapping[str, Sequence[str]]) -> list[Row]:
-    common = [word for setting in options.set for word in ("--set", setting)]
-    cases = [(name, seed) for seed in options.seeds for name in variants]
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        futures = {
-            case: pool.submit(one_run, options.config, common, variants[case[0]], case[1], options.wrapper.split())
-            for case in cases
-        }
-        for (name, seed), future in futures.items():
-            print(
-                f"{name}, seed {seed}: validation loss {future.result()['val_loss']:.4f}", file=sys.stderr, flush=True
-            )
-    return compare({name: [futures[name, seed].result() for seed in options.seeds] for name in variants})
+    """All variants with the first seed, then with the next: what is there early can be compared early."""
+    from mst_scale import distributed
+
+    ranks = distributed.init()
+    common = ["--deepspeed_config", options.config, *(word for pair in options.set for word in ("--set", pair))]
+    runs: dict[str, list[Row]] = {name: [] for name in variants}
+    for seed in options.seeds:
+        for name, words in variants.items():
+            runs[name].append(one_run([*common, *words, "--set", f"training.seed={seed}"], ranks))
+            print(f"{name}, seed {seed}: {json.dumps(runs[name][-1])}", file=sys.stderr, flush=True)
+    return compare(runs)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -153,7 +145,7 @@ def markdown(rows: Sequence[Row], options: argparse.Namespace, variants: Mapping
     settings = "\n".join(options.set)
     listed = "\n".join(f"{name}: {' '.join(words) or '(as above)'}" for name, words in variants.items())
     return (
-        f"# {title}\n\n`{told}`\n\ntorch {torch.__version__}, CPU float32, one process a run, {len(options.seeds)} "
+        f"# {title}\n\n`{told}`\n\ntorch {torch.__version__}, CPU float32, one process, {len(options.seeds)} "
         f"seeds, {rows[0]['tokens']:,} tokens a run\n\n{table(rows)}\n\n"
         f"Settings on top of {options.config}:\n\n```\n{settings}\n\n{listed}\n```\n\n```\n{body}\n```\n"
     )
@@ -171,10 +163,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of the variants, these")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs side by side")
-    parser.add_argument(
-        "--wrapper", default="", metavar="COMMAND", help="put before each run, such as a queue's command"
-    )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="for machines")
     output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")

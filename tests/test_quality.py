@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks import quality
+from tests import pool
 from tests.tiny_run import config
 
 
@@ -23,21 +27,25 @@ def test_differences_are_of_the_same_seed():
     assert "| b | 2.6000 ± 0.7071 | +0.1000 ± 0.0000 | 90.0% | 4e+11 | 0.40 |" in quality.table(rows)
 
 
-def test_a_comparison_of_two_variants(tmp_path, capsys):
+def small_comparison(rank: int, world: int, folder: str) -> list[quality.Row]:
     """Variants of a file, a config of one's own, an override for all."""
-    variants = {"mst": ["--method", "mst"], "dense": ["--method", "dense"]}
-    (tmp_path / "variants.json").write_text(json.dumps(variants))
-    told = ["--config", str(config(tmp_path)), "--variants", str(tmp_path / "variants.json"), "--seeds", "3"]
-    assert quality.main([*told, "--jobs", "1", "--set", "training.steps=6", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    path = Path(folder)
+    (path / "variants.json").write_text(json.dumps({"mst": ["--method", "mst"], "dense": ["--method", "dense"]}))
+    told = ["--config", str(config(path)), "--variants", str(path / "variants.json"), "--seeds", "3", "--json"]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert quality.main([*told, "--set", "training.steps=6"]) == 0
+    rows: list[quality.Row] = json.loads(said.getvalue().splitlines()[-1])["rows"]
+    return rows
+
+
+def test_a_comparison_of_two_variants(tmp_path: Path):
+    (rows,) = pool.run(small_comparison, 1, str(tmp_path))
     assert [row["variant"] for row in rows] == ["mst", "dense"]
     assert all(3 < row["val_loss"] < 5 and row["tokens"] == 6 * 8 * 32 for row in rows)
     assert rows[0]["sparsity"] > 0 and rows[1]["sparsity"] == 0
     assert rows[0]["flops"] < rows[1]["flops"]
 
 
-def test_what_is_wrong_is_said(tmp_path):
+def test_what_is_wrong_is_said():
     with pytest.raises(ValueError, match="--only blocks: the variants are element, block 4"):
         quality.main(["--only", "blocks"])
-    with pytest.raises(RuntimeError, match="must be"):
-        quality.one_run(str(config(tmp_path)), [], ["--set", "mst.topology.policy=best"], 1, [])
