@@ -140,7 +140,8 @@ def test_what_a_run_leaves_behind(tmp_path, stage):
     assert names == ["step00000008", "step00000012"], "two are kept"
     assert (out / "checkpoints" / "latest").read_text() == "step00000012"
     assert list((tmp_path / "tb").rglob("events.out.tfevents*"))
-    assert {"mst_loss.csv", "mst_sparsity.csv"} <= {path.name for path in (tmp_path / "csv").rglob("*.csv")}
+    shown = {"mst_loss.csv", "mst_sparsity.csv", "mst_flops.csv", "mst_flops_causal.csv", "mst_reduction.csv"}
+    assert shown <= {path.name for path in (tmp_path / "csv").rglob("*.csv")}
 
 
 def test_the_losses_do_not_depend_on_how_many_processes_share_the_batch(tmp_path):
