@@ -36,7 +36,7 @@ def select(  # noqa: PLR0917
     if backend != "auto":
         return backend
     chosen, why = choose(device, dtype, shape, sparsity, block)
-    _say(device, dtype, shape, chosen, why)
+    _say(device, dtype, chosen, why)
     return chosen
 
 
@@ -112,5 +112,5 @@ def build_index(backend: str, active: torch.Tensor, block: int) -> Index:
 
 
 @functools.cache  # once per choice and process
-def _say(device: str, dtype: torch.dtype, shape: tuple[int, ...], backend: str, why: str) -> None:
-    log.info("sparse layers %s on %s in %s: backend %s, %s", "×".join(map(str, shape)), device, dtype, backend, why)
+def _say(device: str, dtype: torch.dtype, backend: str, why: str) -> None:
+    log.info("sparse layers on %s in %s: backend %s, %s", device, dtype, backend, why)
