@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -79,6 +80,52 @@ def test_a_dense_run_is_looked_at_too(tmp_path):
     assert seen.sparsity == 0.0 and all(masks[m.name].all() for m in seen.matrices)
     assert seen.matrices[0].std == pytest.approx(weights["up.weight"].std(), rel=1e-6)
     assert [path.name for path in snapshots.paths(tmp_path)] == ["step00000000.npz"], "the start is kept"
+
+
+class Writer:
+    """Stands in for TensorBoard's."""
+
+    def __init__(self):
+        self.images, self.histograms = {}, {}
+
+    def add_image(self, tag, image, step):
+        self.images[tag] = image
+
+    def add_histogram_raw(self, tag, **values):
+        self.histograms[tag] = values
+
+    def flush(self):
+        pass
+
+
+def shown(rank, world, folder, spent):
+    raw = mst_config(1, world)
+    engine, *_ = mst_scale.initialize(model=toy(), config=raw)
+    ranks = Ranks(rank, rank, world, torch.distributed.group.WORLD)
+    observer = Observer(engine, load(raw), Path(folder), ranks, step=1)
+    train(engine, rank, world, 20)
+    writer = Writer()
+    engine.monitor.tb_monitor = SimpleNamespace(summary_writer=writer if rank == 0 else None)
+    observer.spent = spent
+    before = observer.spent
+    observer.after(20, 160)  # not a multiple of look_every
+    assert not writer.images
+    observer.after(observer.every, 160)
+    return writer.images, writer.histograms, observer.spent - before
+
+
+def test_tensorboard_sees_weights_beside_masks_and_only_while_it_costs_less_than_a_hundredth(tmp_path):
+    first, *others = pool.run(shown, 3, str(tmp_path), 0.0)
+    images, histograms, seconds = first
+    assert sorted(images) == [f"mst_weights_and_mask/{name}.weight" for name in ("down", "out", "up")]
+    image = images["mst_weights_and_mask/up.weight"]
+    assert image.shape == (1, 37, 13 + 2 + 13) and image.min() >= 0 and image.max() == 1, "weights, a rule, mask"
+    assert set(np.unique(image[0, :, 15:])) == {0.0, 1.0}
+    values = histograms["mst_living_weights/up.weight"]
+    assert values["num"] == image[0, :, 15:].sum() == sum(values["bucket_counts"])
+    assert seconds > 0 and all(not seen and not counted for seen, counted, _ in others)
+    # an hour spent in a run of seconds: left out on every rank alike, and nothing hangs
+    assert pool.run(shown, 3, str(tmp_path), 3600.0) == [({}, {}, 0.0)] * 3
 
 
 def test_slices_add_up_wherever_they_are_cut(monkeypatch):
