@@ -113,12 +113,22 @@ def measure(options: argparse.Namespace, variants: Mapping[str, Sequence[str]]) 
     from mst_scale import distributed
 
     ranks = distributed.init()
+    made: dict[str, Row] = {}
+    if options.runs is not None and options.runs.exists():
+        made = dict(json.loads(line) for line in options.runs.read_text().splitlines())
     common = ["--deepspeed_config", options.config, *(word for pair in options.set for word in ("--set", pair))]
     runs: dict[str, list[Row]] = {name: [] for name in variants}
     for seed in options.seeds:
         for name, words in variants.items():
-            runs[name].append(one_run([*common, *words, "--set", f"training.seed={seed}"], ranks))
-            print(f"{name}, seed {seed}: {json.dumps(runs[name][-1])}", file=sys.stderr, flush=True)
+            told = [*common, *words, "--set", f"training.seed={seed}"]
+            key = " ".join(told)
+            if key not in made:
+                made[key] = one_run(told, ranks)
+                if options.runs is not None:
+                    with options.runs.open("a") as file:
+                        file.write(json.dumps([key, made[key]]) + "\n")
+            runs[name].append(made[key])
+            print(f"{name}, seed {seed}: validation loss {made[key]['val_loss']:.4f}", file=sys.stderr, flush=True)
     return compare(runs)
 
 
@@ -163,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of the variants, these")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--runs", type=Path, metavar="FILE", help="keep runs here; what is there is not repeated")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="for machines")
     output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")

@@ -32,10 +32,14 @@ def small_comparison(rank: int, world: int, folder: str) -> list[quality.Row]:
     path = Path(folder)
     (path / "variants.json").write_text(json.dumps({"mst": ["--method", "mst"], "dense": ["--method", "dense"]}))
     told = ["--config", str(config(path)), "--variants", str(path / "variants.json"), "--seeds", "3", "--json"]
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert quality.main([*told, "--set", "training.steps=6"]) == 0
-    rows: list[quality.Row] = json.loads(said.getvalue().splitlines()[-1])["rows"]
-    return rows
+    told += ["--set", "training.steps=6", "--runs", str(path / "runs.jsonl")]
+    found = []
+    for _ in range(2):  # the second time from what is kept
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            assert quality.main(told) == 0
+        found.append(json.loads(said.getvalue().splitlines()[-1])["rows"])
+    assert found[0] == found[1] and len((path / "runs.jsonl").read_text().splitlines()) == 2
+    return found[0]
 
 
 def test_a_comparison_of_two_variants(tmp_path: Path):
