@@ -89,7 +89,7 @@ node_command() { # NODE ARGUMENTS…: what runs on a node
 
 # Ranks that have met end by themselves when one is lost; those that still wait for it to come do not.
 stop_what_waits() { # PROCESS that waits for the nodes
-    ({ sleep "${MST_MEETING:-60}" && kill -0 "$1" 2>/dev/null && ask_to_stop; } </dev/null &)
+    ({ sleep "${MST_MEETING:-60}" && kill -0 "$1" 2>/dev/null && ask_to_stop; } </dev/null >/dev/null 2>&1 &)
 }
 
 every_node() {

@@ -109,18 +109,20 @@ guarded() {
     "$@" &
     child=$!
     while :; do
-        code=0
+        interrupted="" code=0
         wait "$child" || code=$?
-        kill -0 "$child" 2>/dev/null || break # else a signal has interrupted the wait
+        [ -n "$interrupted" ] || break # else that was the signal's number, and the command's own code is still to come
     done
     child=""
     return "$code"
 }
 
 stopping=""
+interrupted=""
 child=""
 # The first signal lets the ranks save; a second Ctrl-C does not wait for them.
 on_signal() {
+    interrupted=1
     if [ -n "$stopping" ]; then
         [ "$1" != INT ] || [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true
         return
