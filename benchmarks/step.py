@@ -475,4 +475,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from mst_scale import distributed
+
+    try:
+        code = main()
+    except Exception as error:  # one line from one rank, and no rank waits for another
+        distributed.end(error)
+    raise SystemExit(code)

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import time
 
 import pytest
@@ -107,6 +108,14 @@ def test_under_the_deepspeed_launcher(tmp_path):
     found = json.loads(line)
     assert [row["phase"] for row in found["rows"]] == ["ultra"] and found["setting"]["ranks"] == 2
     assert "| ultra |" in (tmp_path / "step.md").read_text()
+
+
+def test_a_launchers_rank_says_a_mistake_in_one_line():
+    child = subprocess.run(
+        [sys.executable, "-m", "benchmarks.step", "--config", "nope.json"],
+        env=tiny_run.environment(), cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert child.returncode == 2 and child.stderr.splitlines()[-1].startswith("mst_scale: nope.json: no such config")
 
 
 def test_a_stopwatch_gives_each_moment_to_one_part():
