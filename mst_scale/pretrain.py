@@ -25,7 +25,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from mst_scale import build_locks, checkpoint, distributed, engine, resume, run_file, zero_shards
+from mst_scale import build_locks, checkpoint, distributed, engine, resume, run_file, start_from, zero_shards
 from mst_scale.config import Experiment, load, to_dict
 from mst_scale.config.check import batch_shape, check, peak_learning_rate
 from mst_scale.data.masking import open_sampler
@@ -54,6 +54,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", metavar="DIR", help="a folder with train.bin and val.bin: overrides data.dir")
     parser.add_argument("--out", metavar="DIR", help="where the run's files go (default: runs/<config>-<method>)")
     parser.add_argument("--steps", type=int, metavar="N", help="overrides training.steps")
+    parser.add_argument("--init", metavar="M", help="start from GPT-2's weights: gpt2, or a folder of transformers")
+    parser.add_argument("--eval-tasks", metavar="A,B", help="evaluate these tasks with the validation loss (mst eval)")
+    parser.add_argument("--eval-every", type=int, metavar="N", help="overrides training.eval_every")
+    parser.add_argument("--eval-data", metavar="DIR", help="the tasks' files (default: from the hub)")
     parser.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
     parser.add_argument("--resume", default="auto", metavar="auto|never|TAG", help="continue from a checkpoint of OUT")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
@@ -68,7 +72,12 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
         overrides.append(f"mst.like={json.dumps(args.like)}")
     if args.data is not None:
         overrides += [f"data.dir={json.dumps(args.data)}", "data.source=null"]
+    for key in ("init", "eval_tasks", "eval_every", "eval_data"):
+        if getattr(args, key) is not None:
+            overrides.append(f"training.{key}={json.dumps(getattr(args, key))}")
     experiment = load(args.deepspeed_config, overrides, args.method)
+    if experiment.training.init is not None:
+        experiment = resume.with_shape_of(experiment, experiment.training.init)
     if args.steps is not None and experiment.mst.like is not None:
         raise ValueError(f"method dense-short is as long as the FLOPs of {experiment.mst.like} last: leave out --steps")
     check(experiment)
@@ -105,7 +114,9 @@ class Run:
         loadable = None if source is None else self._loadable(source)
         folder = self.ranks.on_first(self._corpus)
         self.train, self.val = self.ranks.together(lambda: (self._open(folder, "train"), self._open(folder, "val")))
-        self.engine = self.ranks.together(self._build)
+        self.tasks = self._open_tasks()
+        start = self._initial_weights() if source is None else None
+        self.engine = self.ranks.together(lambda: self._build(start))
         self.device = next(self.engine.module.parameters()).device
         self.step = 0
         if loadable is not None:
@@ -146,10 +157,34 @@ class Run:
     def _open(self, folder: str, split: str) -> Sampler:
         return open_sampler(folder, split, self.experiment.model, self.training.seed, check_ids=self.ranks.first)
 
-    def _build(self) -> Any:
+    def _open_tasks(self) -> Any:
+        """What evaluates the tasks of training.eval_tasks; None where there are none."""
+        if self.training.eval_tasks is None:
+            return None
+        from mst_scale.evaluation.during_training import TasksDuringTraining  # seconds to import
+
+        tasks = self.ranks.together(lambda: TasksDuringTraining(self.experiment, self.out, self.micro, self.ranks))
+        tasks.read()
+        return tasks
+
+    def _initial_weights(self) -> Any:
+        """The weights of training.init, on the first rank, empty on the others; None for a start from random ones."""
+        init = self.training.init
+        if init is None:
+            return None
+
+        def read() -> Any:
+            return start_from.read(start_from.folder_of(init), self.experiment.model) if self.ranks.first else {}
+
+        return self.ranks.together(read)
+
+    def _build(self, start: Any) -> Any:
         torch.manual_seed(self.training.seed)
         with zero_shards.partitioned_construction(self.experiment.deepspeed):
             model = build(self.experiment.model)
+        if start is not None:
+            start_from.fill(model, start or None)
+            logger.info("starting from the weights of %s", self.training.init)
         if "activation_checkpointing" in self.experiment.deepspeed:
             deepspeed.checkpointing.configure(None, deepspeed_config=self.experiment.deepspeed)
         monitored = self._with_monitors()
@@ -295,6 +330,7 @@ class Run:
             row["save_s"], self.save_seconds = self.save_seconds, None
         if evaluates:
             row["val_loss"] = self.evaluate()
+            row |= {} if self.tasks is None else self.tasks.at(self.engine, self.step)
         self.record.write(row)
 
     def _mean(self, loss: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from mst_scale import checkpoint
+from mst_scale import checkpoint, start_from
 from mst_scale.checkpoint import MANIFEST, UNIVERSAL
 from mst_scale.config import Experiment, to_dict
 from mst_scale.config.check import BATCH_KEYS
@@ -51,6 +51,15 @@ def refuse_another_model(out: Path, experiment: Experiment) -> None:
     for block in SAME_ON_RESUME:
         if before.get(block) != now[block]:
             raise ValueError(f"{path}: the run in {out} has another {block!r} block: choose another --out")
+
+
+def with_shape_of(experiment: Experiment, init: str) -> Experiment:
+    """The experiment with the shape of the model whose weights it starts from; what else the block says stays."""
+    keys = start_from.model_keys(start_from.folder_of(init))
+    changed = {key: value for key, value in keys.items() if getattr(experiment.model, key) != value}
+    if changed:
+        logger.info("the model has the shape of %s: %s", init, ", ".join(f"{k} = {v}" for k, v in changed.items()))
+    return dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, **keys))
 
 
 def loadable(source: Path, ranks: Ranks, stage: int) -> tuple[Path, bool]:

@@ -37,6 +37,20 @@ def partitioned_construction(deepspeed_config: dict[str, Any]) -> contextlib.Abs
     return deepspeed.zero.Init(config_dict_or_path=deepspeed_config)
 
 
+@contextlib.contextmanager
+def whole(parameter: nn.Parameter) -> Iterator[bool]:
+    """The parameter with all its values, whether or not ZeRO-3 has cut it; what rank 0 writes into it reaches all.
+
+    Yields whether this rank's values are those that count. Uncut parameters are replaced by rank 0's when DeepSpeed
+    takes the model over.
+    """
+    if not hasattr(parameter, "ds_id"):
+        yield True
+        return
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        yield dist.get_rank() == 0
+
+
 def shape_of(parameter: nn.Parameter) -> torch.Size:
     """The full shape; a parameter cut by ZeRO-3 is empty in itself."""
     return getattr(parameter, "ds_shape", parameter.shape)

@@ -12,7 +12,7 @@ import sys
 
 from mst_scale.distributed import exit_code, is_plain
 
-VERBS = ("data", "flops", "plan", "inspect", "report", "reshape", "export", "bench")
+VERBS = ("data", "flops", "plan", "inspect", "report", "reshape", "export", "eval", "bench")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -114,6 +114,9 @@ class TrainingConfig:
     log_every: int = 10
     eval_every: int = 1_000  # 0: only at the end
     eval_sequences: int = 256
+    eval_tasks: str | None = None  # "lambada,wikitext2" or "all": evaluated with the validation loss (mst eval --help)
+    eval_data: str | None = None  # a folder with the tasks' files; None: from the hub
+    init: str | None = None  # start from GPT-2's weights: a folder of transformers or a name on the hub
     save_every: int = 1_000  # 0: only at the end
     keep_checkpoints: int = 2
     look_every: int = 500  # weight histograms and mask pictures in TensorBoard; 0: never

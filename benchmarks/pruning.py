@@ -1,0 +1,138 @@
+"""Are weights trained with MST better suited to pruning than dense ones?
+
+    python -m benchmarks.pruning [--data DIR] [--runs DIR] [--seeds N] [--steps N] [--json | --markdown]
+
+The paper says so: "the learned parameters are more concentrated, making them better suited for subsequent pruning". The
+model of ds_configs/demo.json (2 layers, width 64, bytes of Python's library) is trained dense and with MST (80 % sparse
+at most, dense again at the end), with the same batches and as many steps; then both are pruned by magnitude, as `mst
+export --prune` does it, without further training.
+
+    loss        on the run's validation corpus; mean over seeds ± half the range
+    lost        loss minus that of the same model unpruned
+    kurtosis    of the layers' weights, the embedding left out: 3 for a normal distribution, more where few weights
+                are large and many are small
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+METHODS = ("dense", "mst")
+SPARSITIES = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9)
+Row = dict[str, Any]
+
+
+def train(method: str, seed: int, steps: int, data: str, runs: Path) -> Path:
+    """A run that is there already is used as it is."""
+    out = runs / f"{method}-{seed}-{steps}"
+    argv = ["--deepspeed_config", str(ROOT / "ds_configs" / "demo.json"), "--method", method, "--out", str(out)]
+    argv += ["--steps", str(steps), "--data", data]
+    for setting in (f"training.seed={seed}", "training.save_every=0", "training.eval_every=0"):
+        argv += ["--set", setting]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    subprocess.run(
+        [sys.executable, "-m", "mst_scale.pretrain", *argv],
+        env=environment,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    return out
+
+
+def pruned(run: Path) -> tuple[list[float], float]:
+    """(loss at each sparsity, kurtosis of the weights that may be pruned)."""
+    import torch
+
+    from mst_scale.data.corpus import open_tokens
+    from mst_scale.export import keep_largest, open_source, validation_loss
+    from mst_scale.mixed_growing.distribution import active_counts
+
+    source = open_source(run)
+    shapes = {name: tuple(p.shape) for name, p in source.targets().items()}
+    assert source.experiment.data.dir is not None
+    file = open_tokens(source.experiment.data.dir, "val")
+    losses = []
+    for sparsity in SPARSITIES:
+        model = source.model()
+        parameters = dict(model.named_parameters())
+        counts = active_counts(list(shapes.values()), sparsity, source.experiment.mst.sparsity.distribution)
+        for name, count in zip(shapes, counts, strict=True):
+            keep_largest(parameters[name].data, count)
+        losses.append(validation_loss(model, file, source.experiment))
+    matrices = [source.weights.read(name) for name in shapes if name != "wte.weight"]
+    kurtoses = [float(((w - w.mean()) / w.std()).pow(4).mean()) for w in matrices]
+    return losses, float(torch.tensor(kurtoses).mean())
+
+
+def measure(data: str, runs: Path, seeds: int, steps: int) -> list[Row]:
+    from mst_scale.data.prepare import ensure
+
+    ensure(data, "stdlib", "byte")
+    rows = []
+    for method in METHODS:
+        found = [pruned(train(method, seed, steps, data, runs)) for seed in range(1, seeds + 1)]
+        row: Row = {"method": method, "steps": steps, "seeds": seeds}
+        row["kurtosis"] = round(statistics.fmean(kurtosis for _, kurtosis in found), 2)
+        for i, sparsity in enumerate(SPARSITIES):
+            losses = [values[i] for values, _ in found]
+            lost = [values[i] - values[0] for values, _ in found]
+            row[f"loss {sparsity}"] = round(statistics.fmean(losses), 4)
+            row[f"range {sparsity}"] = round((max(losses) - min(losses)) / 2, 4)
+            row[f"lost {sparsity}"] = round(statistics.fmean(lost), 4)
+            row[f"lost range {sparsity}"] = round((max(lost) - min(lost)) / 2, 4)
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    heads = [f"{row['method']}: {what}" for row in rows for what in ("loss", "lost")]
+    lines = ["| pruned | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
+    for s in SPARSITIES:
+        cells = [f"{100 * s:.0f} %"]
+        for row in rows:
+            cells.append(f"{row[f'loss {s}']:.4f} ± {row[f'range {s}']:.4f}")
+            cells.append(f"{row[f'lost {s}']:+.4f} ± {row[f'lost range {s}']:.4f}" if s else "–")
+        lines.append("| " + " | ".join(cells) + " |")
+    kurtoses = ", ".join(f"{row['method']} {row['kurtosis']}" for row in rows)
+    return "\n".join([*lines, "", f"Kurtosis of the layers' weights: {kurtoses}."])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pruning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", default="corpora/stdlib-byte", metavar="DIR")
+    parser.add_argument("--runs", default="runs/pruning", type=Path, metavar="DIR", help="where the runs are kept")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1000)
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="for machines")
+    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    options = parser.parse_args(arguments)
+    import torch
+
+    rows = measure(options.data, options.runs, options.seeds, options.steps)
+    if options.json:
+        print(json.dumps({"machine": {"torch": torch.__version__}, "rows": rows}))
+    elif options.markdown:
+        title, _, text = (__doc__ or "").partition("\n")
+        body = text.strip().split("\n\n", 1)[1]
+        command = f"python -m benchmarks.pruning --seeds {options.seeds} --steps {options.steps} --markdown"
+        print(f"# {title}\n\n`{command}`\n\ntorch {torch.__version__}, CPU float32, one process\n")
+        print(f"{table(rows)}\n\n{body}")
+    else:
+        print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,162 @@
+"""`mst eval`: how good is a model on the paper's tasks?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ABOUT = """\
+Evaluate a model on the paper's tasks with lm-evaluation-harness (pip install 'mst_scale[eval]'), and show the result
+beside the paper's rows.
+
+MODEL is a run's folder or a checkpoint, a folder of transformers (as `mst export` writes it), or a name on the Hugging
+Face hub: `gpt2` is OpenAI's checkpoint.
+
+TASKS: lambada, wikitext2, ptb, wikitext103, 1bw, rte, mrpc, or all. Their documents come from the hub, or from the
+files of --data-dir, named after the task:
+
+  lambada.jsonl     {"text": "…"} a line, the last word is asked for; or lambada.txt, a passage a line
+  wikitext2.txt     the text as it stands; or wikitext2.jsonl, {"text": "…"} a line, joined by an empty line
+  rte.jsonl         {"sentence1": "…", "sentence2": "…", "label": 0 or 1} a line, with GLUE's labels
+  rte.train.jsonl   the same, examples for the prompt (--shots)
+
+Perplexities are given per token (what the paper's rows are taken to be) and per word (between blanks). A text is one
+sequence and is not detokenised; it is read in windows of the model's context that move on by --stride, so that all but
+the first tokens of a text have context - stride tokens before them at least. LAMBADA per word: all tokens of the last
+word must be the most likely ones.
+
+The result is also written to eval.json in the run's or the model's folder (--out names another file). An evaluation
+that was killed is finished by the same command. Several processes: torchrun --nproc_per_node 2 -m mst_scale eval …"""
+
+EXAMPLES = """\
+examples:
+  mst eval runs/gpt2 --tasks lambada,wikitext2
+  mst eval exported/gpt2 --tasks all --shots 5 --json
+  mst eval gpt2 --tasks wikitext103 --data-dir data/eval --stride 1024
+"""
+
+
+def add(subparsers: Any) -> None:
+    verb = subparsers.add_parser(
+        "eval",
+        help="evaluate a model on the paper's tasks",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    option = verb.add_argument
+    option("model", metavar="MODEL", help="a run, a checkpoint, a folder of transformers, or a name on the hub")
+    option("--tasks", required=True, metavar="A,B", help="names separated by commas, or all")
+    option("--data-dir", metavar="DIR", help="read the tasks' documents from files there, not from the hub")
+    option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: the model's own)")
+    option("--stride", type=int, metavar="N", help="tokens that a window moves on (default: half the context)")
+    option("--shots", type=int, default=5, metavar="N", help="examples in the prompts of rte and mrpc (default: 5)")
+    option("--batch-size", type=int, default=8, metavar="N", help="windows a forward (default: 8)")
+    option("--device", metavar="D", help="default: cuda where there is one, else cpu")
+    option("--out", metavar="FILE", help="where the result is written (default: eval.json in the model's folder)")
+    option("--json", action="store_true", help="print one JSON object")
+    verb.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from mst_scale.evaluation.tasks import choose
+
+    tasks = choose(args.tasks)
+    if args.batch_size < 1:
+        raise ValueError(f"--batch-size {args.batch_size}: it must be at least 1")
+    if args.json:
+        logging.getLogger("mst_scale").setLevel(logging.WARNING)
+    if args.device in (None, "cpu"):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu" if args.device == "cpu" or not _cuda() else "cuda")
+    if args.data_dir is None or not Path(args.model).exists():
+        _offline_unless_reachable()
+    from mst_scale import distributed
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return _evaluate(args, tasks, None)
+    ranks = distributed.init()
+    try:
+        code = _evaluate(args, tasks, ranks)
+    except BaseException as error:
+        distributed.end(error)
+    ranks.leave()
+    return code
+
+
+def _offline_unless_reachable() -> None:
+    """Without a network the hub's libraries try again for minutes; told so, they look into their cache at once."""
+    import socket
+    import urllib.parse
+    import urllib.request
+
+    address = urllib.parse.urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    if "HF_HUB_OFFLINE" in os.environ or "https" in urllib.request.getproxies():
+        return
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), timeout=10).close()
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        print(f"{address.hostname} cannot be reached: only what is cached here can be used", file=sys.stderr)
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
+    import torch
+
+    from mst_scale.evaluation import harness
+    from mst_scale.evaluation.evaluate import FILE, Settings, evaluate, read_documents
+    from mst_scale.evaluation.models import open_model
+    from mst_scale.evaluation.paper import table
+
+    settings = Settings(
+        data_dir=None if args.data_dir is None else Path(args.data_dir),
+        stride=args.stride,
+        shots=args.shots,
+        batch=args.batch_size,
+    )
+
+    def prepare() -> Any:
+        local = 0 if ranks is None else ranks.local_rank
+        device = torch.device(args.device or (f"cuda:{local}" if _cuda() else "cpu"))
+        harness.load()
+        docs = read_documents(tasks, settings)
+        model, text = open_model(args.model, args.tokenizer, device)
+        settings.stride_of(model.context)
+        return docs, model, text
+
+    docs, model, text = prepare() if ranks is None else ranks.together(prepare)
+    out = Path(args.out) if args.out else None if model.folder is None else model.folder / FILE
+    first = ranks is None or ranks.first
+
+    def say(message: str) -> None:
+        if first and not args.json:
+            print(message, file=sys.stderr)
+
+    result = evaluate(model, text, tasks, docs, settings, out=out, ranks=ranks, say=say)
+    if first:
+        print(json.dumps(result) if args.json else shown(result, table(result["tasks"]), out))
+    return 0
+
+
+def shown(result: dict[str, Any], beside: str, out: Path | None) -> str:
+    """The result for people: the table beside the paper, and how it was computed."""
+    s = result["settings"]
+    step = "" if result["step"] is None else f", step {result['step']:,}"
+    lines = [f"{result['model']}{step}, tokenizer {result['tokenizer']}", "", beside, ""]
+    how = f"windows of {s['context']} tokens, stride {s['stride']}, not detokenised"
+    if any(name in ("rte", "mrpc") for name in result["tasks"]):
+        how += f"; rte and mrpc with {s['shots']} examples"
+    lines.append(f"{how}. The paper's rows: GPT-2 small on OpenWebText, as printed.")
+    if out is not None:
+        lines.append(f"written to {out}")
+    return "\n".join(lines)

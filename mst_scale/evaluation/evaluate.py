@@ -1,0 +1,144 @@
+"""How is a model evaluated so that a killed evaluation costs one task at most?
+
+Tasks are evaluated one after the other. Each finished one is written to `eval.json.unfinished`, at once and whole; when
+all are done that becomes `eval.json`. The same command continues: a task is taken over if model, settings and documents
+are the same (their digests say so). `eval.json`:
+
+    {"model", "step", "digest", "tokenizer", "settings": {"context", "stride", "shots"},
+     "tasks": {NAME: {"metrics": {…}, "documents": how many, "source", "digest", "seconds"}},
+     "versions": {"mst_scale", "torch", "lm_eval"}}
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mst_scale import checkpoint as checkpoints
+from mst_scale.distributed import Ranks, logger
+from mst_scale.evaluation import harness
+from mst_scale.evaluation.models import Model, Text
+from mst_scale.evaluation.scorer import Scorer
+from mst_scale.evaluation.tasks import Documents, Task, documents
+
+FILE = "eval.json"
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    data_dir: Path | None = None
+    stride: int | None = None  # None: half the context, as the strided recipe of transformers' documentation
+    shots: int = 5
+    batch: int = 8
+
+    def stride_of(self, context: int) -> int:
+        stride = max(1, context // 2) if self.stride is None else self.stride
+        if not 1 <= stride <= context:
+            raise ValueError(f"--stride {stride}: it must lie between 1 and the model's context, {context}")
+        return stride
+
+
+def read_documents(tasks: Sequence[Task], settings: Settings) -> dict[str, Documents]:
+    """Everything that can be wrong with the data is found before the first forward."""
+    if settings.shots < 0:
+        raise ValueError(f"--shots {settings.shots}: it must be 0 or more")
+    return {task.name: documents(task, settings.data_dir, settings.shots) for task in tasks}
+
+
+def evaluate(
+    model: Model,
+    text: Text,
+    tasks: Sequence[Task],
+    docs: dict[str, Documents],
+    settings: Settings,
+    *,
+    out: Path | None = None,
+    ranks: Ranks | None = None,
+    say: Callable[[str], None] = logger.info,
+) -> Result:
+    """The result of all tasks, the same on every rank; rank 0 writes `out`."""
+    first = ranks is None or ranks.first
+    stride = settings.stride_of(model.context)
+    result: Result = {
+        "model": model.name,
+        "step": model.step,
+        "digest": model.digest,
+        "tokenizer": text.name,
+        "settings": {"context": model.context, "stride": stride, "shots": settings.shots},
+        "tasks": {},
+        "versions": versions(),
+    }
+    before = _shared(ranks, lambda: {} if out is None else _finished(out, result))
+    scorer = Scorer(
+        model.logits,
+        context=model.context,
+        vocab_size=model.vocab_size,
+        device=model.device,
+        batch=settings.batch,
+        ranks=ranks,
+    )
+    for task in tasks:
+        found = docs[task.name]
+        if task.name in before and before[task.name]["digest"] == found.digest:
+            result["tasks"][task.name] = before[task.name]
+            say(f"{task.name}: was evaluated before")
+            continue
+        start = time.monotonic()
+        metrics = harness.evaluate_task(
+            task, found, scorer, text.encode, text.end_of_text, stride=stride, shots=settings.shots
+        )
+        result["tasks"][task.name] = {
+            "metrics": metrics,
+            "documents": len(found.test),
+            "source": found.source,
+            "digest": found.digest,
+            "seconds": round(time.monotonic() - start, 2),
+        }
+        say(f"{task.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in metrics.items()))
+        if out is not None and first:
+            checkpoints.write_atomically(partial_of(out), _json(result))
+    for name, entry in before.items():  # tasks of an earlier evaluation of this very model stay
+        result["tasks"].setdefault(name, entry)
+    if out is not None and first:
+        checkpoints.write_atomically(out, _json(result))
+        partial_of(out).unlink(missing_ok=True)
+    return result
+
+
+def partial_of(out: Path) -> Path:
+    return out.with_name(out.name + ".unfinished")
+
+
+def versions() -> dict[str, str]:
+    from mst_scale import __version__
+
+    return {"mst_scale": __version__, "torch": torch.__version__, "lm_eval": metadata.version("lm_eval")}
+
+
+def _finished(out: Path, wanted: Result) -> dict[str, Any]:
+    """Tasks that are done already, of the same model under the same settings."""
+    tasks: dict[str, Any] = {}
+    for path in (out, partial_of(out)):
+        try:
+            found = json.loads(path.read_text())
+            if all(found[key] == wanted[key] for key in ("digest", "tokenizer", "settings")):
+                tasks.update(found["tasks"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # none, or not ours: it is written anew
+    return tasks
+
+
+def _shared(ranks: Ranks | None, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    return read() if ranks is None else ranks.on_first(read)
+
+
+def _json(result: Result) -> str:
+    return json.dumps(result, indent=2) + "\n"

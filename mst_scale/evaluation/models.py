@@ -1,0 +1,163 @@
+"""Which model does a name mean, and which tokenizer belongs to it?
+
+a run's folder or a checkpoint     our GPT, its fp32 weights read from the checkpoint
+a folder with transformers' config.json, for instance of `mst export`
+a name on the Hugging Face hub     `gpt2` is OpenAI's checkpoint
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mst_scale import checkpoint as checkpoints
+from mst_scale.data.tokenizer import load_tokenizer
+from mst_scale.export import open_source, tokenizer_of
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Model:
+    """What an evaluation needs to know of a model."""
+
+    name: str
+    step: int | None
+    folder: Path | None
+    """Where its results belong: the run's folder or the model's."""
+    digest: str
+    """Of what it was read from, so that another model's results are not taken for its own."""
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    context: int
+    vocab_size: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Text:
+    """A tokenizer, whoever has made it."""
+
+    name: str
+    encode: Callable[[str], Iterable[int]]
+    end_of_text: int | None
+
+
+def open_model(name: str, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
+    """The model and its tokenizer; what is no model, and a tokenizer that does not fit, are refused in one line."""
+    path = Path(name)
+    if is_transformers(path):
+        return _transformers(name, path, tokenizer, device)
+    if path.exists() or not HUB_NAME.fullmatch(name) or name.startswith("."):
+        return _ours(path, tokenizer, device)
+    return _transformers(name, None, tokenizer, device)
+
+
+def is_transformers(folder: Path) -> bool:
+    """Whether a folder's config.json is one of transformers."""
+    try:
+        return "model_type" in json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def our_text(name: str, vocab_size: int) -> Text:
+    found = load_tokenizer(name)
+    if found.vocab_size > vocab_size:
+        raise ValueError(
+            f"tokenizer {name!r} has {found.vocab_size} ids, but the model only {vocab_size}: name the one that it was "
+            "trained with (--tokenizer)"
+        )
+    return Text(name, found.encode, found.end_of_text)
+
+
+def _ours(path: Path, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
+    if not path.exists():
+        raise ValueError(f"there is no {path}: give a run's folder, a checkpoint, or a model of transformers")
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file: give a run's folder, a checkpoint, or a model's folder")
+    try:
+        checkpoints.locate(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; nor is it a model of transformers (no config.json with a model_type)") from None
+    source = open_source(path)
+    trained_with = tokenizer_of(source.experiment)
+    if tokenizer is not None and trained_with is not None and tokenizer != trained_with:
+        raise ValueError(
+            f"{path} was trained with tokenizer {trained_with!r}, not {tokenizer!r}: leave --tokenizer out"
+        )
+    name = tokenizer or trained_with
+    if name is None:
+        raise ValueError(f"{path} does not say which tokenizer made its corpus: name it with --tokenizer")
+    config = source.experiment.model
+    text = our_text(name, config.vocab_size)
+    manifest = source.checkpoint / checkpoints.MANIFEST
+    digest = checkpoints.file_digest(manifest) if manifest.is_file() else str(source.checkpoint.resolve())
+    model = source.model().to(device)
+    # a checkpoint elsewhere, with a config of its own, keeps its results itself
+    folder = source.run if source.run is not None else source.checkpoint
+    return Model(str(path), source.step, folder, digest, model, config.context, config.vocab_size, device), text
+
+
+def _transformers(name: str, folder: Path | None, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    about: dict[str, Any] = {}
+    if folder is not None:
+        about = json.loads((folder / "config.json").read_text()).get("mst_scale", {})
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval().to(device)
+    except Exception as error:  # transformers raises each of its own kind
+        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if folder is None:
+            raise OSError(
+                f"model {name!r} is no folder here, and cannot be had from the hub ({type(error).__name__}: {what})"
+            ) from None
+        raise ValueError(f"{name} is no causal language model that transformers can load: {what}") from None
+    config = model.config
+    context = getattr(config, "n_positions", None) or getattr(config, "max_position_embeddings", None)
+    if not context:
+        raise ValueError(f"{name}: its config.json does not say how long a text may be (max_position_embeddings)")
+    trained_with: str | None = about.get("tokenizer")
+    if tokenizer is not None and trained_with is not None and tokenizer != trained_with:
+        raise ValueError(f"{name} was trained with tokenizer {trained_with!r}, not {tokenizer!r}")
+    if ours := tokenizer or trained_with:
+        text = our_text(ours, config.vocab_size)
+    else:
+        try:
+            found = AutoTokenizer.from_pretrained(name)
+        except Exception as error:
+            raise ValueError(
+                f"{name} has no tokenizer that transformers can load ({type(error).__name__}): name one (--tokenizer)"
+            ) from None
+        if len(found) > config.vocab_size:
+            raise ValueError(f"the tokenizer of {name} has {len(found)} ids, but the model only {config.vocab_size}")
+
+        def encode(string: str) -> Iterable[int]:
+            ids: list[int] = found(string, add_special_tokens=False)["input_ids"]
+            return ids
+
+        text = Text(f"of {name}", encode, found.eos_token_id)
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = model(ids).logits
+        return result
+
+    digest = _digest(folder) if folder is not None else f"{name}@{getattr(config, '_commit_hash', None)}"
+    return Model(name, about.get("step"), folder, digest, logits, int(context), config.vocab_size, device), text
+
+
+def _digest(folder: Path) -> str:
+    """Of names, sizes and times of a model's files: it may be gigabytes."""
+    files = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin") or p.name == "config.json")
+    facts = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -1,0 +1,68 @@
+"""What does the paper report, and how does a model look beside it?
+
+GPT-2 small on OpenWebText, mean of 4 seeds (Dense to MST), and OpenAI's checkpoint (its appendix; no few-shot tasks
+there). The paper does not say how it computed them. OpenAI's WikiText-2 figure is below what the GPT-2 paper gives
+per word, and its LAMBADA accuracy above: so they are taken to be per token, with overlapping windows; figures per word
+stand below.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+COLUMNS = ("LAMBADA acc", "LAMBADA ppl", "WikiText2", "PTB", "WikiText103", "1BW", "RTE", "MRPC")
+PAPER: dict[str, tuple[float | None, ...]] = {
+    "Dense": (60.74, 13.22, 34.89, 34.06, 36.29, 44.16, 52.98, 71.26),
+    "Tiny": (53.29, 31.91, 58.00, 58.71, 60.78, 71.96, 55.87, 71.63),
+    "SS-80": (50.59, 54.77, 83.98, 75.98, 88.00, 99.44, 50.00, 68.50),
+    "RigL-80": (55.75, 25.81, 43.00, 48.14, 44.82, 62.31, 48.83, 67.22),
+    "MST": (60.54, 13.67, 33.33, 34.64, 34.95, 45.90, 52.62, 70.96),
+    "OpenAI GPT-2": (60.43, 12.04, 25.19, 30.46, 26.38, 43.39, None, None),
+}
+# (task, metric, factor) of each column
+PER_TOKEN = (
+    ("lambada", "token_acc", 100), ("lambada", "token_perplexity", 1), ("wikitext2", "token_perplexity", 1),
+    ("ptb", "token_perplexity", 1), ("wikitext103", "token_perplexity", 1), ("1bw", "token_perplexity", 1),
+    ("rte", "acc", 100), ("mrpc", "acc", 100),
+)  # fmt: skip
+PER_WORD = (
+    ("lambada", "acc", 100), ("lambada", "perplexity", 1), ("wikitext2", "word_perplexity", 1),
+    ("ptb", "word_perplexity", 1), ("wikitext103", "word_perplexity", 1), ("1bw", "word_perplexity", 1),
+    None, None,
+)  # fmt: skip
+
+
+def rows(tasks: dict[str, Any], name: str = "this model") -> dict[str, list[float | None]]:
+    """The paper's rows and ours, by name; None where there is no value. `tasks`: as in eval.json."""
+    ours = {f"{name}, per token": _row(tasks, PER_TOKEN)}
+    word = _row(tasks, PER_WORD)
+    if any(value is not None for value in word):
+        ours[f"{name}, per word"] = word
+    return {**{key: list(values) for key, values in PAPER.items()}, **ours}
+
+
+def _row(tasks: dict[str, Any], columns: tuple[Any, ...]) -> list[float | None]:
+    values: list[float | None] = []
+    for column in columns:
+        task, metric, factor = column or ("", "", 1)
+        value = tasks.get(task, {}).get("metrics", {}).get(metric)
+        values.append(None if value is None else factor * value)
+    return values
+
+
+def table(tasks: dict[str, Any], name: str = "this model") -> str:
+    """Aligned columns; – where there is nothing."""
+    found = rows(tasks, name)
+    keep = [i for i in range(len(COLUMNS)) if any(row[i] is not None for key, row in found.items() if key not in PAPER)]
+    lines = [["", *(COLUMNS[i] for i in keep)]]
+    lines += [[key, *("–" if row[i] is None else _number(row[i]) for i in keep)] for key, row in found.items()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    )
+
+
+def _number(value: float | None) -> str:
+    assert value is not None
+    return f"{value:.2f}" if value < 1e5 else f"{value:.3g}"

@@ -1,0 +1,197 @@
+"""Which tasks does the paper evaluate on, and where do their documents come from?
+
+    lambada                     the last word of a passage                        accuracy, perplexity
+    wikitext2 ptb wikitext103   the test text as one sequence                     perplexity per token and per word
+    1bw
+    rte mrpc                    do two sentences follow, mean the same?           few-shot accuracy
+
+From the hub, or from a folder of files (`--data-dir`), named after the task:
+
+    lambada.jsonl               {"text": "…"} a line; or lambada.txt, a passage a line
+    wikitext2.txt               the text as it stands; or wikitext2.jsonl, {"text": "…"} a line, joined by an empty line
+    rte.jsonl                   {"sentence1": "…", "sentence2": "…", "label": 0 or 1} a line, GLUE's labels:
+                                rte 0 entailment, 1 not; mrpc 1 the same meaning, 0 not
+    rte.train.jsonl             the same form: examples for the prompt
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Doc = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """`fields`: what a document must hold. `hub`: arguments of datasets.load_dataset."""
+
+    name: str
+    title: str
+    kind: str  # "last word", "text" or "choice"
+    fields: Mapping[str, type]
+    hub: dict[str, Any]
+    split: str
+    column: str = "text"  # of the hub's data set
+    prompt: str = ""
+    choices: tuple[str, ...] = ()
+
+
+TEXT: dict[str, type] = {"text": str}
+PAIR: dict[str, type] = {"sentence1": str, "sentence2": str, "label": int}
+GLUE = "nyu-mll/glue"
+# Data sets that are scripts on the hub are read from the parquet files that the hub made of them.
+PARQUET = "refs/convert/parquet"
+TASKS = {
+    task.name: task
+    for task in (
+        Task("lambada", "LAMBADA", "last word", TEXT, {"path": "EleutherAI/lambada_openai", "name": "default"}, "test"),
+        Task(
+            "wikitext2", "WikiText2", "text", TEXT, {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1"}, "test"
+        ),
+        Task("ptb", "PTB", "text", TEXT, {"path": "ptb-text-only/ptb_text_only", "revision": PARQUET}, "test",
+             column="sentence"),
+        Task("wikitext103", "WikiText103", "text", TEXT,
+             {"path": "Salesforce/wikitext", "name": "wikitext-103-raw-v1"}, "test"),
+        Task("1bw", "1BW", "text", TEXT, {"path": "billion-word-benchmark/lm1b", "revision": PARQUET}, "test"),
+        Task("rte", "RTE", "choice", PAIR, {"path": GLUE, "name": "rte"}, "validation",
+             prompt="{sentence1}\nQuestion: {sentence2} True or False?\nAnswer:", choices=("True", "False")),
+        Task("mrpc", "MRPC", "choice", PAIR, {"path": GLUE, "name": "mrpc"}, "validation",
+             prompt="Sentence 1: {sentence1}\nSentence 2: {sentence2}\n"
+             "Question: Do both sentences mean the same thing?\nAnswer:", choices=("no", "yes")),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What a task is made of: documents to score, and examples for prompts."""
+
+    test: list[Doc]
+    train: list[Doc]
+    source: str
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps([self.test, self.train]).encode()).hexdigest()
+
+
+def choose(names: str | Iterable[str]) -> list[Task]:
+    """Tasks by name, "all" for all; an unknown one is refused with the nearest."""
+    wanted = names.split(",") if isinstance(names, str) else list(names)
+    wanted = [name.strip() for name in wanted if name.strip()]
+    if wanted == ["all"]:
+        return list(TASKS.values())
+    if not wanted:
+        raise ValueError(f"no task is named: choose among {', '.join(TASKS)}, or all")
+    for name in wanted:
+        if name not in TASKS:
+            near = difflib.get_close_matches(name.lower(), TASKS, n=1, cutoff=0.0)[0]
+            raise ValueError(f"unknown task {name!r}: the nearest is {near!r} (there are {', '.join(TASKS)})")
+    return [TASKS[name] for name in dict.fromkeys(wanted)]
+
+
+def documents(task: Task, folder: Path | None, shots: int) -> Documents:
+    """The documents of a task, from `folder` or from the hub; `shots` says whether examples are needed."""
+    needs_train = task.kind == "choice" and shots > 0
+    found = _from_folder(task, folder, needs_train) if folder is not None else _from_hub(task, needs_train)
+    if not found.test:
+        raise ValueError(f"{found.source} holds no document")
+    if needs_train and len(found.train) < shots:
+        raise ValueError(f"{task.name}: {shots} examples are asked for and there are {len(found.train)}: lower --shots")
+    return found
+
+
+# --- a folder of files ---
+
+
+def _from_folder(task: Task, folder: Path, needs_train: bool) -> Documents:
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}: --data-dir holds the tasks' files (mst eval --help)")
+    path = next((p for p in _candidates(task, folder) if p.is_file()), None)
+    if path is None:
+        names = " or ".join(p.name for p in _candidates(task, folder))
+        raise ValueError(f"{folder} has no {names} for task {task.name!r} (mst eval --help says what it holds)")
+    if path.suffix == ".txt":
+        text = _text(path)
+        rows = [{"text": line} for line in text.splitlines() if line.strip()] if task.kind == "last word" else [
+            {"text": text}
+        ]  # fmt: skip
+    else:
+        rows = read_lines(path, task.fields)
+        if task.kind == "text":
+            rows = [{"text": "\n\n".join(row["text"] for row in rows)}]
+    _check(task, rows, path)
+    train: list[Doc] = []
+    if needs_train:
+        examples = folder / f"{task.name}.train.jsonl"
+        if not examples.is_file():
+            raise ValueError(f"{folder} has no {examples.name}, the examples for few-shot prompts: or use --shots 0")
+        train = read_lines(examples, task.fields)
+        _check(task, train, examples)
+    return Documents([row for row in rows if row.get("text", "x").strip()], train, str(path))
+
+
+def _candidates(task: Task, folder: Path) -> list[Path]:
+    kinds = ("jsonl",) if task.kind == "choice" else ("jsonl", "txt")
+    return [folder / f"{task.name}.{kind}" for kind in kinds]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: byte {error.start} cannot be read; convert it") from None
+
+
+def read_lines(path: Path, fields: Mapping[str, type]) -> list[Doc]:
+    """The objects of a .jsonl file, with these fields; a broken line is named by its number."""
+    rows = []
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not JSON ({error.msg}); each line is one object") from None
+        for name, kind in fields.items():
+            value = row.get(name) if isinstance(row, dict) else None
+            if not isinstance(value, kind) or isinstance(value, bool):
+                what = {str: "a string", int: "a whole number"}[kind]
+                raise ValueError(f"{path}:{number}: {name!r} must be {what}, not {value!r}")
+        rows.append({name: row[name] for name in fields})
+    return rows
+
+
+def _check(task: Task, rows: list[Doc], path: Path) -> None:
+    for number, row in enumerate(rows, start=1):
+        if task.kind == "choice" and row["label"] not in range(len(task.choices)):
+            raise ValueError(f"{path}: document {number} has label {row['label']}; there are 0 and 1")
+        if task.kind == "last word" and len(row["text"].split()) < 2:
+            raise ValueError(f"{path}: document {number} has no word before its last: {row['text'][:40]!r}")
+
+
+# --- the hub ---
+
+
+def _from_hub(task: Task, needs_train: bool) -> Documents:
+    from datasets import load_dataset
+
+    try:
+        test = load_dataset(**task.hub, split=task.split)
+        train = load_dataset(**task.hub, split="train") if needs_train else []
+    except Exception as error:  # no network, a proxy's page, a data set that has moved: each has its own class
+        raise OSError(
+            f"data set {task.hub['path']} of task {task.name!r} cannot be had from the hub ({type(error).__name__}): "
+            f"put {' or '.join(p.name for p in _candidates(task, Path()))} into a folder and name it with --data-dir"
+        ) from None
+    if task.kind == "text":
+        return Documents([{"text": "\n\n".join(test[task.column])}], [], task.hub["path"])
+    keep = list(task.fields)
+    rows, examples = ([{name: row[name] for name in keep} for row in part] for part in (test, train))
+    return Documents(rows, examples, task.hub["path"])
