@@ -1,0 +1,272 @@
+"""`mst eval` end to end on files made here: metrics by hand, checkpoint and export alike, one process and two, killed
+and finished; wrong use.
+"""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mst_scale.cli import main
+from mst_scale.data.tokenizer import ByteTokenizer
+from mst_scale.evaluation import evaluate as module
+from mst_scale.evaluation.paper import PAPER, rows
+from mst_scale.export import export, open_source
+from tests import pool, tiny_run
+from tests.test_bad_input import attempt
+
+CONTEXT = 64
+PASSAGES = ["the cat sat on the mat", "a b a b a b", "x y"]
+TEXT = "def f(x):\n    return x\n\n" * 9
+PAIRS = [("a cat", "a dog", 1), ("it rains", "it is wet", 0), ("one", "one", 0), ("two", "three", 1)]
+EXAMPLES = [("p", "q", 0), ("r", "s", 1)]
+ENCODE = ByteTokenizer().encode
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A byte-level run of a few steps."""
+    folder = tmp_path_factory.mktemp("eval")
+    words = {"context": CONTEXT, "vocab_size": 257}
+    path = tiny_run.config(
+        folder,
+        model=words,
+        data={"dir": str(folder / "bytes"), "source": "stdlib", "tokenizer": "byte", "max_bytes": 60_000},
+        training={"steps": 6},
+    )
+    assert pool.run(attempt, 2, ["--deepspeed_config", str(path), "--out", str(folder / "run")]) == [(0, "")] * 2
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write(folder / "lambada.jsonl", [{"text": text} for text in PASSAGES])
+    (folder / "wikitext2.txt").write_text(TEXT)
+    for name in ("rte", "mrpc"):
+        for file, some in ((f"{name}.jsonl", PAIRS), (f"{name}.train.jsonl", EXAMPLES)):
+            write(folder / file, [{"sentence1": a, "sentence2": b, "label": c} for a, b, c in some])
+    return folder
+
+
+def write(path: Path, docs: list[dict]) -> None:
+    path.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+
+
+def evaluated(*words: str, capsys) -> dict:
+    assert main(["eval", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@torch.no_grad()
+def log_probabilities(run: Path, context: str, continuation: str) -> list[tuple[float, bool]]:
+    """Of each byte of `continuation` after what stands before it, by one forward a byte."""
+    model = open_source(run).model()
+    ids, found = list(ENCODE(context + continuation)), []
+    for position in range(len(ENCODE(context)), len(ids)):
+        seen = ids[max(0, position - CONTEXT) : position]
+        p = torch.softmax(model(torch.tensor([seen]))[0, -1, :257].double(), -1)
+        found.append((math.log(p[ids[position]]), bool(p.argmax() == ids[position])))
+    return found
+
+
+def test_lambada_by_hand(run, data, capsys, tmp_path):
+    result = evaluated(str(run), "--tasks", "lambada", "--data-dir", str(data), "--out", f"{tmp_path}/e", capsys=capsys)
+    words = [log_probabilities(run, *(text.rsplit(" ", 1)[0], " " + text.rsplit(" ", 1)[1])) for text in PASSAGES]
+    logs = [sum(log for log, _ in word) for word in words]
+    tokens = [byte for word in words for byte in word]
+    metrics = result["tasks"]["lambada"]["metrics"]
+    assert metrics["acc"] == pytest.approx(sum(all(hit for _, hit in word) for word in words) / 3)
+    assert metrics["perplexity"] == pytest.approx(math.exp(-sum(logs) / 3), rel=1e-4)
+    assert metrics["token_perplexity"] == pytest.approx(math.exp(-sum(logs) / len(tokens)), rel=1e-5)
+    assert metrics["token_acc"] == pytest.approx(sum(hit for _, hit in tokens) / len(tokens))
+    assert len(tokens) == 4 + 2 + 2 and result["tasks"]["lambada"]["documents"] == 3
+
+
+@torch.no_grad()
+def test_a_text_by_hand(run, data, capsys, tmp_path):
+    model, ids = open_source(run).model(), list(ENCODE(TEXT))
+    for stride in (64, 20):
+        words = [
+            "--tasks",
+            "wikitext2",
+            "--data-dir",
+            str(data),
+            "--stride",
+            str(stride),
+            "--out",
+            f"{tmp_path}/{stride}",
+        ]
+        result = evaluated(str(run), *words, capsys=capsys)
+        log, done = 0.0, 0  # transformers' strided recipe, written down again
+        for begin in range(0, len(ids), stride):
+            end = min(begin + 64, len(ids) - 1)
+            z = model(torch.tensor([ids[begin:end]]))[0, :, :257].double().log_softmax(-1)
+            scores = z.gather(1, torch.tensor(ids[begin + 1 : end + 1])[:, None])
+            log += float(scores[len(scores) - (end - done) :].sum())
+            done = end
+            if end == len(ids) - 1:
+                break
+        metrics = result["tasks"]["wikitext2"]["metrics"]
+        assert metrics["tokens"] == len(ids) - 1 and metrics["words"] == 4 * 9
+        assert metrics["token_perplexity"] == pytest.approx(math.exp(-log / (len(ids) - 1)), rel=1e-5)
+        assert metrics["word_perplexity"] == pytest.approx(math.exp(-log / 36), rel=1e-4)
+        assert result["settings"] == {"context": 64, "stride": stride, "shots": 5}
+
+
+PROMPTS = {
+    "rte": ("{}\nQuestion: {} True or False?\nAnswer:", (" True", " False")),
+    "mrpc": (
+        "Sentence 1: {}\nSentence 2: {}\nQuestion: Do both sentences mean the same thing?\nAnswer:",
+        (" no", " yes"),
+    ),
+}
+
+
+@pytest.mark.parametrize("task", PROMPTS)
+def test_choices_by_hand(run, data, capsys, tmp_path, task):
+    prompt, choices = PROMPTS[task]
+    words = ["--tasks", task, "--data-dir", str(data), "--shots", "0", "--out", f"{tmp_path}/e"]
+    result = evaluated(str(run), *words, capsys=capsys)
+    right = 0
+    for a, b, label in PAIRS:
+        logs = [sum(log for log, _ in log_probabilities(run, prompt.format(a, b), choice)) for choice in choices]
+        right += (logs[1] > logs[0]) == bool(label)
+    assert result["tasks"][task]["metrics"] == {"acc": right / 4}
+
+
+def test_examples_stand_before_the_question(run, data, capsys, tmp_path, monkeypatch):
+    from mst_scale.evaluation.scorer import Scorer
+
+    seen = []
+    score = Scorer.score
+    monkeypatch.setattr(Scorer, "score", lambda self, work: seen.extend(work) or score(self, work))
+    words = ["--tasks", "mrpc", "--data-dir", str(data), "--shots", "2", "--out", f"{tmp_path}/e"]
+    monkeypatch.setattr("mst_scale.evaluation.scorer.Window.__post_init__", lambda self: None, raising=False)
+    evaluated(str(run), *words, capsys=capsys)
+    assert len(seen) == 8 and all(len(window.ids) == CONTEXT + 1 for window in seen), (
+        "cut to the context, from the left"
+    )
+    tail = ByteTokenizer().decode(seen[0].ids)
+    assert tail.endswith("same thing?\nAnswer: no") and seen[0].scored == 3
+
+
+def test_export_and_two_processes_give_the_same(run, data, capsys, tmp_path):
+    words = ["--tasks", "lambada,wikitext2,rte,mrpc", "--data-dir", str(data), "--shots", "1"]
+    one = evaluated(str(run), *words, "--out", str(tmp_path / "one.json"), capsys=capsys)
+    export(run, tmp_path / "hf")
+    exported = evaluated(str(tmp_path / "hf"), *words, capsys=capsys)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
+    command += [str(tiny_run.free_port()), "-m", "mst_scale", "eval", str(run), *words]
+    child = subprocess.run(
+        [*command, "--out", str(tmp_path / "two.json"), "--json"],
+        env=tiny_run.environment(), capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr[-3000:]
+    two = json.loads(child.stdout.strip().splitlines()[-1])
+    assert json.loads((tmp_path / "two.json").read_text())["tasks"] == two["tasks"]
+    for name, entry in one["tasks"].items():
+        for other in (exported, two):
+            for metric, value in entry["metrics"].items():
+                assert other["tasks"][name]["metrics"][metric] == pytest.approx(value, rel=1e-4), (name, metric)
+    assert (one["step"], exported["step"], exported["tokenizer"]) == (6, 6, "byte")
+    assert (tmp_path / "hf" / "eval.json").is_file()
+
+
+def test_a_killed_evaluation_is_finished_and_leaves_no_half_result(run, data, capsys, tmp_path, monkeypatch):
+    out = tmp_path / "eval.json"
+    words = ["eval", str(run), "--tasks", "lambada,wikitext2", "--data-dir", str(data), "--out", str(out)]
+    real, calls = module.harness.evaluate_task, []
+
+    def dies(task, *args, **more):
+        calls.append(task.name)
+        if task.name == "wikitext2" and len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(task, *args, **more)
+
+    monkeypatch.setattr(module.harness, "evaluate_task", dies)
+    assert main(words) == 1 and not out.exists()
+    assert main(words) == 0 and calls == ["lambada", "wikitext2", "wikitext2"], "lambada was taken over"
+    assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
+    shown = capsys.readouterr()
+    assert "lambada: was evaluated before" in shown.err
+    assert "OpenAI GPT-2" in shown.out and "this model, per word" in shown.out and "stride 32" in shown.out
+    main([*words, "--stride", "64"])
+    assert calls[3:] == ["lambada", "wikitext2"], "other settings, another evaluation"
+    changed = tmp_path / "changed"
+    shutil.copytree(data, changed)
+    write(changed / "lambada.jsonl", [{"text": "other words"}])
+    main([*words[:-3], str(changed), "--stride", "64", "--out", str(out)])
+    assert calls[5:] == ["lambada"], "other documents are evaluated, the same ones are not"
+
+
+def test_the_result_lies_in_the_runs_folder(run, data, capsys):
+    assert main(["eval", str(run), "--tasks", "lambada", "--data-dir", str(data)]) == 0
+    found = json.loads((run / "eval.json").read_text())
+    assert found["step"] == 6 and set(found["versions"]) == {"mst_scale", "torch", "lm_eval"}
+    capsys.readouterr()
+
+
+def test_the_papers_rows():
+    found = rows({"lambada": {"metrics": {"acc": 0.5, "perplexity": 9.0, "token_acc": 0.6, "token_perplexity": 3.0}}})
+    assert list(found) == [*PAPER, "this model, per token", "this model, per word"]
+    assert found["this model, per token"] == [60.0, 3.0, *[None] * 6]
+    assert found["this model, per word"] == [50.0, 9.0, *[None] * 6]
+
+
+# --- wrong use ---
+
+
+def refused(capsys, *words: str) -> str:
+    assert main(["eval", *words]) in (1, 2)
+    said = [line for line in capsys.readouterr().err.splitlines() if "cannot be reached" not in line]
+    assert len(said) == 1, said
+    return said[0]
+
+
+def test_wrong_use_is_one_line(run, data, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    there = ["--data-dir", str(data)]
+    assert "unknown task 'lamda': the nearest is 'lambada'" in refused(capsys, str(run), "--tasks", "lamda")
+    assert "nor is it a model of transformers" in refused(capsys, str(data), "--tasks", "lambada", *there)
+    assert "there is no" in refused(capsys, str(tmp_path / "none"), "--tasks", "lambada", *there)
+    assert "is a file" in refused(capsys, str(data / "wikitext2.txt"), "--tasks", "lambada", *there)
+    wrong = refused(capsys, str(run), "--tasks", "lambada", *there, "--tokenizer", "gpt2")
+    assert "was trained with tokenizer 'byte', not 'gpt2'" in wrong
+    assert "--stride 65" in refused(capsys, str(run), "--tasks", "lambada", *there, "--stride", "65")
+    assert "--shots -1" in refused(capsys, str(run), "--tasks", "rte", *there, "--shots", "-1")
+    broken = tmp_path / "broken"
+    (broken).mkdir()
+    (broken / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
+    line = refused(capsys, str(broken), "--tasks", "lambada", *there)
+    assert "no causal language model that transformers can load" in line
+    (broken / "rte.jsonl").write_text('{"sentence1": "a", "sentence2": "b", "label": 1}\nbroken\n')
+    line = refused(capsys, str(run), "--tasks", "rte", "--data-dir", str(broken), "--shots", "0")
+    assert "rte.jsonl:2: not JSON" in line
+    assert "cannot be had from the hub" in refused(capsys, "nobody/nothing", "--tasks", "lambada", *there)
+
+
+def test_a_tokenizer_that_does_not_fit(run, data, capsys, tmp_path):
+    export(run, tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    del config["mst_scale"]
+    small = {**config, "vocab_size": 100}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    words = ["--tasks", "lambada", "--data-dir", str(data), "--json"]
+    assert evaluated(str(tmp_path / "hf"), *words[:-1], capsys=capsys)["tokenizer"].startswith("of ")
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(tmp_path / "hf" / "model.safetensors")
+    state["transformer.wte.weight"] = state["transformer.wte.weight"][:100].contiguous()
+    save_file(state, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(small))
+    line = refused(capsys, str(tmp_path / "hf"), *words)
+    assert "has 257 ids, but the model only 100" in line
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    (tmp_path / "hf" / "tokenizer_config.json").unlink()
+    assert "name one (--tokenizer)" in refused(capsys, str(tmp_path / "hf"), *words)

@@ -1,0 +1,99 @@
+"""Local files of tasks, and what is wrong with them in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mst_scale.evaluation.tasks import TASKS, choose, documents
+
+
+def lines(path: Path, *rows) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_names():
+    assert [task.name for task in choose("rte, lambada,rte")] == ["rte", "lambada"]
+    assert len(choose("all")) == 7
+    with pytest.raises(ValueError, match="unknown task 'wikitext': the nearest is 'wikitext2'"):
+        choose("lambada,wikitext")
+    with pytest.raises(ValueError, match="no task is named"):
+        choose(" , ")
+
+
+def test_formats(tmp_path):
+    (tmp_path / "lambada.txt").write_text("one two three\n\nfour five\n")
+    lines(tmp_path / "ptb.jsonl", {"text": "first", "more": 1}, {"text": "second"})
+    (tmp_path / "wikitext2.txt").write_text("as it\n\n stands ")
+    lines(tmp_path / "rte.jsonl", {"sentence1": "a", "sentence2": "b", "label": 1})
+    lines(tmp_path / "rte.train.jsonl", {"sentence1": "c", "sentence2": "d", "label": 0})
+    assert [d["text"] for d in documents(TASKS["lambada"], tmp_path, 0).test] == ["one two three", "four five"]
+    assert documents(TASKS["ptb"], tmp_path, 0).test == [{"text": "first\n\nsecond"}]
+    assert documents(TASKS["wikitext2"], tmp_path, 0).test == [{"text": "as it\n\n stands "}]
+    rte = documents(TASKS["rte"], tmp_path, 1)
+    assert (len(rte.test), len(rte.train)) == (1, 1) and documents(TASKS["rte"], tmp_path, 0).train == []
+    assert rte.digest != documents(TASKS["rte"], tmp_path, 0).digest
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("rte.jsonl", '{"sentence1": "a", "sentence2": "b", "label": 1}\n{"sent', r"rte\.jsonl:2: not JSON"),
+        ("rte.jsonl", '{"sentence1": "a", "label": 1}\n', r"rte\.jsonl:1: 'sentence2' must be a string, not None"),
+        ("rte.jsonl", '{"sentence1": "a", "sentence2": "b", "label": "yes"}', "'label' must be a whole number"),
+        ("rte.jsonl", '{"sentence1": "a", "sentence2": "b", "label": 2}', "document 1 has label 2; there are 0 and 1"),
+        ("rte.jsonl", "[1]\n", r"rte\.jsonl:1: 'sentence1' must be a string"),
+        ("rte.jsonl", "", r"rte\.jsonl holds no document"),
+        ("lambada.txt", "alone\n", "no word before its last: 'alone'"),
+        ("wikitext2.txt", b"\xff\xfe", "not UTF-8 text: byte 0"),
+        ("wikitext2.txt", "  \n", "holds no document"),
+    ],
+)
+def test_broken_files_are_named(tmp_path, file, text, message):
+    path = tmp_path / file
+    path.write_bytes(text) if isinstance(text, bytes) else path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        documents(TASKS[file.split(".")[0]], tmp_path, 0)
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(ValueError, match="there is no folder"):
+        documents(TASKS["rte"], tmp_path / "no", 0)
+    with pytest.raises(ValueError, match=r"has no ptb\.jsonl or ptb\.txt for task 'ptb'"):
+        documents(TASKS["ptb"], tmp_path, 0)
+    lines(tmp_path / "rte.jsonl", {"sentence1": "a", "sentence2": "b", "label": 1})
+    with pytest.raises(ValueError, match=r"has no rte\.train\.jsonl"):
+        documents(TASKS["rte"], tmp_path, 1)
+    lines(tmp_path / "rte.train.jsonl", {"sentence1": "a", "sentence2": "b", "label": 1})
+    with pytest.raises(ValueError, match="2 examples are asked for and there are 1: lower --shots"):
+        documents(TASKS["rte"], tmp_path, 2)
+
+
+def test_the_hub_by_name(monkeypatch):
+    """What is asked of `datasets`, and what becomes of its answer; without a network one line says what to do."""
+    import datasets
+
+    asked = []
+
+    def load(path, name=None, revision=None, split=None):
+        asked.append((path, name, revision, split))
+        rows = {"ptb-text-only/ptb_text_only": {"sentence": ["one", "two"]}}
+        glue = {"sentence1": ["a"], "sentence2": ["b"], "label": [0], "idx": [7]}
+        return datasets.Dataset.from_dict(rows.get(path, glue))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert documents(TASKS["ptb"], None, 5).test == [{"text": "one\n\ntwo"}]
+    rte = documents(TASKS["rte"], None, 1)
+    assert rte.test == rte.train == [{"sentence1": "a", "sentence2": "b", "label": 0}]
+    assert asked == [
+        ("ptb-text-only/ptb_text_only", None, "refs/convert/parquet", "test"),
+        ("nyu-mll/glue", "rte", None, "validation"),
+        ("nyu-mll/glue", "rte", None, "train"),
+    ]
+
+    def fail(**_):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(OSError, match=r"cannot be had from the hub \(ConnectionError\): put 1bw\.jsonl or 1bw\.txt"):
+        documents(TASKS["1bw"], None, 0)
