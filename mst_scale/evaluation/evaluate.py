@@ -118,9 +118,9 @@ def partial_of(out: Path) -> Path:
 
 
 def versions() -> dict[str, str]:
-    from mst_scale import __version__
+    import mst_scale
 
-    return {"mst_scale": __version__, "torch": torch.__version__, "lm_eval": metadata.version("lm_eval")}
+    return {"mst_scale": mst_scale.__version__, "torch": torch.__version__, "lm_eval": metadata.version("lm_eval")}
 
 
 def _finished(out: Path, wanted: Result) -> dict[str, Any]:

@@ -1,0 +1,109 @@
+"""Runs that start from GPT-2's weights: the same model at step 0 under every ZeRO stage; what does not fit is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mst_scale import start_from
+from mst_scale.config import ModelConfig
+from mst_scale.export import open_source
+from mst_scale.models.gpt import GPT
+from tests import pool, tiny_run
+from tests.test_bad_input import attempt
+
+SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 48, "vocab_size": 300}
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory) -> Path:
+    """A GPT-2 as transformers saves it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(2)
+    model = GPT2LMHeadModel(GPT2Config(**SHAPE, bos_token_id=0, eos_token_id=0))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    folder = tmp_path_factory.mktemp("gpt2") / "model"
+    model.save_pretrained(folder)
+    return folder
+
+
+def arguments(folder: Path, gpt2: Path, *more: str, **blocks) -> list[str]:
+    argv = ["--deepspeed_config", str(tiny_run.config(folder, **blocks)), "--out", str(folder / "out")]
+    return [*argv, "--init", str(gpt2), "--steps", "1", *more]
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 1), (2, 3)])
+@torch.no_grad()
+def test_the_first_step_starts_from_those_weights(tmp_path, gpt2, world, stage):
+    """With a learning rate of almost nothing the checkpoint after step 1 still holds them."""
+    from transformers import AutoModelForCausalLM
+
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-12, "weight_decay": 0.0}}
+    argv = arguments(tmp_path, gpt2, zero_optimization={"stage": stage}, optimizer=optimizer)
+    assert pool.run(attempt, world, argv) == [(0, "")] * world
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model"]["n_embd"] == 32 and config["model"]["bias"] and config["model"]["vocab_size"] == 300
+    model = open_source(tmp_path / "out").model()
+    tokens = torch.arange(2 * 48).view(2, 48) * 7 % 300
+    theirs = AutoModelForCausalLM.from_pretrained(gpt2).eval()
+    # logits of about 10; a step of 1e-12 and sums in another order
+    assert (model(tokens)[..., :300] - theirs(tokens).logits).abs().max() < 1e-4
+
+
+def test_what_does_not_fit_is_named(tmp_path, gpt2):
+    with pytest.raises(ValueError, match="no such folder"):
+        start_from.folder_of("./nowhere")
+    with pytest.raises(ValueError, match=r"has no config\.json of transformers"):
+        start_from.model_keys(tmp_path)
+    raw = json.loads((gpt2 / "config.json").read_text())
+    for changes, message in (
+        ({"model_type": "llama"}, "--init takes a GPT-2, and this is 'llama'"),
+        ({"activation_function": "relu"}, "its activation_function is 'relu', and our GPT has 'gelu_new'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**raw, **changes}))
+        with pytest.raises(ValueError, match=message):
+            start_from.model_keys(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = ModelConfig(**start_from.model_keys(tmp_path))
+    assert (config.n_embd, config.context, config.bias, config.tied_head) == (32, 48, True, True)
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
+        start_from.read(tmp_path, config)
+    (tmp_path / "model.safetensors").write_bytes((gpt2 / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        start_from.read(tmp_path, config)
+
+
+def test_without_a_network_one_line_says_so(monkeypatch):
+    import huggingface_hub
+
+    def fail(*_, **__):
+        raise ConnectionError("no network\nlong story")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(OSError, match=r"--init gpt2: no such folder here, and the hub does not give it \(Connection"):
+        start_from.folder_of("gpt2")
+
+
+def test_an_exported_model_starts_a_run_without_biases(tmp_path):
+    from mst_scale.models.hugging_face import hugging_face_config, to_hugging_face
+
+    config = ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, vocab_size=20)
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    model = GPT(config)
+    state = to_hugging_face(model.state_dict(), config)
+    del state["lm_head.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    about = {**hugging_face_config(config), "mst_scale": {"bias": False}}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    found = ModelConfig(**start_from.model_keys(tmp_path))
+    assert not found.bias
+    other = GPT(found)
+    start_from.fill(other, start_from.read(tmp_path, found))
+    assert torch.equal(other.wte.weight[:20], model.wte.weight[:20])
+    assert torch.equal(other.blocks[0].mlp.up.weight, model.blocks[0].mlp.up.weight)
