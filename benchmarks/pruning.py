@@ -53,13 +53,15 @@ def pruned(run: Path) -> tuple[list[float], float]:
     import torch
 
     from mst_scale.data.corpus import open_tokens
+    from mst_scale.data.sampler import Sampler
     from mst_scale.export import keep_largest, open_source, validation_loss
     from mst_scale.mixed_growing.distribution import active_counts
 
     source = open_source(run)
     shapes = {name: tuple(p.shape) for name, p in source.targets().items()}
     assert source.experiment.data.dir is not None
-    file = open_tokens(source.experiment.data.dir, "val")
+    experiment = source.experiment
+    sampler = Sampler(open_tokens(source.experiment.data.dir, "val"), experiment.model.context, experiment.training.seed)
     losses = []
     for sparsity in SPARSITIES:
         model = source.model()
@@ -67,7 +69,7 @@ def pruned(run: Path) -> tuple[list[float], float]:
         counts = active_counts(list(shapes.values()), sparsity, source.experiment.mst.sparsity.distribution)
         for name, count in zip(shapes, counts, strict=True):
             keep_largest(parameters[name].data, count)
-        losses.append(validation_loss(model, file, source.experiment))
+        losses.append(validation_loss(model, sampler, experiment))
     matrices = [source.weights.read(name) for name in shapes if name != "wte.weight"]
     kurtoses = [float(((w - w.mean()) / w.std()).pow(4).mean()) for w in matrices]
     return losses, float(torch.tensor(kurtoses).mean())
