@@ -61,7 +61,9 @@ def pruned(run: Path) -> tuple[list[float], float]:
     shapes = {name: tuple(p.shape) for name, p in source.targets().items()}
     assert source.experiment.data.dir is not None
     experiment = source.experiment
-    sampler = Sampler(open_tokens(source.experiment.data.dir, "val"), experiment.model.context, experiment.training.seed)
+    sampler = Sampler(
+        open_tokens(source.experiment.data.dir, "val"), experiment.model.context, experiment.training.seed
+    )
     losses = []
     for sparsity in SPARSITIES:
         model = source.model()
