@@ -42,7 +42,7 @@ def test_the_first_step_starts_from_those_weights(tmp_path, gpt2, world, stage):
     from transformers import AutoModelForCausalLM
 
     optimizer = {"type": "AdamW", "params": {"lr": 1e-12, "weight_decay": 0.0}}
-    argv = arguments(tmp_path, gpt2, zero_optimization={"stage": stage}, optimizer=optimizer)
+    argv = arguments(tmp_path, gpt2, zero_optimization={"stage": stage}, optimizer=optimizer, training={"min_lr": 0.0})
     assert pool.run(attempt, world, argv) == [(0, "")] * world
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model"]["n_embd"] == 32 and config["model"]["bias"] and config["model"]["vocab_size"] == 300

@@ -147,7 +147,6 @@ def test_examples_stand_before_the_question(run, data, capsys, tmp_path, monkeyp
     score = Scorer.score
     monkeypatch.setattr(Scorer, "score", lambda self, work: seen.extend(work) or score(self, work))
     words = ["--tasks", "mrpc", "--data-dir", str(data), "--shots", "2", "--out", f"{tmp_path}/e"]
-    monkeypatch.setattr("mst_scale.evaluation.scorer.Window.__post_init__", lambda self: None, raising=False)
     evaluated(str(run), *words, capsys=capsys)
     assert len(seen) == 8 and all(len(window.ids) == CONTEXT + 1 for window in seen), (
         "cut to the context, from the left"
