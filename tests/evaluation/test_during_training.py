@@ -5,15 +5,17 @@ import json
 import pytest
 
 from mst_scale.cli import main
+from mst_scale.data.prepare import ensure
 from tests import pool, tiny_run
 from tests.test_bad_input import attempt
 
 
 def arguments(folder, stage, *more):
+    ensure(folder / "bytes", "stdlib", "byte", max_bytes=60_000)
     path = tiny_run.config(
         folder,
         model={"context": 64, "vocab_size": 257},
-        data={"dir": str(folder / "bytes"), "source": "stdlib", "tokenizer": "byte", "max_bytes": 60_000},
+        data={"dir": str(folder / "bytes")},
         training={"steps": 6},
         zero_optimization={"stage": stage},
     )

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mst_scale.cli import main
+from mst_scale.data.prepare import ensure
 from mst_scale.data.tokenizer import ByteTokenizer
 from mst_scale.evaluation import evaluate as module
 from mst_scale.evaluation.paper import PAPER, rows
@@ -33,10 +34,11 @@ def run(tmp_path_factory) -> Path:
     """A byte-level run of a few steps."""
     folder = tmp_path_factory.mktemp("eval")
     words = {"context": CONTEXT, "vocab_size": 257}
+    ensure(folder / "bytes", "stdlib", "byte", max_bytes=60_000)
     path = tiny_run.config(
         folder,
         model=words,
-        data={"dir": str(folder / "bytes"), "source": "stdlib", "tokenizer": "byte", "max_bytes": 60_000},
+        data={"dir": str(folder / "bytes")},
         training={"steps": 6},
     )
     assert pool.run(attempt, 2, ["--deepspeed_config", str(path), "--out", str(folder / "run")]) == [(0, "")] * 2
