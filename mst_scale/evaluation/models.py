@@ -135,10 +135,11 @@ def _transformers(name: str, folder: Path | None, tokenizer: str | None, device:
     else:
         try:
             found = AutoTokenizer.from_pretrained(name)
-        except Exception as error:
-            raise ValueError(
-                f"{name} has no tokenizer that transformers can load ({type(error).__name__}): name one (--tokenizer)"
-            ) from None
+            empty = not found("a", add_special_tokens=False)["input_ids"]  # what it makes where files are missing
+        except Exception:
+            empty = True
+        if empty:
+            raise ValueError(f"{name} has no tokenizer that transformers can load: name one (--tokenizer)")
         if len(found) > config.vocab_size:
             raise ValueError(f"the tokenizer of {name} has {len(found)} ids, but the model only {config.vocab_size}")
 

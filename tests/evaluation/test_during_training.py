@@ -44,7 +44,7 @@ def test_the_row_has_what_mst_eval_finds_afterwards(tmp_path, stage, capsys):
 
 def test_what_is_wrong_is_said_before_the_first_step(tmp_path):
     (tmp_path / "tasks").mkdir()
-    (code, text), *_ = pool.run(attempt, 1, arguments(tmp_path, 1, "--set", "training.eval_tasks=lambda"))
+    (code, text), *_ = pool.run(attempt, 1, arguments(tmp_path, 1, "--eval-tasks", "lambda"))
     assert code == 2 and "unknown task 'lambda': the nearest is 'lambada'" in text
     (code, text), *_ = pool.run(attempt, 1, arguments(tmp_path, 1))
     assert code == 2 and "has no lambada.jsonl or lambada.txt" in text

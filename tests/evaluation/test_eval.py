@@ -69,7 +69,7 @@ def evaluated(*words: str, capsys) -> dict:
 def log_probabilities(run: Path, context: str, continuation: str) -> list[tuple[float, bool]]:
     """Of each byte of `continuation` after what stands before it, by one forward a byte."""
     model = open_source(run).model()
-    ids, found = list(ENCODE(context + continuation)), []
+    ids, found = ENCODE(context + continuation).tolist(), []
     for position in range(len(ENCODE(context)), len(ids)):
         seen = ids[max(0, position - CONTEXT) : position]
         p = torch.softmax(model(torch.tensor([seen]))[0, -1, :257].double(), -1)
@@ -92,7 +92,7 @@ def test_lambada_by_hand(run, data, capsys, tmp_path):
 
 @torch.no_grad()
 def test_a_text_by_hand(run, data, capsys, tmp_path):
-    model, ids = open_source(run).model(), list(ENCODE(TEXT))
+    model, ids = open_source(run).model(), ENCODE(TEXT).tolist()
     for stride in (64, 20):
         words = [
             "--tasks",
@@ -249,6 +249,11 @@ def test_wrong_use_is_one_line(run, data, capsys, tmp_path, monkeypatch):
     (broken / "rte.jsonl").write_text('{"sentence1": "a", "sentence2": "b", "label": 1}\nbroken\n')
     line = refused(capsys, str(run), "--tasks", "rte", "--data-dir", str(broken), "--shots", "0")
     assert "rte.jsonl:2: not JSON" in line
+
+    def fail(*_, **__):
+        raise OSError("no network\nlong story")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
     assert "cannot be had from the hub" in refused(capsys, "nobody/nothing", "--tasks", "lambada", *there)
 
 
