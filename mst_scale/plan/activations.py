@@ -6,9 +6,9 @@ For b sequences of L tokens, width d, inner width f, h heads, vocabulary V and w
     the MLP's inner values before and after GELU                                  2 · bLf · w
     statistics of two norms and one number per attention row, in fp32             bL · (16 + 4h)
 
-and the head its input, its normalised input and the logits; their gradient stands beside them at the peak. Sparse
-attention keeps the same tensors as dense flash attention. With recomputation a block keeps its input alone, and one
-block at a time is whole.
+and the head its input, its normalised input and the logits; their gradient stands beside them at the peak. BERT's
+blocks keep as much, and its head works on the masked positions only. Sparse attention keeps the same tensors as dense
+flash attention. With recomputation a block keeps its input alone, and one block at a time is whole.
 """
 
 from __future__ import annotations
@@ -44,18 +44,21 @@ def block_bytes(model: ModelConfig, micro: int, width: int) -> int:
 
 def ends_bytes(model: ModelConfig, micro: int, width: int) -> int:
     """What embeddings, the last norm, the head and the loss keep."""
-    tokens = micro * model.context
+    tokens, predicted = micro * model.context, micro * model.predicted
     norm = 2 * model.n_embd * width + 2 * FP32
     loss = model.padded_vocab * width + 8 + 2 * FP32  # logits; target, log-sum-exp and weight of each position
-    return tokens * (norm + loss + 8)  # and the token itself
+    if model.causal:
+        return tokens * (norm + loss + 8)  # and the token itself
+    # BERT: a norm behind the embeddings; the head transforms and normalises the predicted positions alone
+    return tokens * (model.n_embd * width + 2 * FP32 + 3 * 8) + predicted * (2 * model.n_embd * width + norm + loss)
 
 
 def activations(model: ModelConfig, micro: int, width: int, recompute: bool) -> Activations:
     tokens = micro * model.context
     block, ends = block_bytes(model, micro, width), ends_bytes(model, micro, width)
-    logits = tokens * model.padded_vocab * width  # their gradient
+    logits = micro * model.predicted * model.padded_vocab * width  # their gradient
     inner = tokens * (2 * model.ffw + 2 * model.n_embd) * width  # gradients inside an MLP
-    head = logits + min(PIECES, 3 * FP32 * tokens * model.padded_vocab)
+    head = logits + min(PIECES, 3 * FP32 * micro * model.predicted * model.padded_vocab)
     if not recompute:
         return Activations(model.n_layer * block + ends, max(head, inner))
     kept = model.n_layer * tokens * model.n_embd * width + ends

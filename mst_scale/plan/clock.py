@@ -88,8 +88,8 @@ def step_seconds(experiment: Experiment, s: Setting, machine: Machine) -> Second
 def _moved(model: ModelConfig, width: int) -> float:
     """Bytes that one sequence's element-wise passes move, forward and backward."""
     norms_and_sums, gelu = 10 * model.n_embd, 2 * model.ffw
-    per_token = 3 * model.n_layer * (norms_and_sums + gelu) + 4 * model.padded_vocab
-    return float(width * per_token * model.context)
+    blocks = 3 * model.n_layer * (norms_and_sums + gelu) * model.context
+    return float(width * (blocks + 4 * model.padded_vocab * model.predicted))
 
 
 def communication_seconds(model: ModelConfig, s: Setting, machine: Machine) -> tuple[float, float]:

@@ -43,18 +43,19 @@ def _fetches(model: ModelConfig, setting: Setting) -> Fetches:
     for p in found:
         by_module.setdefault(p.name.rpartition(".")[0], []).append(p)
     if model.tied_head:  # the model itself multiplies with the embedding's weight
-        by_module[""] = by_module["wte"]
+        by_module[""] = by_module.get("", []) + by_module["wte"]
     events = _events(model, setting.recompute)
     return _Replay(by_module, kept, [module for begins, module in events if begins], setting).run(events)
 
 
 def _events(model: ModelConfig, recompute: bool) -> list[Event]:
     forward: list[Event] = [(True, "")]
-    for name in ("wte", "wpe", "dropout"):
+    for name in ("wte", "wpe", "dropout") if model.causal else ("wte", "wpe", "wtt", "ln_e", "dropout"):
         forward += [(True, name), (False, name)]
     for i in range(model.n_layer):
-        forward += _block(f"blocks.{i}", backward=False)
-    ends = ["ln_f"] + ([] if model.tied_head else ["lm_head"])
+        forward += _block(f"blocks.{i}", model.causal, backward=False)
+    ends = ["ln_f"] if model.causal else ["transform", "ln_h"]
+    ends += [] if model.tied_head else ["lm_head"]
     for name in ends:
         forward += [(True, name), (False, name)]
     backward: list[Event] = [(True, "")]
@@ -62,13 +63,16 @@ def _events(model: ModelConfig, recompute: bool) -> list[Event]:
         backward += [(True, name), (False, name)]
     for i in reversed(range(model.n_layer)):
         if recompute:
-            backward += _block(f"blocks.{i}", backward=False)
-        backward += _block(f"blocks.{i}", backward=True)
+            backward += _block(f"blocks.{i}", model.causal, backward=False)
+        backward += _block(f"blocks.{i}", model.causal, backward=True)
     # token numbers have no gradient, so nothing tells that the embeddings are done
-    return [*forward, (False, ""), *backward, (True, "dropout"), (False, "dropout"), (True, "wpe"), (True, "wte")]
+    backward += [(True, "dropout"), (False, "dropout")]
+    backward += [] if model.causal else [(True, "ln_e"), (False, "ln_e"), (True, "wtt")]
+    return [*forward, (False, ""), *backward, (True, "wpe"), (True, "wte")]
 
 
-def _block(block: str, backward: bool) -> list[Event]:
+def _block(block: str, causal: bool, backward: bool) -> list[Event]:
+    """A GPT normalises before attention and MLP, a BERT behind them."""
     halves = [("ln_1", ["attention", "attention.qkv", "attention.proj"]), ("ln_2", ["mlp", "mlp.up", "mlp.down"])]
     events: list[Event] = [(True, block)]
     for norm, (outer, first, second) in reversed(halves) if backward else halves:
@@ -76,8 +80,10 @@ def _block(block: str, backward: bool) -> list[Event]:
         for name in (second, first) if backward else (first, second):
             inner += [(True, f"{block}.{name}"), (False, f"{block}.{name}")]
         inner.append((False, f"{block}.{outer}"))
-        before, after = [(True, f"{block}.{norm}"), (False, f"{block}.{norm}")], [(True, "dropout"), (False, "dropout")]
-        events += [*after, *inner, *before] if backward else [*before, *inner, *after]
+        dropout: list[Event] = [(True, "dropout"), (False, "dropout")]
+        normalise: list[Event] = [(True, f"{block}.{norm}"), (False, f"{block}.{norm}")]
+        parts = [normalise, inner, dropout] if causal else [inner, dropout, normalise]
+        events += [event for part in (reversed(parts) if backward else parts) for event in part]
     return [*events, (False, block)]
 
 

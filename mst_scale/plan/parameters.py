@@ -12,6 +12,9 @@ from functools import cache, cached_property
 from mst_scale.choices import chosen_names
 from mst_scale.config import ModelConfig, TargetsConfig
 
+TOKEN_TYPES = 2  # of BERT
+EMBEDDINGS = ("wte", "wpe", "wtt")
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -28,32 +31,31 @@ class Parameter:
 
 
 def parameters(model: ModelConfig) -> list[Parameter]:
-    """Every parameter of a GPT."""
+    """Every parameter of a GPT or a BERT."""
     return list(_parameters(model))
 
 
 @cache
 def _parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    if model.arch != "gpt":
-        raise ValueError(f"mst plan knows GPTs; model.arch is {model.arch!r}")
-    d, f = model.n_embd, model.ffw
+    d, f, rows, bert = model.n_embd, model.ffw, model.padded_vocab, model.arch == "bert"
 
     def layer(name: str, *shape: int) -> list[Parameter]:
         bias = [Parameter(f"{name}.bias", shape[:1])] if model.bias else []
         return [Parameter(f"{name}.weight", shape), *bias]
 
-    found = [Parameter("wte.weight", (model.padded_vocab, d)), Parameter("wpe.weight", (model.context, d))]
+    found = [Parameter("head_bias", (rows,))] if bert and model.bias else []
+    found += [Parameter("wte.weight", (rows, d)), Parameter("wpe.weight", (model.context, d))]
+    if bert:
+        found += [Parameter("wtt.weight", (TOKEN_TYPES, d)), *layer("ln_e", d)]
     for i in range(model.n_layer):
         block = f"blocks.{i}."
-        found += layer(block + "ln_1", d)
-        found += layer(block + "attention.qkv", 3 * d, d)
-        found += layer(block + "attention.proj", d, d)
-        found += layer(block + "ln_2", d)
-        found += layer(block + "mlp.up", f, d)
-        found += layer(block + "mlp.down", d, f)
-    found += layer("ln_f", d)
+        attention = [*layer(block + "attention.qkv", 3 * d, d), *layer(block + "attention.proj", d, d)]
+        mlp = [*layer(block + "mlp.up", f, d), *layer(block + "mlp.down", d, f)]
+        first, second = layer(block + "ln_1", d), layer(block + "ln_2", d)
+        found += [*attention, *first, *mlp, *second] if bert else [*first, *attention, *second, *mlp]
+    found += [*layer("transform", d, d), *layer("ln_h", d)] if bert else layer("ln_f", d)
     if not model.tied_head:
-        found.append(Parameter("lm_head.weight", (model.padded_vocab, d)))
+        found.append(Parameter("lm_head.weight", (rows, d)))
     return tuple(found)
 
 
@@ -65,7 +67,7 @@ def groups(found: list[Parameter]) -> list[list[Parameter]]:
 def sparse_parameters(model: ModelConfig, targets: TargetsConfig) -> list[Parameter]:
     """Those that may become sparse: matrices chosen by the globs; of the embeddings only a tied head, if asked for."""
     head = "wte.weight" if model.tied_head else "lm_head.weight"
-    candidates = {p.name: p for p in parameters(model) if p.is_matrix and not p.name.startswith(("wte", "wpe"))}
+    candidates = {p.name: p for p in parameters(model) if p.is_matrix and not p.name.startswith(EMBEDDINGS)}
     if not targets.lm_head:
         candidates.pop(head, None)
     elif model.tied_head:

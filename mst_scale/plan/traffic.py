@@ -94,8 +94,9 @@ def _backward(found: list[Parameter]) -> list[Parameter]:
     """In the order their gradients are done: modules from the last to the first, a weight before its bias."""
     modules: dict[str, list[Parameter]] = {}
     for p in found:
-        modules.setdefault(p.name.rpartition(".")[0], []).append(p)
-    return [p for module in reversed(modules.values()) for p in module]
+        modules.setdefault(p.name.rpartition(".")[0] or "lm_head", []).append(p)  # the head's bias is the model's own
+    last = modules.pop("lm_head", [])
+    return last + [p for module in reversed(modules.values()) for p in module]
 
 
 def _filled(found: list[Parameter], bucket: int) -> list[int]:

@@ -15,6 +15,7 @@ import mst_scale
 from mst_scale import zero_shards
 from mst_scale.config import load
 from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.models.bert import BERT
 from mst_scale.models.gpt import GPT
 from mst_scale.pretrain import decay_groups
 
@@ -73,7 +74,7 @@ class Collectives:
 def build(config: dict[str, Any]) -> Any:
     experiment = load(config)
     with zero_shards.partitioned_construction(experiment.deepspeed):
-        model = GPT(experiment.model)
+        model = (GPT if experiment.model.causal else BERT)(experiment.model)
     engine, *_ = mst_scale.initialize(model=model, model_parameters=decay_groups(model), config=experiment)
     return engine
 

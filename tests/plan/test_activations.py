@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mst_scale.config import ModelConfig
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
+from mst_scale.models.bert import BERT
 from mst_scale.models.gpt import GPT
 from mst_scale.plan.activations import activations
 from tests.plan import measured
@@ -18,9 +19,11 @@ WITHIN = 0.1
 def kept(config: ModelConfig, micro: int, dtype: torch.dtype, pattern: Pattern) -> int:
     """Bytes of all storages kept for backward that are not weights: saved by autograd, or by DeepSpeed's recomputation,
     which keeps the inputs of blocks itself."""
-    model = GPT(config).to(dtype)
+    model = (GPT if config.causal else BERT)(config).to(dtype)
     set_pattern(model, pattern)
     tokens = torch.randint(config.vocab_size, (micro, config.context))
+    targets = tokens.clone()
+    targets[:, config.predicted :] = -1  # all of them but what BERT predicts
     gc.collect()
     before = measured.live()
     found: dict[int, int] = {}
@@ -34,7 +37,7 @@ def kept(config: ModelConfig, micro: int, dtype: torch.dtype, pattern: Pattern) 
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(tokens, tokens)
+        loss = model(tokens, targets)
     found |= {key: size for key, size in measured.live().items() if key not in before}
     loss.backward()
     return sum(found.values())
@@ -47,6 +50,7 @@ def kept(config: ModelConfig, micro: int, dtype: torch.dtype, pattern: Pattern) 
     [
         {"n_layer": 4, "n_head": 2, "n_embd": 128, "context": 128, "vocab_size": 200},
         {"n_layer": 2, "n_head": 4, "n_embd": 32, "d_ffw": 200, "context": 128, "vocab_size": 1000, "bias": True},
+        {"arch": "bert", "n_layer": 3, "n_head": 2, "n_embd": 128, "context": 128, "vocab_size": 500, "bias": True},
     ],
 )
 def test_kept_for_backward(shape, dtype, recompute):

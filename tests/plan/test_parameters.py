@@ -4,12 +4,22 @@ import pytest
 import torch
 
 from mst_scale.config import load
+from mst_scale.models.bert import BERT as BERT_MODEL
 from mst_scale.models.gpt import GPT
 from mst_scale.plan.parameters import parameters, sparse_parameters
 from mst_scale.targets import choose_targets
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 8, "context": 4, "vocab_size": 10}
-SHAPES = [{}, {"bias": True}, {"tied_head": False}, {"d_ffw": 20, "bias": True, "tied_head": False}]
+BERT = {"arch": "bert"}
+SHAPES = [
+    {},
+    BERT,
+    {**BERT, "bias": True, "tied_head": False},
+    {**BERT, "bias": True},
+    {"bias": True},
+    {"tied_head": False},
+    {"d_ffw": 20, "bias": True, "tied_head": False},
+]
 
 
 @pytest.mark.parametrize("model", SHAPES)
@@ -19,7 +29,7 @@ SHAPES = [{}, {"bias": True}, {"tied_head": False}, {"d_ffw": 20, "bias": True, 
 def test_names_shapes_order_and_targets_are_the_models(model, targets):
     experiment = load({"model": {**SMALL, **model}, "mst": {"targets": targets}})
     with torch.device("meta"):
-        real = GPT(experiment.model)
+        real = {"gpt": GPT, "bert": BERT_MODEL}[experiment.model.arch](experiment.model)
     assert [(p.name, p.shape) for p in parameters(experiment.model)] == [
         (name, tuple(p.shape)) for name, p in real.named_parameters()
     ]
