@@ -166,17 +166,36 @@ def _flat(found: list[Parameter], s: Setting, acts: Activations, sparse: Sparse)
         backward = reduction = w * (bucket + flattened + (largest if alone else 0))
     weights = w * part * s.ranks
     if s.offload_optimizer:
-        # gradients leave the GPU as they are reduced
-        host = (3 + 1) * FP32 * part + w * part + w * largest + (w * part if s.accumulation > 1 else 0)
-        extra = backward + w * largest
-        return Memory(weights, 0, 0, 0, acts, 0, extra, extra, 0, 0, host + sparse.masks + sparse.step)
+        # gradients leave the GPU as they are reduced, through a buffer for the largest
+        return Memory(
+            weights=weights,
+            optimizer=0,
+            masks=0,
+            gradients=gradients if s.stage == 1 else 0,
+            activations=acts,
+            backward_buffers=backward + w * largest,
+            reduction_buffers=reduction + w * largest,
+            host=_host(part, s) + w * part + w * largest + sparse.masks + sparse.step,
+        )
     # flattened in their own type, then in fp32: both are one if they were added up in fp32 beside another type
-    step = 0 if s.separate_accumulation else (w + FP32 if w < FP32 else FP32) * max(parts)
-    at_step = s.accumulate_bytes * part
-    buffers = step + sparse.step
+    flat = 0 if s.separate_accumulation else (w + FP32 if w < FP32 else FP32) * max(parts)
     return Memory(
-        weights, 3 * FP32 * part, sparse.masks, gradients, acts, 0, backward, reduction, at_step, buffers
-    )  # fmt: skip
+        weights=weights,
+        optimizer=3 * FP32 * part,
+        masks=sparse.masks,
+        gradients=gradients,
+        activations=acts,
+        backward_buffers=backward,
+        reduction_buffers=reduction,
+        step_gradients=s.accumulate_bytes * part,
+        step_buffers=flat + sparse.step,
+    )
+
+
+def _host(part: int, s: Setting) -> int:
+    """What every offloaded optimizer keeps: master weights, moments and a gradient in fp32; gradients added up."""
+    added_up = s.accumulate_bytes if s.stage == 3 else s.weight_bytes * (s.accumulation > 1)
+    return (4 * FP32 + added_up) * part
 
 
 def _straddles(found: list[Parameter], ranks: int, numel: int) -> bool:
@@ -202,8 +221,25 @@ def _cut(found: list[Parameter], s: Setting, acts: Activations, sparse: Sparse, 
     weights, buckets = w * (part + lasting), w * s.reduce_bucket
     if s.offload_optimizer:
         on_host = w * part if s.offload_parameters else 0
-        host = (3 + 1) * FP32 * part + a * part + on_host + sparse.masks + sparse.step
-        return Memory(weights - on_host, 0, 0, 0, acts, buckets, backward, 0, 0, FP32 * max(parts), host)
+        return Memory(
+            weights=weights - on_host,
+            optimizer=0,
+            masks=0,
+            gradients=0,
+            activations=acts,
+            buckets=buckets,
+            backward_buffers=backward,
+            step_buffers=FP32 * max(parts),
+            host=_host(part, s) + on_host + sparse.masks + sparse.step,
+        )
     return Memory(
-        weights, 3 * FP32 * part, sparse.masks, a * part, acts, buckets, backward, 0, a * part, step + sparse.step
-    )  # fmt: skip
+        weights=weights,
+        optimizer=3 * FP32 * part,
+        masks=sparse.masks,
+        gradients=a * part,
+        activations=acts,
+        buckets=buckets,
+        backward_buffers=backward,
+        step_gradients=a * part,
+        step_buffers=step + sparse.step,
+    )
