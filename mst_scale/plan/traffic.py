@@ -60,7 +60,7 @@ def traffic(model: ModelConfig, setting: Setting) -> Traffic:
     overflow = [Call("all-reduce", 1)] if w < 4 else []
     # stage 1 walks through its groups, stage 2 comes by the gradients as backward makes them
     walks = setting.stage == 1 and not setting.overlap
-    order = [p for group in groups(found) for p in group] if walks else _backward(found)
+    order = [p for group in groups(found) for p in group] if walks else _backward(found, setting.stage)
     reduced = [Call("all-reduce", w * size) for size in _buckets(order, setting.reduce_bucket)]
     if setting.stage == 1:
         return Traffic([], [*reduced, *overflow, *norms, *weights])
@@ -72,7 +72,9 @@ def _cut(model: ModelConfig, found: list[Parameter], s: Setting) -> Traffic:
         return s.weight_bytes * -(-p.numel // s.ranks) * s.ranks
 
     gathers = [Call("gather", sum(map(whole, together))) for together in fetches(model, s).gathers]
-    scatters = [Call("scatter", sum(map(whole, bucket))) for bucket in _bucketed(_backward(found), s.reduce_bucket)]
+    scatters = [
+        Call("scatter", sum(map(whole, bucket))) for bucket in _bucketed(_backward(found, s.stage), s.reduce_bucket)
+    ]
     lasting = [Call("gather", whole(p)) for p in found if p.numel <= s.persistence]
     norms = [Call("all-reduce", 8) for _ in range(_sub_groups(found, s))]
     return Traffic([*gathers, *scatters], [*norms, *lasting])
@@ -90,13 +92,17 @@ def _sub_groups(found: list[Parameter], s: Setting) -> int:
     return count
 
 
-def _backward(found: list[Parameter]) -> list[Parameter]:
-    """In the order their gradients are done: modules from the last to the first, a weight before its bias."""
+def _backward(found: list[Parameter], stage: int) -> list[Parameter]:
+    """In the order their gradients are done: modules from the last to the first, a bias before its weight.
+
+    ZeRO-3 brings a linear function of its own (`memory_efficient_linear`), which is done with the weight first.
+    """
     modules: dict[str, list[Parameter]] = {}
     for p in found:
         modules.setdefault(p.name.rpartition(".")[0] or "lm_head", []).append(p)  # the head's bias is the model's own
     last = modules.pop("lm_head", [])
-    return last + [p for module in reversed(modules.values()) for p in module]
+    order = [last, *reversed(modules.values())]
+    return [p for module in order for p in (module if stage == 3 else reversed(module))]
 
 
 def _filled(found: list[Parameter], bucket: int) -> list[int]:

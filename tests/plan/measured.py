@@ -102,25 +102,28 @@ def bytes_held(rank: int, world: int, config: dict[str, Any], steps: int = 3) ->
     """Bytes on this rank: of each part when a step begins, and of everything at the fullest moment of backward (inside
     a collective) and of the step. What autograd keeps for backward is C++'s own and not seen."""
     gc.collect()
-    before = live()
-    engine = build(config)
-    train(engine, config, steps - 1)
-    found: dict[str, int] = {"backward": 0, "step": 0}
-    phase = "backward"
+    gc.freeze()  # what is there already is not looked at
+    try:
+        engine = build(config)
+        train(engine, config, steps - 1)
+        found: dict[str, int] = {"backward": 0, "step": 0}
+        phase = "backward"
 
-    def notice(*_: Any) -> None:
-        found[phase] = max(found[phase], sum(size for key, size in live().items() if key not in before))
+        def notice(*_: Any) -> None:
+            found[phase] = max(found[phase], sum(live().values()))
 
-    def begin_step() -> None:
-        nonlocal phase
-        phase = "step"
-        found.update({name: sum(part.values()) for name, part in parts(engine).items()})
+        def begin_step() -> None:
+            nonlocal phase
+            phase = "step"
+            found.update({name: sum(part.values()) for name, part in parts(engine).items()})
 
-    zero_shards.around_model_step(engine, begin_step, lambda: None)
-    zero_shards.base_optimizer(engine).register_step_pre_hook(notice)
-    with Collectives(notice):
-        train(engine, config, 1)
-    return found
+        zero_shards.around_model_step(engine, begin_step, lambda: None)
+        zero_shards.base_optimizer(engine).register_step_pre_hook(notice)
+        with Collectives(notice):
+            train(engine, config, 1)
+        return found
+    finally:
+        gc.unfreeze()
 
 
 def parts(engine: Any) -> dict[str, dict[int, int]]:
