@@ -141,7 +141,16 @@ def _memory_row(choice: Choice, answer: Plan) -> list[str]:
     s, m = choice.setting, choice.memory
     where = {"none": "", "optimizer": " + host opt.", "optimizer + parameters": " + host all"}[s.offload]
     fits = "yes" if m.fits(answer.machine.gpu) else "no"
-    sizes = (m.weights, m.gradients, m.optimizer, m.masks, m.activations.total, max(m.buffers, 0), m.needed, m.host)
+    sizes = (
+        m.weights,
+        m.gradients,
+        m.optimizer,
+        m.masks,
+        m.activations.total,
+        max(m.buffers, 0),
+        m.needed,
+        m.host + m.host_step,
+    )
     this = " *" if s == answer.setting else ""
     return [f"{s.stage}{where}", *(f"{x / GB:.1f}" for x in sizes), duration(choice.seconds.total), fits + this]
 

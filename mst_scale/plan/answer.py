@@ -211,5 +211,5 @@ def _row(choice: Choice, machine: Machine) -> dict[str, Any]:
 
 
 def _needs(held: Memory) -> str:
-    host = f" and {held.host / GB:.0f} GB of host memory" if held.host else ""
+    host = f" and {(held.host + held.host_step) / GB:.0f} GB of host memory" if held.host else ""
     return f"{held.needed / GB:.1f} GB a GPU{host}"

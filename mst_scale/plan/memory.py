@@ -38,7 +38,7 @@ LISTED_BYTES = 8  # key and position
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU. `host` is what the node's memory holds for it."""
+    """Bytes on one GPU, and what its node's memory holds for it."""
 
     weights: int
     optimizer: int
@@ -56,6 +56,9 @@ class Memory:
     """When the step begins."""
     step_buffers: int = 0
     host: int = 0
+    """From step to step, …"""
+    host_step: int = 0
+    """… and on a topology step on top of it."""
 
     @property
     def held(self) -> int:
@@ -88,7 +91,7 @@ class Memory:
         return self.peak * (1 + FRAGMENTS) + CONTEXT
 
     def fits(self, gpu: GPU) -> bool:
-        return self.needed <= gpu.memory and self.host <= gpu.host_memory
+        return self.needed <= gpu.memory and self.host + self.host_step <= gpu.host_memory
 
     def to_dict(self) -> dict[str, Any]:
         parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "activations"}
@@ -166,16 +169,20 @@ def _flat(found: list[Parameter], s: Setting, acts: Activations, sparse: Sparse)
         backward = reduction = w * (bucket + flattened + (largest if alone else 0))
     weights = w * part * s.ranks
     if s.offload_optimizer:
-        # gradients leave the GPU as they are reduced, through a buffer for the largest
+        # gradients leave the GPU as they are reduced, through a buffer for the largest; in a type of their own they are
+        # added up here all the same
+        here = s.accumulate_bytes * part if s.separate_accumulation else 0
         return Memory(
             weights=weights,
             optimizer=0,
             masks=0,
-            gradients=gradients if s.stage == 1 else 0,
+            gradients=gradients if s.stage == 1 else here,
             activations=acts,
             backward_buffers=backward + w * largest,
             reduction_buffers=reduction + w * largest,
-            host=_host(part, s) + w * part + w * largest + sparse.masks + sparse.step,
+            step_gradients=here,
+            host=_host(part, s) + w * part + w * largest + sparse.masks,
+            host_step=sparse.step,
         )
     # flattened in their own type, then in fp32: both are one if they were added up in fp32 beside another type
     flat = 0 if s.separate_accumulation else (w + FP32 if w < FP32 else FP32) * max(parts)
@@ -230,7 +237,8 @@ def _cut(found: list[Parameter], s: Setting, acts: Activations, sparse: Sparse, 
             buckets=buckets,
             backward_buffers=backward,
             step_buffers=FP32 * max(parts),
-            host=_host(part, s) + on_host + sparse.masks + sparse.step,
+            host=_host(part, s) + on_host + sparse.masks,
+            host_step=sparse.step,
         )
     return Memory(
         weights=weights,

@@ -25,10 +25,8 @@ def case(stage, precision, **more):
 CASES = {
     "0 fp32": case(0, "fp32"),
     "0 bf16": case(0, "bf16"),
-    "1 fp32": case(1, "fp32"),
     "1 bf16, one bucket": case(1, "bf16", bucket=10**6),
     "2 fp32": case(2, "fp32"),
-    "2 bf16": case(2, "bf16"),
     "2 bf16, added up in fp32": case(2, "bf16+fp32", zero={"overlap_comm": True}),
     "3 fp32": case(3, "fp32", bucket=10**6),
     "3 bf16": case(3, "bf16"),
@@ -75,4 +73,4 @@ def test_the_fullest_moments(runs, name):
     wanted, real = modelled(name), runs[name]
     backward = max(wanted.backward - wanted.activations.total, wanted.reduction) + wanted.host
     assert real["backward"] == pytest.approx(backward, rel=WITHIN)
-    assert real["step"] == pytest.approx(wanted.step + wanted.host, rel=WITHIN)
+    assert real["step"] == pytest.approx(wanted.step + wanted.host + wanted.host_step, rel=WITHIN)
