@@ -89,7 +89,7 @@ def train(engine: Any, config: dict[str, Any], steps: int) -> None:
             engine.step()
 
 
-def calls(rank: int, world: int, config: dict[str, Any], steps: int = 2) -> list[tuple[str, int]]:
+def calls(rank: int, world: int, config: dict[str, Any], steps: int = 3) -> list[tuple[str, int]]:
     """The collectives of one step, after enough of them for ZeRO-3 to know the order of modules."""
     engine = build(config)
     train(engine, config, steps - 1)
@@ -98,7 +98,7 @@ def calls(rank: int, world: int, config: dict[str, Any], steps: int = 2) -> list
     return found.log
 
 
-def bytes_held(rank: int, world: int, config: dict[str, Any], steps: int = 2) -> dict[str, int]:
+def bytes_held(rank: int, world: int, config: dict[str, Any], steps: int = 3) -> dict[str, int]:
     """Bytes on this rank: of each part when a step begins, and of everything at the fullest moment of backward (inside
     a collective) and of the step. What autograd keeps for backward is C++'s own and not seen."""
     gc.collect()

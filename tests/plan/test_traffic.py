@@ -20,9 +20,6 @@ CASES = {
     "1 fp32": config(1, "fp32", tied_head=False, bias=True),
     "2 bf16": config(2, "bf16+fp32"),
     "2 bert": config(2, "bf16", arch="bert", bias=True),
-    "3 bert": config(
-        3, "bf16", zero={**EACH, "stage3_max_reuse_distance": 12_000}, arch="bert", bias=True, accumulation=1
-    ),
     "2 fp32, one bucket": config(2, "fp32", bucket=10**6, accumulation=1),
     "3 all ahead": config(3, "bf16+fp32", zero={"stage3_param_persistence_threshold": 40}),
     "3 one by one": config(3, "bf16", zero={**EACH, "stage3_max_reuse_distance": 12_000}),
