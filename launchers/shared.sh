@@ -120,15 +120,16 @@ guarded() {
 stopping=""
 interrupted=""
 child=""
-# The first signal lets the ranks save; a second Ctrl-C does not wait for them.
+# The first signal lets the ranks save; a second Ctrl-C does not wait for them. It must not fail: a trap that does would
+# end the launcher.
 on_signal() {
     interrupted=1
     if [ -n "$stopping" ]; then
         [ "$1" != INT ] || [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true
-        return
+        return 0
     fi
     stopping=1
-    [ -z "$child" ] || ask_to_stop "$child"
+    [ -z "$child" ] || ask_to_stop "$child" || true
 }
 listen() {
     local name

@@ -461,16 +461,9 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
     ranks.leave()
 
 
-def _leave(code: Any) -> None:
-    """Without taking the process groups apart: their threads may abort a process that is done."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
-
-
 if __name__ == "__main__":
     try:
         main()
     except SystemExit as finished:
-        _leave(finished.code)
-    _leave(0)
+        distributed.leave(finished.code)
+    distributed.leave(0)
