@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import socket
-import sys
 import time
 import warnings
 from pathlib import Path

@@ -33,7 +33,12 @@ def cells_by_hand(matrix: np.ndarray, cells: int) -> np.ndarray:
 
 
 def looked_at(rank, world, stage, folder, method):
-    snapshots.CELLS = 6  # smaller than the toy's matrices, and no divisor of their sides
+    with pytest.MonkeyPatch.context() as patch:  # the process serves other tests too
+        patch.setattr(snapshots, "CELLS", 6)  # smaller than the toy's matrices, and no divisor of their sides
+        return look_and_gather(rank, world, stage, folder, method)
+
+
+def look_and_gather(rank, world, stage, folder, method):
     raw = mst_config(stage, world, method=method)
     engine, *_ = mst_scale.initialize(model=toy(), config=raw)
     ranks = Ranks(rank, rank, world, torch.distributed.group.WORLD)

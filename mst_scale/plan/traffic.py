@@ -93,7 +93,8 @@ def _sub_groups(found: list[Parameter], s: Setting) -> int:
 
 
 def _backward(found: list[Parameter], stage: int) -> list[Parameter]:
-    """In the order their gradients are done: modules from the last to the first, a bias before its weight.
+    """In the order their gradients are done: modules from the last to the first, a linear layer's bias before its
+    weight, a norm's after.
 
     ZeRO-3 brings a linear function of its own (`memory_efficient_linear`), which is done with the weight first.
     """
@@ -102,7 +103,7 @@ def _backward(found: list[Parameter], stage: int) -> list[Parameter]:
         modules.setdefault(p.name.rpartition(".")[0] or "lm_head", []).append(p)  # the head's bias is the model's own
     last = modules.pop("lm_head", [])
     order = [last, *reversed(modules.values())]
-    return [p for module in order for p in (module if stage == 3 else reversed(module))]
+    return [p for m in order for p in (reversed(m) if stage < 3 and m[:1] and m[0].is_matrix else m)]
 
 
 def _filled(found: list[Parameter], bucket: int) -> list[int]:
