@@ -14,7 +14,7 @@ from pathlib import Path
 from mst_scale import checkpoint, start_from
 from mst_scale.checkpoint import MANIFEST, UNIVERSAL
 from mst_scale.config import Experiment, to_dict
-from mst_scale.config.check import BATCH_KEYS
+from mst_scale.config.check import BATCH_KEYS, largest_micro
 from mst_scale.distributed import Ranks, logger
 from mst_scale.reshape import reshape
 
@@ -106,23 +106,15 @@ def with_batch_of(experiment: Experiment, source: Path, world_size: int) -> Expe
         return experiment
     deepspeed["train_batch_size"] = before
     deepspeed.pop("gradient_accumulation_steps", None)
-    if before % world_size:
-        fitting = [n for n in range(1, before + 1) if before % n == 0]
-        nearest = min(fitting, key=lambda n: (abs(n - world_size), n))
-        raise ValueError(
-            f"a global batch of {before} sequences cannot be shared by {world_size} processes: start on {nearest}, or "
-            f"change it with --set train_batch_size={max(1, round(before / world_size)) * world_size}"
-        )
     if micro is None:
         micro = max(1, before // (ranks_before * (accumulation or 1)))
-    each = before // world_size
-    deepspeed["train_micro_batch_size_per_gpu"] = max(n for n in range(1, min(micro, each) + 1) if each % n == 0)
+    deepspeed["train_micro_batch_size_per_gpu"] = largest_micro(before, micro, world_size)
     logger.info(
         "the global batch stays %d: %d ranks × %d sequences × %d accumulation steps (before: %d ranks)",
         before,
         world_size,
         deepspeed["train_micro_batch_size_per_gpu"],
-        each // deepspeed["train_micro_batch_size_per_gpu"],
+        before // world_size // deepspeed["train_micro_batch_size_per_gpu"],
         ranks_before,
     )
     return dataclasses.replace(experiment, deepspeed=deepspeed)

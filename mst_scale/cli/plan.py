@@ -100,13 +100,18 @@ def conclusion(answer: Plan) -> str:
         f"{answer.tokens / 1e9:,.4g} B tokens in {answer.steps:,} steps of {s.batch:,} sequences",
         f"{s.ranks:,} × {gpu.name}: {stated(s)}, {micros} a step, {s.precision}",
     ]
+    if answer.given != s:
+        lines.append(
+            f"the config's micro-batch of {answer.given.micro} does not share {s.batch:,} sequences so: "
+            f"{' '.join(overrides(s, answer.given))}"
+        )
     best = answer.recommended
     if best.setting == s:
         lines.append("recommended: this configuration")
     else:
         needed = f"{best.memory.needed / GB:.1f} GB, {duration(best.seconds.total)} a step"
         lines.append(f"recommended: {stated(best.setting)} ({needed})")
-        lines += [f"  {word}" for word in overrides(best.setting, s)]
+        lines += [f"  {word}" for word in overrides(best.setting, answer.given)]
     return "\n".join(lines)
 
 

@@ -42,6 +42,19 @@ def batch_shape(deepspeed: dict[str, Any], world_size: int) -> tuple[int, int, i
     return total, micro, accumulation
 
 
+def largest_micro(total: int, micro: int, world_size: int) -> int:
+    """The largest micro-batch, up to `micro`, with which so many processes share a global batch."""
+    if total % world_size:
+        fitting = [n for n in range(1, total + 1) if total % n == 0]
+        nearest = min(fitting, key=lambda n: (abs(n - world_size), n))
+        raise ValueError(
+            f"a global batch of {total} sequences cannot be shared by {world_size} processes: start on {nearest}, or "
+            f"change it with --set train_batch_size={max(1, round(total / world_size)) * world_size}"
+        )
+    each = total // world_size
+    return max(n for n in range(1, min(micro, each) + 1) if each % n == 0)
+
+
 def check(experiment: Experiment) -> None:
     """Everything that can be refused without knowing the number of ranks."""
     ds = experiment.deepspeed

@@ -7,7 +7,7 @@ from typing import Any
 
 from mst_scale.choices import stays_dense
 from mst_scale.config import Experiment
-from mst_scale.config.check import BATCH_KEYS
+from mst_scale.config.check import BATCH_KEYS, largest_micro
 from mst_scale.flops import dense_step_flops
 from mst_scale.plan.clock import Seconds, step_seconds
 from mst_scale.plan.gpus import GB, Machine
@@ -35,6 +35,12 @@ class Plan:
     recommended: Choice
     phases: list[Phase]
     topology: TopologyStep | None
+
+    @property
+    def given(self) -> Setting:
+        """The setting with the config's own micro-batch, which may be too large for so many GPUs to share the batch."""
+        stated = self.experiment.deepspeed.get(BATCH_KEYS[1])
+        return replace(self.setting, micro=stated) if isinstance(stated, int) else self.setting
 
     @property
     def parameters(self) -> int:
@@ -99,6 +105,7 @@ class Plan:
             "steps": self.steps,
             "tokens": self.tokens,
             "setting": asdict(s),
+            "set": overrides(s, self.given),
             "memory": self.memory.to_dict(),
             "fits": True,
             "dense_step": {**asdict(self.seconds), "total": self.seconds.total, "mfu": self.mfu},
@@ -116,7 +123,10 @@ class Plan:
             "wall_clock": self.wall_clock,
             "topology_step": topology,
             "stages": [_row(choice, self.machine) for choice in self.stages],
-            "recommended": {**_row(self.recommended, self.machine), "set": overrides(self.recommended.setting, s)},
+            "recommended": {
+                **_row(self.recommended, self.machine),
+                "set": overrides(self.recommended.setting, self.given),
+            },
         }
 
 
@@ -180,14 +190,16 @@ def stated(setting: Setting) -> str:
 def _setting(experiment: Experiment, gpus: int) -> Setting:
     if gpus < 1:
         raise ValueError(f"--gpus must be at least 1, not {gpus}")
-    try:
-        return setting_of(experiment, gpus)
-    except ValueError as error:
-        total, micro = (experiment.deepspeed.get(key) for key in BATCH_KEYS[:2])
-        if not isinstance(total, int) or not isinstance(micro, int) or total % gpus:
-            raise
-        smaller = next(m for m in range(min(micro, total // gpus), 0, -1) if total // gpus % m == 0)
-        raise ValueError(f"{error}; or --set {BATCH_KEYS[1]}={smaller}") from None
+    return setting_of(_shared(experiment, gpus), gpus)
+
+
+def _shared(experiment: Experiment, gpus: int) -> Experiment:
+    """The config with the micro-batch that so many GPUs allow: its global batch stays."""
+    total, micro, accumulation = (experiment.deepspeed.get(key) for key in BATCH_KEYS)
+    if not isinstance(total, int) or not isinstance(micro, int) or accumulation not in (None, "auto"):
+        return experiment
+    deepspeed = {**experiment.deepspeed, BATCH_KEYS[1]: largest_micro(total, micro, gpus)}
+    return replace(experiment, deepspeed=deepspeed)
 
 
 def _every_stage(experiment: Experiment, setting: Setting, machine: Machine) -> list[Choice]:

@@ -93,14 +93,25 @@ def test_every_preset_has_a_configuration(preset, capsys):
     assert again["setting"] == best["setting"] and again["recommended"]["set"] == []
 
 
+def test_the_global_batch_stays_on_any_number_of_gpus(capsys):
+    words = [*config("gpt3_1.3b"), "--gpus", "256"]  # its micro-batch of 16 would need 4096 sequences
+    assert "micro-batch of 16 does not share 512 sequences so: --set train_micro_batch_size_per_gpu=2" in said(
+        capsys, *words
+    )
+    plan = json.loads(said(capsys, *words, "--json"))
+    assert plan["setting"]["micro"] == 2 and plan["setting"]["accumulation"] == 1
+    assert plan["set"] == ["--set train_micro_batch_size_per_gpu=2"]
+    own = json.loads(said(capsys, *config("gpt3_1.3b"), "--gpus", "32", "--json"))
+    assert own["setting"]["micro"] == 16 and own["set"] == []
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--gpus", "0"], "--gpus must be at least 1"),
         (["--gpus", "8", "--gpu", "a200"], "the nearest is 'h200'"),
         (["--gpus", "8", "--gpu", "A100-80GB "], "the nearest is 'a100-80gb'"),
-        (["--gpus", "7"], "does not divide"),
-        (["--gpus", "256"], "train_micro_batch_size_per_gpu=2"),
+        (["--gpus", "7"], "cannot be shared by 7 processes: start on 8, or change it with --set train_batch_size="),
         (["--gpus", "8", "--tokens", "many"], "write a number of tokens"),
         (["--gpus", "8", "--tokens", "-3"], "write a number of tokens"),
         (["--gpus", "8", "--nodes", "3"], "--nodes 3"),
