@@ -19,9 +19,11 @@ class Exited(BaseException):
 
 def attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
     """Run `pretrain` in this process: (exit code, what it wrote to stderr)."""
-    stderr, leave = io.StringIO(), os._exit
+    stderr, leave, mine = io.StringIO(), os._exit, os.getpid()
 
     def gone(code: int) -> None:
+        if os.getpid() != mine:  # a forked worker must not unwind our stack and tidy up our files
+            leave(code)
         raise Exited(code)
 
     os._exit = gone  # type: ignore[assignment]
@@ -205,6 +207,22 @@ def test_refused_on_one_rank_for_all(tmp_path, make, code, message):
 def test_early_refusals_are_said_by_rank_0_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert attempt(1, 2, without_config(tmp_path)) == (2, "")
+
+
+def test_a_forked_worker_really_leaves(monkeypatch):
+    leave = os._exit
+
+    def forks(argv):
+        child = os.fork()
+        if child == 0:
+            try:
+                os._exit(7)
+            except BaseException:
+                leave(8)
+        raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    monkeypatch.setattr(pretrain, "main", forks)
+    assert attempt(0, 1, []) == (7, "")
 
 
 def test_a_taken_port_is_named(tmp_path):

@@ -62,6 +62,8 @@ def open_tokens(
     meta = read_meta(folder) if (folder / META).exists() else None
     if meta is None and (folder / PARTIAL).exists():
         raise ValueError(f"the corpus in {folder} is unfinished; run the `mst data` command that began it again")
+    if meta is None and (folder / META).exists():  # it was moved in while we looked
+        meta = read_meta(folder)
     if meta is not None and split not in meta["splits"]:
         raise ValueError(f"{folder} has no split {split!r}; it has {', '.join(meta['splits'])}")
     path = folder / (meta["splits"][split]["file"] if meta else f"{split}.bin")
@@ -69,7 +71,7 @@ def open_tokens(
         raise ValueError(f"there is no {path}; `mst data SOURCE --out {folder}` makes train.bin and val.bin")
     dtype = np.dtype(meta["dtype"] if meta else np.uint16).newbyteorder("<")
     if meta is not None:
-        _check_size(path, meta["splits"][split]["tokens"], dtype.itemsize)
+        check_size(path, meta["splits"][split]["tokens"], dtype.itemsize)
     elif path.stat().st_size % dtype.itemsize:
         raise ValueError(f"{path} has an odd number of bytes: it is cut short or not uint16 ids; copy or make it again")
     tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)
@@ -122,7 +124,7 @@ def check_sizes(folder: Path, meta: dict[str, Any]) -> None:
         path = folder / split["file"]
         if not path.is_file():
             raise ValueError(f"there is no {path}, which {META} describes; copy it again, or make it again (--force)")
-        _check_size(path, split["tokens"], np.dtype(meta["dtype"]).itemsize)
+        check_size(path, split["tokens"], np.dtype(meta["dtype"]).itemsize)
 
 
 def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
@@ -133,7 +135,7 @@ def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None
     return None
 
 
-def _check_size(path: Path, tokens: int, itemsize: int) -> None:
+def check_size(path: Path, tokens: int, itemsize: int) -> None:
     size = path.stat().st_size
     if size != tokens * itemsize:
         raise ValueError(

@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mst_scale.data.corpus import META, PARTIAL, first_difference
+import numpy as np
+
+from mst_scale.data.corpus import META, PARTIAL, check_size, first_difference
 from mst_scale.data.sources import SPLITS
 
 READ_BACK = 8 << 20  # bytes at a time
@@ -104,6 +106,7 @@ class Partial:
 
     def publish(self) -> None:
         """Move the complete files in; does the rest of it when it was interrupted."""
+        self._refuse_what_is_gone()
         (self.out / META).unlink(missing_ok=True)  # of the corpus that is replaced
         _sync_folder(self.out)
         for name in SPLITS:
@@ -114,6 +117,16 @@ class Partial:
         (self.folder / META).replace(self.out / META)
         _sync_folder(self.out)
         self.discard()
+
+    def _refuse_what_is_gone(self) -> None:
+        """Each file must lie here or, moved already, there, with the size that the meta.json here says."""
+        meta = _read_json(self.folder / META)
+        assert meta is not None, "publish() follows finish()"
+        for split in meta["splits"].values():
+            path = next((p for p in (self.folder / split["file"], self.out / split["file"]) if p.exists()), None)
+            if path is None:
+                raise ValueError(f"{self.folder / split['file']} was complete and is gone; make it again (--force)")
+            check_size(path, split["tokens"], np.dtype(meta["dtype"]).itemsize)
 
     def empty(self) -> None:
         """A folder with nothing in it; what vouches for the rest goes first, should this be interrupted."""

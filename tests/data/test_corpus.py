@@ -43,6 +43,19 @@ def test_a_bin_of_nanogpt_works_as_it_is(bare: Path):
     assert (file.vocab_size, file.tokenizer) == (None, None)
 
 
+def test_a_corpus_that_is_moved_in_while_it_is_opened_is_not_taken_for_a_bare_one(folder: Path, monkeypatch):
+    meta, exists = folder / "meta.json", Path.exists
+    meta.rename(folder / "away")
+
+    def moved_in(self: Path, **more) -> bool:
+        if self.name == ".partial":
+            (folder / "away").rename(meta)
+        return exists(self, **more)
+
+    monkeypatch.setattr(Path, "exists", moved_in)
+    assert open_tokens(folder).tokenizer == "byte"
+
+
 def test_the_file_is_mapped_and_not_read(folder: Path):
     file = open_tokens(folder)
     assert not file.tokens.flags.owndata and not file.tokens.flags.writeable

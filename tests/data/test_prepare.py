@@ -294,6 +294,26 @@ def test_killed_while_files_are_moved_in(
     assert contents(out) == contents(tmp_path / "expected")
 
 
+def test_a_complete_file_that_is_gone_is_missed(tmp_path: Path):
+    """Neither nothing nor a file of the corpus that is rebuilt takes its place."""
+    source, out = jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
+    make(source, out, val_fraction=0.5)
+    (out / ".partial").mkdir()
+    for name in ("meta.json", "val.bin", "train.bin"):
+        (out / name).rename(out / ".partial" / name)
+    recipe = json.loads((out / ".partial" / "meta.json").read_text())["recipe"]
+    (out / ".partial" / "recipe.json").write_text(json.dumps(recipe))
+    (out / ".partial" / "train.bin").rename(tmp_path / "train.bin")
+    with pytest.raises(ValueError, match=r"train.bin was complete and is gone; make it again \(--force\)"):
+        make(source, out, val_fraction=0.5)
+    (out / "train.bin").write_bytes(b"old corpus")
+    with pytest.raises(ValueError, match=r"train.bin has 10 bytes, but meta.json says"):
+        make(source, out, val_fraction=0.5)
+    (tmp_path / "train.bin").rename(out / "train.bin")
+    make(source, out, val_fraction=0.5)
+    verify(out)
+
+
 def test_two_at_once_wait_for_each_other(tmp_path: Path, big_text: Path):
     command = [sys.executable, "-c", SLOW, str(big_text), "byte", str(tmp_path / "out"), "1"]
     both = [subprocess.Popen(command) for _ in range(2)]
