@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from mst_scale import checkpoint
+from mst_scale.evaluation.models import open_model
+from mst_scale.export import export
 from mst_scale.reshape import reshape
 from tests import pool, tiny_run
 from tests.test_bad_input import attempt
@@ -69,6 +71,19 @@ def test_a_checkpoint_with_code_in_it_is_refused(saved, tmp_path, stage, pattern
     assert len(lines) == 1 and "holds more than data, and is not opened" in lines[0] and "mkdir" in lines[0]
     with pytest.raises(ValueError, match="holds more than data"):
         reshape(folder)
+    with pytest.raises(ValueError, match="holds more than data"):
+        export(folder, tmp_path / "hf")
+    with pytest.raises(ValueError, match="holds more than data"):
+        open_model(str(tmp_path / "out"), "byte", torch.device("cpu"))
+    assert not target.exists()
+
+
+def test_a_universal_copy_with_code_in_it_is_refused(saved, tmp_path):
+    folder, target = tmp_path / "universal", tmp_path / "hostile"
+    reshape(saved(2) / "out" / "checkpoints" / "step00000004", folder)
+    poison(folder, "zero/*/fp32.pt", target)
+    with pytest.raises(ValueError, match="holds more than data"):
+        export(folder, tmp_path / "hf", config=saved(2) / "out" / "config.json")
     assert not target.exists()
 
 
