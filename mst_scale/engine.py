@@ -104,15 +104,29 @@ class Controller:
         self.masks = MaskSet([])
         self.span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a stopwatch of whoever measures us
         self.idle = stays_dense(mst)
+        self.attention_backend = mst.attention.backend
         if not self.idle:
             self._attach(engine, experiment)
-        if not set_pattern(engine.module, self.pattern) and self.pattern.kind != "dense":
-            if reason := attach(engine.module, self.pattern):
+        elif len(self.attention.pieces) > 1:  # the pattern changes all the same
+            zero_shards.around_model_step(engine, lambda: None, self._set_pattern)
+            zero_shards.after_loading(engine, self._set_pattern)
+        if not self._set_pattern() and self.pattern.kind != "dense":
+            if reason := attach(engine.module, self.pattern, self.attention_backend):
                 logger.info("attention stays dense: %s", reason)
             else:
                 logger.info("attention of %s follows %s", type(engine.module).__name__, self.pattern)
 
+    def _set_pattern(self) -> int:
+        """Let attention follow the pattern of the next step; torch computes what holds every pair."""
+        backend = "auto" if self.pattern.kind == "dense" else self.attention_backend
+        return set_pattern(self.engine.module, self.pattern, backend)
+
     def _attach(self, engine: Any, experiment: Experiment) -> None:
+        if "momentum" in self.policy.reads and not zero_shards.has_moments(engine):
+            raise ValueError(
+                f"mst.topology.policy = {self.topology.policy} grows by Adam's first moment, and this optimizer has "
+                "none: choose AdamW, or another policy"
+            )
         targets = choose_targets(engine.module, experiment.mst.targets)
         self.shards = zero_shards.shards_of(engine, targets)
         device = self.shards.weight(0).device
@@ -251,7 +265,7 @@ class Controller:
         every = self.topology.check_every
         if every and self.step % every == 0 and not self.masks.dense:
             self.check_drift()
-        set_pattern(self.engine.module, self.pattern)
+        self._set_pattern()
 
     def _is_due(self, step: int) -> bool:
         """Whether this step changes the topology, or makes up for one that was skipped."""
@@ -274,7 +288,7 @@ class Controller:
     def masks_loaded(self) -> None:
         """A checkpoint brought other masks, and another step."""
         self._compute_with_masks()
-        set_pattern(self.engine.module, self.pattern)
+        self._set_pattern()
 
     def _evolve(self, here: list[int]) -> list[Change]:
         """Prune and grow these parameters to the target of the step that is being taken."""

@@ -120,7 +120,7 @@ class Run:
         if loadable is not None:
             left_out = self.ranks.on_first(lambda: run_file.rollbacks(self.out / "run.json"))
             self.rollbacks, self.skipped = len(left_out), sorted({batch for some in left_out for batch in some})
-            self._load(*loadable)
+        layers = {} if loadable is None else self._load(*loadable)
         self._describe(source)
         self.votes = distributed.Votes(self.ranks)
         self.observer = Observer(self.engine, self.experiment, self.out, self.ranks, self.step)
@@ -131,6 +131,7 @@ class Run:
             step=self.step,
             monitor=self.engine.monitor,
             first=self.ranks.first,
+            layers=layers,
         )
 
     def _corpus(self) -> str:
@@ -201,7 +202,8 @@ class Run:
     def _loadable(self, source: Path) -> tuple[Path, bool]:
         return resume.loadable(source, self.ranks, zero_shards.zero_stage(self.experiment.deepspeed))
 
-    def _load(self, path: Path, universal: bool) -> None:
+    def _load(self, path: Path, universal: bool) -> dict[str, Any]:
+        """The weights, states and place of a checkpoint; what its topology steps have come to since the last row."""
         state = self.ranks.together(lambda: zero_shards.load_checkpoint(self.engine, path, universal))
         self.step = int(state["step"])
         self.ranks.together(lambda: self.ledger.load(state))
@@ -209,6 +211,7 @@ class Run:
         self.skipped = sorted({*self.skipped, *state.get("skipped", ())})
         how = ", reshaped" if universal else ""
         logger.info("continuing %s from step %d%s", self.out, self.step, how)
+        return dict(state.get("layers", {}))
 
     def _describe(self, source: Path | None) -> None:
         hosts: list[Any] = [None] * self.ranks.world_size
@@ -301,7 +304,7 @@ class Run:
             self.record.say(f"there is no checkpoint from before step {bad} to go back to: the run goes on")
             return False
         number, here = batch_number(bad - 1, self.skipped), self.step
-        self._load(*self._loadable(self.checkpoints / tag))
+        self.record.layers = self._load(*self._loadable(self.checkpoints / tag))
         first = max(batch_number(self.step, self.skipped), number - self.training.spike.skip + 1)
         left_out = list(range(first, number + 1))
         self.skipped = sorted({*self.skipped, *left_out})
@@ -390,7 +393,12 @@ class Run:
 
     def _save(self, final: bool) -> None:
         """A save that fails before the end costs nothing but itself: the run goes on and saves again when it is due."""
-        state = {**self.ledger.state(), "losses": list(self.spikes.losses), "skipped": self.skipped}
+        state = {
+            **self.ledger.state(),
+            "losses": list(self.spikes.losses),
+            "skipped": self.skipped,
+            "layers": self.record.layers,
+        }
         keep = self.training.keep_checkpoints
         try:
             self.save_seconds = checkpoint.save(

@@ -27,10 +27,20 @@ Row = dict[str, Any]
 class Record:
     """Every rank has one and gathers; the first rank writes."""
 
-    def __init__(self, out: Path, experiment: Experiment, *, batch: int, step: int, monitor: Any, first: bool):
+    def __init__(
+        self,
+        out: Path,
+        experiment: Experiment,
+        *,
+        batch: int,
+        step: int,
+        monitor: Any,
+        first: bool,
+        layers: dict[str, Row],
+    ):
         self.out, self.batch, self.context = out, batch, experiment.model.context
         self.monitor, self.first = monitor, first
-        self.layers: dict[str, Row] = {}
+        self.layers = layers
         self.window, self.window_start = step, time.monotonic()
         if first:
             self.metrics = MetricsFile(out / "metrics.jsonl", step)
@@ -76,7 +86,6 @@ class Record:
 
     def rewind(self, step: int) -> None:
         """The run goes back to `step`: what was written after it goes."""
-        self.layers.clear()
         if self.first:
             self.metrics.file.close()
             self.metrics = MetricsFile(self.out / "metrics.jsonl", step)

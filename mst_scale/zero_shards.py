@@ -68,6 +68,11 @@ def base_optimizer(engine: Any) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
+def has_moments(engine: Any) -> bool:
+    """Whether the optimizer averages gradients as Adam does."""
+    return all("betas" in group for group in base_optimizer(engine).param_groups)
+
+
 def grad_norm(engine: Any) -> float | None:
     """Norm of the last update's gradient, before clipping; None where DeepSpeed does not compute one."""
     norm = engine.get_global_grad_norm()
@@ -299,6 +304,8 @@ def _refuse_untested(engine: Any) -> None:
         "a model-parallel unit (mpu)": engine.mpu is not None,
         "mixture-of-experts layers": bool(engine.has_moe_layers),
         "torch_autocast": bool(engine.torch_autocast_enabled()),
+        # mixes rows and columns of a masked update, so that masked weights would move
+        "Muon": any(group.get("use_muon") for group in base_optimizer(engine).param_groups),
     }
     for name, used in untested.items():
         if used:
@@ -365,6 +372,18 @@ def after_master_update(engine: Any, hook: Callable[[set[int]], None]) -> None:
         hook({id(p) for group in optimizer.param_groups for p in group["params"]})
 
     base_optimizer(engine).register_step_post_hook(post)
+
+
+def after_loading(engine: Any, hook: Callable[[], None]) -> None:
+    """Call `hook` after each `engine.load_checkpoint`."""
+    load = engine.load_checkpoint
+
+    def load_checkpoint(*args: Any, **others: Any) -> Any:
+        loaded = load(*args, **others)
+        hook()
+        return loaded
+
+    engine.load_checkpoint = load_checkpoint
 
 
 def loss_scale(engine: Any) -> float:

@@ -233,11 +233,15 @@ class AttentionConfig:
     stride: int = 256
     phase_strides: PhaseStrides = field(default_factory=PhaseStrides)
     dense_from: Literal["ultra_end", "restore_end"] | Duration = "restore_end"
-    backend: str = "auto"
+    backend: Literal["auto", "dense", "cpp", "triton", "blocked", "definition"] = "auto"  # while pairs are left out
 
     def __post_init__(self) -> None:
         if self.stride < 1:
             raise ValueError(f"mst.attention.stride must be at least 1, not {self.stride}")
+        if self.backend == "dense" and self.pattern != "dense":
+            raise ValueError(
+                'mst.attention.backend = "dense" computes every pair: leave it out, or set mst.attention.pattern = "dense"'
+            )
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """How do models of transformers come to sparse attention?
 
 Through transformers' attention interface: a function registered under a name, which a model's attention layers look up
-at every call. `attach` registers ours, switches the model to it and gives each layer a `mst_pattern`, which
-`set_pattern` assigns between steps as it does for our own layers.
+at every call. `attach` registers ours, switches the model to it and gives each layer a `mst_pattern` and a
+`mst_backend`, which `set_pattern` assigns between steps as it does for our own layers.
 
     no mask, whole sequences     the kernels of `attention`: only the pattern's pairs are computed
     padding, a cache             torch's attention under (their mask ∧ the pattern): exact, at the cost of dense
@@ -30,7 +30,7 @@ UNKNOWN = ("sliding_window", "softcap", "s_aux", "position_bias", "cache")
 log = logging.getLogger("mst_scale")
 
 
-def attach(model: Any, pattern: Pattern) -> str | None:
+def attach(model: Any, pattern: Pattern, backend: str = "auto") -> str | None:
     """Make every attention layer of a transformers model follow `pattern`. Returns why not, or None when it does."""
     config = getattr(model, "config", None)
     if not hasattr(model, "set_attn_implementation") or config is None:
@@ -51,7 +51,7 @@ def attach(model: Any, pattern: Pattern) -> str | None:
     if config._attn_implementation != NAME:
         return f"{type(model).__name__} does not use transformers' attention interface"
     for layer in layers:
-        layer.mst_pattern = pattern
+        layer.mst_pattern, layer.mst_backend = pattern, backend
     return None
 
 
@@ -92,7 +92,8 @@ def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
     if scaling is not None and not math.isclose(scaling, ordinary, rel_tol=1e-6):
         query = query * (scaling / ordinary)  # our kernels have the ordinary scale
     if attention_mask is None and query.shape[-2] == key.shape[-2]:
-        out = attention(query, key, value, pattern, causal, dropout=dropout)
+        backend = getattr(module, "mst_backend", "auto")
+        out = attention(query, key, value, pattern, causal, backend, dropout=dropout)
     else:
         if pattern.kind != "dense":
             _say_masked(type(module).__name__)

@@ -56,14 +56,15 @@ class SelfAttention(nn.Module):
         return f"heads={self.n_head}, causal={self.causal}, pattern={self.pattern}, backend={self.backend!r}"
 
 
-def set_pattern(model: nn.Module, pattern: Pattern) -> int:
-    """Give every SelfAttention of a model, and every layer that `attach` took, one pattern; returns how many."""
+def set_pattern(model: nn.Module, pattern: Pattern, backend: str = "auto") -> int:
+    """Give every SelfAttention of a model, and every layer that `attach` took, one pattern and what computes it;
+    returns how many there are."""
     count = 0
     for module in model.modules():
         if isinstance(module, SelfAttention):
-            module.pattern = pattern
+            module.pattern, module.backend = pattern, backend
         elif hasattr(module, "mst_pattern"):
-            module.mst_pattern = pattern  # type: ignore[assignment]
+            module.mst_pattern, module.mst_backend = pattern, backend  # type: ignore[assignment]
         else:
             continue
         count += 1

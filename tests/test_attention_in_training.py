@@ -1,0 +1,74 @@
+"""The attention pattern of a training run: it follows the schedule whatever else the run does."""
+
+import pytest
+import torch
+
+import mst_scale
+from mst_scale.config import load
+from mst_scale.config.blocks import ModelConfig
+from mst_scale.hybrid_sparse_attention import Pattern, SelfAttention
+from mst_scale.models.gpt import GPT
+from tests import pool
+from tests.toys import deepspeed_config
+
+SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 32, "context": 16, "vocab_size": 64}
+CASES = {
+    "no weight is masked": {"method": "mst", "sparsity": {"max": 0}},
+    "dense": {"method": "dense", "attention": {"pattern": "strided", "stride": 4, "dense_from": 3}},
+    "sparse": {"method": "mst", "sparsity": {"max": 0.5}, "attention": {"stride": 4, "dense_from": 3}},
+}
+
+
+def config(mst, optimizer=None):
+    raw = deepspeed_config(0, 1, "fp32", 1)
+    raw |= {"model": SMALL, "training": {"steps": 6, "seed": 3}, "mst": mst}
+    return raw if optimizer is None else raw | {"optimizer": optimizer}
+
+
+def patterns(rank, world, folder, mst):
+    mst = {"attention": {"pattern": "strided", "stride": 4, "dense_from": 3, "backend": "blocked"}, **mst}
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+
+    def engine_of():
+        torch.manual_seed(0)
+        return mst_scale.initialize(model=GPT(ModelConfig(**SMALL)), config=config(mst))[0]
+
+    def now(engine):
+        (layer,) = (m for m in engine.module.modules() if isinstance(m, SelfAttention))
+        assert layer.pattern == engine.mst.pattern, "what is used is what is said"
+        return layer.pattern, layer.backend
+
+    engine, seen = engine_of(), []
+    for step in range(5):
+        seen.append(now(engine))
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+        engine.save_checkpoint(folder, tag=f"after{step}")
+    again = engine_of()
+    again.load_checkpoint(folder, tag="after3")
+    return seen, now(again)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_turns_dense_when_it_should_also_after_a_load(tmp_path, name):
+    seen, loaded = pool.run(patterns, 1, str(tmp_path), CASES[name])[0]
+    sparse = (Pattern("strided", 4), "auto" if "attention" in CASES[name] else "blocked")
+    dense = (Pattern("dense"), "auto")
+    assert seen == [sparse, sparse, sparse, dense, dense] and loaded == dense
+
+
+def test_a_backend_that_is_none_is_refused():
+    for backend, message in (("blockd", "blocked"), ("dense", "computes every pair")):
+        with pytest.raises(ValueError, match=message):
+            load(config({"method": "mst", "attention": {"backend": backend}}))
+
+
+def unfit(rank, world, mst, optimizer):
+    with pytest.raises(ValueError) as caught:
+        mst_scale.initialize(model=GPT(ModelConfig(**SMALL)), config=config(mst, optimizer))
+    return str(caught.value)
+
+
+def test_snfs_wants_moments():
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    assert "grows by Adam's first moment" in pool.run(unfit, 1, {"method": "snfs"}, sgd)[0]
