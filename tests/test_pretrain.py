@@ -209,6 +209,17 @@ def test_killed_at_several_moments_and_resumed_bit_for_bit(tmp_path, undisturbed
     assert not list((out / "checkpoints").glob("*.partial")), "leftovers of killed saves are swept"
 
 
+def test_what_topology_steps_did_before_a_save_stands_in_the_next_row(tmp_path):
+    """Rows at 5, 10 and 12, topology steps at even ones, a checkpoint at 8: its row of 10 knows of steps 6 and 8."""
+    argv, out = arguments(tmp_path, mst=MST, training={"log_every": 5, "eval_every": 0}), tmp_path / "out"
+    assert pool.run(attempt, 2, argv) == [(0, "")] * 2
+    before = without_times(tiny_run.rows(out))
+    assert [row["step"] for row in before] == [5, 10, 12]
+    shutil.rmtree(out / "checkpoints" / "step00000012")
+    assert pool.run(attempt, 2, argv) == [(0, "")] * 2
+    assert without_times(tiny_run.rows(out)) == before
+
+
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_path, undisturbed, caplog):
     shutil.copytree(undisturbed, tmp_path / "out")
     newest = tmp_path / "out" / "checkpoints" / "step00000012"
