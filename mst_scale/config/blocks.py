@@ -240,7 +240,7 @@ class AttentionConfig:
             raise ValueError(f"mst.attention.stride must be at least 1, not {self.stride}")
         if self.backend == "dense" and self.pattern != "dense":
             raise ValueError(
-                'mst.attention.backend = "dense" computes every pair: leave it out, or set mst.attention.pattern = "dense"'
+                'mst.attention.backend = "dense" computes every pair: leave it out, or set pattern to "dense"'
             )
 
 
