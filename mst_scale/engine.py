@@ -105,21 +105,23 @@ class Controller:
         self.span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a stopwatch of whoever measures us
         self.idle = stays_dense(mst)
         self.attention_backend = mst.attention.backend
+        self.attended = 0  # layers that follow the pattern
         if not self.idle:
             self._attach(engine, experiment)
         elif len(self.attention.pieces) > 1:  # the pattern changes all the same
             zero_shards.around_model_step(engine, lambda: None, self._set_pattern)
             zero_shards.after_loading(engine, self._set_pattern)
-        if not self._set_pattern() and self.pattern.kind != "dense":
+        self._set_pattern()
+        if not self.attended and self.pattern.kind != "dense":
             if reason := attach(engine.module, self.pattern, self.attention_backend):
                 logger.info("attention stays dense: %s", reason)
             else:
                 logger.info("attention of %s follows %s", type(engine.module).__name__, self.pattern)
 
-    def _set_pattern(self) -> int:
+    def _set_pattern(self) -> None:
         """Let attention follow the pattern of the next step; torch computes what holds every pair."""
         backend = "auto" if self.pattern.kind == "dense" else self.attention_backend
-        return set_pattern(self.engine.module, self.pattern, backend)
+        self.attended = set_pattern(self.engine.module, self.pattern, backend)
 
     def _attach(self, engine: Any, experiment: Experiment) -> None:
         if "momentum" in self.policy.reads and not zero_shards.has_moments(engine):
