@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from benchmarks.machine import aside, machine
 
 INTERVAL, WARM, RATE = 40, 100, 3e-3
 Row = dict[str, Any]
@@ -79,6 +80,8 @@ def train(sampler: Any, grown_moments: str, beta2: float, steps: int) -> Row:
         "bump_error": round(statistics.stdev(bumps) / len(bumps) ** 0.5, 4),
         "final_loss": round(statistics.fmean(losses[-50:]), 4),
         "steps": steps,
+        "speedup": None,
+        "why": "losses are compared, not times",
     }
 
 
@@ -118,15 +121,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output.add_argument("--json", action="store_true", help="for machines")
     output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
     options = parser.parse_args(arguments)
-    rows = run(options.data, options.steps)
+    with aside():
+        rows = run(options.data, options.steps)
+    about = machine()
     if options.json:
-        print(json.dumps({"machine": {"torch": torch.__version__}, "rows": rows}))
+        print(json.dumps({"machine": about, "rows": rows}))
     elif options.markdown:
         title, _, text = (__doc__ or "").partition("\n")
         body = text.strip().split("\n\n", 1)[1]
         command = f"python -m benchmarks.grown_weights --steps {options.steps} --markdown"
-        print(f"# {title}\n\n`{command}`\n\ntorch {torch.__version__}, CPU float32, {os.cpu_count()} cores\n")
-        print(f"{table(rows)}\n\n{body}")
+        facts = ", ".join(f"{key} {value}" for key, value in about.items())
+        print(f"# {title}\n\n`{command}`\n\n{facts}, float32\n\n{table(rows)}\n\n{body}")
     else:
         print(table(rows))
     return 0

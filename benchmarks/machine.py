@@ -1,11 +1,14 @@
-"""On what was it measured, and how fast could that be?"""
+"""On what was it measured, how fast could that be, and where do the others speak meanwhile?"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import statistics
+import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -58,6 +61,13 @@ def _measured_peak(device: torch.device, dtype: torch.dtype, size: int = 1536) -
         wait_for(device)
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / min(seconds)
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """What DeepSpeed prints on stdout goes to stderr: stdout is for our tables and JSON."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
 
 
 def wait_for(device: torch.device) -> None:

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import machine
+from benchmarks.machine import aside, machine
 from benchmarks.training import MASKED_MODEL, config
 
 Row = dict[str, Any]
@@ -107,11 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.rounds < 2:
         raise ValueError("--rounds must be at least 2")
     torch.set_num_threads(options.threads)
-    out, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed speaks on stdout, where our tables belong
-    try:
+    with aside():
         rows = run(options.rounds)
-    finally:
-        sys.stdout = out
     about = machine(options.threads)
     if options.json:
         print(json.dumps({"machine": about, "rows": rows}))

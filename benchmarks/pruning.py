@@ -1,6 +1,6 @@
 """Are weights trained with MST better suited to pruning than dense ones?
 
-    python -m benchmarks.pruning [--data DIR] [--runs DIR] [--seeds N] [--steps N] [--json | --markdown]
+    mst bench pruning [--data DIR] [--runs DIR] [--seeds N] [--steps N] [--json | --markdown]
 
 The paper says so: "the learned parameters are more concentrated, making them better suited for subsequent pruning". The
 model of ds_configs/demo.json (2 layers, width 64, bytes of Python's library) is trained dense and with MST (80 % sparse
@@ -24,6 +24,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.machine import aside, machine
 
 ROOT = Path(__file__).parents[1]
 METHODS = ("dense", "mst")
@@ -85,6 +87,7 @@ def measure(data: str, runs: Path, seeds: int, steps: int) -> list[Row]:
     for method in METHODS:
         found = [pruned(train(method, seed, steps, data, runs)) for seed in range(1, seeds + 1)]
         row: Row = {"method": method, "steps": steps, "seeds": seeds}
+        row |= {"speedup": None, "why": "losses are compared, not times"}
         row["kurtosis"] = round(statistics.fmean(kurtosis for _, kurtosis in found), 2)
         for i, sparsity in enumerate(SPARSITIES):
             losses = [values[i] for values, _ in found]
@@ -112,7 +115,7 @@ def table(rows: list[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pruning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="mst bench pruning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", default="corpora/stdlib-byte", metavar="DIR")
     parser.add_argument("--runs", default="runs/pruning", type=Path, metavar="DIR", help="where the runs are kept")
@@ -122,17 +125,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output.add_argument("--json", action="store_true", help="for machines")
     output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
     options = parser.parse_args(arguments)
-    import torch
-
-    rows = measure(options.data, options.runs, options.seeds, options.steps)
+    with aside():
+        rows = measure(options.data, options.runs, options.seeds, options.steps)
+    about = machine()
     if options.json:
-        print(json.dumps({"machine": {"torch": torch.__version__}, "rows": rows}))
+        print(json.dumps({"machine": about, "rows": rows}))
     elif options.markdown:
         title, _, text = (__doc__ or "").partition("\n")
         body = text.strip().split("\n\n", 1)[1]
-        command = f"python -m benchmarks.pruning --seeds {options.seeds} --steps {options.steps} --markdown"
-        print(f"# {title}\n\n`{command}`\n\ntorch {torch.__version__}, CPU float32, one process\n")
-        print(f"{table(rows)}\n\n{body}")
+        facts = ", ".join(f"{key} {value}" for key, value in about.items())
+        command = f"mst bench pruning --seeds {options.seeds} --steps {options.steps} --markdown"
+        print(f"# {title}\n\n`{command}`\n\n{facts}, float32, one process\n\n{table(rows)}\n\n{body}")
     else:
         print(table(rows))
     return 0

@@ -27,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import aside, machine
+
 Row = dict[str, Any]
 
 # A GPT of 0.4 M weights in its layers; every run has the same sparsity: min_blocks = 0, and blocks tile every matrix.
@@ -99,6 +101,8 @@ def compare(runs: Mapping[str, Sequence[Row]]) -> list[Row]:
                 "flops_of_dense": statistics.fmean(run["flops"] for run in found),
                 "tokens": found[0]["tokens"],
                 "losses": losses,
+                "speedup": None,
+                "why": "losses are compared, not times",
             }
         )
     return rows
@@ -145,18 +149,17 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row], options: argparse.Namespace, variants: Mapping[str, Sequence[str]]) -> str:
-    import torch
-
     title, _, text = (__doc__ or "").partition("\n")
     body = text.strip().split("\n\n", 1)[1]
     told = "mst bench quality --seeds " + " ".join(map(str, options.seeds)) + " --markdown"
     told += f" --variants {options.variants}" if options.variants else ""
     told += f" --config {options.config}" if options.config != CONFIG else ""
+    facts = ", ".join(f"{key} {value}" for key, value in machine().items())
     settings = "\n".join(options.set)
     listed = "\n".join(f"{name}: {' '.join(words) or '(as above)'}" for name, words in variants.items())
     return (
-        f"# {title}\n\n`{told}`\n\ntorch {torch.__version__}, CPU float32, one process, {len(options.seeds)} "
-        f"seeds, {rows[0]['tokens']:,} tokens a run\n\n{table(rows)}\n\n"
+        f"# {title}\n\n`{told}`\n\n{facts}, float32, one process, {len(options.seeds)} seeds, "
+        f"{rows[0]['tokens']:,} tokens a run of {rows[0]['variant']}\n\n{table(rows)}\n\n"
         f"Settings on top of {options.config}:\n\n```\n{settings}\n\n{listed}\n```\n\n```\n{body}\n```\n"
     )
 
@@ -186,11 +189,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             raise ValueError(f"--only {unknown[0]}: the variants are {', '.join(variants)}")
         variants = {name: variants[name] for name in options.only}
-    rows = measure(options, variants)
+    with aside():
+        rows = measure(options, variants)
     if options.json:
-        import torch
-
-        print(json.dumps({"machine": {"torch": torch.__version__}, "rows": rows}))
+        print(json.dumps({"machine": machine(), "rows": rows}))
     elif options.markdown:
         print(markdown(rows, options, variants))
     else:

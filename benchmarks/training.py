@@ -5,7 +5,9 @@
     loop      one step of `mst_scale.pretrain` (sampling, learning rate, votes, FLOP ledger, metrics every 10 steps)
               against a bare forward/backward/step on the same engine with batches at hand
     masking   an ordinary step at 96 % sparsity (masked dense compute) against the same DeepSpeed run without MST
-    topology  a topology step's extra time, spread over the 100 steps between two of them
+    topology  a topology step's extra time, spread over the 100 steps between two of them; where layers skip what is
+              masked it also computes the dense weight gradients that growth needs (`mst bench step` shows that)
+    drift     one drift check of all masks, spread over the 1,000 steps between two of them
 
 Steps alternate between the two sides, so that a change of clock or a neighbour's load meets both; `ours_ms` and
 `rival_ms` are medians, ranges the middle half. `overhead` is what we add, as a share of the rival's step: the median
@@ -32,7 +34,7 @@ import torch.multiprocessing as mp
 from benchmarks.machine import machine
 
 Row = dict[str, Any]
-ASKED = {"loop": 0.02, "masking": 0.02, "topology": 0.01}
+ASKED = {"loop": 0.02, "masking": 0.02, "topology": 0.01, "drift": 0.001}
 # GPT-2 small's widths and its whole head; 4 of 12 layers, so that two engines fit beside each other in a few GB
 MASKED_MODEL: dict[str, Any] = {"n_layer": 4, "n_head": 12, "n_embd": 768, "context": 1024, "vocab_size": 50257}
 LOOP_MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "context": 256, "vocab_size": 257}
@@ -106,6 +108,7 @@ def masked(ranks: Any, rounds: int) -> list[Row]:
         "sparsity": {"max": 0.96},
         "topology": {"interval": 100, "check_every": 0, "update_schedule": "constant"},
         "attention": {"pattern": "dense"},
+        "compute": {"backend": "dense"},
     }
 
     def engine(**blocks: Any) -> Any:
@@ -133,6 +136,7 @@ def masked(ranks: Any, rounds: int) -> list[Row]:
     for _ in range(max(3, rounds // 3)):
         for due, kept in ((True, topology), (False, plain)):
             type(controller.schedule).is_topology_step = lambda self, s, due=due: due
+            controller._ask_for_dense_gradients()
             start = time.perf_counter()
             step(sparse)()
             kept.append(time.perf_counter() - start)
@@ -141,7 +145,10 @@ def masked(ranks: Any, rounds: int) -> list[Row]:
     share = statistics.median(extra) / 100 / statistics.median(ordinary[1])
     found = row("topology", "an ordinary step of the same run", topology, plain)
     found.update(overhead=share, note="extra time of a topology step / 100 / step time without MST")
-    return [*rows, found]
+    checks, steps = alternate([controller.check_drift, step(sparse)], max(3, rounds // 3))
+    check = row("drift", "an ordinary step of the same run", checks, steps)
+    check.update(overhead=statistics.median(checks) / 1_000 / statistics.median(steps))
+    return [*rows, found, check]
 
 
 def row(what: str, rival: str, ours: list[float], theirs: list[float], steps: int = 1) -> Row:
@@ -201,7 +208,7 @@ def table(rows: list[Row]) -> str:
     for r in rows:
         ours, theirs = ("{:,} ({:,}–{:,})".format(r[f"{who}_ms"], *r[f"{who}_range"]) for who in ("ours", "rival"))
         low, high = r["overhead_range"]
-        spread = f" ({low:+.2%} … {high:+.2%})" if r["what"] != "topology" else ""
+        spread = f" ({low:+.2%} … {high:+.2%})" if r["what"] in ("loop", "masking") else ""
         cells = [
             r["what"],
             r["ranks"],

@@ -17,6 +17,7 @@ Measure on this machine, ours and the rival alternating in one run:
   observer    looking at the weights for TensorBoard and the report, against the steps between
   topology    one topology step against full top-k and against torch.kthvalue
   grown_weights   the first updates of grown weights and the loss around topology steps, with seeded moments and without
+  pruning     whether weights trained with MST bear pruning better than dense ones
   quality     what a choice costs in validation loss: single weights, blocks, dense and tiny models
   step        a training step in every phase: MST against dense, its parts, memory, FLOP/s, collectives
   scaling     the same on 1, 2, 4 … processes, weak and strong, drawn
@@ -33,7 +34,18 @@ examples:
   mst bench topology --ranks 1 2 --json
   mst bench step --config ds_configs/gpt2_small.json --set model.n_layer=2 --set bf16.enabled=false --micro 1
 """
-PROGRAMS = ("attention", "grown_weights", "linear", "observer", "quality", "scaling", "step", "topology", "training")
+PROGRAMS = (
+    "attention",
+    "grown_weights",
+    "linear",
+    "observer",
+    "pruning",
+    "quality",
+    "scaling",
+    "step",
+    "topology",
+    "training",
+)
 
 
 def add(subparsers: Any) -> None:
