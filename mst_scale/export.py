@@ -6,7 +6,8 @@ same logits (of a BERT `AutoModelForMaskedLM`); what it lacks (biases) is zero t
 are left out. Attention is dense.
 
 Weights are the fp32 masters. They are read, transposed and written one after the other: memory holds one matrix, never
-the model. Zeros stay zeros. `prune` sets further weights to zero, by magnitude within each layer.
+the model. Zeros stay zeros. `prune` sets further weights to zero, by magnitude within each layer; only to measure what
+that costs, the model is loaded.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from mst_scale.config import Experiment, ModelConfig, load
 from mst_scale.data.corpus import META, read_meta
 from mst_scale.data.masking import open_sampler
 from mst_scale.data.sampler import Sampler
+from mst_scale.data.tokenizer import TrainedWith, chosen, is_missing, trained_with
 from mst_scale.data.tokenizer_files import write_tokenizer
 from mst_scale.distributed import logger
 from mst_scale.mixed_growing.distribution import active_counts
@@ -85,23 +87,29 @@ def export(
         raise ValueError(f"{out} exists: choose another OUT")
     source = open_source(path, config, causal=False)
     experiment = source.experiment
+    text = chosen(tokenizer, tokenizer_of(experiment), str(path))
+    name, identity = (None, None) if text is None else (text.name, text.identity)
     shapes = {name: tuple(p.shape) for name, p in source.targets().items()}
     counts: dict[str, int] = {}
-    losses: dict[str, float] = {}
     if prune is not None:
         kept = active_counts(list(shapes.values()), prune, experiment.mst.sparsity.distribution)
         counts = dict(zip(shapes, kept, strict=True))
-        losses = _losses(source, counts)
     draft = out.with_name(out.name + checkpoints.PARTIAL)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     try:
+        end_of_text, tokenizer_note = write_tokenizer(draft, name, experiment.model.vocab_size)
+        losses = _losses(source, counts) if prune is not None else {}
         writer = _Writer(source.weights, experiment.model, counts, set(shapes))
         files = write_model(draft, writer.shapes, writer, dtype, shard_bytes)
-        name = tokenizer or tokenizer_of(experiment)
-        end_of_text, tokenizer_note = write_tokenizer(draft, name, experiment.model.vocab_size)
         raw = _names(experiment.model).hugging_face_config(experiment.model, end_of_text)
-        about = {"step": source.step, "tokenizer": name, "bias": experiment.model.bias, "method": experiment.mst.method}
+        about = {
+            "step": source.step,
+            "tokenizer": name,
+            "tokenizer_identity": identity,
+            "bias": experiment.model.bias,
+            "method": experiment.mst.method,
+        }
         _write_json(draft / "config.json", {**raw, "dtype": dtype, "mst_scale": about})
         done = Exported(
             checkpoint=source.checkpoint,
@@ -185,15 +193,18 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
     return Source(checkpoint, config.parent if config.name == "config.json" else None, experiment, step, weights)
 
 
-def tokenizer_of(experiment: Experiment) -> str | None:
+def tokenizer_of(experiment: Experiment) -> TrainedWith | None:
     """The tokenizer of the run's corpus; None where nothing names one."""
     data = experiment.data
     folder = Path(data.dir or f"corpora/{data.source}")
     if (folder / META).is_file():
-        return str(read_meta(folder)["tokenizer"])
+        meta = read_meta(folder)
+        before = trained_with(str(meta["tokenizer"]), meta["recipe"].get("tokenizer"))
+        moved = data.tokenizer if is_missing(before.name) else None  # the config may say where its file lies now
+        return chosen(moved, before, str(folder))
     if data.source is None and data.tokenizer is None:
         return None
-    return data.tokenizer or ("byte" if data.source == "stdlib" else "gpt2")
+    return trained_with(data.tokenizer or ("byte" if data.source == "stdlib" else "gpt2"))
 
 
 def _names(model: ModelConfig) -> ModuleType:

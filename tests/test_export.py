@@ -323,3 +323,12 @@ def test_what_is_no_model_is_refused_and_nothing_is_left(tmp_path_factory, tmp_p
     with pytest.raises(ValueError, match="has 257 ids, and the model only 64"):
         export(run, tmp_path / "out", tokenizer="byte")
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(tmp_path_factory, tmp_path, monkeypatch):
+    run = run_of(tmp_path_factory, 2, 1)
+    for name in ("write_model", "_losses"):
+        monkeypatch.setattr(f"mst_scale.export.{name}", lambda *_: pytest.fail("too late"))
+    with pytest.raises(ValueError, match="has 257 ids, and the model only 64"):
+        export(run, tmp_path / "out", tokenizer="byte", prune=0.5)
+    assert not list(tmp_path.glob("out*"))

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +27,8 @@ import numpy as np
 from mst_scale.data.word_pieces import HUB, WordPieceTokenizer, vocabulary_file
 
 SPLIT_LIKE_GPT2 = ("gpt2", "r50k_base")  # encodings whose rank file is complete with that pattern
+# Identities of the same ids; the last is of r50k_base.tiktoken, as tiktoken itself checks it.
+GPT2_IDS = {*SPLIT_LIKE_GPT2, "sha256:306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"}
 SHORTEST_HALF = 1 << 10  # characters; no pattern fails on less
 DOWNLOAD_SECONDS = 60.0  # vocabularies are 1-4 MB; a network that drops packets would otherwise hang for minutes
 
@@ -112,6 +116,36 @@ def is_file(name: str) -> bool:
 def tokenizer_identity(name: str) -> str:
     """What decides the ids: the name, or the content of a file wherever it lies."""
     return f"sha256:{hashlib.sha256(_read(Path(name))).hexdigest()}" if is_file(name) else name
+
+
+def is_missing(name: str) -> bool:
+    """Whether it names a file that does not lie there (any more)."""
+    return is_file(name) and not Path(name).is_file()
+
+
+@dataclass(frozen=True)
+class TrainedWith:
+    """The tokenizer of a model's corpus, which may have been made on another machine."""
+
+    name: str
+    identity: str | None
+    """None: it was a file, which is not here, and nothing tells what was in it."""
+
+
+def trained_with(name: str, noted: str | None = None) -> TrainedWith:
+    """`noted` is the identity that was written down then, if one was."""
+    return TrainedWith(name, noted or (None if is_missing(name) else tokenizer_identity(name)))
+
+
+def chosen(given: str | None, before: TrainedWith | None, model: str) -> TrainedWith | None:
+    """The tokenizer to use: the one asked for, wherever its file lies, which must give the ids of the one before."""
+    if given is None:
+        return before
+    identity = tokenizer_identity(given)
+    if before is not None and before.identity not in (None, identity) and not {before.identity, identity} <= GPT2_IDS:
+        cure = "name that file where it lies now" if is_missing(before.name) else "leave --tokenizer out"
+        raise ValueError(f"{model} was trained with tokenizer {before.name!r}, not {given!r}: {cure}")
+    return TrainedWith(os.path.abspath(given) if is_file(given) else given, identity)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mst_scale.data.tokenizer import SPLIT_LIKE_GPT2, is_rank_file, load_tokenizer
+from mst_scale.data.tokenizer import SPLIT_LIKE_GPT2, is_missing, is_rank_file, load_tokenizer
 from mst_scale.data.word_pieces import WordPieceTokenizer
 
 END = "<|endoftext|>"
@@ -27,6 +27,8 @@ def write_tokenizer(folder: Path, name: str | None, vocab_size: int) -> tuple[in
     """(id that ends a text, why no files were written or ""). A vocabulary that the model does not hold is refused."""
     if name is None:
         return None, "no tokenizer files: the run does not say which tokenizer made its corpus; --tokenizer names one"
+    if is_missing(name):
+        return None, f"no tokenizer files: {name} is not there any more; --tokenizer names it where it lies now"
     try:
         tokenizer = load_tokenizer(name)
     except OSError as error:

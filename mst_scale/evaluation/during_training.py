@@ -33,10 +33,10 @@ class TasksDuringTraining:
         self.out, self.ranks = out, ranks
         harness.load()
         self.tasks = choose(training.eval_tasks or "")
-        name = tokenizer_of(experiment)
-        if name is None:
+        made_with = tokenizer_of(experiment)
+        if made_with is None:
             raise ValueError("training.eval_tasks: the corpus does not say which tokenizer made it (data.tokenizer)")
-        self.text = our_text(name, self.config.vocab_size)
+        self.text = our_text(made_with.name, self.config.vocab_size)
 
     def read(self) -> None:
         """The documents, read by rank 0 for all; every rank calls it."""

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from mst_scale import checkpoint as checkpoints
-from mst_scale.data.tokenizer import load_tokenizer
+from mst_scale.data.tokenizer import chosen, is_missing, load_tokenizer, trained_with
+from mst_scale.distributed import logger
 from mst_scale.export import open_source, tokenizer_of
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -87,16 +88,13 @@ def _ours(path: Path, tokenizer: str | None, device: torch.device) -> tuple[Mode
     except ValueError as error:
         raise ValueError(f"{error}; nor is it a model of transformers (no config.json with a model_type)") from None
     source = open_source(path)
-    trained_with = tokenizer_of(source.experiment)
-    if tokenizer is not None and trained_with is not None and tokenizer != trained_with:
-        raise ValueError(
-            f"{path} was trained with tokenizer {trained_with!r}, not {tokenizer!r}: leave --tokenizer out"
-        )
-    name = tokenizer or trained_with
-    if name is None:
+    named = chosen(tokenizer, tokenizer_of(source.experiment), str(path))
+    if named is None:
         raise ValueError(f"{path} does not say which tokenizer made its corpus: name it with --tokenizer")
+    if is_missing(named.name):
+        raise ValueError(f"{path}: its tokenizer {named.name} is not there any more: name it where it is (--tokenizer)")
     config = source.experiment.model
-    text = our_text(name, config.vocab_size)
+    text = our_text(named.name, config.vocab_size)
     manifest = source.checkpoint / checkpoints.MANIFEST
     digest = checkpoints.file_digest(manifest) if manifest.is_file() else str(source.checkpoint.resolve())
     model = source.model().to(device)
@@ -106,7 +104,7 @@ def _ours(path: Path, tokenizer: str | None, device: torch.device) -> tuple[Mode
 
 
 def _transformers(name: str, folder: Path | None, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -127,34 +125,60 @@ def _transformers(name: str, folder: Path | None, tokenizer: str | None, device:
     context = getattr(config, "n_positions", None) or getattr(config, "max_position_embeddings", None)
     if not context:
         raise ValueError(f"{name}: its config.json does not say how long a text may be (max_position_embeddings)")
-    trained_with: str | None = about.get("tokenizer")
-    if tokenizer is not None and trained_with is not None and tokenizer != trained_with:
-        raise ValueError(f"{name} was trained with tokenizer {trained_with!r}, not {tokenizer!r}")
-    if ours := tokenizer or trained_with:
-        text = our_text(ours, config.vocab_size)
-    else:
-        try:
-            found = AutoTokenizer.from_pretrained(name)
-            empty = not found("a", add_special_tokens=False)["input_ids"]  # what it makes where files are missing
-        except Exception:
-            empty = True
-        if empty:
-            raise ValueError(f"{name} has no tokenizer that transformers can load: name one (--tokenizer)")
-        if len(found) > config.vocab_size:
-            raise ValueError(f"the tokenizer of {name} has {len(found)} ids, but the model only {config.vocab_size}")
-
-        def encode(string: str) -> Iterable[int]:
-            ids: list[int] = found(string, add_special_tokens=False)["input_ids"]
-            return ids
-
-        text = Text(f"of {name}", encode, found.eos_token_id)
+    text = _text_of(name, tokenizer, about, config.vocab_size)
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = model(ids).logits
         return result
 
+    _refuse_a_look_ahead(name, logits, device)
     digest = _digest(folder) if folder is not None else f"{name}@{getattr(config, '_commit_hash', None)}"
     return Model(name, about.get("step"), folder, digest, logits, int(context), config.vocab_size, device), text
+
+
+def _text_of(name: str, tokenizer: str | None, about: dict[str, Any], vocab_size: int) -> Text:
+    """The tokenizer that is asked for, or the one of the export (`about`), or, where that is not at hand, the files."""
+    before = trained_with(about["tokenizer"], about.get("tokenizer_identity")) if about.get("tokenizer") else None
+    named = chosen(tokenizer, before, name)
+    if named is not None and (tokenizer is not None or not is_missing(named.name)):
+        try:
+            return our_text(named.name, vocab_size)
+        except OSError:  # its vocabulary cannot be downloaded
+            if tokenizer is not None:
+                raise
+    text = _their_text(name, vocab_size)
+    if named is not None:
+        logger.info("tokenizer %s is not at hand: using the files in %s", named.name, name)
+    return text
+
+
+def _their_text(name: str, vocab_size: int) -> Text:
+    """The tokenizer that transformers finds beside the model."""
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(name)
+        empty = not found("a", add_special_tokens=False)["input_ids"]  # what it makes where files are missing
+    except Exception:
+        empty = True
+    if empty:
+        raise ValueError(f"{name} has no tokenizer that transformers can load: name one (--tokenizer)")
+    if len(found) > vocab_size:
+        raise ValueError(f"the tokenizer of {name} has {len(found)} ids, but the model only {vocab_size}")
+
+    def encode(string: str) -> Iterable[int]:
+        ids: list[int] = found(string, add_special_tokens=False)["input_ids"]
+        return ids
+
+    return Text(f"of {name}", encode, found.eos_token_id)
+
+
+@torch.no_grad()
+def _refuse_a_look_ahead(name: str, logits: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+    """A BERT is loaded as a language model too, and would see the very tokens that it is to predict."""
+    first = logits(torch.tensor([[0, 1], [0, 2]], device=device))[:, 0].float()
+    if (first[0] - first[1]).abs().max() > 1e-4 * first.abs().max():  # rounding is far below, a second token far above
+        raise ValueError(f"{name} sees the tokens behind a place too (as a BERT does), and predicts no next token")
 
 
 def _digest(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from pathlib import Path
 
@@ -141,3 +142,23 @@ def test_a_network_that_drops_packets_does_not_hang(monkeypatch: pytest.MonkeyPa
     with pytest.raises(OSError, match=r"TimeoutError.*TIKTOKEN_CACHE_DIR"):
         load_tokenizer("r50k_base")
     assert time.monotonic() - start < 2  # less than the 3 s that the download hangs
+
+
+def test_what_a_model_was_trained_with_is_known_by_its_ids(tmp_path):
+    from tiktoken_ext import openai_public
+
+    a, b = rank_file(tmp_path / "a.tiktoken"), rank_file(tmp_path / "b.tiktoken", [])
+    before = tok.trained_with(str(a))
+    a = a.rename(tmp_path / "moved.tiktoken")
+    assert tok.chosen(None, before, "m") is before
+    assert tok.chosen(str(a), before, "m") == tok.TrainedWith(str(a), tokenizer_identity(str(a)))
+    with pytest.raises(ValueError, match=r"m was trained with tokenizer '.*a.tiktoken', not '.*b.tiktoken': name that"):
+        tok.chosen(str(b), before, "m")
+    unknown = tok.trained_with("/elsewhere/c.tiktoken")
+    assert unknown.identity is None and tok.chosen(str(b), unknown, "m").name == str(b)
+    (published,) = tok.GPT2_IDS - {"gpt2", "r50k_base"}
+    assert published.removeprefix("sha256:") in inspect.getsource(openai_public.r50k_base)
+    for name, identity in (("gpt2", "gpt2"), ("/elsewhere/r50k_base.tiktoken", published)):
+        assert tok.chosen("r50k_base", tok.TrainedWith(name, identity), "m").name == "r50k_base"
+        with pytest.raises(ValueError, match="was trained with"):
+            tok.chosen("byte", tok.TrainedWith(name, identity), "m")

@@ -19,6 +19,7 @@ from mst_scale.evaluation import evaluate as module
 from mst_scale.evaluation.paper import PAPER, rows
 from mst_scale.export import export, open_source
 from tests import pool, tiny_run
+from tests.data.texts import make, rank_file
 from tests.test_bad_input import attempt
 
 CONTEXT = 64
@@ -255,6 +256,47 @@ def test_wrong_use_is_one_line(run, data, capsys, tmp_path, monkeypatch):
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
     assert "cannot be had from the hub" in refused(capsys, "nobody/nothing", "--tasks", "lambada", *there)
+
+
+def test_a_tokenizer_file_that_lies_elsewhere_now(run, data, capsys, tmp_path):
+    """A rank file without merges gives the ids of `byte`; what is in the file counts, not where it lies."""
+    there, other = rank_file(tmp_path / "there.tiktoken", []), rank_file(tmp_path / "other.tiktoken", [b"th"])
+    (tmp_path / "a.txt").write_text(TEXT * 9)
+    make(tmp_path / "a.txt", tmp_path / "corpus", str(there), val_fraction=0.5)
+    ours, hf, bare = tmp_path / "run", tmp_path / "hf", tmp_path / "bare"
+    shutil.copytree(run, ours, ignore=shutil.ignore_patterns("eval.json"))
+    config = json.loads((ours / "config.json").read_text())
+    config["data"]["dir"] = str(tmp_path / "corpus")
+    (ours / "config.json").write_text(json.dumps(config))
+    assert export(ours, hf).tokenizer == str(there)
+    here = str(there.rename(tmp_path / "here.tiktoken"))
+    assert export(ours, bare).tokenizer is None and not (bare / "tokenizer.json").exists()
+    assert export(ours, tmp_path / "named", tokenizer=here).tokenizer == here
+    with pytest.raises(ValueError, match="was trained with tokenizer"):
+        export(ours, tmp_path / "out", tokenizer=str(other))
+    words = ["--tasks", "lambada", "--data-dir", str(data), "--out", str(tmp_path / "e.json")]
+    expected = evaluated(str(run), *words, capsys=capsys)["tasks"]["lambada"]["metrics"]
+    line = refused(capsys, str(ours), *words)
+    assert f"its tokenizer {there} is not there any more: name it where it is (--tokenizer)" in line
+    for model, given, used in ((ours, here, here), (hf, None, f"of {hf}"), (hf, here, here), (bare, here, here)):
+        (tmp_path / "e.json").unlink()
+        found = evaluated(str(model), *words, *(["--tokenizer", given] if given else []), capsys=capsys)
+        assert found["tasks"]["lambada"]["metrics"] == pytest.approx(expected, rel=1e-4)
+        assert found["tokenizer"] == used
+    for model in (ours, hf, bare):
+        line = refused(capsys, str(model), *words, "--tokenizer", str(other))
+        assert f"was trained with tokenizer '{there}', not '{other}': name that file where it lies now" in line
+
+
+def test_a_model_that_looks_ahead_is_refused(data, capsys, tmp_path):
+    """transformers loads a BERT as a language model too."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+    BertForMaskedLM(BertConfig(**shape, vocab_size=257, max_position_embeddings=64)).save_pretrained(tmp_path)
+    line = refused(capsys, str(tmp_path), "--tasks", "lambada", "--data-dir", str(data), "--tokenizer", "byte")
+    assert "sees the tokens behind a place too (as a BERT does), and predicts no next token" in line
 
 
 def test_a_tokenizer_that_does_not_fit(run, data, capsys, tmp_path):
