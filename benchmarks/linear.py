@@ -182,8 +182,7 @@ def tune(dtypes: Sequence[str], seconds: float) -> list[Row]:
                 print(found[-1], flush=True)
     torch.set_num_threads(everything)
     kept = [row for row in dispatch.table() if row["backend"] != "cpu" or row["dtype"] not in dtypes]
-    lines = ",\n".join(f"    {json.dumps(row)}" for row in [*found, *kept])
-    dispatch.TABLE.write_text(f'{{\n  "crossovers": [\n{lines}\n  ]\n}}\n')
+    dispatch.rewrite([*found, *kept])
     print(f"wrote {dispatch.TABLE}")
     return found
 
@@ -227,10 +226,11 @@ def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if "cuda" in given:
-        where = given.index("cuda")
-        if where and given[where - 1] == "--device":
-            return linear_cuda.main(given[: where - 1] + given[where + 1 :])
+    device = argparse.ArgumentParser(prog="mst bench linear", add_help=False)
+    device.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    where, others = device.parse_known_args(given)
+    if where.device == "cuda":
+        return linear_cuda.main(others)
     parser = argparse.ArgumentParser(prog="mst bench linear", description=(__doc__ or "").split("\n", 1)[0])
     help_of_device = "cuda: layers in blocks, with options of their own (mst bench linear --device cuda --help)"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=help_of_device)

@@ -183,7 +183,7 @@ def crossover(ours: dict[float, float], dense: float) -> float:
 
 
 def tune(sides: Sequence[int], widths: Sequence[int], rounds: int) -> list[Row]:
-    """Crossovers of the three products together, into the table; rows of other backends stay."""
+    """Crossovers of the three products together, into the table; rows that were not measured stay."""
     if not torch.cuda.is_available():
         raise ValueError("--tune needs a CUDA device: crossovers are measured, not guessed")
 
@@ -202,9 +202,11 @@ def tune(sides: Sequence[int], widths: Sequence[int], rounds: int) -> list[Row]:
             entry = {"backend": "block", "dtype": "bfloat16", "block": side, "shape": [4 * width, width]}
             found.append({**entry, "sparsity": crossover(medians, dense)})
             print(found[-1], flush=True)
-    kept = [row for row in dispatch.table() if row["backend"] != "block"]
-    lines = ",\n".join(f"    {json.dumps(row)}" for row in [*kept, *found])
-    dispatch.TABLE.write_text(f'{{\n  "crossovers": [\n{lines}\n  ]\n}}\n')
+    what = [{key: value for key, value in row.items() if key != "sparsity"} for row in found]
+    kept = [
+        row for row in dispatch.table() if {key: value for key, value in row.items() if key != "sparsity"} not in what
+    ]
+    dispatch.rewrite([*kept, *found])
     print(f"wrote {dispatch.TABLE}")
     return found
 

@@ -146,7 +146,12 @@ class Controller:
         self.digests = self.masks.digests(self.exchange)
         shapes = {s.name: s.shape for s in self.shards.slices}
         side = 1 if self.blocks is None else self.blocks.side
-        self.layers = SparseLayers(engine.module, targets, shapes, experiment.mst.compute.backend, side)
+        error = None
+        try:
+            self.layers = SparseLayers(engine.module, targets, shapes, experiment.mst.compute.backend, side)
+        except ValueError as met:  # of this rank's device, say
+            error = met
+        Exchange(zero_shards.data_parallel_group(engine), engine.device).raise_first(error)
         self._compute_with_masks()
         zero_shards.around_model_step(engine, self._measured(self._before_step), self._measured(self._after_step))
         zero_shards.after_master_update(engine, self._measured(self._after_update))
@@ -276,11 +281,15 @@ class Controller:
     def _compute_with_masks(self) -> None:
         """Give the layers that multiply with their masks the ones of now; the same on every rank.
 
-        A layer's bits are gathered over the ranks that share it, one layer at a time: 1/8 byte a weight.
+        A layer's bits are gathered over the ranks that share it, one layer at a time: 1/8 byte a weight. Ranks that
+        differ in threads or compiler may choose differently: what is dense on one is dense on all of them.
         """
-        for mask in self.masks:
-            chosen = self.layers.choose(mask.name, 1 - mask.active / mask.numel)
-            self.layers.set_mask(mask.name, None if chosen == "dense" else mask.whole(self.exchange), chosen)
+        chosen = [self.layers.choose(mask.name, 1 - mask.active / mask.numel) for mask in self.masks]
+        if self.layers.products:
+            dense = self.exchange.max(torch.tensor([backend == "dense" for backend in chosen], dtype=torch.int64))
+            chosen = ["dense" if one else own for one, own in zip(dense.tolist(), chosen, strict=True)]
+        for mask, backend in zip(self.masks, chosen, strict=True):
+            self.layers.set_mask(mask.name, None if backend == "dense" else mask.whole(self.exchange), backend)
         self._ask_for_dense_gradients()
 
     def _ask_for_dense_gradients(self) -> None:

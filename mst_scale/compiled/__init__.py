@@ -4,9 +4,11 @@ a folder of *.h and kernel.cpp, and simd.h beside this file  →  one shared lib
 CPU (AVX-512, AVX2 or whatever it has)  →  ctypes.
 
 The sources need a C++17 compiler and OpenMP but no torch headers, so a build takes seconds and its result does not
-depend on the torch version. It lands in a cache folder under a name that holds a digest of sources, flags, compiler and
-what `-march=native` means here; it is written under another name and renamed when whole, so a build that dies half way
-leaves nothing that could be loaded. One process builds, the others of the same machine wait for it.
+depend on the torch version. It lands in a cache folder under a name that holds two digests: one of sources, flags and
+what this processor can do, one of the compiler and what `-march=native` means to it. A machine without a compiler (a
+compute node) takes what another with the same processor has built. A library is written under another name, loaded by
+a process of its own, put on the disk and renamed, so that a build that dies half way, and a compiler that only says it
+is done, leave nothing behind. One process builds, the others of the same machine wait for it.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ import fcntl
 import hashlib
 import logging
 import os
+import platform
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,37 +38,51 @@ def cache_folder() -> Path:
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mst_scale"
 
 
-def compiler() -> str | None:
-    """$CXX, else the first of g++, clang++, c++ on the path."""
-    named = os.environ.get("CXX")
-    return shutil.which(named) if named else next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+def compiler() -> list[str] | None:
+    """$CXX ("ccache g++" too), else the first of g++, clang++, c++ on the path."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    if named:
+        return named if shutil.which(named[0]) else None
+    found = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    return [found] if found else None
 
 
-def build(name: str, sources: Path, folder: Path, flags: Sequence[str] = ()) -> Path:
-    """The library `name` of `sources` in `folder`, compiled if it is not there yet.
+def build(
+    name: str, sources: Path, folder: Path, flags: Sequence[str] = (), *, instead_of: os.stat_result | None = None
+) -> Path:
+    """The library `name` of `sources` in `folder`, compiled if it is not there yet, or still is the one to replace.
 
     RuntimeError says why it cannot be had. `flags` come last, so that "-mno-avx512f" takes AVX-512 away again.
     """
-    program = compiler()
-    if program is None:
-        raise RuntimeError("no C++ compiler found ($CXX, g++, clang++ or c++)")
     flags = [*FLAGS, *flags]
     texts = [path.read_text() for place in (sources, SHARED) for path in sorted(place.glob("*.[hc]*"))]
-    target = _command([program, *flags[2:], "-dM", "-E", "-x", "c++", os.devnull])
-    version = _command([program, "--version"])
-    digest = hashlib.sha256("\0".join([*flags, version, target, *texts]).encode())
-    library = folder / f"{name}_{digest.hexdigest()[:16]}.so"
-    if library.exists():
+    stem = f"{name}_{_digest(*flags, _processor(), *texts)}"
+    program = compiler()
+    if program is None:
+        if instead_of is None and (found := sorted(folder.glob(f"{stem}_*.so"))):
+            return found[0]
+        raise RuntimeError("no C++ compiler found ($CXX, g++, clang++ or c++)")
+    target = _command([*program, *flags[2:], "-dM", "-E", "-x", "c++", os.devnull])
+    library = folder / f"{stem}_{_digest(_command([*program, '--version']), target)}.so"
+
+    def wanted() -> bool:
+        return not library.exists() or (instead_of is not None and _same(library.stat(), instead_of))
+
+    if not wanted():
         return library
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "build.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel even if this process is killed
-            if not library.exists():
-                log.info("compiling the CPU kernel %s with %s into %s (once)", name, program, folder)
+            if wanted():
+                log.info("compiling the CPU kernel %s with %s into %s (once)", name, shlex.join(program), folder)
                 with tempfile.TemporaryDirectory(dir=folder) as scratch:
                     whole = Path(scratch) / library.name
-                    _command([program, *flags, f"-I{SHARED}", "-o", str(whole), str(sources / "kernel.cpp")])
+                    _command([*program, *flags, f"-I{SHARED}", "-o", str(whole), str(sources / "kernel.cpp")])
+                    # by another process, which a library that is cut short may well kill
+                    _command([sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", str(whole)])
+                    with open(whole, "rb") as file:
+                        os.fsync(file.fileno())
                     os.replace(whole, library)
     except OSError as error:
         raise RuntimeError(f"the kernel cache {folder} is not writable ({error}): set MST_SCALE_CACHE") from error
@@ -73,15 +92,36 @@ def build(name: str, sources: Path, folder: Path, flags: Sequence[str] = ()) -> 
 def load(name: str, sources: Path) -> ctypes.CDLL | str:
     """The library, or the reason why there is none."""
     try:
-        # Symbols of OpenMP resolve to the runtime that torch has loaded globally, so both share one thread pool.
-        return ctypes.CDLL(str(build(name, sources, cache_folder())))
+        library = build(name, sources, cache_folder())
+        try:
+            # Symbols of OpenMP resolve to the runtime that torch has loaded globally, so both share one thread pool.
+            return ctypes.CDLL(str(library))
+        except OSError as error:
+            log.warning("the CPU kernel %s cannot be loaded (%s): compiling it once more", library, error)
+            return ctypes.CDLL(str(build(name, sources, cache_folder(), instead_of=library.stat())))
     except (RuntimeError, OSError) as error:
         return str(error)
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What decides whether a library built elsewhere runs here: the instructions that the processor knows."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    known = next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "")
+    return " ".join([platform.machine(), *sorted(known.split())])
+
+
+def _same(one: os.stat_result, other: os.stat_result) -> bool:
+    return (one.st_ino, one.st_mtime_ns, one.st_size) == (other.st_ino, other.st_mtime_ns, other.st_size)
 
 
 def _command(arguments: list[str]) -> str:
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     if done.returncode:
-        reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
-        raise RuntimeError(f"{' '.join(arguments[:1])} failed: {reason.strip()}")
+        reason = next((line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr[-200:])
+        raise RuntimeError(f"{arguments[0]} failed: {reason.strip() or f'exit code {done.returncode}'}")
     return done.stdout

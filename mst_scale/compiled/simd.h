@@ -1,11 +1,12 @@
 // Vectors, 2^x, storage types, and the one matrix product that all tiles use.
 //
-// GCC/Clang vector types keep this free of intrinsics, except for float16 where x86 compilers do not vectorise the cast.
+// GCC/Clang vector types keep this free of intrinsics, except for float16: x86 compilers do not vectorise its cast, and
+// GCC before 12 has no type for it there.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -127,18 +128,61 @@ INLINE void convert(const float* from, half* to, i64 n) {
         std::memcpy(to + i, part, std::min<i64>(16, n - i) * 2);
     }
 }
+#elif defined(__F16C__)
+INLINE void convert(const half* from, float* to, i64 n) {
+    for (i64 i = 0; i < n; i += 8) {
+        uint16_t part[8] = {};
+        float wide[8];
+        const i64 here = std::min<i64>(8, n - i);
+        std::memcpy(part, from + i, here * 2);
+        _mm256_storeu_ps(wide, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)part)));
+        std::memcpy(to + i, wide, here * 4);
+    }
+}
+INLINE void convert(const float* from, half* to, i64 n) {
+    for (i64 i = 0; i < n; i += 8) {
+        uint16_t part[8];
+        float wide[8] = {};
+        const i64 here = std::min<i64>(8, n - i);
+        std::memcpy(wide, from + i, here * 4);
+        _mm_storeu_si128((__m128i*)part, _mm256_cvtps_ph(_mm256_loadu_ps(wide), 0));
+        std::memcpy(to + i, part, here * 2);
+    }
+}
 #else
 INLINE void convert(const half* from, float* to, i64 n) {
     for (i64 i = 0; i < n; i++) {
-        _Float16 x;
-        std::memcpy(&x, from + i, 2);
-        to[i] = float(x);
+        const uint32_t sign = uint32_t(from[i].bits & 0x8000) << 16, rest = from[i].bits & 0x7fff;
+        uint32_t bits = rest << 13;  // the value times 2^-112, the difference of the exponents' biases
+        if (rest >= 0x7c00) {
+            bits |= 0x7f800000 | (rest > 0x7c00 ? 0x400000 : 0);  // inf; NaN, made quiet
+        } else {
+            float value;
+            std::memcpy(&value, &bits, 4);
+            value *= 0x1p112f;
+            std::memcpy(&bits, &value, 4);
+        }
+        bits |= sign;
+        std::memcpy(to + i, &bits, 4);
     }
 }
 INLINE void convert(const float* from, half* to, i64 n) {
     for (i64 i = 0; i < n; i++) {
-        const _Float16 x = _Float16(from[i]);
-        std::memcpy(to + i, &x, 2);
+        uint32_t bits;
+        std::memcpy(&bits, from + i, 4);
+        const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+        uint32_t out;
+        if (size > 0x7f800000) out = 0x7e00 | (size >> 13 & 0x3ff);  // NaN
+        else if (size >= 0x477ff000) out = 0x7c00;                    // 65520 and more round to inf
+        else if (size >= 0x38800000) out = (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13;  // to nearest even
+        else {  // below 2^-14: half's unit is the last place of ½, so that this addition rounds
+            float value;
+            std::memcpy(&value, &size, 4);
+            value += 0.5f;
+            std::memcpy(&out, &value, 4);
+            out -= 0x3f000000;
+        }
+        to[i].bits = uint16_t(out | sign);
     }
 }
 #endif

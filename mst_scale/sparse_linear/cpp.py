@@ -4,7 +4,8 @@ cpp_kernel/*.h, kernel.cpp  →  one shared library (`mst_scale.compiled`)  → 
 
 Saved for backward: x and the values of the active weights (float32; float64 for float64), not the weight: under ZeRO-3
 it may be gone by then. Scratch: per thread a tile of 64 tokens of the input and of the output, and for the weight's
-gradient 1024 tokens of x in float32 and one float per active weight.
+gradient 1024 tokens of x in float32 and one float per active weight; for a head per thread the logits of a tile and one
+float per active weight, by no more threads than 1 GiB is enough for.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ SOURCES = Path(__file__).parent / "cpp_kernel"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # kernel.cpp's codes 0, 1, 2, 3
 # Multiply-adds that are worth waking one more thread: about 20 µs of work.
 PER_THREAD = 1 << 20
+# Bytes that a head's threads may take together: each has the logits of a tile and a gradient of its own.
+HEAD_SCRATCH = 1 << 30
+HEAD_TILE = 64  # tokens, at most
 
 
 class _Matrix(ctypes.Structure):
@@ -119,11 +123,13 @@ class CompiledIndex:
         tokens: int,
         dtype: torch.dtype,
         tensors: Mapping[str, torch.Tensor | None],
+        *,
         scale: float = 1.0,
+        most_threads: int | None = None,
     ) -> None:
         addresses = {name: t.data_ptr() for name, t in tensors.items() if t is not None}
         work = tokens * max(self.entries, sum(self.shape))
-        threads = max(1, min(torch.get_num_threads(), work // PER_THREAD))
+        threads = max(1, min(most_threads or torch.get_num_threads(), torch.get_num_threads(), work // PER_THREAD))
         call = self._call(tokens=tokens, dtype=DTYPES.index(dtype), threads=threads, scale=scale, **addresses)
         status = getattr(self.library, function)(ctypes.byref(call))
         assert status == 0, f"{function} returned {status}"
@@ -185,7 +191,9 @@ class _CrossEntropy(torch.autograd.Function):
         gradient = torch.empty(index.entries, dtype=wide) if wants_gradients else None
         results = {"losses": losses, "dx": dx, "gradient": gradient, "values": losses.new_empty(index.entries)}
         given = {"x": flat, "weight": weight.contiguous(), "targets": targets, "weights": weights}
-        index.run("sl_head", len(flat), x.dtype, {**given, **results})
+        each = (index.entries + HEAD_TILE * index.shape[0]) * losses.element_size()
+        most = max(1, HEAD_SCRATCH // each)
+        index.run("sl_head", len(flat), x.dtype, {**given, **results}, most_threads=most)
         if wants_gradients:
             ctx.save_for_backward(dx, gradient)
         ctx.index, ctx.shape, ctx.dtype = index, x.shape, x.dtype
@@ -198,5 +206,5 @@ class _CrossEntropy(torch.autograd.Function):
         dw = None
         if ctx.needs_input_grad[1]:
             dw = torch.empty(index.shape, dtype=ctx.dtype)
-            index.run("sl_head_backward", len(dx), ctx.dtype, {"gradient": gradient, "dw": dw}, float(grads[0]))
+            index.run("sl_head_backward", len(dx), ctx.dtype, {"gradient": gradient, "dw": dw}, scale=float(grads[0]))
         return (dx * grads[0]).to(ctx.dtype).view(ctx.shape), dw, None, None

@@ -5,7 +5,8 @@
     block   Triton kernels over blocks of weights, CUDA tensors, masks made of blocks
 
 `auto` takes the fastest by the crossovers that `mst bench linear --tune` measured into crossover.json, and logs each
-different choice once. Asking by name for a backend that cannot run is an error that says why.
+different choice once. Without a compiler, `cpu` is MKL's products: half as fast, so they have crossovers of their own
+("mkl"). Asking by name for a backend that cannot run is an error that says why.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import json
 import logging
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,23 +45,30 @@ def select(  # noqa: PLR0917
 def choose(device: str, dtype: torch.dtype, shape: tuple[int, ...], sparsity: float, block: int) -> tuple[str, str]:
     """What `auto` takes, and why."""
     rival = "cpu" if device == "cpu" else "block"
-    reason = why_not(rival, device, dtype, shape, block)
-    if reason is not None:
+    kernel, without = rival, ""
+    if rival == "cpu":
+        from mst_scale.sparse_linear import cpp
+
+        if (reason := cpp.why_not()) is not None:
+            kernel, without = "mkl", f" ({reason})"
+    elif (reason := why_not(rival, device, dtype, shape, block)) is not None:
         return "dense", f"no {rival}, as {reason}"
     if math.prod(shape) < SMALLEST:
         return "dense", f"fewer than {SMALLEST} weights"
-    threads = torch.get_num_threads() if device == "cpu" else 1
-    least = crossover(rival, str(dtype).removeprefix("torch."), shape, threads, block)
+    threads = torch.get_num_threads() if rival == "cpu" else 1
+    least = crossover(kernel, str(dtype).removeprefix("torch."), shape, threads, block)
     if least is None:
-        return "dense", f"no crossover of {rival} is measured for {dtype}"
+        return "dense", f"no crossover of {kernel} is measured for {dtype}{without}"
     if sparsity < least:
-        return "dense", f"{rival} is faster from {least:.0%} sparsity on"
-    return rival, f"measured faster from {least:.0%} sparsity on"
+        return "dense", f"{kernel} is faster from {least:.0%} sparsity on{without}"
+    if (reason := why_not(rival, device, dtype, shape, block)) is not None:
+        return "dense", f"no {rival}, as {reason}"
+    return rival, f"measured faster from {least:.0%} sparsity on{without}"
 
 
 def crossover(backend: str, dtype: str, shape: tuple[int, ...], threads: int, block: int) -> float | None:
     """The sparsity from which the backend is faster, of the nearest case in the table."""
-    block = 1 if backend == "cpu" else block  # it multiplies with single weights, whatever they make up
+    block = 1 if backend in ("cpu", "mkl") else block  # it multiplies with single weights, whatever they make up
     rows = [r for r in table() if (r["backend"], r["dtype"], r.get("block", 1)) == (backend, dtype, block)]
     if not rows:
         return None
@@ -78,6 +87,15 @@ def crossover(backend: str, dtype: str, shape: tuple[int, ...], threads: int, bl
 @functools.cache
 def table() -> list[dict[str, Any]]:
     return list(json.loads(TABLE.read_text())["crossovers"])
+
+
+def rewrite(rows: list[dict[str, Any]]) -> None:
+    """The whole table, or, if this is interrupted, the one before."""
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    new = TABLE.with_suffix(".new")
+    new.write_text(f'{{\n  "crossovers": [\n{lines}\n  ]\n}}\n')
+    os.replace(new, TABLE)
+    table.cache_clear()
 
 
 def why_not(backend: str, device: str, dtype: torch.dtype, shape: tuple[int, ...], block: int) -> str | None:

@@ -50,21 +50,30 @@ class Product:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.index is None:
             return F.linear(x, weight, bias)
-        if tuple(weight.shape) != self.shape:
-            raise ValueError(f"{self.name}: the mask is of a {self.shape} weight, this one is {tuple(weight.shape)}")
-        if x.shape[-1] != self.shape[1] or x.dtype != weight.dtype:
-            raise ValueError(
-                f"{self.name}: x is {tuple(x.shape)} {x.dtype}, the weight {self.shape} {weight.dtype}: "
-                f"the last dimension must be {self.shape[1]} and the dtypes alike"
-            )
+        self._check(x, weight, bias)
         return self.index.linear(x, weight, bias, self.dense_gradient)
 
     def loss(self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
         """Cross-entropy of x Wᵀ without keeping the logits; None where the logits must be made after all."""
         if self.index is None or self.dense_gradient or not hasattr(self.index, "cross_entropy"):
             return None
+        self._check(x, weight)
         loss: torch.Tensor = self.index.cross_entropy(x, weight, targets)
         return loss
+
+    def _check(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """Kernels are given addresses: whatever is not of the mask's shape they would read all the same."""
+        if tuple(weight.shape) != self.shape:
+            raise ValueError(f"{self.name}: the mask is of a {self.shape} weight, this one is {tuple(weight.shape)}")
+        if x.shape[-1:] != self.shape[1:] or (x.dtype, x.device) != (weight.dtype, weight.device):
+            raise ValueError(
+                f"{self.name}: x is {_told(x)}, the weight {_told(weight)}: "
+                f"the last dimension must be {self.shape[1]}, dtypes and devices alike"
+            )
+        if bias is not None and (bias.shape, bias.dtype, bias.device) != (self.shape[:1], x.dtype, x.device):
+            raise ValueError(
+                f"{self.name}: the bias is {_told(bias)} and must be {self.shape[:1]}, {x.dtype}, {x.device}"
+            )
 
 
 class SparseLayers:
@@ -131,6 +140,10 @@ class SparseLayers:
         """Whether the next backward passes give the gradient of inactive weights too."""
         for product in self.products.values():
             product.dense_gradient = wanted
+
+
+def _told(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
 def _places(model: nn.Module, parameter: nn.Parameter) -> Iterator[tuple[nn.Module, str]]:

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import shutil
 
 import pytest
 import torch
@@ -151,6 +152,22 @@ def test_other_processors(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(cpp, "library", lambda: other)
     found = results(lambda x, w, b: cpp.CompiledIndex(active).linear(x, w, b, False), *tensors)
     assert_close(found, [t.double() for t in expected], torch.float32, 1600)
+    float16_is_exact()
+
+
+def float16_is_exact():
+    """Every float16 there is goes in and comes out, and products of all of them are rounded as torch rounds them."""
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).view(-1, 1)
+    index = cpp.CompiledIndex(torch.ones(1, 1, dtype=torch.bool))
+    for factor in (1.0, 0.7, 1 / 3000, 30.0):
+        weight = torch.tensor([[factor]], dtype=torch.float16)
+        y = index.linear(x, weight, None, False)
+        expected = (x.float() * weight.float()).half()
+        assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y[~y.isnan()], expected[~y.isnan()])
+
+
+def test_float16_is_exact():
+    float16_is_exact()
 
 
 def test_index_is_the_mask():
@@ -203,3 +220,51 @@ def test_a_build_that_fails_half_way_leaves_nothing_behind(monkeypatch, tmp_path
     built = compiled.build("sparse_linear", cpp.SOURCES, cache, ["-O0"])
     assert sorted(p.name for p in cache.iterdir()) == ["build.lock", built.name]
     ctypes.CDLL(str(built))
+
+
+@pytest.fixture
+def toy_kernel(monkeypatch, tmp_path):
+    """Sources of one function, and a cache for what they become."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "kernel.cpp").write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setenv("MST_SCALE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "FLAGS", ["-O0", "-std=c++17", "-march=native", "-fPIC", "-shared"])
+    return sources
+
+
+def test_a_compiler_that_only_says_it_is_done_leaves_nothing_behind(toy_kernel, monkeypatch, tmp_path):
+    liar = tmp_path / "liar"
+    liar.write_text('#!/bin/sh\nfor a; do [ "$previous" = -o ] && echo half > "$a"; previous=$a; done\nexit 0\n')
+    liar.chmod(0o755)
+    monkeypatch.setenv("CXX", str(liar))
+    said = compiled.load("toy", toy_kernel)
+    assert "failed: OSError" in said and "file too short" in said
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == ["build.lock"]
+    monkeypatch.delenv("CXX")
+    assert compiled.load("toy", toy_kernel).answer() == 42
+
+
+def test_a_library_that_the_disk_has_lost_is_built_once_more(toy_kernel, tmp_path, caplog):
+    built = compiled.build("toy", toy_kernel, tmp_path / "cache")
+    built.write_bytes(b"half")
+    with caplog.at_level(logging.INFO, logger="mst_scale"):
+        assert compiled.load("toy", toy_kernel).answer() == 42
+        assert compiled.load("toy", toy_kernel).answer() == 42
+    assert sum("once more" in r.message for r in caplog.records) == 1
+    seen = built.stat()
+    other = compiled.build("toy", toy_kernel, tmp_path / "cache", instead_of=seen)
+    assert other == built and built.stat().st_mtime_ns != seen.st_mtime_ns
+    again = compiled.build("toy", toy_kernel, tmp_path / "cache", instead_of=seen)
+    assert again == built and built.stat().st_ino == other.stat().st_ino, "another process has done it already"
+
+
+def test_a_node_without_a_compiler_takes_what_a_like_one_has_built(toy_kernel, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", f"{shutil.which('env')} g++")
+    built = compiled.build("toy", toy_kernel, tmp_path / "cache")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert compiled.load("toy", toy_kernel).answer() == 42
+    monkeypatch.setattr(compiled, "_processor", lambda: "another one")
+    assert "no C++ compiler" in compiled.load("toy", toy_kernel)
+    monkeypatch.undo()
+    assert built.exists()

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import linear_cuda
+from benchmarks import linear, linear_cuda
+from mst_scale.sparse_linear import dispatch
 
 SMALL = """
 import json, time
@@ -81,6 +82,47 @@ def test_masks_have_the_asked_number_of_blocks():
     mask = linear_cuda.block_mask(64, 100, 16, 0.9, "cpu")
     blocks = torch.nn.functional.pad(mask, (0, 12)).view(4, 16, 7, 16)
     assert blocks.any(3).any(1).sum() == round(0.1 * 28)
+
+
+def test_cuda_in_one_word_is_cuda(monkeypatch):
+    given = []
+    monkeypatch.setattr(linear_cuda, "main", lambda arguments: given.append(list(arguments)) or 0)
+    for words in (["--device", "cuda", "--tune"], ["--device=cuda", "--tune"], ["--tune", "--dev=cuda"]):
+        assert linear.main(words) == 0
+    assert given == [["--tune"]] * 3
+
+
+def test_tuning_keeps_what_it_did_not_measure(monkeypatch, tmp_path):
+    """Another side, another width, the CPU's."""
+    row = {"backend": "block", "dtype": "bfloat16", "block": 16, "shape": [128, 32], "sparsity": 0.5}
+    cpu = {"backend": "cpu", "dtype": "float32", "threads": 1, "shape": [128, 32], "sparsity": 0.6}
+    others = [cpu, {**row, "block": 32}, {**row, "shape": [512, 128]}]
+    table = tmp_path / "crossover.json"
+    table.write_text(json.dumps({"crossovers": [row, *others]}))
+    monkeypatch.setattr(dispatch, "TABLE", table)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(linear_cuda, "Layer", Timed)
+    monkeypatch.setattr(linear_cuda, "block_mask", lambda outputs, inputs, side, sparsity, device: sparsity)
+    monkeypatch.setattr(linear_cuda, "device_ms", lambda run: run())
+    dispatch.table.cache_clear()
+    try:
+        linear_cuda.tune([16], [32], 3)
+        assert json.loads(table.read_text())["crossovers"] == [*others, {**row, "sparsity": 0.9}]
+    finally:
+        dispatch.table.cache_clear()
+
+
+class Timed:
+    """A layer whose products take 1 ms dense, and less from 90 % sparsity on."""
+
+    def __init__(self, width, tokens, device):
+        self.outputs, self.inputs = 4 * width, width
+
+    def dense(self):
+        return {product: lambda: 1.0 for product in linear_cuda.PRODUCTS}
+
+    def sparse(self, active, side):
+        return {product: lambda: 9.5 * (1 - active) for product in linear_cuda.PRODUCTS}
 
 
 @pytest.mark.gpu

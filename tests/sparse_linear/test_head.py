@@ -77,3 +77,15 @@ def test_edges():
     for wrong in (targets[:-1], targets.clamp(min=130)):
         with pytest.raises(ValueError, match="as many targets below 130"):
             index.cross_entropy(x, weight, wrong)
+
+
+def test_a_heads_threads_share_a_bounded_scratch(monkeypatch):
+    active, weight, x, targets = case(130, 40, 70)
+    index = cpp.CompiledIndex(active)
+    monkeypatch.setattr(cpp, "PER_THREAD", 1)
+    monkeypatch.setattr(cpp, "HEAD_SCRATCH", 3 * 4 * (index.entries + 64 * 130))
+    torch.set_num_threads(7)
+    used, inner = [], index._call
+    monkeypatch.setattr(index, "_call", lambda **given: used.append(given["threads"]) or inner(**given))
+    results(lambda x, w: index.cross_entropy(x, w, targets), x, weight)
+    assert used == [3, 7], "the loss; its gradient's dense layout takes no scratch"

@@ -9,7 +9,7 @@ from torch import nn
 
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.models.gpt import GPT
-from mst_scale.sparse_linear import SparseLayers, dispatch
+from mst_scale.sparse_linear import SparseLayers, cpp, dispatch
 
 
 class Other(nn.Module):
@@ -88,10 +88,18 @@ def test_wrong_shapes_dtypes_and_the_mask_of_another_layer_are_refused():
         found.set_mask("weight", torch.ones(8, 6, dtype=torch.bool), "cpu")
     with pytest.raises(ValueError, match="the last dimension must be 8"):
         model(torch.randn(3, 7))
-    with pytest.raises(ValueError, match=r"float64.*dtypes alike"):
+    with pytest.raises(ValueError, match=r"float64.*dtypes and devices alike"):
         model(torch.randn(3, 8).double())
     with pytest.raises(ValueError, match=r"the mask is of a \(6, 8\) weight"):
         found.products["weight"](torch.randn(3, 8), torch.randn(5, 8))
+    x, weight = torch.randn(3, 8), torch.randn(6, 8)
+    for bias in (torch.randn(5), torch.randn(6).double(), torch.randn(6, device="meta")):
+        with pytest.raises(ValueError, match=r"the bias is .* must be \(6,\)"):
+            found.products["weight"](x, weight, bias)
+    targets = torch.zeros(3, dtype=torch.int64)
+    for wrong in ((torch.randn(3, 7), weight), (x.double(), weight), (x.to("meta"), weight), (x, torch.randn(5, 8))):
+        with pytest.raises(ValueError, match=r"dtypes and devices alike|the mask is of a"):
+            found.products["weight"].loss(*wrong, targets)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +133,13 @@ def test_auto_follows_the_measured_crossover_and_says_so_once(monkeypatch, tmp_p
         assert dispatch.choose("cpu", torch.bfloat16, (512, 512), 0.99, 1)[0] == "dense"  # nothing measured
         assert dispatch.choose("cpu", torch.float32, (64, 64), 0.99, 1)[0] == "dense"  # too small
         assert dispatch.choose("cuda", torch.float32, (512, 512), 0.99, 1)[0] == "dense"  # unstructured on a GPU
+        # without a compiler what was measured of the compiled kernel says nothing
+        monkeypatch.setattr(cpp, "why_not", lambda: "no compiler")
+        chosen, why = dispatch.choose("cpu", torch.float32, (512, 512), 0.99, 1)
+        assert chosen == "dense" and why == "no crossover of mkl is measured for torch.float32 (no compiler)"
+        dispatch.rewrite([*rows, {**rows[0], "backend": "mkl", "sparsity": 0.9}])
+        found = [dispatch.choose("cpu", torch.float32, (512, 512), s, 1)[0] for s in (0.85, 0.95)]
+        assert found == ["dense", "cpu"] and not list(tmp_path.glob("*.new"))
     finally:
         dispatch.table.cache_clear()
         dispatch._say.cache_clear()

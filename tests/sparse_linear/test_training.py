@@ -6,6 +6,7 @@ import torch
 import mst_scale
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.models.gpt import GPT
+from mst_scale.sparse_linear import layers
 from tests import pool
 from tests.test_engine import full, shas
 from tests.toys import deepspeed_config
@@ -72,6 +73,56 @@ def test_losses_and_masks_are_those_of_dense_products(stage):
     assert torch.allclose(dense, sparse, rtol=0, atol=2e-4), (dense - sparse).abs().max()
     assert [r[2] for r in runs["dense"]] == [0, 0]
     assert [r[2] for r in runs["cpu"]] == [5, 5]  # qkv, proj, up, down, head
+
+
+def indices_step_by_step(rank, world, raw):
+    """Of each step to the run's end: was it a topology step, how many indices were built, how many layers have one."""
+    engine, built, seen = build(raw), [], []
+    make = layers.dispatch.build_index
+    layers.dispatch.build_index = lambda *args: built.append(1) or make(*args)
+    try:
+        for step in range(raw["training"]["steps"]):
+            due = engine.mst.schedule.is_topology_step(step + 1)
+            engine.backward(engine(*tokens(step, rank)))
+            engine.step()
+            seen.append((due, len(built), sum(p.index is not None for p in engine.mst.layers.products.values())))
+            built.clear()
+    finally:
+        layers.dispatch.build_index = make
+    return seen
+
+
+def test_indices_are_built_after_topology_steps_alone_and_gone_in_the_end():
+    (seen,) = pool.run(indices_step_by_step, 1, config(2, 1, "cpu"))
+    assert {built for due, built, _ in seen if not due} == {0}
+    assert {built - indexed for due, built, indexed in seen if due} == {0}
+    assert max(indexed for *_, indexed in seen) == 5
+    assert [indexed for *_, indexed in seen[-2:]] == [0, 0], "dense again"
+
+
+def unlike_ranks(rank, world, raw, cannot):
+    """Rank 1 has no compiler: it cannot run the backend, or `auto` chooses otherwise there."""
+    if rank == 1 and cannot:
+        reason, layers.dispatch.why_not = layers.dispatch.why_not, lambda *_: "there is no compiler"
+    elif rank == 1:
+        select, layers.dispatch.select = layers.dispatch.select, lambda *_: "dense"
+    try:
+        return losses_and_masks(rank, world, raw, 1)[2]
+    except ValueError as error:
+        return str(error)
+    finally:
+        if rank == 1 and cannot:
+            layers.dispatch.why_not = reason
+        elif rank == 1:
+            layers.dispatch.select = select
+
+
+def test_ranks_that_differ_agree_or_fail_together():
+    """Masks are gathered by all ranks or by none: nobody waits."""
+    raw = config(2, 2, "cpu")
+    assert pool.run(unlike_ranks, 2, raw, False) == [0, 0]
+    said = pool.run(unlike_ranks, 2, raw, True)
+    assert said[0] == said[1] and "'cpu' cannot run here: there is no compiler" in said[0]
 
 
 def gradients_step_by_step(rank, world, raw, accumulation):

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "bands.h"
+#include "scratch.h"
 
 extern "C" {
 struct Tensor {
@@ -26,14 +27,6 @@ template <class IO> struct View {  // one head of a tensor
     IO* data;
     i64 row;
     View(const Tensor& t, i64 b, i64 h) : data((IO*)t.data + b * t.batch + h * t.head), row(t.row) {}
-};
-
-template <class T> struct Buffer {
-    std::unique_ptr<T, void (*)(void*)> data;
-    explicit Buffer(i64 n) : data((T*)std::aligned_alloc(64, (n * sizeof(T) + 127) / 64 * 64), std::free) {
-        if (!data) std::abort();  // an exception must not leave an OpenMP region
-    }
-    operator T*() const { return data.get(); }
 };
 
 constexpr i64 STRIP = 16;  // streamed rows taken at once where the band's edge cuts the tile

@@ -7,14 +7,7 @@
 // Every sum is taken in an order that depends on shapes alone, so that results are the same for any number of threads.
 #pragma once
 #include "index.h"
-
-template <class T> struct Buffer {
-    std::unique_ptr<T, void (*)(void*)> data;
-    explicit Buffer(i64 n) : data((T*)std::aligned_alloc(64, (n * sizeof(T) + 127) / 64 * 64), std::free) {
-        if (!data) std::abort();  // an exception must not leave an OpenMP region
-    }
-    operator T*() const { return data.get(); }
-};
+#include "scratch.h"
 
 template <class T> constexpr int WIDTH = Simd<T>::WIDTH;
 constexpr int VECTORS = VECTOR_BYTES == 64 ? 4 : 8;  // of one tile: as many accumulators
