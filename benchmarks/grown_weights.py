@@ -1,6 +1,6 @@
 """Do grown weights disturb Adam, and does seeding their second moment help?
 
-    python -m benchmarks.grown_weights [--data DIR] [--json | --markdown]
+    mst bench grown_weights [--data DIR] [--json | --markdown]
 
 A grown weight starts at 0 with m = v = 0 while Adam's step count is long past its bias correction: its first updates
 are (1 - β₁)g/√((1 - β₂)g²) and more, several times the learning rate for β₂ = 0.999. `seeded` gives it v = max(g², mean
@@ -111,7 +111,7 @@ def table(rows: list[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.grown_weights",
+        prog="mst bench grown_weights",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.markdown:
         title, _, text = (__doc__ or "").partition("\n")
         body = text.strip().split("\n\n", 1)[1]
-        command = f"python -m benchmarks.grown_weights --steps {options.steps} --markdown"
+        command = f"mst bench grown_weights --steps {options.steps} --markdown"
         facts = ", ".join(f"{key} {value}" for key, value in about.items())
         print(f"# {title}\n\n`{command}`\n\n{facts}, float32\n\n{table(rows)}\n\n{body}")
     else:

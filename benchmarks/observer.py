@@ -1,6 +1,6 @@
 """What does it cost to look at the weights while they train?
 
-    python -m benchmarks.observer [--rounds N] [--json | --markdown]
+    mst bench observer [--rounds N] [--json | --markdown]
 
     look      what TensorBoard gets every `training.look_every` steps (default 500): moments of all matrices, histograms
               and pictures of a few, written through DeepSpeed's monitor; against those 500 steps
@@ -95,7 +95,7 @@ def table(rows: list[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.observer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="mst bench observer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads")
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         title, _, text = (__doc__ or "").partition("\n")
         facts = ", ".join(f"{key} {value}" for key, value in about.items())
         body = text.strip().split("\n\n", 1)[1]
-        command = f"python -m benchmarks.observer --rounds {options.rounds} --markdown"
+        command = f"mst bench observer --rounds {options.rounds} --markdown"
         print(f"# {title}\n\n`{command}`\n\n{facts}\n\n{table(rows)}\n\n```\n{body}\n```")
     else:
         print(table(rows))

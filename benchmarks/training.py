@@ -1,6 +1,6 @@
 """What do our training loop and the masks add to a bare DeepSpeed step?
 
-    python -m benchmarks.training [--ranks N] [--json | --markdown]
+    mst bench training [--ranks N] [--json | --markdown]
 
     loop      one step of `mst_scale.pretrain` (sampling, learning rate, votes, FLOP ledger, metrics every 10 steps)
               against a bare forward/backward/step on the same engine with batches at hand
@@ -215,8 +215,8 @@ def table(rows: list[Row]) -> str:
             ours,
             r["rival"],
             theirs,
-            f"{r['overhead']:+.2%}{spread}",
-            f"≤ {r['asked']:.0%}",
+            f"{r['overhead']:+.2%}{spread}" if r["what"] != "drift" else f"{r['overhead']:+.4%}",
+            f"≤ {r['asked']:.1%}",
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
@@ -231,7 +231,7 @@ def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="mst bench training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps({"machine": about, "rows": rows}))
     elif options.markdown:
         given = f"--ranks {options.ranks} --rounds {options.rounds}"
-        print(markdown(about, rows, f"python -m benchmarks.training {given} --markdown"))
+        print(markdown(about, rows, f"mst bench training {given} --markdown"))
     else:
         print(table(rows))
     return 0
