@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -31,7 +30,8 @@ the first tokens of a text have context - stride tokens before them at least. LA
 word must be the most likely ones.
 
 The result is also written to eval.json in the run's or the model's folder (--out names another file). An evaluation
-that was killed is finished by the same command. Several processes: torchrun --nproc_per_node 2 -m mst_scale eval …"""
+that was killed is finished by the same command; results of another checkpoint or other settings that lie there are kept
+beside it. Several processes: torchrun --nproc_per_node 2 -m mst_scale eval …"""
 
 EXAMPLES = """\
 examples:
@@ -114,7 +114,14 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
     import torch
 
     from mst_scale.evaluation import harness
-    from mst_scale.evaluation.evaluate import FILE, Settings, evaluate, read_documents
+    from mst_scale.evaluation.evaluate import (
+        FILE,
+        Settings,
+        as_json,
+        evaluate,
+        read_documents,
+        refuse_single_tokens,
+    )
     from mst_scale.evaluation.models import open_model
     from mst_scale.evaluation.paper import table
 
@@ -132,6 +139,7 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
         docs = read_documents(tasks, settings)
         model, text = open_model(args.model, args.tokenizer, device)
         settings.stride_of(model.context)
+        refuse_single_tokens(docs, tasks, text)
         return docs, model, text
 
     docs, model, text = prepare() if ranks is None else ranks.together(prepare)
@@ -144,7 +152,7 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
 
     result = evaluate(model, text, tasks, docs, settings, out=out, ranks=ranks, say=say)
     if first:
-        print(json.dumps(result) if args.json else shown(result, table(result["tasks"]), out))
+        print(as_json(result) if args.json else shown(result, table(result["tasks"]), out))
     return 0
 
 

@@ -15,9 +15,9 @@ import torch
 from mst_scale.config import Experiment
 from mst_scale.distributed import Ranks
 from mst_scale.evaluation import harness
-from mst_scale.evaluation.evaluate import FILE, Settings, evaluate, read_documents
+from mst_scale.evaluation.evaluate import FILE, Settings, evaluate, read_documents, refuse_single_tokens
 from mst_scale.evaluation.models import Model, our_text
-from mst_scale.evaluation.tasks import choose
+from mst_scale.evaluation.tasks import Documents, choose
 from mst_scale.export import tokenizer_of
 
 
@@ -40,13 +40,19 @@ class TasksDuringTraining:
 
     def read(self) -> None:
         """The documents, read by rank 0 for all; every rank calls it."""
-        self.docs = self.ranks.on_first(lambda: read_documents(self.tasks, self.settings))
+
+        def found() -> dict[str, Documents]:
+            docs = read_documents(self.tasks, self.settings)
+            refuse_single_tokens(docs, self.tasks, self.text)
+            return docs
+
+        self.docs = self.ranks.on_first(found)
 
     def at(self, engine: Any, step: int) -> dict[str, float]:
         """The figures of this step, by key of the row. A collective: every rank calls it."""
         device = next(engine.module.parameters()).device
         model = Model(
-            str(self.out), step, self.out, f"step {step}", engine, self.config.context, self.config.vocab_size, device
+            str(self.out), step, self.out, None, engine, self.config.context, self.config.vocab_size, device
         )  # fmt: skip
         engine.eval()
         try:

@@ -2,16 +2,22 @@
 
 Tasks are evaluated one after the other. Each finished one is written to `eval.json.unfinished`, at once and whole; when
 all are done that becomes `eval.json`. The same command continues: a task is taken over if model, settings and documents
-are the same (their digests say so). `eval.json`:
+are the same (their digests say so). Results of another checkpoint or other settings that lie there are kept beside it,
+in `eval.<key>.json`, where the same evaluation finds them again. `eval.json`:
 
-    {"model", "step", "digest", "tokenizer", "settings": {"context", "stride", "shots"},
+    {"model", "step", "digest", "tokenizer", "settings": {"context", "stride", "shots", "detokenised"},
      "tasks": {NAME: {"metrics": {…}, "documents": how many, "source", "digest", "seconds"}},
      "versions": {"mst_scale", "torch", "lm_eval"}}
+
+A perplexity beyond all numbers is null there. While a model trains, its digest is null: nothing is taken over, and only
+the newest result is kept (metrics.jsonl has them all).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,6 +59,14 @@ def read_documents(tasks: Sequence[Task], settings: Settings) -> dict[str, Docum
     return {task.name: documents(task, settings.data_dir, settings.shots) for task in tasks}
 
 
+def refuse_single_tokens(docs: dict[str, Documents], tasks: Sequence[Task], text: Text) -> None:
+    """A text's first token is not scored, so it needs two; of a long one the beginning is looked at."""
+    for task in tasks:
+        for doc in docs[task.name].test if task.kind == "text" else ():
+            if len(list(text.encode(doc["text"][:1000]))) < 2:
+                raise ValueError(f"{docs[task.name].source} is a text of one token: there is none to predict")
+
+
 def evaluate(
     model: Model,
     text: Text,
@@ -72,7 +86,7 @@ def evaluate(
         "step": model.step,
         "digest": model.digest,
         "tokenizer": text.name,
-        "settings": {"context": model.context, "stride": stride, "shots": settings.shots},
+        "settings": {"context": model.context, "stride": stride, "shots": settings.shots, "detokenised": False},
         "tasks": {},
         "versions": versions(),
     }
@@ -104,11 +118,12 @@ def evaluate(
         }
         say(f"{task.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in metrics.items()))
         if out is not None and first:
-            checkpoints.write_atomically(partial_of(out), _json(result))
+            checkpoints.write_atomically(partial_of(out), as_json(result, indent=2) + "\n")
     for name, entry in before.items():  # tasks of an earlier evaluation of this very model stay
         result["tasks"].setdefault(name, entry)
     if out is not None and first:
-        checkpoints.write_atomically(out, _json(result))
+        keep_another(out, result, say)
+        checkpoints.write_atomically(out, as_json(result, indent=2) + "\n")
         partial_of(out).unlink(missing_ok=True)
     return result
 
@@ -126,19 +141,49 @@ def versions() -> dict[str, str]:
 def _finished(out: Path, wanted: Result) -> dict[str, Any]:
     """Tasks that are done already, of the same model under the same settings."""
     tasks: dict[str, Any] = {}
-    for path in (out, partial_of(out)):
-        try:
-            found = json.loads(path.read_text())
-            if all(found[key] == wanted[key] for key in ("digest", "tokenizer", "settings")):
-                tasks.update(found["tasks"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # none, or not ours: it is written anew
+    if wanted["digest"] is None:
+        return tasks
+    for path in (kept_of(out, wanted), out, partial_of(out)):
+        found = _read(path)
+        if found is not None and _key(found) == _key(wanted):
+            tasks.update(found["tasks"])
     return tasks
+
+
+def keep_another(out: Path, result: Result, say: Callable[[str], None]) -> None:
+    """What lies at `out`, and is of another model or other settings, is not lost when `result` takes its place."""
+    found = _read(out)
+    if found is None or _key(found) == _key(result) or found["digest"] is result["digest"] is None:
+        return
+    kept = kept_of(out, found)
+    os.replace(out, kept)
+    step, stride = found["step"], found["settings"].get("stride")
+    say(f"the earlier results ({'' if step is None else f'step {step}, '}stride {stride}) are kept in {kept.name}")
+
+
+def kept_of(out: Path, result: Result) -> Path:
+    return out.with_name(f"{out.stem}.{hashlib.sha256(_key(result).encode()).hexdigest()[:8]}{out.suffix}")
+
+
+def _key(result: Result) -> str:
+    """What results must agree in to stand in one file."""
+    return json.dumps([result[name] for name in ("digest", "step", "tokenizer", "settings")], sort_keys=True)
+
+
+def _read(path: Path) -> Result | None:
+    """A file of results; None if it is none, or not ours: it is written anew."""
+    try:
+        found = json.loads(path.read_text())
+        _key(found)
+        return dict(found) if isinstance(found["tasks"], dict) and isinstance(found["settings"], dict) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _shared(ranks: Ranks | None, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return read() if ranks is None else ranks.on_first(read)
 
 
-def _json(result: Result) -> str:
-    return json.dumps(result, indent=2) + "\n"
+def as_json(result: Result, indent: int | None = None) -> str:
+    """JSON has no infinity: null, as in metrics.jsonl."""
+    return json.dumps(json.loads(json.dumps(result), parse_constant=lambda _: None), indent=indent)

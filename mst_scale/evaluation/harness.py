@@ -157,7 +157,7 @@ def _last_word(task: Task) -> dict[str, Any]:
         "process_results": process,
         "metric_list": [
             _metric("acc", _mean, True),
-            _metric("perplexity", lambda logs: math.exp(-_mean(logs)), False),
+            _metric("perplexity", lambda logs: _exp(-_mean(logs)), False),
             _metric("token_acc", lambda scores: sum(s.hits for s in scores) / sum(s.tokens for s in scores), True),
             _metric("token_perplexity", _per_token, False),
         ],
@@ -213,8 +213,16 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _per_token(scores: Sequence[Score]) -> float:
-    return math.exp(-math.fsum(score.log for score in scores) / sum(score.tokens for score in scores))
+    return _exp(-math.fsum(score.log for score in scores) / sum(score.tokens for score in scores))
 
 
 def _per_word(pairs: Sequence[tuple[float, int]]) -> float:
-    return math.exp(-math.fsum(log for log, _ in pairs) / sum(words for _, words in pairs))
+    return _exp(-math.fsum(log for log, _ in pairs) / sum(words for _, words in pairs))
+
+
+def _exp(value: float) -> float:
+    """Beyond 709 it is no number of float64: a model that is sure of something else."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

@@ -33,8 +33,8 @@ class Model:
     step: int | None
     folder: Path | None
     """Where its results belong: the run's folder or the model's."""
-    digest: str
-    """Of what it was read from, so that another model's results are not taken for its own."""
+    digest: str | None
+    """Of what it was read from, so that another model's results are not taken for its own; None while it trains."""
     logits: Callable[[torch.Tensor], torch.Tensor]
     context: int
     vocab_size: int

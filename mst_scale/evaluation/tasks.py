@@ -119,7 +119,7 @@ def _from_folder(task: Task, folder: Path, needs_train: bool) -> Documents:
         raise ValueError(f"{folder} has no {names} for task {task.name!r} (mst eval --help says what it holds)")
     if path.suffix == ".txt":
         text = _text(path)
-        rows = [{"text": line} for line in text.splitlines() if line.strip()] if task.kind == "last word" else [
+        rows = [{"text": line} for line in text.split("\n") if line.strip()] if task.kind == "last word" else [
             {"text": text}
         ]  # fmt: skip
     else:

@@ -1,11 +1,16 @@
 """Tasks that are evaluated while a run trains: the same figures as `mst eval` afterwards, under ZeRO-3 too."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from mst_scale import pretrain
 from mst_scale.cli import main
 from mst_scale.data.prepare import ensure
+from mst_scale.evaluation.during_training import TasksDuringTraining
+from mst_scale.models.gpt import GPT
 from tests import pool, tiny_run
 from tests.test_bad_input import attempt
 
@@ -42,10 +47,37 @@ def test_the_row_has_what_mst_eval_finds_afterwards(tmp_path, stage, capsys):
         assert rows[1][f"eval/{task}/{metric}"] == pytest.approx(after["tasks"][task]["metrics"][metric], rel=1e-4)
 
 
+def test_a_step_that_is_reached_again_is_evaluated_again(tmp_path):
+    """After a rollback it has other weights."""
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "lambada.txt").write_text("return the last word\n")
+    (tmp_path / "tasks" / "ptb.txt").write_text("def f(self): return self.x\n")
+    experiment = pretrain.experiment_of(pretrain.arguments(arguments(tmp_path, 1)))
+    alone = SimpleNamespace(first=True, rank=0, world_size=1, on_first=lambda what: what())
+    tasks = TasksDuringTraining(experiment, tmp_path, 2, alone)
+    tasks.read()
+    first, second = (tasks.at(Engine(GPT(experiment.model)), 3) for _ in range(2))
+    assert first.keys() == second.keys() and first["eval/ptb/token_perplexity"] != second["eval/ptb/token_perplexity"]
+    assert json.loads((tmp_path / "eval.json").read_text())["digest"] is None
+
+
+class Engine(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, ids):
+        return self.module(ids)
+
+
 def test_what_is_wrong_is_said_before_the_first_step(tmp_path):
     (tmp_path / "tasks").mkdir()
     (code, text), *_ = pool.run(attempt, 1, arguments(tmp_path, 1, "--eval-tasks", "lambda"))
     assert code == 2 and "unknown task 'lambda': the nearest is 'lambada'" in text
     (code, text), *_ = pool.run(attempt, 1, arguments(tmp_path, 1))
     assert code == 2 and "has no lambada.jsonl or lambada.txt" in text
+    (tmp_path / "tasks" / "lambada.txt").write_text("a b\n")
+    (tmp_path / "tasks" / "ptb.txt").write_text("x")
+    (code, text), *_ = pool.run(attempt, 1, arguments(tmp_path, 1))
+    assert code == 2 and "ptb.txt is a text of one token" in text
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -7,17 +7,21 @@ import math
 import shutil
 import subprocess
 import sys
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 import torch
 
 from mst_scale.cli import main
+from mst_scale.config import ModelConfig
 from mst_scale.data.prepare import ensure
 from mst_scale.data.tokenizer import ByteTokenizer
 from mst_scale.evaluation import evaluate as module
 from mst_scale.evaluation.paper import PAPER, rows
+from mst_scale.evaluation.scorer import Score, Scorer
 from mst_scale.export import export, open_source
+from mst_scale.models.gpt import GPT
 from tests import pool, tiny_run
 from tests.data.texts import make, rank_file
 from tests.test_bad_input import attempt
@@ -50,7 +54,9 @@ def run(tmp_path_factory) -> Path:
 def data(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     write(folder / "lambada.jsonl", [{"text": text} for text in PASSAGES])
-    (folder / "wikitext2.txt").write_text(TEXT)
+    for name in ("wikitext2", "ptb", "wikitext103"):
+        (folder / f"{name}.txt").write_text(TEXT)
+    write(folder / "1bw.jsonl", [{"text": text} for text in TEXT.split("\n\n")])
     for name in ("rte", "mrpc"):
         for file, some in ((f"{name}.jsonl", PAIRS), (f"{name}.train.jsonl", EXAMPLES)):
             write(folder / file, [{"sentence1": a, "sentence2": b, "label": c} for a, b, c in some])
@@ -69,10 +75,11 @@ def evaluated(*words: str, capsys) -> dict:
 @torch.no_grad()
 def log_probabilities(run: Path, context: str, continuation: str) -> list[tuple[float, bool]]:
     """Of each byte of `continuation` after what stands before it, by one forward a byte."""
-    model = open_source(run).model()
+    source = open_source(run)
+    model, length = source.model(), source.experiment.model.context
     ids, found = ENCODE(context + continuation).tolist(), []
     for position in range(len(ENCODE(context)), len(ids)):
-        seen = ids[max(0, position - CONTEXT) : position]
+        seen = ids[max(0, position - length) : position]
         p = torch.softmax(model(torch.tensor([seen]))[0, -1, :257].double(), -1)
         found.append((math.log(p[ids[position]]), bool(p.argmax() == ids[position])))
     return found
@@ -91,13 +98,14 @@ def test_lambada_by_hand(run, data, capsys, tmp_path):
     assert len(tokens) == 4 + 2 + 2 and result["tasks"]["lambada"]["documents"] == 3
 
 
+@pytest.mark.parametrize("task", ["wikitext2", "ptb", "wikitext103", "1bw"])
 @torch.no_grad()
-def test_a_text_by_hand(run, data, capsys, tmp_path):
+def test_a_text_by_hand(run, data, capsys, tmp_path, task):
     model, ids = open_source(run).model(), ENCODE(TEXT).tolist()
     for stride in (64, 20):
         words = [
             "--tasks",
-            "wikitext2",
+            task,
             "--data-dir",
             str(data),
             "--stride",
@@ -115,11 +123,11 @@ def test_a_text_by_hand(run, data, capsys, tmp_path):
             done = end
             if end == len(ids) - 1:
                 break
-        metrics = result["tasks"]["wikitext2"]["metrics"]
+        metrics = result["tasks"][task]["metrics"]
         assert metrics["tokens"] == len(ids) - 1 and metrics["words"] == 4 * 9
         assert metrics["token_perplexity"] == pytest.approx(math.exp(-log / (len(ids) - 1)), rel=1e-5)
         assert metrics["word_perplexity"] == pytest.approx(math.exp(-log / 36), rel=1e-4)
-        assert result["settings"] == {"context": 64, "stride": stride, "shots": 5}
+        assert result["settings"] == {"context": 64, "stride": stride, "shots": 5, "detokenised": False}
 
 
 PROMPTS = {
@@ -144,8 +152,6 @@ def test_choices_by_hand(run, data, capsys, tmp_path, task):
 
 
 def test_examples_stand_before_the_question(run, data, capsys, tmp_path, monkeypatch):
-    from mst_scale.evaluation.scorer import Scorer
-
     seen = []
     score = Scorer.score
     monkeypatch.setattr(Scorer, "score", lambda self, work: seen.extend(work) or score(self, work))
@@ -156,6 +162,70 @@ def test_examples_stand_before_the_question(run, data, capsys, tmp_path, monkeyp
     )
     tail = ByteTokenizer().decode(seen[0].ids)
     assert tail.endswith("same thing?\nAnswer: no") and seen[0].scored == 3
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Path:
+    """A checkpoint with room for examples, as `mst reshape` lays it out; its weights are random."""
+    run = tmp_path_factory.mktemp("wide")
+    config = {"n_layer": 1, "n_head": 2, "n_embd": 16, "context": 320, "vocab_size": 257}
+    torch.manual_seed(5)
+    saved = run / "checkpoints" / "step00000001"
+    (saved / "mst").mkdir(parents=True)
+    for name, parameter in GPT(ModelConfig(**config)).named_parameters():
+        (saved / "zero" / name).mkdir(parents=True)
+        torch.save({"param": parameter.detach().normal_(0, 0.3)}, saved / "zero" / name / "fp32.pt")
+    (run / "config.json").write_text(json.dumps({"model": config}))
+    return saved
+
+
+@pytest.mark.parametrize("task", PROMPTS)
+def test_prompts_with_examples_by_hand(wide, data, capsys, tmp_path, monkeypatch, task):  # noqa: PLR0917
+    seen = []
+    score = Scorer.score
+    monkeypatch.setattr(Scorer, "score", lambda self, work: seen.extend(work) or score(self, work))
+    words = ["--tasks", task, "--data-dir", str(data), "--shots", "2", "--tokenizer", "byte", "--out", f"{tmp_path}/e"]
+    result = evaluated(str(wide), *words, capsys=capsys)
+    prompt, choices = PROMPTS[task]
+    examples = [prompt.format(a, b) + choices[label] + "\n\n" for a, b, label in EXAMPLES]
+    found = [ByteTokenizer().decode(window.ids) for window in seen]
+    contexts = [text.removesuffix(choices[0]) for text in found[::2]]
+    assert found == [context + choice for context in contexts for choice in choices]
+    for context, (a, b, _) in zip(contexts, PAIRS, strict=True):  # the draw is without replacement, in any order
+        assert context in {"".join(order) + prompt.format(a, b) for order in permutations(examples)}
+    right = 0
+    for context, (_, _, label) in zip(contexts, PAIRS, strict=True):
+        logs = [sum(log for log, _ in log_probabilities(wide, context, choice)) for choice in choices]
+        right += (logs[1] > logs[0]) == bool(label)
+    assert result["tasks"][task]["metrics"] == {"acc": right / 4}
+
+
+def test_a_model_of_the_hub(run, data, capsys, tmp_path, monkeypatch):
+    """A local GPT-2 stands for what the hub gives for `gpt2`."""
+    import transformers
+
+    export(run, tmp_path / "hf")
+    asked = []
+    for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+
+        def load(name, real=kind.from_pretrained, **more):
+            asked.append(name)
+            return real(tmp_path / "hf", **more)
+
+        monkeypatch.setattr(kind, "from_pretrained", load)
+    words = ["--tasks", "lambada,rte", "--shots", "1", "--data-dir", str(data), "--out", str(tmp_path / "e.json")]
+    found = evaluated("gpt2", *words, capsys=capsys)
+    assert asked == ["gpt2", "gpt2"] and (found["model"], found["step"], found["tokenizer"]) == (
+        "gpt2",
+        None,
+        "of gpt2",
+    )
+    ours = evaluated(str(run), *words[:-1], str(tmp_path / "ours.json"), capsys=capsys)
+    for name, entry in ours["tasks"].items():
+        assert found["tasks"][name]["metrics"] == pytest.approx(entry["metrics"], rel=1e-4), name
+    assert main(["eval", "gpt2", *words]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("gpt2, tokenizer of gpt2") and "OpenAI GPT-2" in shown and "this model, per token" in shown
 
 
 def test_export_and_two_processes_give_the_same(run, data, capsys, tmp_path):
@@ -197,7 +267,8 @@ def test_a_killed_evaluation_is_finished_and_leaves_no_half_result(run, data, ca
     assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
     shown = capsys.readouterr()
     assert "lambada: was evaluated before" in shown.err
-    assert "OpenAI GPT-2" in shown.out and "this model, per word" in shown.out and "stride 32" in shown.out
+    assert "OpenAI GPT-2" in shown.out and "this model, per word" in shown.out
+    assert "stride 32, not detokenised" in shown.out
     main([*words, "--stride", "64"])
     assert calls[3:] == ["lambada", "wikitext2"], "other settings, another evaluation"
     changed = tmp_path / "changed"
@@ -205,6 +276,38 @@ def test_a_killed_evaluation_is_finished_and_leaves_no_half_result(run, data, ca
     write(changed / "lambada.jsonl", [{"text": "other words"}])
     main([*words[:-3], str(changed), "--stride", "64", "--out", str(out)])
     assert calls[5:] == ["lambada"], "other documents are evaluated, the same ones are not"
+
+
+def test_results_of_other_settings_are_kept(run, data, capsys, tmp_path):
+    out = tmp_path / "eval.json"
+    words = ["eval", str(run), "--data-dir", str(data), "--out", str(out), "--tasks"]
+    assert main([*words, "lambada,wikitext2"]) == 0
+    before = json.loads(out.read_text())
+    assert main([*words, "lambada", "--stride", "64"]) == 0
+    (kept,) = tmp_path.glob("eval.*.json")
+    assert json.loads(kept.read_text()) == before
+    assert f"the earlier results (step 6, stride 32) are kept in {kept.name}" in capsys.readouterr().err
+    assert main([*words, "lambada,ptb"]) == 0
+    assert "lambada: was evaluated before" in capsys.readouterr().err
+    after = json.loads(out.read_text())["tasks"]
+    assert {name: after[name] for name in ("lambada", "wikitext2")} == before["tasks"] and "ptb" in after
+    strides = sorted(json.loads(path.read_text())["settings"]["stride"] for path in tmp_path.iterdir())
+    assert strides == [32, 32, 64], "both are kept"
+
+
+def test_a_model_that_is_sure_of_something_else(run, data, capsys, tmp_path, monkeypatch):
+    """Perplexities beyond float64 are infinite, and null in JSON."""
+    wrong = lambda self, work: [Score(-1000.0 * w.scored, w.scored, 0) for w in work]  # noqa: E731
+    monkeypatch.setattr(Scorer, "score", wrong)
+    words = ["eval", str(run), "--data-dir", str(data), "--tasks", "lambada,wikitext2", "--out", f"{tmp_path}/e.json"]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert "token_perplexity inf" in shown.err and "inf" in shown.out
+    found = json.loads((tmp_path / "e.json").read_text(), parse_constant=pytest.fail)["tasks"]
+    assert (
+        found["wikitext2"]["metrics"]["word_perplexity"] is None and found["lambada"]["metrics"]["perplexity"] is None
+    )
+    assert main(words) == 0
 
 
 def test_the_result_lies_in_the_runs_folder(run, data, capsys):
@@ -250,6 +353,10 @@ def test_wrong_use_is_one_line(run, data, capsys, tmp_path, monkeypatch):
     (broken / "rte.jsonl").write_text('{"sentence1": "a", "sentence2": "b", "label": 1}\nbroken\n')
     line = refused(capsys, str(run), "--tasks", "rte", "--data-dir", str(broken), "--shots", "0")
     assert "rte.jsonl:2: not JSON" in line
+
+    (broken / "ptb.txt").write_text("x")
+    line = refused(capsys, str(run), "--tasks", "ptb", "--data-dir", str(broken))
+    assert "ptb.txt is a text of one token: there is none to predict" in line
 
     def fail(*_, **__):
         raise OSError("no network\nlong story")

@@ -22,12 +22,15 @@ def test_names():
 
 
 def test_formats(tmp_path):
-    (tmp_path / "lambada.txt").write_text("one two three\n\nfour five\n")
+    (tmp_path / "lambada.txt").write_bytes("one\u2028two\x85 \f three\r\n\nfour five\n".encode())
     lines(tmp_path / "ptb.jsonl", {"text": "first", "more": 1}, {"text": "second"})
     (tmp_path / "wikitext2.txt").write_text("as it\n\n stands ")
     lines(tmp_path / "rte.jsonl", {"sentence1": "a", "sentence2": "b", "label": 1})
     lines(tmp_path / "rte.train.jsonl", {"sentence1": "c", "sentence2": "d", "label": 0})
-    assert [d["text"] for d in documents(TASKS["lambada"], tmp_path, 0).test] == ["one two three", "four five"]
+    assert [d["text"] for d in documents(TASKS["lambada"], tmp_path, 0).test] == [
+        "one\u2028two\x85 \f three",
+        "four five",
+    ]
     assert documents(TASKS["ptb"], tmp_path, 0).test == [{"text": "first\n\nsecond"}]
     assert documents(TASKS["wikitext2"], tmp_path, 0).test == [{"text": "as it\n\n stands "}]
     rte = documents(TASKS["rte"], tmp_path, 1)
@@ -77,18 +80,27 @@ def test_the_hub_by_name(monkeypatch):
 
     def load(path, name=None, revision=None, split=None):
         asked.append((path, name, revision, split))
-        rows = {"ptb-text-only/ptb_text_only": {"sentence": ["one", "two"]}}
         glue = {"sentence1": ["a"], "sentence2": ["b"], "label": [0], "idx": [7]}
-        return datasets.Dataset.from_dict(rows.get(path, glue))
+        column = "sentence" if path == "ptb-text-only/ptb_text_only" else "text"
+        return datasets.Dataset.from_dict(glue if path == "nyu-mll/glue" else {column: ["one two", "three"]})
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    assert documents(TASKS["ptb"], None, 5).test == [{"text": "one\n\ntwo"}]
-    rte = documents(TASKS["rte"], None, 1)
-    assert rte.test == rte.train == [{"sentence1": "a", "sentence2": "b", "label": 0}]
+    assert documents(TASKS["lambada"], None, 5).test == [{"text": "one two"}, {"text": "three"}]
+    for name in ("wikitext2", "ptb", "wikitext103", "1bw"):
+        assert documents(TASKS[name], None, 5).test == [{"text": "one two\n\nthree"}]
+    for name in ("rte", "mrpc"):
+        found = documents(TASKS[name], None, 1)
+        assert found.test == found.train == [{"sentence1": "a", "sentence2": "b", "label": 0}]
     assert asked == [
+        ("EleutherAI/lambada_openai", "default", None, "test"),
+        ("Salesforce/wikitext", "wikitext-2-raw-v1", None, "test"),
         ("ptb-text-only/ptb_text_only", None, "refs/convert/parquet", "test"),
+        ("Salesforce/wikitext", "wikitext-103-raw-v1", None, "test"),
+        ("billion-word-benchmark/lm1b", None, "refs/convert/parquet", "test"),
         ("nyu-mll/glue", "rte", None, "validation"),
         ("nyu-mll/glue", "rte", None, "train"),
+        ("nyu-mll/glue", "mrpc", None, "validation"),
+        ("nyu-mll/glue", "mrpc", None, "train"),
     ]
 
     def fail(**_):
