@@ -311,8 +311,8 @@ def run(
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| shapes | weights | ranks × threads | what | ours ms (range) | rival | rival ms (range) | speed-up |",
-        "|---|---|---|---|---|---|---|---|",
+        "| shapes | weights | ranks × threads | masks, MB a rank | what | ours ms (range) | rival | rival ms (range) | speed-up |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         theirs = "–" if row["rival_ms"] is None else f"{row['rival_ms']:,.1f} ({_span(row['rival_range'])})"
@@ -320,6 +320,7 @@ def table(rows: list[Row]) -> str:
             row["shapes"],
             f"{row['weights'] / 1e6:.1f} M",
             f"{row['ranks']} × {row['threads_per_rank']}",
+            f"{row['mask_bytes_per_rank'] / 1e6:.2f}",
             row["what"],
             f"{row['ours_ms']:,.1f} ({_span(row['ours_range'])})",
             row["rival"],

@@ -136,7 +136,9 @@ class Controller:
         self.masks = MaskSet(LayerMask(s.name, s.shape, s.start, s.length, device) for s in self.shards.slices)
         # of the matrices whose elements targets count: weights, or blocks
         self.shapes = [s.shape if self.blocks is None else self.blocks.grid_shape(s.shape) for s in self.shards.slices]
-        if self.topology.track_coverage:
+        # a run that starts dense has had every weight active: the share is 1, and no bit need be kept to know it
+        self.counts_coverage = self.topology.track_coverage and self.schedule.at(0).sparsity > 0
+        if self.counts_coverage:
             for mask in self.masks:
                 mask.track_ever()
         self.kept: dict[int, torch.Tensor] = {}  # dense gradients of the topology step under way
@@ -163,7 +165,7 @@ class Controller:
             sum(m.numel for m in self.masks) / 1e6,
             100 * self.schedule.max_sparsity,
             "" if self.blocks is None else f" in blocks of {self.blocks.side} × {self.blocks.side}",
-            sum(m.length for m in self.masks) * (1 + self.topology.track_coverage) / 8e6,
+            sum(m.length for m in self.masks) * (1 + self.counts_coverage) / 8e6,
             ", ".join(f"{piece.phase} from step {piece.start}" for piece in self.schedule.pieces),
         )
         if self.blocks is not None:
@@ -260,6 +262,8 @@ class Controller:
         self.kept.clear()
         # the counts stay, the bits (two a weight) go
         self.changes = [replace(change, pruned_bits=None, grown_bits=None) for change in self.changes]
+        if self.topology.track_coverage and not self.counts_coverage:
+            self.changes = [replace(change, ever_active=change.numel) for change in self.changes]
         if self.masks.dense and self.step >= self.schedule.sparse_until:
             for mask in self.masks:
                 mask.ever = None

@@ -26,7 +26,7 @@ class LayerReport:
     active: int
     density: float
     ever_active: float | None
-    """Share of weights that were active at any time; None where it was not counted."""
+    """Share of weights that were active at any time; None where it was not counted, as in a run that starts dense."""
     sha256: str
 
 

@@ -429,7 +429,7 @@ class Wide(torch.nn.Module):
         return self.b(torch.relu(self.a(x))).square().mean()
 
 
-def memory(rank, world, stage, coverage):
+def memory(rank, world, stage, variation, coverage):
     """Bytes of masks, and of everything else of parameter size that a topology step leaves behind."""
     import gc
 
@@ -439,7 +439,7 @@ def memory(rank, world, stage, coverage):
 
     torch.manual_seed(0)
     config = mst_config(stage, world, topology={"track_coverage": coverage, "interval": 3})
-    config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.8}
+    config["mst"]["sparsity"] |= {"variation": variation}
     config["mst"].pop("targets")
     config["mst"]["compute"] = {"backend": "dense"}  # an index of the mask is compute's own
     engine, *_ = mst_scale.initialize(model=Wide(), config=config)
@@ -457,18 +457,22 @@ def memory(rank, world, stage, coverage):
     after = {key: tensor for key, tensor in tensors().items() if key not in before}
     kept = {mask.bits.data_ptr() for mask in engine.mst.masks}
     left = [tuple(t.shape) for t in after.values() if t.data_ptr() not in kept]
-    return engine.mst.masks.nbytes(), left
+    return engine.mst.masks.nbytes(), left, [change.ever_active for change in engine.mst.changes]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_mask_costs_one_bit_a_weight_and_nothing_else_outlives_a_topology_step(stage, world):
     weights = 2 * 512 * 1000
-    for masks, left in pool.run(memory, world, stage, False):
+    for masks, left, ever in pool.run(memory, world, stage, "sparse", False):
         assert masks <= weights / 8 / world + 64
-        assert left == []
-    for masks, _ in pool.run(memory, world, stage, True):
-        assert masks <= 2 * weights / 8 / world + 64, "a second bit where coverage is tracked"
+        assert left == [] and ever == [None] * 2
+    for masks, left, ever in pool.run(memory, world, stage, "sv", True):
+        assert masks <= weights / 8 / world + 64, "a dense start needs no second bit: every weight was active"
+        assert left == [] and ever == [512 * 1000] * 2
+    for masks, _, ever in pool.run(memory, world, stage, "sparse", True):
+        assert masks <= 2 * weights / 8 / world + 64, "a second bit where a sparse start's coverage is tracked"
+        assert all(0.2 * 512 * 1000 < count < 512 * 1000 for count in ever)
 
 
 # --- what hides under a mask ---

@@ -199,7 +199,7 @@ class TopologyConfig:
     mest_lambda: float = 1.0
     regrow: bool = True  # a weight pruned in this very step may grow back, with its value
     grown_moments: Literal["seeded", "zero"] = "seeded"  # Adam's v of a grown weight: its squared growth gradient, or 0
-    track_coverage: bool = True  # one bit a weight: was it ever active (ITOP)?
+    track_coverage: bool = True  # ITOP: a second bit a weight in runs that start sparse, none in the others
     check_every: int = 1_000  # steps between drift checks of the masks, 0: never
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mst_scale.choices import stays_dense
+from mst_scale.choices import stays_dense, variation_of
 from mst_scale.config import Experiment
 from mst_scale.plan.activations import Activations, activations
 from mst_scale.plan.fetching import fetches
@@ -132,7 +132,9 @@ def _sparse(experiment: Experiment, s: Setting) -> Sparse:
     shares = [(p.numel, p.numel if s.stage == 0 else -(-p.numel // s.ranks)) for p in masked]
     kept = FP32 * sum(share for _, share in shares)  # dense gradients
     lists = LISTED_BYTES * sum(share if numel <= LISTED_WHOLE else int(LISTED * share) for numel, share in shares)
-    return Sparse((1 + mst.topology.track_coverage) * sum(-(-share // 8) for _, share in shares), kept + lists)
+    starts_sparse = variation_of(mst).resolve(experiment.training.steps).at(0).sparsity > 0
+    bits = 1 + (mst.topology.track_coverage and starts_sparse)
+    return Sparse(bits * sum(-(-share // 8) for _, share in shares), kept + lists)
 
 
 def _replicated(found: list[Parameter], s: Setting, acts: Activations, sparse: Sparse) -> Memory:
