@@ -311,7 +311,8 @@ def run(
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| shapes | weights | ranks × threads | masks, MB a rank | what | ours ms (range) | rival | rival ms (range) | speed-up |",
+        "| shapes | weights | ranks × threads | masks, MB a rank | what | ours ms (range) | rival | rival ms (range) | "
+        "speed-up |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -74,6 +74,7 @@ def initialize(
         **others,
     )
     zero_shards.guard_plain_step(engine)
+    zero_shards.scale_plain_loss(engine)
     zero_shards.fit_universal_checkpoints(engine)
     engine.mst = Controller(engine, experiment)
     return engine, optimizer, loader, scheduler

@@ -106,6 +106,24 @@ def guard_plain_step(engine: Any) -> None:
     optimizer.step = guarded
 
 
+def scale_plain_loss(engine: Any) -> None:
+    """Stage 0 in fp16: DeepSpeed 0.19.8 divides gradients by the loss scale without having multiplied the loss by it.
+
+    Small gradients would underflow, the norm and its clipping would be off by the scale. What goes into backward is
+    multiplied here, unless it is already: a later version may do so itself.
+    """
+    if engine.zero_optimization() or not engine.fp16_enabled():
+        return
+    inner = engine.backward
+
+    def backward(loss: torch.Tensor, *args: Any, **others: Any) -> Any:
+        scale = loss_scale(engine)
+        loss.register_hook(lambda gradient: torch.where(gradient <= 1, gradient * scale, gradient))
+        return inner(loss, *args, **others)
+
+    engine.backward = backward
+
+
 NORM_PIECE = 1 << 16  # values whose squares are added in float32, as torch does for a whole tensor
 
 

@@ -59,3 +59,22 @@ def test_resumed_bit_for_bit(stage, precision, extra, tmp_path):
         assert first == second, "losses, masks and digests"
         assert apart <= allowed and count >= 6
     assert results[0][0][1] == results[1][0][1], "one set of masks"
+
+
+def saved_dense(rank, world, folder):
+    config = mst_config(1, world, method="dense")
+    config["mst"] = {"method": "dense"}
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    train(engine, rank, world, 2)
+    engine.save_checkpoint(folder)
+    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(1, world))
+    try:
+        engine.load_checkpoint(folder)
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_checkpoint_without_masks_is_refused_by_a_sparse_run(tmp_path):
+    for message in pool.run(saved_dense, 2, str(tmp_path)):
+        assert str(tmp_path) in message and "mask" in message

@@ -1,12 +1,14 @@
 """Slices of all ranks, put together, are the parameter: its master weight, its reduced gradient, its Adam states."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import mst_scale
 from mst_scale import zero_shards
 from tests import pool
-from tests.toys import deepspeed_config, toy, toy_batch
+from tests.toys import allow_fp16, deepspeed_config, toy, toy_batch
 
 MATRICES = ("embed.weight", "up.weight", "down.weight", "out.weight")
 CASES = [(0, "fp32", {}), (1, "fp32", {}), (2, "fp32", {}), (3, "fp32", {})]
@@ -16,10 +18,14 @@ TORCH_ADAM = {"optimizer": {"params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight
 CASES += [(stage, "fp32", TORCH_ADAM) for stage in range(4)] + [(2, "bf16", TORCH_ADAM)]
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 CASES += [(2, "bf16", OFFLOAD), (3, "bf16", OFFLOAD), (2, "fp32", OFFLOAD), (3, "fp32", OFFLOAD)]
+CASES += [(stage, "fp16", {}) for stage in range(4)] + [(stage, "fp16", OFFLOAD) for stage in (2, 3)]
+TWICE = {**OFFLOAD, "accumulation": 2}
+CASES += [(stage, precision, TWICE) for stage in (2, 3) for precision in ("fp32", "bf16", "fp16")]
 
 
 def assembled(rank: int, world: int, stage: int, precision: str, extra: dict) -> dict:
     """Every rank's slices after one step: [(name, what, start, values)], and the norm DeepSpeed reports."""
+    allow_fp16()
     engine, *_ = mst_scale.initialize(model=toy(), config=deepspeed_config(stage, world, precision, **extra))
     parameters = {name: p for name, p in engine.module.named_parameters() if name in MATRICES}
     shards = zero_shards.shards_of(engine, parameters)
@@ -28,7 +34,7 @@ def assembled(rank: int, world: int, stage: int, precision: str, extra: dict) ->
     def look(what: str) -> None:
         for i, s in enumerate(shards.slices):
             if what == "gradient":
-                value = shards.gradient(i)
+                value = shards.gradient(i).float() / zero_shards.loss_scale(engine)
             elif what == "weight":
                 value = shards.weight(i)
             else:
@@ -39,10 +45,11 @@ def assembled(rank: int, world: int, stage: int, precision: str, extra: dict) ->
     zero_shards.around_model_step(engine, before=lambda: look("gradient"), after=lambda: None)
     updated: list[set] = []
     zero_shards.after_master_update(engine, updated.append)
-    loss = engine(*toy_batch(0, rank))
-    engine.backward(loss)
     look("weight")
-    engine.step()
+    for k in range(engine.gradient_accumulation_steps()):
+        loss = engine(*toy_batch(0, k * world + rank))
+        engine.backward(loss)
+        engine.step()
     for key in ("exp_avg", "exp_avg_sq"):
         look(key)
     owners = {id(shards.owner(i)) for i in range(len(shards.slices))}
@@ -55,13 +62,18 @@ def assembled(rank: int, world: int, stage: int, precision: str, extra: dict) ->
 def test_slices_make_up_the_parameter(stage, precision, extra, world):
     results = pool.run(assembled, world, stage, precision, extra)
     reference = toy()
-    if precision == "bf16":
-        reference = reference.bfloat16()
-    sum(reference(*toy_batch(0, rank)) for rank in range(world)).div(world).backward()
+    if precision != "fp32":
+        reference = reference.to({"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
+    batches = world * extra.get("accumulation", 1)
+    sum(reference(*toy_batch(0, position)) for position in range(batches)).div(batches).backward()
     full = dict(reference.named_parameters())
     squares = sum(p.grad.double().square().sum() for p in full.values())
     # reduction order: float32 eps × a few additions; bf16 gradients carry 8 bits and are summed in bf16
-    tolerance = {"rtol": 1e-5, "atol": 1e-7} if precision == "fp32" else {"rtol": 3e-2, "atol": 3e-3}
+    tolerance = {
+        "fp32": {"rtol": 1e-5, "atol": 1e-7},
+        "bf16": {"rtol": 3e-2, "atol": 3e-3},
+        "fp16": {"rtol": 4e-3, "atol": 4e-4},  # 11 bits
+    }[precision]
     scale = min(1.0, 1.0 / float(squares.sqrt()))
     ranks = results if results[0]["group"] else results[:1]
     for name in MATRICES:
@@ -81,7 +93,9 @@ def test_slices_make_up_the_parameter(stage, precision, extra, world):
                         torch.testing.assert_close(value, values[start : start + value.numel()], **tolerance)
             assert (covered == 1).all(), f"{what} of {name}: every weight lies on exactly one rank"
     for result in results:
-        assert result["norm"] == pytest.approx(float(squares.sqrt()), rel=1e-5 if precision == "fp32" else 2e-2)
+        assert result["norm"] == pytest.approx(
+            float(squares.sqrt()), rel={"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}[precision]
+        )
 
 
 def skipped_update(rank: int, world: int, stage: int) -> tuple:
@@ -125,3 +139,46 @@ def refused(rank: int, world: int, config: dict) -> str:
 def test_what_cannot_be_right_is_refused_with_the_cure(extra, precision, message):
     (text,) = pool.run(refused, 1, deepspeed_config(1, 1, precision, **extra))
     assert message in text
+
+
+class Fake(SimpleNamespace):
+    """What the refusals read of an engine; every mode off."""
+
+    def __init__(self, zero=None, offload=None, **changes):
+        zero = {"zenflow": None, "mics_shard_size": -1, "zero_hpz_partition_size": 1} | (zero or {})
+        self._config = SimpleNamespace(
+            zero_config=SimpleNamespace(**zero),
+            compile_config=SimpleNamespace(deepcompile=changes.pop("deepcompile", False)),
+        )
+        self.optimizer = SimpleNamespace(param_groups=[{"params": []}])
+        self.mpu = changes.pop("mpu", None)
+        self.has_moe_layers = changes.pop("moe", False)
+        self.autotp_size = lambda: changes.get("autotp", 1)
+        self.torch_autocast_enabled = lambda: changes.get("autocast", False)
+        self.zero_optimization_stage = lambda: 3
+        self.zero_optimization = lambda: True
+        self.zero_round_robin_gradients = lambda: False
+        self.bfloat16_enabled = lambda: False
+        self.zero_offload_optimizer = lambda: offload
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ({"zero": {"zenflow": SimpleNamespace()}}, "zero_optimization.zenflow"),
+        ({"deepcompile": True}, "compile.deepcompile"),
+        ({"zero": {"mics_shard_size": 2}}, "mics_shard_size"),
+        ({"zero": {"zero_hpz_partition_size": 2}}, "zero_hpz_partition_size"),
+        ({"autotp": 2}, "tensor_parallel.autotp_size"),
+        ({"mpu": SimpleNamespace()}, "a model-parallel unit"),
+        ({"moe": True}, "mixture-of-experts"),
+        ({"autocast": True}, "torch_autocast"),
+        ({"offload": SimpleNamespace(device="nvme", ratio=1.0)}, "NVMe: set offload_optimizer.device to cpu"),
+        ({"offload": SimpleNamespace(device="cpu", ratio=0.5)}, r"ratio = 0\.5 is untested .* set it to 1\.0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_untested_modes_are_refused_by_name(mode, message):
+    with pytest.raises(ValueError, match=message):
+        zero_shards.shards_of(Fake(**mode), {})
+    zero_shards._refuse_untested(Fake())
