@@ -177,6 +177,11 @@ def init() -> Ranks:
     )
 
 
+def several() -> bool:
+    """Whether a launcher has started this process beside others."""
+    return int(os.environ["WORLD_SIZE"]) > 1 if "WORLD_SIZE" in os.environ else _under_mpi()
+
+
 def exit_code(error: BaseException) -> int:
     """2: used wrongly, 1: it failed."""
     if isinstance(error, Elsewhere):

@@ -31,7 +31,8 @@ word must be the most likely ones.
 
 The result is also written to eval.json in the run's or the model's folder (--out names another file). An evaluation
 that was killed is finished by the same command; results of another checkpoint or other settings that lie there are kept
-beside it. Several processes: torchrun --nproc_per_node 2 -m mst_scale eval …"""
+beside it. Several processes: torchrun --nproc_per_node 2 -m mst_scale eval …, or mpirun -n 2 mst eval …; each takes a
+GPU of its own."""
 
 EXAMPLES = """\
 examples:
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         _offline_unless_reachable()
     from mst_scale import distributed
 
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not distributed.several():
         return _evaluate(args, tasks, None)
     ranks = distributed.init()
     try:
@@ -110,9 +111,20 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
+def device_of(asked: str | None, local_rank: int) -> Any:
+    """What --device means on this rank: each has a GPU of its own."""
     import torch
 
+    asked = asked or ("cuda" if _cuda() else "cpu")
+    if asked.startswith("cuda") and not _cuda():
+        raise ValueError(f"--device {asked}: torch finds no GPU here")
+    try:
+        return torch.device(f"cuda:{local_rank}" if asked == "cuda" else asked)
+    except RuntimeError:
+        raise ValueError(f"--device {asked}: there is no such device; say cpu, cuda or cuda:N") from None
+
+
+def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
     from mst_scale.evaluation import harness
     from mst_scale.evaluation.evaluate import (
         FILE,
@@ -133,8 +145,7 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
     )
 
     def prepare() -> Any:
-        local = 0 if ranks is None else ranks.local_rank
-        device = torch.device(args.device or (f"cuda:{local}" if _cuda() else "cpu"))
+        device = device_of(args.device, 0 if ranks is None else ranks.local_rank)
         harness.load()
         docs = read_documents(tasks, settings)
         model, text = open_model(args.model, args.tokenizer, device)

