@@ -75,11 +75,15 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
             overrides.append(f"training.{key}={json.dumps(getattr(args, key))}")
     experiment = load(args.deepspeed_config, overrides, args.method)
     if experiment.training.init is not None:
-        experiment = resume.with_shape_of(experiment, experiment.training.init)
+        experiment = resume.with_shape_of(experiment, experiment.training.init, out_of(args, experiment))
     if args.steps is not None and experiment.mst.like is not None:
         raise ValueError(f"method dense-short is as long as the FLOPs of {experiment.mst.like} last: leave out --steps")
     check(experiment)
     return experiment
+
+
+def out_of(args: argparse.Namespace, experiment: Experiment) -> Path:
+    return Path(args.out or f"runs/{Path(args.deepspeed_config).stem}-{experiment.mst.method}")
 
 
 class Run:
@@ -450,7 +454,7 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
     ranks = distributed.init()
     watch.start(ranks)
     build_locks.clear_stale(ranks)
-    out = Path(args.out or f"runs/{Path(args.deepspeed_config).stem}-{experiment.mst.method}")
+    out = out_of(args, experiment)
     run = ranks.together(lambda: Run(shortened(experiment, ranks.world_size), out, ranks))
 
     def ask_to_stop(signum: int, frame: Any) -> None:

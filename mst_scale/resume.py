@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from mst_scale import checkpoint, start_from
 from mst_scale.checkpoint import MANIFEST, UNIVERSAL
@@ -53,13 +54,29 @@ def refuse_another_model(out: Path, experiment: Experiment) -> None:
             raise ValueError(f"{path}: the run in {out} has another {block!r} block: choose another --out")
 
 
-def with_shape_of(experiment: Experiment, init: str) -> Experiment:
-    """The experiment with the shape of the model whose weights it starts from; what else the block says stays."""
-    keys = start_from.model_keys(start_from.folder_of(init))
+def with_shape_of(experiment: Experiment, init: str, out: Path) -> Experiment:
+    """The experiment with the shape of the model whose weights it starts from; what else the block says stays.
+
+    A run that has a checkpoint says that itself: the weights it began with need not be there any more.
+    """
+    if experiment.model.arch != "gpt":
+        raise ValueError(f"--init takes a GPT-2's weights, and model.arch is {experiment.model.arch!r}: leave it out")
+    keys = _shape_of_run(out) or start_from.model_keys(start_from.folder_of(init))
     changed = {key: value for key, value in keys.items() if getattr(experiment.model, key) != value}
     if changed:
         logger.info("the model has the shape of %s: %s", init, ", ".join(f"{k} = {v}" for k, v in changed.items()))
     return dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, **keys))
+
+
+def _shape_of_run(out: Path) -> dict[str, Any] | None:
+    path = out / "config.json"
+    if not checkpoint.list_tags(out / "checkpoints") or not path.exists():
+        return None
+    before = json.loads(path.read_text())
+    if before.get("training", {}).get("init") is None:
+        return None
+    logger.info("%s has a checkpoint: the weights of %s are not read again", out, before["training"]["init"])
+    return {key: before["model"][key] for key in start_from.SHAPE}
 
 
 def loadable(source: Path, ranks: Ranks, stage: int) -> tuple[Path, bool]:

@@ -17,12 +17,15 @@ from safetensors.torch import load_file
 
 from mst_scale import zero_shards
 from mst_scale.config import ModelConfig
+from mst_scale.models.gpt import GPT
 from mst_scale.models.hugging_face import from_hugging_face, hugging_face_config
 
 FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 # What our GPT computes and cannot compute otherwise: these keys of a config.json must say so, or be left out.
-SAME = ("activation_function", "layer_norm_epsilon")
-NEVER = ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention")
+SAME = ("activation_function", "layer_norm_epsilon", "scale_attn_weights")
+NEVER = ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention", "quantization_config")
+# The keys of the `model` block that the weights decide.
+SHAPE = ("n_layer", "n_head", "n_embd", "d_ffw", "context", "vocab_size", "bias", "tied_head")
 
 
 def folder_of(name: str) -> Path:
@@ -48,13 +51,13 @@ def folder_of(name: str) -> Path:
 def model_keys(folder: Path) -> dict[str, Any]:
     """The keys of the `model` block that such a model has."""
     raw = _config(folder)
-    theirs = hugging_face_config(ModelConfig())
+    theirs = {**hugging_face_config(ModelConfig()), "scale_attn_weights": True}
     for key in SAME:
         if raw.get(key, theirs[key]) != theirs[key]:
             raise ValueError(f"{folder}: its {key} is {raw[key]!r}, and our GPT has {theirs[key]!r}")
     for key in NEVER:
         if raw.get(key):
-            raise ValueError(f"{folder}: its {key} is true, which our GPT does not compute")
+            raise ValueError(f"{folder}: its {key} is {json.dumps(raw[key])}, which our GPT does not compute")
     return {
         "n_layer": raw["n_layer"],
         "n_head": raw["n_head"],
@@ -94,16 +97,20 @@ def read(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged or cut short ({error})") from None
     try:
-        return from_hugging_face(state, config)
+        found = from_hugging_face(state, config)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
+    with torch.device("meta"):
+        shapes = {name: tuple(parameter.shape) for name, parameter in GPT(config).named_parameters()}
+    for name, shape in shapes.items():
+        if (theirs := tuple(found[name].shape)) != shape:
+            raise ValueError(f"{folder}: {name} has shape {theirs}, and by its config.json {shape}: they do not belong")
+    return found
 
 
 def fill(model: torch.nn.Module, state: dict[str, torch.Tensor] | None) -> None:
-    """Put weights into a model that is not yet trained; ranks other than the first pass None. A collective."""
+    """Put what `read` gave into a model that is not yet trained; ranks other than the first pass None. A collective."""
     for name, parameter in model.named_parameters():
         with zero_shards.whole(parameter) as writable, torch.no_grad():
             if writable and state is not None:
-                if parameter.shape != state[name].shape:
-                    raise ValueError(f"{name} has shape {tuple(state[name].shape)}, not {tuple(parameter.shape)}")
                 parameter.copy_(state[name])

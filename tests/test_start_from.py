@@ -63,6 +63,8 @@ def test_what_does_not_fit_is_named(tmp_path, gpt2):
         ({"model_type": "llama"}, "--init takes a GPT-2, and this is 'llama'"),
         ({"activation_function": "relu"}, "its activation_function is 'relu', and our GPT has 'gelu_new'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
+        ({"scale_attn_weights": False}, "its scale_attn_weights is False, and our GPT has True"),
+        ({"quantization_config": {"bits": 4}}, 'its quantization_config is {"bits": 4}'),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**raw, **changes}))
         with pytest.raises(ValueError, match=message):
@@ -75,6 +77,66 @@ def test_what_does_not_fit_is_named(tmp_path, gpt2):
     (tmp_path / "model.safetensors").write_bytes((gpt2 / "model.safetensors").read_bytes()[:-100])
     with pytest.raises(ValueError, match="damaged or cut short"):
         start_from.read(tmp_path, config)
+
+
+def from_hub(rank: int, world: int, argv: list[str], folder: Path | None) -> tuple[int, str, list]:
+    """A run where the hub gives this folder, or cannot be reached, and what was asked of it."""
+    import huggingface_hub
+
+    asked, real = [], huggingface_hub.snapshot_download
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        if folder is None:
+            raise ConnectionError("no network")
+        return str(folder)
+
+    huggingface_hub.snapshot_download = download
+    try:
+        return *attempt(rank, world, argv), asked
+    finally:
+        huggingface_hub.snapshot_download = real
+
+
+@torch.no_grad()
+def test_a_name_on_the_hub_starts_a_run_that_goes_on_without_it(tmp_path, gpt2):
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-12, "weight_decay": 0.0}}
+    argv = arguments(tmp_path, Path("gpt2"), optimizer=optimizer, training={"min_lr": 0.0})
+    for code, text, asked in pool.run(from_hub, 2, argv, gpt2):
+        assert (code, text) == (0, "")
+        assert set(map(str, asked)) == {str(("gpt2", ["config.json", "*.safetensors", "*.safetensors.index.json"]))}
+    model, config = open_source(tmp_path / "out").model(), ModelConfig(**start_from.model_keys(gpt2))
+    for name, weight in start_from.read(gpt2, config).items():
+        assert (dict(model.named_parameters())[name] - weight).abs().max() < 1e-9, name
+    assert pool.run(from_hub, 2, [*argv, "--steps", "2"], None) == [(0, "", [])] * 2
+    assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
+
+
+def test_weights_of_another_shape_are_refused_on_all_ranks(tmp_path, gpt2):
+    """Under ZeRO-3 a rank that fails while the others wait for its weights would leave them waiting."""
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(gpt2 / "model.safetensors")
+    for name, message in (
+        ("transformer.wpe.weight", r"wpe.weight has shape \(47, 32\), and by its config.json \(48, 32\)"),
+        ("transformer.h.1.mlp.c_fc.weight", r"blocks.1.mlp.up.weight has shape \(128, 31\), and by"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_bytes((gpt2 / "config.json").read_bytes())
+        save_file(
+            {**state, name: state[name][:-1].contiguous()}, folder / "model.safetensors", metadata={"format": "pt"}
+        )
+        with pytest.raises(ValueError, match=message):
+            start_from.read(folder, ModelConfig(**start_from.model_keys(folder)))
+    results = pool.run(attempt, 2, arguments(tmp_path, folder, zero_optimization={"stage": 3}), seconds=60)
+    assert [code for code, _ in results] == [2, 2]
+    assert "they do not belong" in "".join(text for _, text in results)
+
+
+def test_a_bert_is_not_started_from_a_gpt2(tmp_path, gpt2):
+    code, text = attempt(0, 1, arguments(tmp_path, gpt2, model={"arch": "bert"}))
+    assert code == 2 and "--init takes a GPT-2's weights, and model.arch is 'bert': leave it out" in text
 
 
 def test_without_a_network_one_line_says_so(monkeypatch):
