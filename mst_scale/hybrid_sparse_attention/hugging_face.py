@@ -42,11 +42,10 @@ def attach(model: Any, pattern: Pattern, backend: str = "auto") -> str | None:
         return f"{type(model).__name__} has no attention layers that transformers' interface reaches"
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
     except ImportError as error:
         return f"this version of transformers has no attention interface ({error})"
     AttentionInterface.register(NAME, hugging_face_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # None where a mask would only say "causal"
+    AttentionMaskInterface.register(NAME, hugging_face_mask)
     model.set_attn_implementation(NAME)
     if config._attn_implementation != NAME:
         return f"{type(model).__name__} does not use transformers' attention interface"
@@ -101,6 +100,16 @@ def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
     return out.transpose(1, 2), None
 
 
+def hugging_face_mask(*, kv_length: int, **others: Any) -> torch.Tensor | None:
+    """None where a mask would only say "causal"; with a cache never, for there it tells where the queries are."""
+    from transformers.masking_utils import sdpa_mask
+
+    # before transformers 5 it is called with the queries' positions, not with their number
+    queries = others["q_length"] if "q_length" in others else len(others["cache_position"])
+    skip = others.pop("allow_is_causal_skip", True) and queries == kv_length
+    return sdpa_mask(kv_length=kv_length, allow_is_causal_skip=skip, **others)
+
+
 def _masked(  # noqa: PLR0917
     q: torch.Tensor,
     k: torch.Tensor,
@@ -110,10 +119,10 @@ def _masked(  # noqa: PLR0917
     causal: bool,
     dropout: float,
 ) -> torch.Tensor:
-    """Dense attention under both masks; the queries are the last of the keys' positions."""
-    length, total = q.shape[-2], k.shape[-2]
+    """Dense attention under both masks."""
+    total = k.shape[-2]
     position = torch.arange(total, device=q.device)
-    seen = pattern.allows(position[total - length :, None], position[None, :], causal)
+    seen = pattern.allows(_queries(q.shape[-2], total, mask if causal else None, q.device)[:, None], position, causal)
     if mask is None:
         both = seen
     elif mask.dtype == torch.bool:
@@ -124,6 +133,19 @@ def _masked(  # noqa: PLR0917
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=both, dropout_p=dropout)
+
+
+def _queries(length: int, total: int, mask: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """The queries' positions among the keys: the last ones; or earlier, where a static cache has room behind them.
+
+    Then a causal mask tells: the last key that a query sees is its own (padded queries may see fewer, never more).
+    """
+    row = torch.arange(length, device=device)
+    if mask is None or length == total:
+        return row + (total - length)
+    visible = mask[..., :total] if mask.dtype == torch.bool else mask[..., :total] > torch.finfo(mask.dtype).min / 2
+    last = torch.where(visible, torch.arange(total, device=device), 0).amax(-1)  # (batch, heads or 1, length)
+    return row + (last - row).amax()
 
 
 @functools.cache  # once a kind of layer and process

@@ -72,6 +72,8 @@ def test_each_layer_has_its_scale():
 @pytest.mark.parametrize("make", [gpt2, llama])
 @torch.no_grad()
 def test_padding_and_a_cache_give_the_same(make):
+    from transformers import StaticCache
+
     model = make().eval()
     padding = torch.ones(2, LENGTH, dtype=torch.long)
     padding[0, 19:] = 0
@@ -79,11 +81,30 @@ def test_padding_and_a_cache_give_the_same(make):
     attach(model, SPARSE)
     found = model(tokens(), attention_mask=padding).logits
     assert (found - expected)[padding.bool()].abs().max() < 1e-5
-    cache, pieces = None, []
-    for start, end in ((0, 9), (9, 10), (10, LENGTH)):  # a prompt, one token, several
-        out = model(tokens()[:, start:end], past_key_values=cache, use_cache=True)
-        cache, pieces = out.past_key_values, [*pieces, out.logits]
-    assert (torch.cat(pieces, 1) - whole).abs().max() < 1e-5
+    for empty in (None, StaticCache(model.config, max_cache_len=LENGTH + 7), StaticCache(model.config, LENGTH)):
+        cache, pieces = empty, []
+        for start, end in ((0, 9), (9, 10), (10, LENGTH)):  # a prompt, one token, several
+            out = model(tokens()[:, start:end], past_key_values=cache, use_cache=True)
+            cache, pieces = out.past_key_values, [*pieces, out.logits]
+        assert (torch.cat(pieces, 1) - whole).abs().max() < 1e-5, type(cache)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@torch.no_grad()
+def test_padding_and_a_static_cache_together(make):
+    from transformers import StaticCache
+
+    model = make().eval()
+    padding = torch.ones(2, LENGTH, dtype=torch.long)
+    padding[0, :4], padding[1, 7:10] = 0, 0
+    expected = reference(model, SPARSE, padding)
+    attach(model, SPARSE)
+    cache = StaticCache(model.config, max_cache_len=LENGTH + 7)
+    for start, end in ((0, 9), (9, 10), (10, LENGTH)):
+        known, places = padding[:, :end], torch.arange(start, end)[None]
+        out = model(tokens()[:, start:end], attention_mask=known, position_ids=places, past_key_values=cache)
+        real = padding[:, start:end].bool()
+        assert (out.logits - expected[:, start:end])[real].abs().max() < 1e-5, (start, end)
 
 
 def test_gradients_flow():
