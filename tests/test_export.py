@@ -184,56 +184,73 @@ def test_a_tied_and_an_untied_head_with_biases(tmp_path):
 
 # --- memory ---
 
+RANKS = 3
 PEAK = """
 import resource, sys
 from pathlib import Path
 from mst_scale.export import export
-export(Path(sys.argv[1]), Path(sys.argv[2]) / "warm", config=Path(sys.argv[3]))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-export(Path(sys.argv[4]), Path(sys.argv[2]) / "out", config=Path(sys.argv[5]))
-print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+first, *large = map(Path, sys.argv[1:])
+export(first, first / "out", config=first / "config.json")
+before = peak()
+for folder in large:
+    export(folder, folder / "out", config=folder / "config.json")
+    print(peak() - before)
 """
 
 
-def by_hand(folder: Path, layers: int, width: int, ranks: int) -> int:
-    """A stage-2 checkpoint of these shapes as DeepSpeed lays it out, with both moments; bytes of its fp32 weights."""
+def by_hand(folder: Path, layers: int, width: int, stage: int) -> int:
+    """A checkpoint of these shapes as DeepSpeed lays it out, with both moments; bytes of its fp32 weights."""
     raw = {"n_layer": layers, "n_head": 2, "n_embd": width, "context": 8, "vocab_size": 64}
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in GPT(ModelConfig(**raw)).named_parameters()}
     numel = sum(shape.numel() for shape in shapes.values())
-    share = -(-numel // (2 * ranks)) * 2
     folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model": raw}))
     state = {"module": {}, "param_shapes": [shapes], "buffer_names": [], "ds_version": "0.19.8"}
+    if stage == 0:  # fp32: the model's own weights are the masters
+        state["module"] = {name: torch.randn(shape) for name, shape in shapes.items()}
+        moments = {
+            i: {"exp_avg": weight + 1, "exp_avg_sq": weight + 2} for i, weight in enumerate(state["module"].values())
+        }
+        state["optimizer"] = {"state": moments, "param_groups": [{"params": [*moments], "param_names": [*shapes]}]}
     torch.save(state, folder / "mp_rank_00_model_states.pt")
-    for rank in range(ranks):
-        flat = torch.randn(share)
-        inner = {"state": {0: {"exp_avg": flat + 1, "exp_avg_sq": flat + 2}}}
+    for rank in range(RANKS if stage else 0):
+        if stage == 3:  # a part of each parameter, in vectors of five parameters
+            shares = [-(-shape.numel() // RANKS) for shape in shapes.values()]
+            flats = [torch.randn(sum(shares[i : i + 5])) for i in range(0, len(shares), 5)]
+        else:
+            flats = [torch.randn(-(-numel // (2 * RANKS)) * 2)]
+        moments = {i: {"exp_avg": flat + 1, "exp_avg_sq": flat + 2} for i, flat in enumerate(flats)}
+        key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         optimizer = {
-            "zero_stage": 2, "partition_count": ranks, "single_partition_of_fp32_groups": [flat],
-            "base_optimizer_state": inner,
-        }  # fmt: skip
+            "zero_stage": stage,
+            "partition_count": RANKS,
+            key: flats,
+            "base_optimizer_state": {"state": moments},
+        }
         path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": optimizer}, path)
-    (folder / "config.json").write_text(json.dumps({"model": raw}))
     return 4 * numel
 
 
 def test_memory_holds_one_matrix_and_not_the_model(tmp_path):
-    """148 MB of weights (444 MB of checkpoint) in 12 layers; the largest matrix takes 4 MiB."""
-    by_hand(tmp_path / "warm", 1, 64, 3)
-    size = by_hand(tmp_path / "large", 12, 512, 3)
-    (tmp_path / "to").mkdir()
-    names = [tmp_path / "warm", tmp_path / "to", tmp_path / "warm/config.json", tmp_path / "large"]
-    argv = [sys.executable, "-c", PEAK, *map(str, names), str(tmp_path / "large" / "config.json")]
-    child = subprocess.run(argv, env=tiny_run.environment(), capture_output=True, text=True, timeout=120, check=False)
+    """85 MB of weights (255 MB of checkpoint) in 12 layers, at stages 0, 2 and 3; the largest matrix takes 2.4 MB."""
+    width, stages = 384, (0, 2, 3)
+    by_hand(tmp_path / "warm", 1, 64, 2)
+    size = min(by_hand(tmp_path / f"stage{stage}", 12, width, stage) for stage in stages)
+    folders = [tmp_path / "warm", *(tmp_path / f"stage{stage}" for stage in stages)]
+    argv = [sys.executable, "-c", PEAK, *map(str, folders)]
+    child = subprocess.run(argv, env=tiny_run.environment(), capture_output=True, text=True, timeout=110, check=False)
     assert child.returncode == 0, child.stderr
-    peak = int(child.stdout.split()[-1])
-    assert size > 140e6
+    peaks = [int(line) for line in child.stdout.splitlines()[-3:]]
+    assert size > 85e6
     # the matrix, its transpose in pieces, file buffers; the files are mapped, and let go matrix by matrix
-    assert peak < 4 * 4 * 4 * 512 * 512 + 8e6, f"{peak / 1e6:.0f} MB for {size / 1e6:.0f} MB"
-    whole = weights.weights_of(tmp_path / "large")
-    state = load_file(tmp_path / "to" / "out" / "model.safetensors")
-    assert torch.equal(state["transformer.h.11.mlp.c_fc.weight"], whole.read("blocks.11.mlp.up.weight").t())
+    assert max(peaks) < 4 * 4 * 4 * width * width + 8e6, f"{peaks} B for {size / 1e6:.0f} MB, stage by stage"
+    for folder in folders[1:]:
+        state, whole = load_file(folder / "out" / "model.safetensors"), weights.weights_of(folder)
+        assert torch.equal(state["transformer.h.11.mlp.c_fc.weight"], whole.read("blocks.11.mlp.up.weight").t())
 
 
 # --- tokenizers ---
