@@ -21,6 +21,7 @@ class MetricsFile:
     def __init__(self, path: Path, step: int):
         self.path = path
         kept = [row for row in read(path) if row["step"] <= step] if path.exists() else []
+        self.seconds: float = kept[-1].get("seconds", 0.0) if kept else 0.0  # wall-clock, of the last row
         draft = path.with_suffix(".partial")
         draft.write_text("".join(_line(row) for row in kept))
         os.replace(draft, path)

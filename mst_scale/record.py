@@ -44,6 +44,7 @@ class Record:
         self.window, self.window_start = step, time.monotonic()
         if first:
             self.metrics = MetricsFile(out / "metrics.jsonl", step)
+            self.started = time.monotonic() - self.metrics.seconds
         self.line = ProgressLine(experiment.training.steps, step, sys.stdout if first else io.StringIO())
 
     def gather(self, mst: Any) -> None:
@@ -67,6 +68,7 @@ class Record:
         if self.layers:
             row["layers"], self.layers = self.layers, {}
         if self.first:
+            row["seconds"] = round(time.monotonic() - self.started, 3)  # evaluations and saves too, not stops
             self.metrics.write(row)
             self._monitor(row)
             self.line.show(row)

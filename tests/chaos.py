@@ -27,7 +27,7 @@ from tests import forked, tiny_run
 
 SAVE_EVERY = 7
 FAULTS = ("kill a rank", "kill all", "kill during a save", "freeze a rank", "ask to stop", "damage the newest")
-TIMES = ("tokens_per_s", "step_ms", "save_s", "peak_memory_bytes")
+TIMES = ("seconds", "tokens_per_s", "step_ms", "save_s", "peak_memory_bytes")
 MST = {
     "method": "mst",
     "sparsity": {"max": 0.8},

@@ -197,7 +197,9 @@ def test_a_run_keeps_phase_ends_shows_the_rest_in_tensorboard_and_trains_as_if_u
     events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"images": 0, "compressedHistograms": 0})
     events.Reload()
     tags = events.Tags()
-    assert "mst/loss" in tags["scalars"] and "mst/sparsity" in tags["scalars"]
+    assert {"mst/loss", "mst/sparsity", "mst/target_sparsity", "mst/attention_stride"} <= set(tags["scalars"])
+    for what in ("churn", "density", "pruned", "grown", "ever_active"):
+        assert f"mst_{what}/blocks.0.mlp.up.weight" in tags["scalars"], "by layer"
     assert "mst_weights_and_mask/blocks.0.attention.qkv.weight" in tags["images"]
     assert "mst_living_weights/blocks.0.mlp.up.weight" in tags["histograms"]
     first = events.Histograms("mst_living_weights/blocks.0.mlp.up.weight")[0]

@@ -27,7 +27,7 @@ CONTRACT = [
     "step", "tokens", "loss", "lr", "grad_norm", "phase", "target_sparsity", "sparsity", "flops", "flops_dense",
     "tokens_per_s", "step_ms",
 ]  # fmt: skip
-TIMES = ("tokens_per_s", "step_ms", "save_s", "peak_memory_bytes")
+TIMES = ("seconds", "tokens_per_s", "step_ms", "save_s", "peak_memory_bytes")
 
 
 def arguments(folder: Path, out: str = "out", *more: str, **blocks) -> list[str]:

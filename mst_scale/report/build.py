@@ -144,7 +144,7 @@ def _lead(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         return f"{len(runs)} runs compared; those that differ only in their seed are one line, mean and range."
     run = runs[0]
-    model = run.config.get("model", {})
-    shape = f"{model['n_layer']} layers, {model['n_embd']} wide" if {"n_layer", "n_embd"} <= model.keys() else ""
+    layers, width = run.setting("model", "n_layer"), run.setting("model", "n_embd")
+    shape = f"{layers} layers, {width} wide" if layers and width else ""
     state = "finished" if run.finished else f"at step {run.step:,}"
     return ", ".join(part for part in (f"method {run.method}", shape, state) if part)

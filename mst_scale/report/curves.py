@@ -45,7 +45,7 @@ class Against:
 STEPS = Against("steps", "step", "optimizer step", "over steps")
 FLOPS = Against("flops", "flops", "training FLOPs, paper's accounting", "over FLOPs (paper)")
 CAUSAL = Against("flops-causal", "flops_causal", "training FLOPs, causal accounting", "over FLOPs (causal)")
-TIME = Against("time", "seconds", "training time", "over time")
+TIME = Against("time", "seconds", "wall-clock time", "over wall-clock time")
 AXES = (STEPS, FLOPS, CAUSAL, TIME)
 
 

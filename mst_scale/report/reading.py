@@ -30,7 +30,8 @@ SERIES = (
     "peak_memory_bytes", "pruned", "grown", "regrown",
 )  # fmt: skip
 VALIDATION = ("step", "seconds", "tokens", "flops", "flops_causal", "val_loss")
-LAYER = ("density", "churn", "ever_active")
+LAYER = ("density", "churn", "ever_active", "pruned", "grown")
+COUNTS = ("churn", "pruned", "grown")  # of the topology steps between two rows
 LAYER_ROWS = 256  # as many columns as a picture of layers over steps needs
 MAX_LAYERS = 1024
 SPIKE = 3.0  # times the median of the rows before
@@ -58,8 +59,8 @@ class Layers:
     table: Thinned
 
     def matrix(self, what: str) -> np.ndarray:
-        """(layers, buckets): the mean of what is a rate, the last of what is a state."""
-        read = self.table.mean if what == "churn" else self.table.last
+        """(layers, buckets): the mean of what is counted from row to row, the last of what is a state."""
+        read = self.table.mean if what in COUNTS else self.table.last
         return np.array([read(f"{what}:{name}") for name in self.names])
 
     @property
@@ -86,6 +87,9 @@ class Run:
     """Density of each layer where the run was sparsest."""
     sparsest: float = 0.0
     seconds: float = 0.0
+    """Wall-clock, but for stops."""
+    steps_alone: bool = False
+    """Rows without `seconds`, of an older version: evaluations and saves are not in the time."""
     snapshots: list[snapshots.Snapshot] = field(default_factory=list)
     evaluation: dict[str, Any] = field(default_factory=dict)
     launched: dict[str, Any] = field(default_factory=dict)
@@ -95,20 +99,29 @@ class Run:
 
     @property
     def method(self) -> str:
-        return str(self.config.get("mst", {}).get("method", "?"))
+        return str(self.setting("mst", "method") or "?")
 
     @property
     def seed(self) -> int | None:
-        return self.config.get("training", {}).get("seed")
+        seed = self.setting("training", "seed")
+        return seed if isinstance(seed, int) else None
 
     @property
     def steps(self) -> int:
         """As many as it shall take; 0 where that is not known."""
-        return int(self.config.get("training", {}).get("steps", 0))
+        steps = self.setting("training", "steps")
+        return steps if isinstance(steps, int) else 0
 
     @property
     def step(self) -> int:
         return int(self.last.get("step", 0))
+
+    def setting(self, *path: str) -> Any:
+        """A key of the config, whatever it holds; None where it has none."""
+        node: Any = self.config
+        for key in path:
+            node = node.get(key) if isinstance(node, dict) else None
+        return node
 
     @property
     def finished(self) -> bool:
@@ -168,8 +181,11 @@ class Reader:
             self.offset += len(line)
             try:
                 row = json.loads(line)
-                self._take(row) if isinstance(row, dict) and "step" in row else self._damaged()
-            except (ValueError, TypeError):
+            except ValueError:
+                row = None
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                self._take(row)
+            else:
                 self._damaged()
 
     def _damaged(self) -> None:
@@ -179,25 +195,26 @@ class Reader:
         run, step = self.run, row["step"]
         if run.last and step <= run.last["step"]:
             return  # written twice
-        milliseconds = row.get("step_ms")
-        run.seconds += (step - run.step) * number(milliseconds, 0.0) / 1e3
-        row["seconds"] = run.seconds
+        steps = run.seconds + (step - run.step) * number(row.get("step_ms"), 0.0) / 1e3
+        run.steps_alone |= "seconds" not in row
+        row["seconds"] = run.seconds = max(run.seconds, number(row.get("seconds"), steps))
         layers = row.pop("layers", None)
-        if layers:
+        if isinstance(layers, dict) and (layers := {k: v for k, v in layers.items() if isinstance(v, dict)}):
             for what in ("pruned", "grown", "regrown"):
-                row[what] = sum(layer.get(what) or 0 for layer in layers.values())
+                row[what] = sum(number(layer.get(what), 0.0) for layer in layers.values())
             self._take_layers(step, layers, number(row.get("sparsity"), 0.0))
         run.series.add([number(row.get(name)) for name in SERIES])
-        if row.get("val_loss") is not None:
+        if math.isfinite(number(row.get("val_loss"))):
             run.validation.add([number(row.get(name)) for name in VALIDATION])
-            run.last_val_loss = float(row["val_loss"])
+            run.last_val_loss = number(row["val_loss"])
         self._take_span(row)
-        self._take_spike(step, row.get("grad_norm"))
+        self._take_spike(step, number(row.get("grad_norm")))
         run.last = row
 
     def _take_span(self, row: dict[str, Any]) -> None:
         spans = self.run.spans
-        state = (str(row.get("phase", "?")), str(row.get("attention", "dense")), int(row.get("attention_stride") or 1))
+        stride = int(number(row.get("attention_stride"), 1.0))
+        state = (str(row.get("phase", "?")), str(row.get("attention", "dense")), stride)
         if spans:
             spans[-1].last = row["step"]
             if state == (spans[-1].phase, spans[-1].attention, spans[-1].stride):
@@ -205,8 +222,8 @@ class Reader:
         if len(spans) < MAX_SPANS:
             spans.append(Span(row["step"] if spans else 0, row["step"], *state))
 
-    def _take_spike(self, step: int, norm: Any) -> None:
-        if norm is None or not math.isfinite(norm):
+    def _take_spike(self, step: int, norm: float) -> None:
+        if not math.isfinite(norm):
             return
         recent = self.recent
         jumps = len(recent) >= SPIKE_SLOWEST and norm > 2 * recent[-1]  # most rows do not: they need no median
@@ -227,7 +244,8 @@ class Reader:
         run.layers.table.add([step, *(number(layers.get(name, absent).get(what)) for what in LAYER for name in names)])
         if sparsity >= run.sparsest:
             run.sparsest = sparsity
-            run.densest = {name: layer.get("density") for name, layer in layers.items()}
+            found = {name: number(layer.get("density")) for name, layer in layers.items()}
+            run.densest = {name: density for name, density in found.items() if math.isfinite(density)}
 
     # --- the rest of the folder ---
 
@@ -290,6 +308,8 @@ class Reader:
             run.notes.append("no config.json: method, seed and model are not known")
         if not run.series.rows:
             run.notes.append("no row in metrics.jsonl yet")
+        if run.steps_alone:
+            run.notes.append("time is that of the steps alone: rows hold no wall-clock seconds")
         if self.damaged:
             run.notes.append(f"{self.damaged} lines of metrics.jsonl could not be read and are left out")
         if run.series.rows and run.steps and not run.finished:
@@ -299,4 +319,7 @@ class Reader:
 
 
 def number(value: Any, missing: float = math.nan) -> float:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else missing
+    try:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else missing
+    except OverflowError:  # an integer of hundreds of digits
+        return missing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from mst_scale.progress import clock, flops_unit
 from mst_scale.report.groups import Group, dotted
-from mst_scale.report.reading import Run
+from mst_scale.report.reading import Run, number
 from mst_scale.report.style import counted
 
 NONE = "–"
@@ -71,12 +72,17 @@ def cells(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
 
 
 def _last(key: str) -> Callable[[Run], float | None]:
-    return lambda run: run.last.get(key)
+    return lambda run: _known(run.last.get(key))
+
+
+def _known(value: Any) -> float | None:
+    found = number(value)
+    return found if math.isfinite(found) else None
 
 
 def _ratio(above: str, below: str) -> Callable[[Run], float | None]:
     def ratio(run: Run) -> float | None:
-        dense, spent = run.last.get(above), run.last.get(below)
+        dense, spent = _known(run.last.get(above)), _known(run.last.get(below))
         return dense / spent if dense and spent else None
 
     return ratio
@@ -156,12 +162,17 @@ def _metrics(run: Run) -> dict[str, float]:
 def events(run: Run) -> tuple[list[str], list[list[str]]] | None:
     """Restarts, spikes and rollbacks that `run.json` tells of."""
     lines = []
-    starts = run.launched.get("starts", [])
+    starts, happened = (
+        [entry for entry in told if isinstance(entry, dict)] if isinstance(told, list) else []
+        for told in (run.launched.get("starts"), run.launched.get("events"))
+    )
     for start in starts[1:]:
         lines.append([str(start.get("time", "")), f"started again from step {start.get('from_step', '?')}"])
-    for event in run.launched.get("events", []):
+    for event in happened:
         more = ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("time", "what", "start"))
-        lines.append([str(event.get("time", "")), f"{event.get('what', '?')}: {more}" if more else str(event["what"])])
+        lines.append(
+            [str(event.get("time", "")), f"{event.get('what', '?')}: {more}" if more else str(event.get("what", "?"))]
+        )
     lines.sort()
     shown = lines[-MOST_EVENTS:]
     return (["time", "event"], shown) if shown else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,18 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from mst_scale.report.reading import LAYER, Run
-from mst_scale.report.style import HEIGHT, PHASES, Missing, Plot, Theme, legend, percent_axis, ratio_axis, steps_axis
+from mst_scale.report.style import (
+    HEIGHT,
+    PHASES,
+    Missing,
+    Plot,
+    Theme,
+    counted,
+    legend,
+    percent_axis,
+    ratio_axis,
+    steps_axis,
+)
 from mst_scale.snapshots import kind_of
 from mst_scale.sparsity_variation import Schedule
 
@@ -24,8 +36,8 @@ LABELS = 24  # layers that can be named beside a map
 def one_run(run: Run) -> list[Plot]:
     """Figures of the schedule and the topology of a run; keys are made unique by the caller."""
     return [
-        sparsity(run), update_fraction(run), gradient_norm(run), prune_and_grow(run), churn(run), exploration(run),
-        densities(run),
+        sparsity(run), update_fraction(run), gradient_norm(run), prune_and_grow(run), by_layer(run, "pruned"),
+        by_layer(run, "grown"), churn(run), exploration(run), densities(run),
     ]  # fmt: skip
 
 
@@ -149,13 +161,36 @@ def churn(run: Run) -> Plot:
         if not positive.size:
             raise Missing("no mask bit changed at a topology step")
         norm = LogNorm(max(positive.min(), 1e-5), max(positive.max(), 1e-4))
-        _layer_map(
-            figure, theme, run, np.where(values > 0, values, np.nan), norm=norm, label="share of mask bits changed"
-        )
+        _layer_map(figure, theme, run, np.where(values > 0, values, np.nan), norm=norm, label="changes of mask bits")
         figure.axes[0].set_title("Churn of each layer")
 
-    caption = "Share of a layer's mask bits that changed between two logged rows; blank where none did."
+    caption = (
+        "Changes of a layer's mask bits as a share of its weights, added up over the topology steps between two logged "
+        "rows: a bit that flips back counts twice. Blank where none did."
+    )
     return Plot("churn", caption, draw, _map_height(run))
+
+
+def by_layer(run: Run, what: str) -> Plot:
+    """`pruned` or `grown` weights."""
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        values = _layers(run, what)
+        positive = values[np.isfinite(values) & (values > 0)]
+        if not positive.size:
+            raise Missing(f"no weight was {what} at a topology step")
+        norm = LogNorm(positive.min(), max(positive.max(), 1.01 * positive.min()))
+        shown = np.where(values > 0, values, np.nan)
+        _layer_map(
+            figure, theme, run, shown, norm=norm, label=f"weights {what}", said=lambda n: counted(float(f"{n:.3g}"))
+        )
+        figure.axes[0].set_title(f"Weights {what} in each layer")
+
+    caption = (
+        "Added up over the topology steps between two logged rows; the mean where rows are merged. "
+        "Blank where there were none."
+    )
+    return Plot(f"layers-{what}", caption, draw, _map_height(run))
 
 
 def exploration(run: Run) -> Plot:
@@ -172,7 +207,7 @@ def exploration(run: Run) -> Plot:
 
 def densities(run: Run) -> Plot:
     def draw(figure: Figure, theme: Theme) -> None:
-        found = {name: density for name, density in run.densest.items() if density is not None}
+        found = run.densest
         if not found:
             raise Missing("metrics.jsonl has no density of a layer")
         kinds: dict[str, list[str]] = {}
@@ -199,12 +234,25 @@ def densities(run: Run) -> Plot:
         axes.set_title(f"Density of each layer at {run.sparsest:.1%} sparsity")
         legend(figure, handles, columns=3)
 
-    spread = run.config.get("mst", {}).get("sparsity", {}).get("distribution", "")
-    words = {"erdos-renyi": "Erdős–Rényi: ", "erk": "Erdős–Rényi kernel: ", "uniform": "Uniform: "}.get(spread, "")
+    spread = run.setting("mst", "sparsity", "distribution")
+    words = {"erdos-renyi": "Erdős–Rényi: ", "erk": "Erdős–Rényi kernel: ", "uniform": "Uniform: "}.get(str(spread), "")
     return Plot("densities", f"{words}share of living weights in each layer where the run was sparsest.", draw)
 
 
-def _layer_map(figure: Figure, theme: Theme, run: Run, values: np.ndarray, *, norm: Normalize, label: str) -> None:
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _layer_map(
+    figure: Figure,
+    theme: Theme,
+    run: Run,
+    values: np.ndarray,
+    *,
+    norm: Normalize,
+    label: str,
+    said: Callable[[float], str] = _percent,
+) -> None:
     assert run.layers is not None
     axes, names = figure.subplots(), run.layers.names
     kinds = list(dict.fromkeys(map(kind_of, names)))
@@ -219,7 +267,7 @@ def _layer_map(figure: Figure, theme: Theme, run: Run, values: np.ndarray, *, no
     bar = figure.colorbar(mesh, ax=axes, pad=0.02)
     bar.set_label(label)
     bar.outline.set_edgecolor(theme.axis)
-    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
+    bar.ax.yaxis.set_major_formatter(lambda value, _: said(value))
     if isinstance(norm, LogNorm):
         wide = float(values[np.isfinite(values)].max()) > 50 * float(values[np.isfinite(values)].min())
         bar.ax.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))

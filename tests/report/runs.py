@@ -69,6 +69,7 @@ def rows(resolved: dict[str, Any], until: int, every: int = 10):
             "flops_dense_causal": 0.8 * dense,
             "tokens_per_s": 5000 + 100 * rng.standard_normal(),
             "step_ms": 51.2,
+            "seconds": 0.06 * step,  # evaluations and saves too
             "peak_memory_bytes": 3 * 2**30,
         }
         if step % 100 == 0 or step == until:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mst_scale.report.build import Report
 from mst_scale.report.groups import grouped, smoothed, spread
 from mst_scale.report.reading import Reader
 from mst_scale.report.table import rows as table_rows
@@ -27,7 +28,7 @@ def test_rows_become_series_spans_layers_and_spikes(tmp_path):
     run = read(runs.write(tmp_path / "run"))
     assert (run.method, run.seed, run.steps, run.step, run.finished) == ("mst", 1, 600, 600, True)
     assert run.series.rows == 60 and run.notes == []
-    assert run.series.last("seconds")[-1] == pytest.approx(600 * 0.0512)
+    assert run.series.last("seconds")[-1] == run.seconds == pytest.approx(36)
     assert [span.phase for span in run.spans] == ["warmup", "ultra", "restore", "dense"]
     ends = [piece.stop for piece in run.schedule.pieces]
     assert [span.last for span in run.spans] == ends, "phases end where the schedule says, not at the next row"
@@ -86,10 +87,50 @@ def test_damaged_lines_odd_values_and_damaged_files_are_notes(tmp_path):
     min((folder / "snapshots").glob("*.npz")).write_bytes(b"PK nothing")
     run = read(folder)
     assert run.step == 220 and math.isnan(run.series.mean("loss")[-1])
+    assert run.seconds == pytest.approx(12), "a row that does not know its time or step_ms adds nothing"
     notes = "\n".join(run.notes)
     assert "4 lines of metrics.jsonl could not be read" in notes
     assert "eval.json cannot be read" in notes and "step00000000.npz cannot be read" in notes
     assert "not finished: step 220 of 600" in notes
+
+
+ODD = (
+    '{"step": 5, "layers": {"a": 1}}',
+    '{"step": 6, "layers": [1], "attention_stride": "wide", "grad_norm": "large", "val_loss": "low"}',
+    '{"step": 7, "layers": {"a": {"density": "thin", "pruned": "many", "grown": null}}, "loss": {}, "seconds": null}',
+    '{"step": 8, "step_ms": "slow", "flops": "some", "flops_dense": [], "tokens": {}, "phase": 3, "loss": 1%s}'
+    % ("0" * 400),
+    '{"step": NaN, "loss": 1.0}',
+)
+
+
+@pytest.mark.parametrize("first", range(len(ODD)))
+@pytest.mark.parametrize(
+    "config",
+    ['{"mst": null, "training": null, "model": null}', '{"mst": {"sparsity": null}, "training": {"steps": "many"}}'],
+)
+def test_odd_rows_and_configs_never_stop_a_report(tmp_path, first, config):
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{row}\n" for row in ODD[first:]))
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "run.json").write_text('{"starts": [1, 2], "events": {"a": 1}}')
+    run = read(tmp_path)
+    assert run.method == "?" and run.steps == 0 and run.seed is None
+    assert run.step == (8 if first < 4 else 0) and run.last_val_loss is None
+    assert any("1 lines of metrics.jsonl could not be read" in note for note in run.notes)
+    if first == 0:
+        made = Report([tmp_path], tmp_path / "report")
+        made.read()
+        assert made.write(pictures=False)["runs"][0]["step"] == 8
+
+
+def test_rows_without_wall_clock_give_the_time_of_their_steps(tmp_path):
+    folder = runs.write(tmp_path / "run")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        del row["seconds"]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read(folder)
+    assert run.seconds == pytest.approx(600 * 0.0512) and "time is that of the steps alone" in run.notes[0]
 
 
 def test_an_empty_run_and_no_run(tmp_path):

@@ -19,7 +19,8 @@ from tests.test_pretrain import MST, arguments
 ONE_RUN = [
     "loss-steps", "loss-flops", "loss-flops-causal", "loss-time", "perplexity-steps", "perplexity-flops",
     "perplexity-flops-causal", "perplexity-time", "throughput", "memory", "sparsity", "update-fraction",
-    "gradient-norm", "prune-grow", "churn", "exploration", "densities", "std-layers", "std-phases",
+    "gradient-norm", "prune-grow", "layers-pruned", "layers-grown", "churn", "exploration", "densities",
+    "std-layers", "std-phases",
     *(f"weights-blocks-{i}-{kind}" for i in (0, 1) for kind in (
         "attention-qkv", "attention-proj", "mlp-up", "mlp-down"
     )),
