@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import linear_cuda
-from mst_scale.sparse_linear import cpp, dispatch
+from mst_scale.sparse_linear import cpp, crossovers
 from mst_scale.sparse_linear.mkl import MKLIndex
 
 DENSE, MKL = "dense, F.linear", "torch.sparse (MKL)"
@@ -181,9 +181,9 @@ def tune(dtypes: Sequence[str], seconds: float) -> list[Row]:
                 found.append({**entry, "sparsity": round(crossed, 2)})
                 print(found[-1], flush=True)
     torch.set_num_threads(everything)
-    kept = [row for row in dispatch.table() if row["backend"] != "cpu" or row["dtype"] not in dtypes]
-    dispatch.rewrite([*found, *kept])
-    print(f"wrote {dispatch.TABLE}")
+    kept = [row for row in crossovers.table() if row["backend"] != "cpu" or row["dtype"] not in dtypes]
+    crossovers.rewrite([*found, *kept])
+    print(f"wrote {crossovers.TABLE}")
     return found
 
 

@@ -187,7 +187,7 @@ def tune(sides: Sequence[int], widths: Sequence[int], rounds: int) -> list[Row]:
     if not torch.cuda.is_available():
         raise ValueError("--tune needs a CUDA device: crossovers are measured, not guessed")
 
-    from mst_scale.sparse_linear import dispatch
+    from mst_scale.sparse_linear import crossovers
 
     found: list[Row] = []
     for width in widths:
@@ -202,12 +202,10 @@ def tune(sides: Sequence[int], widths: Sequence[int], rounds: int) -> list[Row]:
             entry = {"backend": "block", "dtype": "bfloat16", "block": side, "shape": [4 * width, width]}
             found.append({**entry, "sparsity": crossover(medians, dense)})
             print(found[-1], flush=True)
-    what = [{key: value for key, value in row.items() if key != "sparsity"} for row in found]
-    kept = [
-        row for row in dispatch.table() if {key: value for key, value in row.items() if key != "sparsity"} not in what
-    ]
-    dispatch.rewrite([*kept, *found])
-    print(f"wrote {dispatch.TABLE}")
+    measured = [{**row, "sparsity": None} for row in found]
+    kept = [row for row in crossovers.table() if {**row, "sparsity": None} not in measured]
+    crossovers.rewrite([*kept, *found])
+    print(f"wrote {crossovers.TABLE}")
     return found
 
 

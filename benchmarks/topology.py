@@ -37,8 +37,8 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
 from benchmarks.machine import machine
-from mst_scale.mixed_growing.distribution import active_counts
-from mst_scale.mixed_growing.evolve import Layer, evolve, plan
+from mst_scale.mixed_growing.distribution import active_counts, plan
+from mst_scale.mixed_growing.evolve import Layer, evolve
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import POLICIES

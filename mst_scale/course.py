@@ -42,7 +42,7 @@ def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[S
     """
     schedule = schedule_of(experiment)
     sparse = [m for m in sparse_matrices(experiment) if not (dense_head and m.name == head_name(experiment.model))]
-    grids = [_grid(m, experiment.mst.topology) for m in sparse]
+    grids = [grid_of((m.outputs, m.inputs), experiment.mst.topology) for m in sparse]
     attention = attention_schedule_of(experiment.mst.attention, schedule)
     turns = [start for start, _ in attention.pieces]
     for segment in schedule.segments():
@@ -57,19 +57,19 @@ def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[S
             yield Stretch(start, stop, segment.phase, segment.sparsity, attention.pattern_at(start), density)
 
 
-class _Grid(NamedTuple):
+class Grid(NamedTuple):
     """The elements of a matrix that targets count, weights or blocks, and the fewest that stay."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     least: int
 
 
-def _grid(matrix: Matrix, topology: TopologyConfig) -> _Grid:
+def grid_of(shape: tuple[int, ...], topology: TopologyConfig) -> Grid:
     if isinstance(topology.granularity, str):
-        return _Grid((matrix.outputs, matrix.inputs), 0)
+        return Grid(shape, 0)
     side, least = topology.granularity.block, topology.granularity.min_blocks
-    down, across = -(-matrix.outputs // side), -(-matrix.inputs // side)
-    return _Grid((down, across), max(down * min(least, across), across * min(least, down)))
+    down, across = -(-shape[0] // side), -(-shape[1] // side)
+    return Grid((down, across), max(down * min(least, across), across * min(least, down)))
 
 
 def schedule_of(experiment: Experiment) -> Schedule:

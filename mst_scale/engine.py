@@ -286,7 +286,7 @@ class Controller:
     def _compute_with_masks(self) -> None:
         """Give the layers that multiply with their masks the ones of now; the same on every rank.
 
-        A layer's bits are gathered over the ranks that share it, one layer at a time: 1/8 byte a weight. Ranks that
+        A layer's bits are brought together, one layer at a time, in an all-reduce of 1/8 byte a weight. Ranks that
         differ in threads or compiler may choose differently: what is dense on one is dense on all of them.
         """
         chosen = [self.layers.choose(mask.name, 1 - mask.active / mask.numel) for mask in self.masks]

@@ -24,6 +24,7 @@ from mst_scale.course import Stretch, schedule_of, stretches
 from mst_scale.distributed import logger
 from mst_scale.flops import Flops, dense_step_flops, step_flops
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
+from mst_scale.mixed_growing.policies import policy
 
 Both = dict[str, Flops]
 """FLOPs of one sequence, forward and backward, by accounting."""
@@ -108,8 +109,6 @@ def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
     on each topology step, or on each sparse step where growth follows a running mean of gradients. An upper bound: the
     gradient of the activations, half of it, is sparse on those steps too. The selection itself is not counted.
     """
-    from mst_scale.mixed_growing.policies import policy  # needs torch
-
     topology, model = experiment.mst.topology, experiment.model
     chosen = policy(topology.policy, random_share=topology.random_ratio)
     schedule = schedule_of(experiment)

@@ -140,7 +140,6 @@ class NamedCollectives:
 
     def __init__(self, name: str):
         self.all_reduce = functools.partial(ds_comm.all_reduce, log_name=f"{name}_all_reduce")
-        self.all_gather = functools.partial(ds_comm.all_gather, log_name=f"{name}_all_gather")
 
 
 # --- where shards lie ---

@@ -57,12 +57,13 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from mst_scale.config import load
     from mst_scale.config.check import check
+    from mst_scale.ledger import shortened
     from mst_scale.plan.answer import plan
     from mst_scale.plan.gpus import machine
 
     if args.gpus < 1:
         raise ValueError(f"--gpus must be at least 1, not {args.gpus}")
-    experiment = load(args.config, args.set, args.method)
+    experiment = shortened(load(args.config, args.set, args.method), args.gpus)
     check(experiment)
     tokens = None if args.tokens is None else count(args.tokens)
     answer = plan(experiment, args.gpus, machine(args.gpu, args.gpus, args.nodes, tuple(args.efficiency)), tokens)
@@ -132,9 +133,15 @@ def memory_table(answer: Plan) -> str:
         ],
         *(_memory_row(choice, answer) for choice in answer.stages),
     ]
-    kept = answer.memory.activations.kept / GB
-    note = "recomputed in backward" if answer.setting.recompute else "not recomputed"
-    lines = [*aligned(rows), f"* this configuration: {kept:.1f} GB of activations kept for backward, {note}"]
+    without, again = (
+        f"{(part['kept'] + part['working']) / GB:.1f} ({part['kept'] / GB:.1f} kept)"
+        for part in answer.activations.values()
+    )
+    lines = [
+        *aligned(rows),
+        f"* this configuration, {'with' if answer.setting.recompute else 'without'} activation checkpointing",
+        f"GB of activations without checkpointing: {without}, with it: {again}",
+    ]
     if answer.setting.separate_accumulation:
         lines.append(
             f"stages 0 and 1 add gradients up in {answer.setting.precision}: DeepSpeed or masks allow no other type"
@@ -203,10 +210,15 @@ def topology_table(answer: Plan) -> str:
         return ""
     ranks, times = zip(*t.seconds.items(), strict=True)
     rows = [["ranks", *(f"{r:,}" for r in ranks), ""], ["time", *map(duration, times), ""]]
+    masks = f" and {t.masks / 1e6:,.1f} MB of masks" if t.masks else ""
+    gradients = f"{duration(t.dense_gradient_seconds)} or more for weight gradients of what is masked"
     return "\n".join([
-        f"a topology step sends {t.payload / 1e3:,.0f} kB in {t.all_reduces} all-reduces: {duration(t.here)} on "
-        f"{answer.setting.ranks:,} ranks",
-        "  its compute is not measured on GPUs",
+        f"topology step {t.step:,} sends {t.payload / 1e3:,.0f} kB in {t.all_reduces} all-reduces{masks}: "
+        f"{duration(t.here)} on {answer.setting.ranks:,} ranks",
+        f"  {t.rounds} of them, an assumed number, depend on the weights; a drift check sends "
+        f"{t.drift_payload / 1e3:,.1f} kB",
+        f"  its compute, a bound, not measured: {duration(t.reads_seconds)} or more to read weights and gradients",
+        *([f"  {gradients}"] if t.dense_gradient_seconds else []),
         *aligned(rows),
     ])  # fmt: skip
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mst_scale.mixed_growing import bits as bitwise
 from mst_scale.mixed_growing import evolve as weights
+from mst_scale.mixed_growing.distribution import plan
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
@@ -64,6 +65,8 @@ class Blocks:
         gradient_size: bool = True,
     ) -> list[Change]:
         """`evolve.evolve` in blocks. Targets and the counts of what changed are blocks, bits are of weights."""
+        if not layers:  # the optimizer has updated vectors alone
+            return []
         views = [_View(layer, self) for layer in layers]
         _read_masks(views, exchange)
         zeta = update_fraction if policy.exchange else 0.0
@@ -154,7 +157,7 @@ class _View:
         self.mask.set_flags(alive, int(alive.sum()))
 
     def changes(self, zeta: float, policy: Policy) -> bool:
-        self.plan = weights.plan(self.grid.numel, self.mask.active, self.target, zeta, policy.random_share, True)
+        self.plan = plan(self.grid.numel, self.mask.active, self.target, zeta, policy.random_share, True)
         return bool(self.plan.prune or self.plan.grow)
 
     def scores(self, what: str) -> Scores:

@@ -9,15 +9,19 @@ Sparse layers share the budget by density_l ∝ r_l, capped at 1 (a layer that o
 All in integers: count_l = ε · r_l · n_l with ε the exact rational that meets (1 − S)·Σ n_l, rounded half up per layer.
 So each layer is within half a weight of its share, the global count within half a weight per layer, and a lower
 sparsity never takes a weight from any layer. A layer with weights keeps at least one while S < 1.
+
+`plan` says how many weights a layer prunes and grows on its way to its count; the equations are `evolve`'s.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 Shape = tuple[int, ...]
+PARTS = 10**9  # update fractions count in billionths, so that ⌊0.3 · 10⌋ is 3 and every machine agrees
 
 
 def active_counts(shapes: Sequence[Shape], sparsity: float, kind: str = "erdos-renyi") -> list[int]:
@@ -69,3 +73,41 @@ RAW_MASS: dict[str, Callable[[Shape], int]] = {
     "uniform": math.prod,
 }
 """r_l · n_l of each distribution: an integer."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many weights of one layer to prune and to grow."""
+
+    prune: int
+    by_score: int
+    by_random: int
+
+    @property
+    def grow(self) -> int:
+        return self.by_score + self.by_random
+
+
+def plan(  # noqa: PLR0917
+    numel: int,
+    active: int,
+    target: int,
+    update_fraction: float,
+    random_share: float,
+    regrow: bool,
+    protected: int = 0,
+) -> Plan:
+    """The equations of `evolve`, in integers; what is protected is not there to be pruned."""
+    if target == numel:
+        return Plan(0, numel - active, 0)
+    prune = min(max(share_of(update_fraction, active), active - target), active - protected)
+    if not regrow:
+        prune = min(prune, numel - target)  # more would leave too few dead weights to grow
+    grow = prune + target - active
+    by_random = share_of(random_share, grow)
+    return Plan(prune, grow - by_random, by_random)
+
+
+def share_of(fraction: float, count: int) -> int:
+    """⌊fraction · count⌋ with the fraction rounded to billionths."""
+    return round(fraction * PARTS) * count // PARTS

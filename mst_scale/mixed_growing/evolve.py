@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mst_scale.mixed_growing import bits as bitwise
 from mst_scale.mixed_growing.chance import select_at_random
+from mst_scale.mixed_growing.distribution import Plan, plan
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
 from mst_scale.mixed_growing.masks import LayerMask
@@ -32,8 +33,6 @@ from mst_scale.mixed_growing.policies import BY_GRADIENT, BY_WEIGHT, Criterion, 
 from mst_scale.mixed_growing.refinement import Request
 from mst_scale.mixed_growing.scores import Scores, peak_keys
 from mst_scale.mixed_growing.selection import select
-
-PARTS = 10**9  # update fractions count in billionths, so that ⌊0.3 · 10⌋ is 3 and every machine agrees
 
 
 @dataclass(frozen=True)
@@ -118,19 +117,6 @@ class Change:
             bitwise.fill_(values, self.grown_bits, value)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How many weights of one layer to prune and to grow."""
-
-    prune: int
-    by_score: int
-    by_random: int
-
-    @property
-    def grow(self) -> int:
-        return self.by_score + self.by_random
-
-
 def evolve(
     layers: Sequence[Layer],
     *,
@@ -206,31 +192,6 @@ def sparsify(layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange
             w.layer.mask.ever.zero_()  # the dense start was never trained
         changes.append(w.commit(regrown=0, ever=w.layer.target, gradient_mean_square=None))
     return changes
-
-
-def plan(  # noqa: PLR0917
-    numel: int,
-    active: int,
-    target: int,
-    update_fraction: float,
-    random_share: float,
-    regrow: bool,
-    protected: int = 0,
-) -> Plan:
-    """The equations above, in integers; what is protected is not there to be pruned."""
-    if target == numel:
-        return Plan(0, numel - active, 0)
-    prune = min(max(share_of(update_fraction, active), active - target), active - protected)
-    if not regrow:
-        prune = min(prune, numel - target)  # more would leave too few dead weights to grow
-    grow = prune + target - active
-    by_random = share_of(random_share, grow)
-    return Plan(prune, grow - by_random, by_random)
-
-
-def share_of(fraction: float, count: int) -> int:
-    """⌊fraction · count⌋ with the fraction rounded to billionths."""
-    return round(fraction * PARTS) * count // PARTS
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """How do ranks that hold shards of the same parameters talk, and how many bytes does it take?
 
 The topology needs small all-reduces only: sums of counts and maxima, one row per layer. Layers that compute with
-their masks (sparse_linear) want them whole: an all-gather of one bit a weight. `Exchange()` is one process.
+their masks (sparse_linear) want them whole: an all-reduce of one bit a weight. `Exchange()` is one process.
 """
 
 from __future__ import annotations
@@ -43,20 +43,15 @@ class Exchange:
 
     def sum(self, counts: Tensor) -> Tensor:
         """Element-wise sum over ranks of integers, on the CPU."""
+        return self.sum_here(counts).cpu()
+
+    def sum_here(self, counts: Tensor) -> Tensor:
+        """The same, wherever the backend reduces."""
         return self._reduce(counts, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
         """Element-wise maximum over ranks, on the CPU."""
-        return self._reduce(values, dist.ReduceOp.MAX)
-
-    def gather(self, values: Tensor) -> list[Tensor]:
-        """The tensor of every rank, in rank order; all of one shape."""
-        if self.group is None or self.ranks == 1:
-            return [values]
-        values = values.to(self.device or values.device)
-        found = [torch.empty_like(values) for _ in range(self.ranks)]
-        self.through.all_gather(found, values, group=self.group)
-        return found
+        return self._reduce(values, dist.ReduceOp.MAX).cpu()
 
     def raise_first(self, error: Exception | None) -> None:
         """Raise on every rank what the lowest rank that failed has met, so that none waits for it in a collective."""
@@ -74,4 +69,4 @@ class Exchange:
         if self.group is not None and self.ranks > 1:
             values = values.to(self.device or values.device, copy=True)
             self.through.all_reduce(values, op=op, group=self.group)
-        return values.cpu()
+        return values

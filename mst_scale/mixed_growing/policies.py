@@ -11,7 +11,7 @@
 
 The last two change only when the target does: `static` keeps one sparsity, `gmp` follows a rising one (and would grow
 by gradient if its target fell). Scores are element-wise functions of cuts of (weight, gradient, momentum); the
-magnitude of what they return is the score, so that `w` itself stands for |w|.
+magnitude of what they return is the score, so that `w` itself stands for |w|. Without torch, as a plan reads them too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Score = Callable[..., Tensor]
+Score = Callable[..., Any]
 
 
 def weight(w: Tensor) -> Tensor:

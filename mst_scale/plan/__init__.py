@@ -8,6 +8,8 @@ memory        bytes a GPU holds, by part; and what the host holds for it
 fetching      ZeRO-3: which parameters are gathered when, and how many are whole at once
 traffic       bytes of every collective of a step, and of a topology step
 clock         seconds: a roofline for compute, an α–β model for collectives
+skipping      which layers skip what is masked
+topology      what a topology step sends and, at least, takes
 recommend     which stage, offload, micro-batch and recomputation
 answer        all of it for one config
 

@@ -9,6 +9,7 @@ from mst_scale.choices import stays_dense
 from mst_scale.config import Experiment
 from mst_scale.config.check import BATCH_KEYS, largest_micro
 from mst_scale.flops import dense_step_flops
+from mst_scale.plan.activations import activations
 from mst_scale.plan.clock import Seconds, step_seconds
 from mst_scale.plan.gpus import GB, Machine
 from mst_scale.plan.memory import Memory, memory
@@ -16,6 +17,7 @@ from mst_scale.plan.parameters import parameters, sparse_parameters
 from mst_scale.plan.phases import Phase, of_tokens, phases, skips_masked_weights
 from mst_scale.plan.recommend import Choice, fewest_gpus, recommend
 from mst_scale.plan.setting import Setting, setting_of
+from mst_scale.plan.skipping import check_backend
 from mst_scale.plan.topology import TopologyStep, topology_step
 from mst_scale.plan.traffic import traffic
 
@@ -41,6 +43,13 @@ class Plan:
         """The setting with the config's own micro-batch, which may be too large for so many GPUs to share the batch."""
         stated = self.experiment.deepspeed.get(BATCH_KEYS[1])
         return replace(self.setting, micro=stated) if isinstance(stated, int) else self.setting
+
+    @property
+    def activations(self) -> dict[str, dict[str, int]]:
+        """Bytes kept for backward, and worked with on top, without and with checkpointing."""
+        model, s = self.experiment.model, self.setting
+        ways = {"without_checkpointing": False, "with_checkpointing": True}
+        return {name: asdict(activations(model, s.micro, s.weight_bytes, again)) for name, again in ways.items()}
 
     @property
     def parameters(self) -> int:
@@ -88,7 +97,7 @@ class Plan:
         """What may be promised."""
         if not self.sparse_parameters:
             return "dense: nothing is skipped"
-        if skips_masked_weights(self.experiment):
+        if skips_masked_weights(self.experiment, self.setting.precision):
             return "not measured on GPUs for blocks of weights; the bound lets products take their density's share"
         return "FLOPs only for the matrix products: masked dense layers take as long as dense ones"
 
@@ -107,6 +116,7 @@ class Plan:
             "setting": asdict(s),
             "set": overrides(s, self.given),
             "memory": self.memory.to_dict(),
+            "activations": self.activations,
             "fits": True,
             "dense_step": {**asdict(self.seconds), "total": self.seconds.total, "mfu": self.mfu},
             "communication": {
@@ -132,6 +142,7 @@ class Plan:
 
 def plan(experiment: Experiment, gpus: int, machine: Machine, tokens: float | None = None) -> Plan:
     """The plan, or a ValueError that says what would fit."""
+    check_backend(experiment)
     setting = _setting(experiment, gpus)
     if tokens is not None:
         experiment = of_tokens(experiment, tokens, setting.batch)
@@ -158,7 +169,7 @@ def plan(experiment: Experiment, gpus: int, machine: Machine, tokens: float | No
         seconds,
         _every_stage(experiment, setting, machine),
         recommended,
-        phases(experiment, seconds),
+        phases(experiment, seconds, setting.precision),
         topology_step(experiment, setting, machine),
     )
 
@@ -190,7 +201,14 @@ def stated(setting: Setting) -> str:
 def _setting(experiment: Experiment, gpus: int) -> Setting:
     if gpus < 1:
         raise ValueError(f"--gpus must be at least 1, not {gpus}")
-    return setting_of(_shared(experiment, gpus), gpus)
+    setting = setting_of(_shared(experiment, gpus), gpus)
+    sparse, beside = not stays_dense(experiment.mst), f"{setting.accumulate} beside {setting.precision}"
+    if setting.separate_accumulation and (setting.stage == 0 or (setting.stage == 1 and sparse)):
+        raise ValueError(
+            f"data_types.grad_accum_dtype = {beside} does not run at ZeRO-{setting.stage}: "
+            f"--set zero_optimization.stage=2, or --set data_types.grad_accum_dtype={setting.precision}"
+        )
+    return setting
 
 
 def _shared(experiment: Experiment, gpus: int) -> Experiment:

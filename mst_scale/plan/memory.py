@@ -124,6 +124,22 @@ def partition(found: list[Parameter], ranks: int) -> list[int]:
     return [-(-size // (2 * ranks)) * 2 for size in sizes if size]
 
 
+def sub_groups(found: list[Parameter], s: Setting) -> list[list[Parameter]]:
+    """What stage 3 updates at a time."""
+    filled: list[list[Parameter]] = []
+    for group in groups(found):
+        here: list[Parameter] = []
+        elements = 0
+        for p in group:
+            here.append(p)
+            elements += -(-p.numel // s.ranks)
+            if elements >= s.sub_group:
+                filled.append(here)
+                here, elements = [], 0
+        filled += [here] if here else []
+    return filled
+
+
 def _sparse(experiment: Experiment, s: Setting) -> Sparse:
     mst = experiment.mst
     if stays_dense(mst):

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mst_scale.choices import stays_dense
 from mst_scale.config import Experiment, SparsityConfig
+from mst_scale.course import schedule_of
 from mst_scale.ledger import forecast
 from mst_scale.plan.clock import Seconds
+from mst_scale.plan.parameters import sparse_parameters
+from mst_scale.plan.skipping import skips
 
 
 @dataclass(frozen=True)
@@ -49,23 +53,24 @@ def of_tokens(experiment: Experiment, tokens: float, batch: int) -> Experiment:
     return replace(experiment, training=training, mst=mst)
 
 
-def skips_masked_weights(experiment: Experiment) -> bool:
-    """Whether the matrix products may skip what is masked, on a GPU: `auto` has no measured crossover there."""
-    backend = experiment.mst.compute.backend
-    if backend == "cpu":
-        raise ValueError("mst.compute.backend = cpu multiplies CPU tensors: plan with --set mst.compute.backend=auto")
-    return backend == "block" or (backend == "auto" and experiment.mst.topology.granularity != "element")
+def skips_masked_weights(experiment: Experiment, precision: str) -> bool:
+    """Whether any of the matrix products skips what is masked, in the sparsest phase."""
+    mst = experiment.mst
+    if stays_dense(mst):
+        return False
+    found, most = sparse_parameters(experiment.model, mst.targets), schedule_of(experiment).max_sparsity
+    return any(skips(experiment, precision, p.shape, most) for p in found)
 
 
-def phases(experiment: Experiment, dense: Seconds) -> list[Phase]:
+def phases(experiment: Experiment, dense: Seconds, precision: str) -> list[Phase]:
     """In order; FLOPs are the ledger's."""
-    course, skips = forecast(experiment), skips_masked_weights(experiment)
+    course, skipping = forecast(experiment), skips_masked_weights(experiment, precision)
     whole = course.dense["causal"]
     result = []
     for phase in course.phases:
         flops = phase.flops["causal"]
         saved = (1 - flops.attention / whole.attention) * dense.attention
-        if skips:
+        if skipping:
             saved += (1 - flops.matrices / whole.matrices) * dense.products
         share = flops.total / whole.total
         result.append(Phase(phase.name, phase.steps, phase.sparsity, share, dense.total, dense.total - saved))

@@ -1,100 +1,244 @@
 """What does one topology step send, and how long does that take on any number of ranks?
 
-All layers that change share their all-reduces. For W layers, W' of them larger than 65,536 weights:
+The layers that one optimizer call updates share their all-reduces (ZeRO-1/2: all of them; ZeRO-3: a sub-group). For W
+layers that change, and of each selection (prune, grow by score, grow at random) A that have a choice to make, A' of
+them larger than 65,536 weights:
 
-    largest scores, NaN check      16·W                  one call
-    prune, and grow by score       2 · 512·W' + 16·W     two histograms of a sample, then the counts at a bracket
-    grow at random                 16·W                  counts at a bracket
+    largest scores, NaN check      8·W for each of what is read    one call; weights and gradients for mst, rigl, set, …
+    prune, and grow by score       2 · 512·A' + 16·A               two histograms of a sample, the counts at a bracket
+    grow at random                 16·A                            counts at a bracket
     refinement of each             4·2^b · (open layers) a round, until no layer is open
-    mean g², totals, digests       8·W, 24·W, 16·W       three calls
+    mean g², totals                8·W, 24·W                       two calls
 
-Masks made of blocks send 20 bytes a block instead of histograms. Only the rounds of refinement depend on the weights:
-a layer with c candidates in its bracket meets λ = c/2^(b·r) others in its bin after r rounds, and is done if its k-th
-is the last of them, with probability (1 - e^-λ)/λ. `tests/plan/test_topology.py` compares that expectation with real
-steps, and the other calls exactly. The payload does not depend on the number of ranks; ZeRO-0 sends the digests alone,
-since replicas choose alike without a word.
+Masks made of blocks send 4 bytes a block and 8 for each score that is read, instead of all that. Then, of all L sparse
+layers, 16·L for the digests, and unless mst.compute.backend is dense 8·L to agree which of them multiply with their
+masks, and one bit a weight of these. ZeRO-0 sends nothing, since replicas choose alike without a word. A drift
+check (every `topology.check_every` steps) compares digests.
+
+Only refinement depends on the weights (and a bracket that misses, which costs 16 bytes a layer once more). A layer with
+c candidates in its bracket meets λ = c/2^(b·r) others in its bin after r rounds, and is done if its k-th is the last of
+them, with probability (1 - e^-λ)/λ. A plan assumes the rounds so expected. `tests/plan/` compares every call of real
+steps on 2 ranks with `calls`, given how many layers were open in each round, byte for byte, and the expectation with
+real rounds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from mst_scale.choices import stays_dense
 from mst_scale.config import Experiment
 from mst_scale.config.blocks import BlockGranularity
-from mst_scale.mixed_growing.distribution import active_counts
+from mst_scale.course import grid_of, schedule_of
+from mst_scale.mixed_growing.distribution import Plan, active_counts, plan
+from mst_scale.mixed_growing.policies import BY_GRADIENT, Policy, policy
 from mst_scale.plan.clock import seconds
 from mst_scale.plan.gpus import Machine
-from mst_scale.plan.memory import LISTED_WHOLE
-from mst_scale.plan.parameters import sparse_parameters
+from mst_scale.plan.memory import LISTED_WHOLE, sub_groups
+from mst_scale.plan.parameters import Parameter, groups, parameters, sparse_parameters
 from mst_scale.plan.setting import Setting
+from mst_scale.plan.skipping import skips
 from mst_scale.plan.traffic import Call
+from mst_scale.sparsity_variation import Schedule
 
 # Of mixed_growing/{selection,chance,refinement,scores}.py, which a test holds these to.
 SAMPLE, SAMPLE_BINS, SIGMAS, SLACK = 1 << 14, 128, 6.0, 16
 DIGIT_BITS, ROUND_BYTES = (6, 12), 1 << 14
 KEY_BITS = 31
 RANKS = tuple(4**k for k in range(8))  # 1 … 16,384
+READ_BYTES = 8  # a weight and its gradient, in fp32
 
 
 @dataclass(frozen=True)
 class Layer:
-    """How many of a layer's weights are chosen from how many, by each of the three selections."""
+    """One parameter; counts are of its weights, or of its blocks."""
 
-    numel: int
-    prune: tuple[int, int]  # (wanted, candidates)
-    grow: tuple[int, int]
-    random: tuple[int, int]
+    parameter: Parameter
+    elements: int
+    before: int
+    """Alive before the step …"""
+    after: int
+    """… and behind it."""
+    plan: Plan
+    regrow: bool
+
+    @property
+    def changes(self) -> bool:
+        return self.plan.prune + self.plan.grow > 0
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.after / self.elements
+
+    def selection(self, which: str) -> tuple[int, int]:
+        """(wanted, candidates) of prune, grow or random."""
+        if which == "prune":
+            return self.plan.prune, self.before
+        free = self.elements - self.before + (self.plan.prune if self.regrow else 0)
+        if which == "grow":
+            return self.plan.by_score, free
+        return self.plan.by_random, free - self.plan.by_score
+
+    def chooses(self, which: str) -> bool:
+        """Neither nothing nor everything is wanted."""
+        wanted, candidates = self.selection(which)
+        return 0 < wanted < candidates
 
 
-def layers(experiment: Experiment, sparsity: float, update_fraction: float) -> list[Layer]:
-    """A step inside a phase of constant sparsity."""
-    mst = experiment.mst
+def policy_of(experiment: Experiment) -> Policy:
+    topology = experiment.mst.topology
+    share = topology.mest_lambda if topology.policy == "mest" else None
+    return policy(topology.policy, random_share=topology.random_ratio, mest_share=share)
+
+
+def layers(experiment: Experiment, step: int) -> list[Layer]:
+    """What the topology step at the end of optimizer step `step` does."""
+    mst, schedule, chosen = experiment.mst, schedule_of(experiment), policy_of(experiment)
     found = sparse_parameters(experiment.model, mst.targets)
-    alive = active_counts([p.shape for p in found], sparsity, mst.sparsity.distribution)
-    share = 0.25 if mst.topology.random_ratio is None else mst.topology.random_ratio
+    grids = [grid_of(p.shape, mst.topology) for p in found]
+    now, then = schedule.at(step), schedule.at(step - 1)
+    zeta = now.update_fraction if chosen.exchange else 0.0
+    shapes, distribution = [grid.shape for grid in grids], mst.sparsity.distribution
+    before, after = (active_counts(shapes, point.sparsity, distribution) for point in (then, now))
     result = []
-    for p, active in zip(found, alive, strict=True):
-        prune = int(update_fraction * active)
-        by_random = int(share * prune)
-        free = p.numel - active + prune
-        grown = prune - by_random
-        result.append(Layer(p.numel, (prune, active), (grown, free), (by_random, free - grown)))
+    for p, grid, had, target in zip(found, grids, before, after, strict=True):
+        elements, alive, regrow = math.prod(grid.shape), max(had, grid.least), mst.topology.regrow
+        wanted = plan(elements, alive, target, zeta, chosen.random_share, regrow)
+        result.append(Layer(p, elements, alive, max(target, grid.least), wanted, regrow))
     return result
 
 
-def calls(found: Sequence[Layer]) -> tuple[list[Call], list[Call]]:
-    """Those that are certain, and the rounds of refinement that are to be expected. All layers change."""
-    changing = [layer for layer in found if layer.prune[0] > 0 and layer.numel > layer.prune[1]]
-    large = sum(layer.numel > LISTED_WHOLE for layer in changing)
-    count = len(changing)
-    histograms = [4 * SAMPLE_BINS * large] * 2 if large else []
-    certain = [16 * count]
-    certain += 2 * [*histograms, 16 * count] + [16 * count]
-    certain += [8 * count, 24 * count, 16 * len(found)]
-    rounds = []
-    for chosen in ("prune", "grow", "random"):
-        brackets = [_bracket(layer, chosen) for layer in changing]
-        rounds += _rounds(brackets)
-    return [Call("all-reduce", size) for size in certain if size], [Call("all-reduce", size) for size in rounds if size]
+@dataclass(frozen=True)
+class Calls:
+    """Of one topology step. Payloads as in `traffic`."""
+
+    certain: list[Call]
+    rounds: list[Call]
+    """Of refinement, as many as were given or are to be expected."""
+    masks: list[Call]
+    """Of layers that multiply with what theirs keep."""
+
+    @property
+    def all(self) -> list[Call]:
+        return [*self.certain, *self.rounds, *self.masks]
 
 
-def calls_in_blocks(experiment: Experiment, side: int) -> list[Call]:
-    """Masks made of blocks: how much of each is alive, its L1 norms of weights and of gradients; the rest as above."""
-    found = sparse_parameters(experiment.model, experiment.mst.targets)
-    blocks = sum(-(-p.shape[0] // side) * -(-p.shape[1] // side) for p in found)
-    sizes = [4 * blocks, 16 * len(found), 8 * blocks, 8 * blocks, 8 * len(found), 16 * len(found)]
-    return [Call("all-reduce", size) for size in sizes]
+def calls(
+    experiment: Experiment, s: Setting, step: int, opened: Sequence[int] | None = None, again: Sequence[int] = ()
+) -> Calls:
+    """`opened`: layers that were open in each round of refinement; None: what is to be expected. `again`: layers whose
+    bracket missed, in each pass that took; none are expected to."""
+    if s.stage == 0:
+        return Calls([], [], [])
+    everything = layers(experiment, step)
+    in_blocks = isinstance(experiment.mst.topology.granularity, BlockGranularity)
+    certain, rounds = [], []
+    if not in_blocks:  # all ranks have all blocks' scores and refine alone
+        certain += [16 * missed for missed in again]
+        rounds += [_round(rows, _count_bytes(everything)) for rows in opened or ()]
+    for together in _updates(experiment, s, everything):
+        if in_blocks:
+            certain += _in_blocks(together, policy_of(experiment))
+            continue
+        changing = [layer for layer in together if layer.changes]
+        certain += _in_weights(changing, policy_of(experiment))
+        if opened is None:
+            rounds += [size for which in ("prune", "grow", "random") for size in _expected(changing, which)]
+    certain.append(16 * len(everything))
+    if experiment.mst.compute.backend != "dense":
+        certain.append(8 * len(everything))
+    masked = [x.parameter for x in everything if skips(experiment, s.precision, x.parameter.shape, x.sparsity)]
+    return Calls(_all_reduces(certain), _all_reduces(rounds), whole_masks(masked))
 
 
-def _bracket(layer: Layer, chosen: str) -> float:
+def whole_masks(masked: Sequence[Parameter]) -> list[Call]:
+    return _all_reduces([-(-p.numel // 8) for p in masked])
+
+
+def drift_check(experiment: Experiment, s: Setting) -> list[Call]:
+    """Of the ranks that share each parameter, and of replicas."""
+    count = len(sparse_parameters(experiment.model, experiment.mst.targets))
+    return _all_reduces([16 * count] * (s.stage > 0) + [8 * count] * 3)
+
+
+def _updates(experiment: Experiment, s: Setting, everything: Sequence[Layer]) -> Iterator[list[Layer]]:
+    """The layers that each call of the optimizer updates."""
+    found = parameters(experiment.model)
+    together = sub_groups(found, s) if s.stage == 3 else groups(found)
+    for group in together:
+        names = {p.name for p in group}
+        if here := [layer for layer in everything if layer.parameter.name in names]:
+            yield here
+
+
+def _in_weights(changing: Sequence[Layer], chosen: Policy) -> list[int]:
+    if not changing:
+        return []
+    count, plans = _count_bytes(changing), [layer.plan for layer in changing]
+    read = {BY_GRADIENT}
+    read |= {chosen.prune} if any(x.prune for x in plans) else set()
+    read |= {chosen.grow} if any(x.by_score for x in plans) else set()
+    sizes = [8 * len(read) * len(changing)]
+    for which in ("prune", "grow", "random"):
+        choosing = [layer for layer in changing if layer.chooses(which)]
+        if which != "random":
+            sizes += 2 * [count * SAMPLE_BINS * sum(layer.elements > LISTED_WHOLE for layer in choosing)]
+        sizes.append(16 * len(choosing))
+    return [*sizes, 8 * sum(x.grow > 0 for x in plans), 24 * len(changing)]
+
+
+def _in_blocks(together: Sequence[Layer], chosen: Policy) -> list[int]:
+    changing = [layer for layer in together if layer.changes]
+    read = set(chosen.prune.reads)
+    if any(layer.plan.by_score for layer in changing):
+        read |= set(chosen.grow.reads)
+    blocks = sum(layer.elements for layer in changing)
+    peaks, norms = 8 * len(read | {"gradient"}) * len(changing), [8 * blocks] * len(read)
+    return [4 * sum(layer.elements for layer in together), peaks, *norms, 8 * len(changing)]
+
+
+def _all_reduces(sizes: Sequence[int]) -> list[Call]:
+    return [Call("all-reduce", size) for size in sizes if size]
+
+
+def _count_bytes(found: Sequence[Layer]) -> int:
+    return 4 if all(layer.elements < 2**31 for layer in found) else 8
+
+
+# --- rounds of refinement ---
+
+
+def _expected(changing: Sequence[Layer], which: str) -> list[int]:
+    """Bytes of each round of one selection."""
+    brackets = [_bracket(layer, which) for layer in changing if layer.chooses(which)]
+    sizes, bits = [], 0
+    open_layers = float(len(brackets))
+    while open_layers >= 0.5 and bits < KEY_BITS:
+        rows = max(1, round(open_layers))
+        sizes.append(_round(rows, _count_bytes(changing)))
+        bits += _digit(rows)
+        open_layers = sum(_still_open(c / 2.0**bits) for c in brackets)
+    return sizes
+
+
+def _round(rows: int, count: int) -> int:
+    return rows * count << _digit(rows)
+
+
+def _digit(rows: int) -> int:
+    widest = (ROUND_BYTES // (4 * rows)).bit_length() - 1
+    return min(max(widest, DIGIT_BITS[0]), DIGIT_BITS[1])
+
+
+def _bracket(layer: Layer, which: str) -> float:
     """Candidates between the ends of the bracket."""
-    wanted, candidates = getattr(layer, chosen)
-    if chosen == "random":
+    wanted, candidates = layer.selection(which)
+    if which == "random":
         return min(candidates, 2 * (SIGMAS * math.sqrt(wanted) + SLACK))
-    if layer.numel <= LISTED_WHOLE:
+    if layer.elements <= LISTED_WHOLE:
         return float(candidates)
     size = min(SAMPLE, candidates)
     share = wanted / candidates
@@ -102,45 +246,72 @@ def _bracket(layer: Layer, chosen: str) -> float:
     return min(candidates, candidates / size * 2 * slack)
 
 
-def _rounds(brackets: Sequence[float]) -> list[int]:
-    """Bytes of each round."""
-    sizes, bits = [], 0
-    open_layers = float(len(brackets))
-    while open_layers >= 0.5 and bits < KEY_BITS:
-        rows = max(1, round(open_layers))
-        widest = (ROUND_BYTES // (4 * rows)).bit_length() - 1
-        digit = min(max(widest, DIGIT_BITS[0]), DIGIT_BITS[1])
-        sizes.append(rows * 4 << digit)
-        bits += digit
-        open_layers = sum(_still_open(c / 2.0**bits) for c in brackets)
-    return sizes
-
-
 def _still_open(others: float) -> float:
     return 0.0 if others < 1e-9 else 1 + math.expm1(-others) / others
 
 
+# --- for a plan ---
+
+
 @dataclass(frozen=True)
 class TopologyStep:
-    """`seconds` by number of ranks: its collectives alone. What it computes has not been measured on GPUs."""
+    """`seconds` by number of ranks: its collectives alone. Its compute is a bound, not a measurement."""
 
+    step: int
+    """Which one."""
     payload: int
     all_reduces: int
+    rounds: int
+    """Of these, rounds of refinement that are assumed; the rest is certain."""
+    masks: int
+    """Bytes of the masks of layers that multiply with what these keep, beside the payload."""
     seconds: dict[int, float]
     """On 1, 4, 16 … 16,384 ranks."""
     here: float
+    reads_seconds: float
+    """At least: this rank's weights and dense gradients read once."""
+    dense_gradient_seconds: float
+    """At least: weight gradients of what is masked too, where other steps skip them."""
+    drift_payload: int
+    """Of a drift check, every `check_every` steps."""
+
+
+def typical_step(schedule: Schedule) -> int | None:
+    """The topology step nearest to the middle of the sparsest phase; None where a run has none."""
+    sparsest = max(schedule.segments(), key=lambda segment: (segment.sparsity, segment.stop - segment.start))
+    middle = max(1, (sparsest.start + sparsest.stop) // 2)
+    onward, back = range(middle, sparsest.stop), range(middle, 0, -1)
+    return next((step for step in chain(onward, back) if schedule.is_topology_step(step)), None)
 
 
 def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> TopologyStep | None:
-    """One in the middle of the run's sparsest phase; None for a dense run."""
-    if stays_dense(experiment.mst):
+    """One in the middle of the run's sparsest phase; None for a run without any."""
+    step = None if stays_dense(experiment.mst) else typical_step(schedule_of(experiment))
+    if step is None:
         return None
-    sparsity = experiment.mst.sparsity
-    granularity = experiment.mst.topology.granularity
-    if isinstance(granularity, BlockGranularity):
-        certain, rounds = calls_in_blocks(experiment, granularity.block), list[Call]()
-    else:
-        certain, rounds = calls(layers(experiment, sparsity.max, experiment.mst.topology.update_fraction))
-    sent = certain + rounds if s.stage else certain[-1:]  # replicas compare their digests
-    by_ranks = {ranks: seconds(sent, ranks, machine) for ranks in RANKS}
-    return TopologyStep(sum(c.payload for c in sent), len(sent), by_ranks, seconds(sent, s.ranks, machine))
+    found = calls(experiment, s, step)
+    # at ZeRO-3 the number of ranks decides what an optimizer call updates
+    by_ranks = {n: seconds(calls(experiment, replace(s, ranks=n), step).all, n, machine) for n in RANKS}
+    reduced = found.certain + found.rounds
+    everything = layers(experiment, step)
+    share = sum(x.parameter.numel for x in everything) / (s.ranks if s.stage else 1)
+    gpu, e = machine.gpu, machine.efficiency
+    skipped = sum(
+        x.sparsity * x.parameter.numel
+        for x in everything
+        if skips(experiment, s.precision, x.parameter.shape, x.sparsity)
+    )
+    tokens = s.micro * s.accumulation * experiment.model.context
+    peak = gpu.fp32 if s.precision == "fp32" else gpu.bf16
+    return TopologyStep(
+        step=step,
+        payload=sum(c.payload for c in reduced),
+        all_reduces=len(reduced),
+        rounds=len(found.rounds),
+        masks=sum(c.payload for c in found.masks),
+        seconds=by_ranks,
+        here=seconds(found.all, s.ranks, machine),
+        reads_seconds=READ_BYTES * share / (gpu.bandwidth * e.memory),
+        dense_gradient_seconds=2 * tokens * skipped / (peak * e.matmul),
+        drift_payload=sum(c.payload for c in drift_check(experiment, s)),
+    )

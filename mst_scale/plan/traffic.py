@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from mst_scale.config import ModelConfig
 from mst_scale.plan.fetching import fetches
-from mst_scale.plan.memory import ALL_REDUCE, partition
+from mst_scale.plan.memory import ALL_REDUCE, partition, sub_groups
 from mst_scale.plan.parameters import Parameter, groups, parameters
 from mst_scale.plan.setting import Setting
 
@@ -76,20 +76,8 @@ def _cut(model: ModelConfig, found: list[Parameter], s: Setting) -> Traffic:
         Call("scatter", sum(map(whole, bucket))) for bucket in _bucketed(_backward(found, s.stage), s.reduce_bucket)
     ]
     lasting = [Call("gather", whole(p)) for p in found if p.numel <= s.persistence]
-    norms = [Call("all-reduce", 8) for _ in range(_sub_groups(found, s))]
+    norms = [Call("all-reduce", 8) for _ in sub_groups(found, s)]
     return Traffic([*gathers, *scatters], [*norms, *lasting])
-
-
-def _sub_groups(found: list[Parameter], s: Setting) -> int:
-    count = 0
-    for group in groups(found):
-        elements = 0
-        for p in group:
-            elements += -(-p.numel // s.ranks)
-            if elements >= s.sub_group:
-                count, elements = count + 1, 0
-        count += elements > 0
-    return count
 
 
 def _backward(found: list[Parameter], stage: int) -> list[Parameter]:

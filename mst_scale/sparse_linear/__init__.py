@@ -1,6 +1,18 @@
 """Linear layers that skip what is masked: the weight stays dense, the compute touches only what the mask keeps."""
 
-from mst_scale.sparse_linear.definition import definition
-from mst_scale.sparse_linear.layers import Index, Product, SparseLayers
+from __future__ import annotations
 
-__all__ = ["Index", "Product", "SparseLayers", "definition"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mst_scale.sparse_linear.layers import Index, Product, SparseLayers
+
+__all__ = ["Index", "Product", "SparseLayers"]
+
+
+def __getattr__(name: str) -> Any:
+    # Crossovers are values: a plan reads them without torch.
+    if name in __all__:
+        return getattr(importlib.import_module(f"{__name__}.layers"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

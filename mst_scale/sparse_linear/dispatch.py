@@ -12,22 +12,18 @@ different choice once. Without a compiler, `cpu` is MKL's products: half as fast
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+
+from mst_scale.sparse_linear.crossovers import SMALLEST, crossover
 
 if TYPE_CHECKING:
     from mst_scale.sparse_linear.layers import Index
 
 BACKENDS = ("auto", "dense", "cpu", "block")
-TABLE = Path(__file__).parent / "crossover.json"
-# Layers with fewer weights than this are dense for `auto`: a call's fixed costs outweigh what it saves.
-SMALLEST = 1 << 16
 log = logging.getLogger("mst_scale")
 
 
@@ -56,7 +52,7 @@ def choose(device: str, dtype: torch.dtype, shape: tuple[int, ...], sparsity: fl
     if math.prod(shape) < SMALLEST:
         return "dense", f"fewer than {SMALLEST} weights"
     threads = torch.get_num_threads() if rival == "cpu" else 1
-    least = crossover(kernel, str(dtype).removeprefix("torch."), shape, threads, block)
+    least = crossover(kernel, str(dtype).removeprefix("torch."), shape, threads=threads, block=block)
     if least is None:
         return "dense", f"no crossover of {kernel} is measured for {dtype}{without}"
     if sparsity < least:
@@ -64,38 +60,6 @@ def choose(device: str, dtype: torch.dtype, shape: tuple[int, ...], sparsity: fl
     if (reason := why_not(rival, device, dtype, shape, block)) is not None:
         return "dense", f"no {rival}, as {reason}"
     return rival, f"measured faster from {least:.0%} sparsity on{without}"
-
-
-def crossover(backend: str, dtype: str, shape: tuple[int, ...], threads: int, block: int) -> float | None:
-    """The sparsity from which the backend is faster, of the nearest case in the table."""
-    block = 1 if backend in ("cpu", "mkl") else block  # it multiplies with single weights, whatever they make up
-    rows = [r for r in table() if (r["backend"], r["dtype"], r.get("block", 1)) == (backend, dtype, block)]
-    if not rows:
-        return None
-
-    def distance(row: dict[str, Any]) -> float:
-        outputs, inputs = row["shape"]
-        return (
-            abs(math.log2(outputs / shape[0]))
-            + abs(math.log2(inputs / shape[1]))
-            + abs(math.log2(row.get("threads", 1) / threads))
-        )
-
-    return float(min(rows, key=distance)["sparsity"])
-
-
-@functools.cache
-def table() -> list[dict[str, Any]]:
-    return list(json.loads(TABLE.read_text())["crossovers"])
-
-
-def rewrite(rows: list[dict[str, Any]]) -> None:
-    """The whole table, or, if this is interrupted, the one before."""
-    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-    new = TABLE.with_suffix(".new")
-    new.write_text(f'{{\n  "crossovers": [\n{lines}\n  ]\n}}\n')
-    os.replace(new, TABLE)
-    table.cache_clear()
 
 
 def why_not(backend: str, device: str, dtype: torch.dtype, shape: tuple[int, ...], block: int) -> str | None:

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from mst_scale.cli import main
+from mst_scale.sparse_linear import crossovers
 from tests.tiny_run import ROOT, environment
 
 CONFIGS = ROOT / "ds_configs"
@@ -41,7 +42,7 @@ def test_a_conclusion_and_tables_that_fit_100_columns(name, gpus, capsys):
         assert word in text
 
 
-def test_masked_dense_layers_are_promised_flops_only(capsys):
+def test_masked_dense_layers_are_promised_flops_only(capsys, monkeypatch):
     for backend in ("dense", "auto"):
         words = [*config("gpt3_1.3b"), "--gpus", "32", "--set", f"mst.compute.backend={backend}"]
         assert "FLOPs only" in said(capsys, *words)
@@ -49,9 +50,39 @@ def test_masked_dense_layers_are_promised_flops_only(capsys):
         t = plan["dense_step"]
         for phase in plan["phases"]:
             assert phase["best_seconds"] >= t["total"] - t["attention"], "no time is taken off the matrix products"
-    blocks = ["--set", "mst.compute.backend=block", "--set", 'mst.topology.granularity={"block": 32}']
-    text = said(capsys, *config("gpt3_1.3b"), "--gpus", "32", *blocks)
+    blocks = ["--set", 'mst.topology.granularity={"block": 32}']
+    words = [*config("gpt3_1.3b"), "--gpus", "32", *blocks]
+    assert "FLOPs only" in said(capsys, *words), "auto: nothing is measured, so masked dense"
+    text = said(capsys, *words, "--set", "mst.compute.backend=block")
     assert "FLOPs only" not in text and "not measured on GPUs for blocks" in text
+    assert "or more for weight gradients of what is masked" in text and "MB of masks" in text
+    row = {"backend": "block", "dtype": "bfloat16", "block": 32, "shape": [4096, 1024], "sparsity": 0.9}
+    monkeypatch.setattr(crossovers, "table", lambda: [row])
+    assert "not measured on GPUs for blocks" in said(capsys, *words), "auto: its table has a row of this side"
+
+
+def test_activations_with_and_without_checkpointing(capsys):
+    words = [*config("gpt3_1.3b"), "--gpus", "32"]
+    both = json.loads(said(capsys, *words, "--json"))["activations"]
+    for word, name in (("false", "without_checkpointing"), ("true", "with_checkpointing")):
+        again = [*words, "--set", f"model.activation_checkpointing={word}", "--set", "train_micro_batch_size_per_gpu=8"]
+        plan = json.loads(said(capsys, *again, "--json"))
+        assert plan["memory"]["activations"] == plan["activations"][name]
+    assert both["with_checkpointing"]["kept"] < both["without_checkpointing"]["kept"] / 5
+    kept = [f"({both[f'{name}_checkpointing']['kept'] / 1e9:.1f} kept" for name in ("without", "with")]
+    (line,) = [line for line in said(capsys, *words).splitlines() if line.startswith("GB of activations ")]
+    assert all(word in line for word in kept) and len(line) <= 100
+
+
+def test_a_short_dense_run_is_planned_at_its_length(capsys):
+    like = str(CONFIGS / "gpt2_small.json")
+    words = [*config("gpt2_small"), "--gpus", "8", "--json"]
+    whole = json.loads(said(capsys, *words, "--method", "dense"))
+    short = json.loads(said(capsys, *words, "--method", "dense-short", "--set", f"mst.like={like}"))
+    assert (
+        short["steps"] == pytest.approx(whole["steps"] / 3.986, rel=1e-3)
+        and short["gpu_hours_dense"] < whole["gpu_hours_dense"] / 3
+    )
 
 
 def test_json_has_everything(capsys):
@@ -119,6 +150,22 @@ def test_the_global_batch_stays_on_any_number_of_gpus(capsys):
         (["--gpus", "8", "--efficiency", "speed=0.5"], "attention, host, matmul, memory, network"),
         (["--gpus", "8", "--set", "model.n_head=7"], "n_head"),
         (["--gpus", "8", "--set", "mst.compute.backend=cpu"], "mst.compute.backend = cpu"),
+        (
+            ["--gpus", "8", "--set", "mst.compute.backend=block"],
+            "these masks are made of single weights",
+        ),
+        (
+            ["--gpus", "8", "--set", "mst.compute.backend=block", "--set", "mst.topology.granularity.block=8"],
+            "these masks are made of blocks of 8: --set mst.topology.granularity.block=16",
+        ),
+        (
+            ["--gpus", "8", "--set", "zero_optimization.stage=1"],
+            "fp32 beside bf16 does not run at ZeRO-1: --set zero_optimization.stage=2",
+        ),
+        (
+            ["--gpus", "8", "--set", "zero_optimization.stage=0", "--method", "dense"],
+            "does not run at ZeRO-0: --set zero_optimization.stage=2, or --set data_types.grad_accum_dtype=bf16",
+        ),
         (["--gpus", "8", "--set", "zero_optimization.offload_optimizer.device=nvme"], "knows none and cpu"),
     ],
 )

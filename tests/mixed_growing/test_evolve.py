@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mst_scale.mixed_growing import bits
-from mst_scale.mixed_growing.evolve import Change, Layer, Plan, evolve, plan, share_of, sparsify
+from mst_scale.mixed_growing.distribution import Plan, plan, share_of
+from mst_scale.mixed_growing.evolve import Change, Layer, evolve, sparsify
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import POLICIES, Policy, policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from deepspeed.comm import comm as deepspeed_comm
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.config import load
+from mst_scale.mixed_growing import refinement, selection
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.models.bert import BERT
 from mst_scale.models.gpt import GPT
@@ -96,6 +97,61 @@ def calls(rank: int, world: int, config: dict[str, Any], steps: int = 3) -> list
     with Collectives() as found:
         train(engine, config, 1)
     return found.log
+
+
+class Named:
+    """In place of `NamedCollectives`: the name and the bytes of each of our own collectives."""
+
+    log: ClassVar[list[tuple[str, int]]] = []
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def all_reduce(self, values: torch.Tensor, **others: Any) -> Any:
+        Named.log.append((f"{self.name}_all_reduce", values.numel() * values.element_size()))
+        return dist.all_reduce(values, **others)
+
+
+def topology_calls(rank: int, world: int, config: dict[str, Any], step: int) -> dict[str, Any]:
+    """Our own collectives of an optimizer step; and what depends on the weights: how many layers were open in each
+    round of refinement, and how many had to be split at another bracket."""
+    patched = ((zero_shards, "NamedCollectives"), (refinement, "histograms"), (selection, "bracketed"))
+    plain = [getattr(module, name) for module, name in patched]
+    opened: list[int] = []
+    again: list[int] = []
+
+    def histograms(values: list[torch.Tensor], *others: Any) -> Any:
+        opened.append(len(values))
+        return plain[1](values, *others)
+
+    def bracketed(requests: Any, whole: Any, brackets: Any, split: Any, exchange: Any) -> Any:
+        places, last = {id(request): i for i, request in enumerate(requests)}, -1
+        passes: list[int] = []
+
+        def counted(request: Any, *others: Any) -> Any:
+            nonlocal last
+            if places[id(request)] <= last or not passes:
+                passes.append(0)
+            passes[-1], last = passes[-1] + 1, places[id(request)]
+            return split(request, *others)
+
+        bits = plain[2](requests, whole, brackets, counted, exchange)
+        again.extend(passes[1:])
+        return bits
+
+    for (module, name), mine in zip(patched, (Named, histograms, bracketed), strict=True):
+        setattr(module, name, mine)
+    try:
+        engine = build(config)
+        train(engine, config, step - 1)
+        for log in (Named.log, opened, again):
+            log.clear()
+        train(engine, config, 1)
+        masked = [name for name, product in engine.mst.layers.products.items() if product.index is not None]
+        return {"calls": list(Named.log), "opened": opened, "again": again, "masked": masked}
+    finally:
+        for (module, name), before in zip(patched, plain, strict=True):
+            setattr(module, name, before)
 
 
 def bytes_held(rank: int, world: int, config: dict[str, Any], steps: int = 3) -> dict[str, int]:

@@ -2,12 +2,14 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 from mst_scale.config import load
+from mst_scale.course import schedule_of
 from mst_scale.mixed_growing import chance, refinement, selection
 from mst_scale.mixed_growing.blocks import Blocks
 from mst_scale.mixed_growing.distribution import active_counts
@@ -15,21 +17,30 @@ from mst_scale.mixed_growing.evolve import Layer, evolve
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
 from mst_scale.mixed_growing.policies import POLICIES
-from mst_scale.plan import topology
+from mst_scale.plan import skipping, topology
 from mst_scale.plan.gpus import Machine, gpu_named, machine
 from mst_scale.plan.parameters import sparse_parameters
 from mst_scale.plan.setting import setting_of
 from mst_scale.plan.traffic import Call
+from mst_scale.sparse_linear import crossovers
 
 MODEL = {"n_layer": 4, "n_head": 2, "n_embd": 192, "context": 8, "vocab_size": 1000}
 CPU = torch.device("cpu")
+STEP = 50
 
 
-def experiment(**model):
+def experiment(sparsity=0.96, granularity="element", **model):
+    """In its ultra phase at step 50."""
     return load({
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1},
-        "model": {**MODEL, **model}, "mst": {"method": "mst"},
+        "training": {"steps": 100}, "model": {**MODEL, **model},
+        "mst": {"method": "mst", "sparsity": {"max": sparsity}, "compute": {"backend": "dense"},
+                "topology": {"granularity": granularity, "interval": 10, "update_schedule": "constant"}},
     })  # fmt: skip
+
+
+def calls(e, **others):
+    return topology.calls(e, setting_of(e, 8), STEP, **others)
 
 
 class Recorded(Exchange):
@@ -44,7 +55,7 @@ class Recorded(Exchange):
         return super()._reduce(values, op)
 
 
-def real_step(e, sparsity: float, zeta: float, side: int = 1) -> list[int]:
+def real_step(e, sparsity: float, side: int = 1) -> list[int]:
     """Payloads of one step on weights and gradients from a normal distribution, and of the digests behind it."""
     generator = torch.Generator().manual_seed(4)
     parameters = sparse_parameters(e.model, e.mst.targets)
@@ -61,28 +72,28 @@ def real_step(e, sparsity: float, zeta: float, side: int = 1) -> list[int]:
         found.append(Layer(mask, active, weight, torch.randn(p.numel, generator=generator)))
     exchange = Recorded()
     step = evolve if side == 1 else Blocks(side, 0).evolve
-    step(found, policy=POLICIES["mst"], update_fraction=zeta, seed=0, step=5, exchange=exchange)
+    step(found, policy=POLICIES["mst"], update_fraction=0.3, seed=0, step=5, exchange=exchange)
     MaskSet([layer.mask for layer in found]).digests(exchange)
     return exchange.sizes
 
 
 def test_payload_in_blocks():
     """All of it is certain."""
-    e = experiment()
-    real = real_step(e, 0.9, 0.3, side=16)
-    assert sorted(real) == sorted(call.payload for call in topology.calls_in_blocks(e, 16))
+    e = experiment(0.9, {"block": 16})
+    real = real_step(e, 0.9, side=16)
+    assert sorted(real) == sorted(call.payload for call in calls(e).all)
 
 
 @pytest.mark.parametrize("sparsity", [0.96, 0.7])
-def test_payload(sparsity):
-    e = experiment()
-    certain, rounds = topology.calls(topology.layers(e, sparsity, 0.3))
-    real = Counter(real_step(e, sparsity, 0.3))
-    assert not Counter(call.payload for call in certain) - real, "every certain call is made, byte for byte"
-    refined = real - Counter(call.payload for call in certain)
-    assert all(size % (4 << topology.DIGIT_BITS[0]) == 0 for size in refined), "the rest are rows of histograms"
-    expected = sum(call.payload for call in rounds)
-    assert refined.total() == pytest.approx(len(rounds), abs=3)
+def test_the_rounds_to_be_expected(sparsity):
+    """What refinement sends besides the certain calls, which `test_traffic` compares one by one."""
+    e = experiment(sparsity)
+    found, real = calls(e), Counter(real_step(e, sparsity))
+    assert not Counter(call.payload for call in found.certain) - real
+    refined = real - Counter(call.payload for call in found.certain)
+    assert all(size % (4 << topology.DIGIT_BITS[0]) == 0 for size in refined), "rows of histograms"
+    expected = sum(call.payload for call in found.rounds)
+    assert refined.total() == pytest.approx(len(found.rounds), abs=3)
     assert sum(size * count for size, count in refined.items()) == pytest.approx(expected, rel=0.25)
 
 
@@ -91,6 +102,7 @@ def test_the_constants_are_those_of_the_selection():
     assert (topology.SIGMAS, topology.SLACK) == (selection.SIGMAS, selection.SLACK) == (chance.SIGMAS, chance.SLACK)
     assert topology.LISTED_WHOLE == selection.SMALL
     assert (topology.DIGIT_BITS, topology.ROUND_BYTES) == (refinement.DIGIT_BITS, refinement.ROUND_BYTES)
+    assert pytest.importorskip("mst_scale.sparse_linear.block").SIDES == skipping.SIDES
 
 
 def test_it_grows_with_the_logarithm_of_the_ranks():
@@ -101,8 +113,41 @@ def test_it_grows_with_the_logarithm_of_the_ranks():
     assert list(step.seconds) == [1, 4, 16, 64, 256, 1024, 4096, 16384] and times[0] == 0.0
     assert all(a < b for a, b in pairwise(times)) and times[-1] < 0.02
     alone = topology.topology_step(experiment(), setting_of(e, 8).at_stage(0), machine("h200", 8))
-    assert alone.payload == 16 * 17 and alone.all_reduces == 1, "replicas only compare digests"
+    assert alone.payload == alone.masks == alone.all_reduces == 0, "replicas choose alike without a word"
+    assert alone.drift_payload == 3 * 8 * 17 and step.drift_payload == 5 * 8 * 17
     assert topology.topology_step(load({"model": MODEL}), setting, machine("h200", 8)) is None
+
+
+def test_the_step_it_speaks_of():
+    """The middle of the sparsest phase; where nothing moves there, the last step that did; none for a static mask."""
+    for method, some in (("mst", True), ("gmp", True), ("static", False)):
+        e = load({"model": MODEL, "training": {"steps": 1000}, "mst": {"method": method}})
+        schedule = schedule_of(e)
+        step = topology.typical_step(schedule)
+        assert (step is not None) == some
+        if step is not None:
+            assert schedule.is_topology_step(step) and schedule.at(step).sparsity == schedule.max_sparsity
+            assert any(layer.changes for layer in topology.layers(e, step))
+
+
+def test_its_compute_is_a_bound_by_hand(monkeypatch):
+    """Weights and gradients of 8 ranks' share read once; with blocks that are skipped, their dense gradients."""
+    e = experiment(0.9, {"block": 16, "min_blocks": 1})
+    weights = sum(p.numel for p in sparse_parameters(e.model, e.mst.targets))
+    s, card = setting_of(e, 8), machine("a100-80gb", 8)
+    found = topology.topology_step(e, s, card)
+    assert found.reads_seconds == pytest.approx(8 * weights / 8 / (2039e9 * 0.8)) and not found.dense_gradient_seconds
+    e = replace(e, mst=replace(e.mst, compute=replace(e.mst.compute, backend="block")))
+    found = topology.topology_step(e, s, card)
+    assert found.masks == sum(-(-p.numel // 8) for p in sparse_parameters(e.model, e.mst.targets))
+    assert found.dense_gradient_seconds == pytest.approx(2 * 8 * 0.9 * weights / (19.5e12 * 0.6), rel=0.01)
+    # auto: where it has been measured, from there on
+    e = replace(e, mst=replace(e.mst, compute=replace(e.mst.compute, backend="auto")))
+    assert topology.topology_step(e, s, card).masks == 0
+    row = {"backend": "block", "dtype": "float32", "block": 16, "shape": [4096, 1024], "sparsity": 0.8}
+    monkeypatch.setattr(crossovers, "table", lambda: [row])
+    assert topology.topology_step(e, s, card).masks > 0 and skipping.skips(e, "fp32", (512, 512), 0.81)
+    assert not skipping.skips(e, "fp32", (512, 512), 0.79) and not skipping.skips(e, "bf16", (512, 512), 0.81)
 
 
 def test_ring_volumes():

@@ -1,10 +1,12 @@
-"""Every collective of a real step on 2 ranks, byte for byte; and of a topology step."""
+"""Every collective of a real step on 2 ranks, byte for byte; and of a topology step, our own."""
 
 from collections import Counter
 
 import pytest
 
 from mst_scale.config import load
+from mst_scale.plan import topology
+from mst_scale.plan.parameters import parameters
 from mst_scale.plan.setting import setting_of
 from mst_scale.plan.traffic import traffic
 from tests import pool
@@ -47,6 +49,56 @@ def test_every_call_of_a_dense_step():
         wanted = traffic(experiment.model, setting).of_step(setting.accumulation)
         real = Counter((KINDS[kind], size) for kind, size in log)
         assert Counter((call.kind, call.payload) for call in wanted) == real, name
+
+
+STEP = 6  # a topology step of the ultra phase, and a drift check
+
+
+def sparse(stage, precision="fp32", *, policy=None, backend="dense", block=None, zero=None, **model):
+    mst = {
+        "method": policy or "mst",
+        "sparsity": {"max": 0.7, **({} if policy else {"warmup": 0.2, "ultra": 0.5, "restore": 0.2})},
+        "topology": {"interval": 1, "check_every": STEP, **({"granularity": {"block": block}} if block else {})},
+        "compute": {"backend": backend},
+    }
+    return config(stage, precision, accumulation=1, mst=mst, zero=zero, **model)
+
+
+LARGE = {"n_embd": 192, "n_layer": 1, "vocab_size": 500}  # layers that are sampled, and some that are listed whole
+SPARSE = {
+    "0": sparse(0),
+    "1 large": sparse(1, **LARGE),
+    "2 bf16, rigl, their masks": sparse(2, "bf16", policy="rigl", backend="cpu"),
+    "2 set, auto": sparse(2, policy="set", backend="auto"),
+    "1 bf16, set in blocks": sparse(1, "bf16", policy="set", block=4),
+    "3 mest, sub-groups, their masks": sparse(3, policy="mest", backend="cpu", zero={"sub_group_size": 4000}),
+    "3 snfs": sparse(3, policy="snfs"),
+    "3 in blocks": sparse(3, block=8, backend="auto"),
+}
+
+
+def topology_logs(rank, world, configs):
+    return [measured.topology_calls(rank, world, raw, STEP) for raw in configs]
+
+
+def test_every_call_of_a_topology_step():
+    """Byte for byte, given what depends on the weights: how many layers each round of refinement found open, and at
+    which the first bracket missed. Of rounds there are as many as are expected, give or take three."""
+    (found, other) = pool.run(topology_logs, 2, list(SPARSE.values()))
+    assert found == other
+    for (name, raw), real in zip(SPARSE.items(), found, strict=True):
+        experiment = load(raw)
+        setting = setting_of(experiment, 2)
+        wanted = topology.calls(experiment, setting, STEP, real["opened"], real["again"])
+        masked = [p for p in parameters(experiment.model) if p.name in real["masked"]]
+        assert bool(masked) == ("their masks" in name), name
+        drift = Counter(c.payload for c in topology.drift_check(experiment, setting))
+        of_replicas = Counter(size for kind, size in real["calls"] if kind == "mst_drift_all_reduce")
+        calls = Counter(c.payload for c in wanted.all + topology.whole_masks(masked)) + (drift - of_replicas)
+        assert calls == Counter(size for kind, size in real["calls"] if kind == "mst_all_reduce"), name
+        if setting.stage and "blocks" not in name:
+            expected = topology.calls(experiment, setting, STEP).rounds
+            assert abs(len(real["opened"]) - len(expected)) <= 3, name
 
 
 def test_one_rank_sends_nothing():

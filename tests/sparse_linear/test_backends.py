@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from mst_scale import compiled
-from mst_scale.sparse_linear import cpp, cpu, definition
+from mst_scale.sparse_linear import cpp, cpu
+from mst_scale.sparse_linear.definition import definition
 from mst_scale.sparse_linear.mkl import MKLIndex
 
 BACKENDS = {"compiled": cpp.CompiledIndex, "mkl": MKLIndex}

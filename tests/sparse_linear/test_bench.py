@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import linear
-from mst_scale.sparse_linear import dispatch
+from mst_scale.sparse_linear import crossovers
 
 
 @pytest.fixture
@@ -40,13 +40,13 @@ def test_tuning_rewrites_the_rows_it_measured_alone(small, monkeypatch, tmp_path
     other = {"backend": "block", "dtype": "bfloat16", "block": 32, "shape": [8, 8], "sparsity": 0.9}
     stale = {"backend": "cpu", "dtype": "float32", "threads": 9, "shape": [8, 8], "sparsity": 0.1}
     table.write_text(json.dumps({"crossovers": [other, stale]}))
-    monkeypatch.setattr(dispatch, "TABLE", table)
-    dispatch.table.cache_clear()
+    monkeypatch.setattr(crossovers, "TABLE", table)
+    crossovers.table.cache_clear()
     try:
         assert linear.main(["--tune", "--dtype", "float32", "--seconds", "0.05"]) == 0
-        dispatch.table.cache_clear()
-        rows = dispatch.table()
+        crossovers.table.cache_clear()
+        rows = crossovers.table()
         assert other in rows and stale not in rows
         assert [(r["threads"], r["shape"]) for r in rows if r["backend"] == "cpu"] == [(1, [96, 64])]
     finally:
-        dispatch.table.cache_clear()
+        crossovers.table.cache_clear()

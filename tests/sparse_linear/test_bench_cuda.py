@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import linear, linear_cuda
-from mst_scale.sparse_linear import dispatch
+from mst_scale.sparse_linear import crossovers
 
 SMALL = """
 import json, time
@@ -99,17 +99,17 @@ def test_tuning_keeps_what_it_did_not_measure(monkeypatch, tmp_path):
     others = [cpu, {**row, "block": 32}, {**row, "shape": [512, 128]}]
     table = tmp_path / "crossover.json"
     table.write_text(json.dumps({"crossovers": [row, *others]}))
-    monkeypatch.setattr(dispatch, "TABLE", table)
+    monkeypatch.setattr(crossovers, "TABLE", table)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(linear_cuda, "Layer", Timed)
     monkeypatch.setattr(linear_cuda, "block_mask", lambda outputs, inputs, side, sparsity, device: sparsity)
     monkeypatch.setattr(linear_cuda, "device_ms", lambda run: run())
-    dispatch.table.cache_clear()
+    crossovers.table.cache_clear()
     try:
         linear_cuda.tune([16], [32], 3)
         assert json.loads(table.read_text())["crossovers"] == [*others, {**row, "sparsity": 0.9}]
     finally:
-        dispatch.table.cache_clear()
+        crossovers.table.cache_clear()
 
 
 class Timed:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from mst_scale.models.cross_entropy import cross_entropy
-from mst_scale.sparse_linear import cpp, definition
+from mst_scale.sparse_linear import cpp
+from mst_scale.sparse_linear.definition import definition
 
 # float32 sums of up to 1600 products, in random-walk size, then a softmax: some 1e-6; 16-bit types round the gradients
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2**-7, torch.float16: 2**-10}
