@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ class Controller:
         self._set_pattern()
         if not self.attended and self.pattern.kind != "dense":
             if reason := attach(engine.module, self.pattern, self.attention_backend):
-                logger.info("attention stays dense: %s", reason)
+                sparse_elsewhere = hasattr(engine.module, "set_attn_implementation")  # another config would do
+                logger.log(WARNING if sparse_elsewhere else INFO, "attention stays dense: %s", reason)
             else:
                 logger.info("attention of %s follows %s", type(engine.module).__name__, self.pattern)
 

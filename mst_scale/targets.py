@@ -7,23 +7,25 @@ from torch import nn
 from mst_scale.choices import chosen_names
 from mst_scale.config import TargetsConfig
 from mst_scale.distributed import logger
-from mst_scale.zero_shards import is_matrix
+from mst_scale.zero_shards import shape_of
 
 
 def choose_targets(model: nn.Module, targets: TargetsConfig) -> dict[str, nn.Parameter]:
     """Matrices whose name matches an `include` glob and no `exclude` glob, in parameter order.
 
-    Vectors, norms and embeddings never do. The head does if `lm_head` says so, also where it is the token embedding.
+    Vectors (also those of shape (1, n) or (n, 1, 1)), norms and embeddings never do. The head does if `lm_head` says
+    so, also where it is the token embedding.
     """
     head = _head_of(model)
     if head is None and not targets.lm_head:
         logger.info("the model has no get_output_embeddings: mst.targets.lm_head finds no head, use exclude")
-    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    embeddings = {id(p) for m in tables for p in m.parameters(recurse=False)}
     norms = {id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)}
     matrices = {
         name: p
         for name, p in model.named_parameters()  # a tied tensor is listed once
-        if p.requires_grad and is_matrix(p) and id(p) not in norms
+        if p.requires_grad and sum(side > 1 for side in shape_of(p)) > 1 and id(p) not in norms
         if (targets.lm_head if p is head else id(p) not in embeddings)
     }
     return {name: matrices[name] for name in chosen_names(matrices, targets)}

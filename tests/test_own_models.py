@@ -105,3 +105,14 @@ def test_exclude_wins_and_what_matches_nothing_is_an_error():
         chosen(toy(), include=["uP.*"])
     with pytest.raises(ValueError, match="every parameter that could be sparse is excluded"):
         chosen(toy(), exclude=["*"])
+
+
+def test_embeddings_norms_and_vectors_of_any_shape_never_become_targets():
+    model = nn.Module()
+    model.table, model.bag = nn.Embedding(5, 4), nn.EmbeddingBag(5, 4)
+    model.norm = nn.GroupNorm(2, 4)
+    model.score, model.gate = nn.Linear(4, 1), nn.Parameter(torch.ones(4, 1, 1))  # the score's weight is (1, 4)
+    model.up, model.conv, model.depthwise = nn.Linear(4, 6), nn.Conv1d(4, 6, 3), nn.Conv1d(4, 4, 3, groups=4)
+    model.point = nn.Conv2d(1, 4, 1)  # (4, 1, 1, 1)
+    chosen = choose_targets(model, TargetsConfig())
+    assert list(chosen) == ["up.weight", "conv.weight", "depthwise.weight"]

@@ -2,23 +2,25 @@
 
     out_i = Σ_j softmax_j(q_i·k_j·scale) v_j     over the pairs (i, j) of the pattern
 
-A masked dense attention: quadratic in time and memory. Every kernel is tested against it in float64; it is also a
-backend, for inputs that nothing else takes.
+A masked dense attention: quadratic in time and memory, half types computed in float32. Every kernel is tested against
+it in float64; it is also a backend, for inputs that nothing else takes.
 """
 
 from __future__ import annotations
 
 import torch
 
+from mst_scale.hybrid_sparse_attention.custom_op import accumulator
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
 
 def definition(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float
 ) -> torch.Tensor:
-    group = q.shape[1] // k.shape[1]
+    kept, group = q.dtype, q.shape[1] // k.shape[1]
+    q, k, v = (x.to(accumulator(kept)) for x in (q, k, v))
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = (q @ k.transpose(-2, -1)) * scale
     mask = pattern.mask(q.shape[-2], causal, q.device)
     scores = scores.masked_fill(~mask, -torch.inf)
-    return torch.softmax(scores, dim=-1) @ v
+    return (torch.softmax(scores, dim=-1) @ v).to(kept)

@@ -66,7 +66,10 @@ def _why_not(config: Any) -> str | None:
         return f"{name} upcasts attention (reorder_and_upcast_attn), which no kernel of ours does"
     for key in ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"):
         if getattr(config, key, 0.0):
-            return f"{name} has {key} = {getattr(config, key)}, and sparse attention knows no dropout: set it to 0"
+            return (
+                f"{name} has {key} = {getattr(config, key)}, and sparse attention knows no dropout: build the model "
+                f"with {key}=0.0 in {name}, or in from_pretrained"
+            )
     return None
 
 

@@ -31,6 +31,8 @@ INTERPRETED: list[tuple[str, int, int, bool, int, int, int, str]] = [
     ("fixed", 16, 70, False, 2, 1, 20, "float32"),
     ("fixed", 33, 100, True, 1, 1, 64, "float16"),
     ("dense", 1, 40, True, 1, 1, 16, "float32"),
+    ("strided", 24, 70, True, 2, 1, 128, "float32"),
+    ("fixed", 24, 70, False, 1, 1, 128, "float16"),
 ]
 
 
@@ -64,9 +66,21 @@ def test_interpreted(interpreted: list[dict[str, float]], index: int) -> None:
         assert error <= (2 if "16" in INTERPRETED[index][-1] else 1) * allowed["out" if name == "out" else "grads"]
 
 
+def test_interpreted_rows_with_nothing_to_attend_are_zero(interpreted: list[dict[str, float]]) -> None:
+    assert interpreted[-1] == {"unseen": 0.0, "finite": 1.0}
+
+
 @pytest.mark.parametrize("kernel", ["_forward", "_backward_queries", "_backward_keys"])
-@pytest.mark.parametrize("part", range(4))
-def test_compiles_for_a_gpu(kernel: str, part: int) -> None:
+@pytest.mark.parametrize(
+    ("part", "dtype", "dim"),
+    [
+        *((part, "bfloat16", 64) for part in range(4)),
+        (0, "bfloat16", 256),
+        (1, "float16", 128),
+        (0, "float32", 64),
+    ],
+)
+def test_compiles_for_a_gpu(kernel: str, part: int, dtype: str, dim: int) -> None:
     """PTX and machine code for an H100, with no GPU at hand; shared memory of one block within an A100's 163 KiB."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -74,10 +88,11 @@ def test_compiles_for_a_gpu(kernel: str, part: int) -> None:
     from mst_scale.hybrid_sparse_attention import triton_kernel
 
     function = getattr(triton_kernel, kernel)
-    options = triton_kernel.tile(torch.bfloat16, 64)
+    options = triton_kernel.tile(getattr(torch, dtype), dim)
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
     constants = {**options, "GROUP": 2, "PART": part, "CAUSAL": part != 1, "FIRST": part % 2 == 0}
-    pointers = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), "*bf16") | {
+    kind = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}[dtype]
+    pointers = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), kind) | {
         "lse": "*fp32",
         "delta": "*fp32",
     }
@@ -85,7 +100,8 @@ def test_compiles_for_a_gpu(kernel: str, part: int) -> None:
     signature = {name: types.get(name, "i32") for name in function.arg_names}
     source = ASTSource(function, signature, {(function.arg_names.index(n),): value for n, value in constants.items()})
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
-    assert "wgmma" in compiled.asm["ptx"]  # tensor cores
+    if dtype != "float32":
+        assert "wgmma" in compiled.asm["ptx"] or "mma.sync" in compiled.asm["ptx"]  # tensor cores
     assert compiled.metadata.shared <= 163 * 1024
 
 
