@@ -2,6 +2,7 @@
 
     mst bench step --config ds_configs/demo.json [--ranks 2] [--set model.n_layer=4] [--json | --append FILE]
     deepspeed --num_accelerators 8 --module benchmarks.step --config ds_configs/gpt2_small.json
+    mst bench step --device cuda …           124M, 1.5B and 6.7B in blocks on one GPU: see benchmarks/step_cuda.py
 
 Two DeepSpeed engines of the same config stand side by side, method dense and the config's own, and step in turns on the
 same micro-batch of random tokens (one a step, no accumulation). MST's is taken to the middle of each phase of its
@@ -37,6 +38,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks import step_cuda
+from benchmarks.fitting import capacity_here, layers_that_fit
 from benchmarks.machine import machine, middle_half, peak_flops, wait_for
 
 Row = dict[str, Any]
@@ -76,6 +79,13 @@ class Bench:
         ours = load(options.config, options.set, options.method)
         theirs = load(options.config, [o for o in options.set if not o.startswith("mst.")], "dense")
         self.experiment, rival = (self._one_micro_batch(e) for e in (ours, theirs))
+        if options.layers is not None:
+            layers = options.layers
+            if layers == "fit":
+                layers = layers_that_fit(self.experiment, rival, ranks.world_size, capacity_here())
+            self.experiment, rival = (
+                replace(e, model=replace(e.model, n_layer=layers)) for e in (self.experiment, rival)
+            )
         self.micro = self.experiment.deepspeed["train_micro_batch_size_per_gpu"]
         self.batch = self._random_tokens()
         self.dense, self.mst = (self._built(e) for e in (rival, self.experiment))
@@ -385,7 +395,17 @@ def _worker(rank: int, options: argparse.Namespace, port: int, results: Any) -> 
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    found = here(options)
+    from mst_scale import distributed
+
+    try:
+        found = here(options)
+    except distributed.Elsewhere:
+        return  # another rank says why
+    except Exception as error:
+        if not distributed.is_plain(error):
+            raise
+        results.put((distributed.exit_code(error), str(error)))
+        raise SystemExit(distributed.exit_code(error)) from None
     if rank == 0:
         results.put(found)
 
@@ -415,7 +435,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from mst_scale.distributed import free_port
 
     results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_worker, (options, free_port(), results), nprocs=options.ranks)
+    try:
+        mp.spawn(_worker, (options, free_port(), results), nprocs=options.ranks)
+    except mp.ProcessExitedException:
+        if results.empty():
+            raise
+        code, said = results.get()  # by the rank that found it
+        raise (ValueError if code == 2 else OSError)(said) from None
     found: dict[str, Any] = results.get()
     return found
 
@@ -428,6 +454,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--method", metavar="M", help="overrides mst.method of our side")
     found.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
     found.add_argument("--micro", type=int, metavar="N", help="sequences a rank and step (the config's)")
+    found.add_argument(
+        "--layers", type=_layers, metavar="N", help='instead of the config\'s; "fit": as many as fit on the GPU'
+    )
     found.add_argument("--phases", nargs="+", metavar="P", help="only these: warmup ultra restore dense")
     found.add_argument("--rounds", type=int, default=7, help="pairs of steps in each phase (7)")
     found.add_argument("--ranks", type=int, default=1, help="processes to start here; a launcher's take precedence")
@@ -440,30 +469,53 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
+def _layers(word: str) -> int | str:
+    return word if word == "fit" else int(word)
+
+
 def check_options(options: argparse.Namespace) -> None:
+    """Mistakes are found before ranks are started."""
     from mst_scale.config import load
+    from mst_scale.config.check import batch_shape, check
     from mst_scale.ledger import forecast
 
-    for name, least in (("rounds", 2), ("ranks", 1), ("micro", 1), ("threads", 1)):
+    for name, least in (("rounds", 2), ("ranks", 1), ("micro", 1), ("threads", 1), ("layers", 1)):
         value = getattr(options, name)
-        if value is not None and value < least:
+        if isinstance(value, int) and value < least:
             raise ValueError(f"--{name} must be at least {least}, not {value}")
-    # mistakes are found before ranks are started
-    known = dict.fromkeys(phase.name for phase in forecast(load(options.config, options.set, options.method)).phases)
+    experiment = load(options.config, options.set, options.method)
+    check(experiment)
+    if options.micro is None:
+        batch_shape(experiment.deepspeed, int(os.environ["WORLD_SIZE"]) if launched() else options.ranks)
+    known = dict.fromkeys(phase.name for phase in forecast(experiment).phases)
     for name in options.phases or ():
         if name not in known:
             raise ValueError(f"--phases {name}: this schedule has {', '.join(known)}")
+    if options.layers == "fit":
+        capacity_here()
+    if options.append and not int(os.environ.get("RANK", "0")):
+        try:
+            with open(options.append, "a"):
+                pass
+        except OSError as error:
+            raise ValueError(f"--append {options.append}: {error.strerror}") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.step_report import markdown, table
 
-    options = parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    device = argparse.ArgumentParser(prog="mst bench step", add_help=False, allow_abbrev=False)
+    device.add_argument("--device", choices=("cuda",))
+    where, others = device.parse_known_args(given)
+    if where.device:
+        return step_cuda.main(others)
+    options = parser().parse_args(given)
     check_options(options)
     found = here(options) if launched() else run(options)
     if int(os.environ.get("RANK", "0")):
         return 0
-    command = "mst bench step " + " ".join(sys.argv[1:] if arguments is None else arguments)
+    command = "mst bench step " + " ".join(given)
     if options.append:
         with Path(options.append).open("a") as file:
             file.write("\n" + markdown(found, command))

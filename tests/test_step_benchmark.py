@@ -8,10 +8,13 @@ import time
 import pytest
 import torch
 
-from benchmarks import machine, scaling, step, step_report
+from benchmarks import machine, scaling, step, step_cuda, step_report
+from benchmarks.fitting import layers_that_fit
 from mst_scale import cli
 from mst_scale.config import load
 from mst_scale.flops import dense_step_flops
+from mst_scale.plan.memory import memory
+from mst_scale.plan.setting import setting_of
 from tests import pool, tiny_run
 from tests.test_pretrain import MST
 
@@ -20,8 +23,17 @@ BLOCKS = {"mst": {**MST, "topology": TOPOLOGY}, "training": {"steps": 200}, "zer
 
 
 def measured(rank, world, argv):
-    found = step.here(step.parser().parse_args(argv))
+    return measured_with(rank, world, step.parser().parse_args(argv))
+
+
+def measured_with(rank, world, options):
+    found = step.here(options)
     return found if rank == 0 else None
+
+
+def in_the_pool(options):
+    """As `step.run`, without starting processes."""
+    return pool.run(measured_with, options.ranks, options)[0]
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +150,20 @@ def test_a_stopwatch_gives_each_moment_to_one_part():
         (["step", "--config", "nope.json"], "no such config file"),
         (["step", "--config", "ds_configs/demo.json", "--rounds", "1"], "--rounds must be at least 2"),
         (["step", "--config", "ds_configs/demo.json", "--ranks", "0"], "--ranks must be at least 1"),
+        (["step", "--config", "ds_configs/demo.json", "--layers", "0"], "--layers must be at least 1"),
+        (["step", "--config", "ds_configs/demo.json", "--set", "zero_optimization.stage=7"], "the stages are 0, 1, 2"),
+        (
+            ["scaling", "--config", "ds_configs/demo.json", "--set", "zero_optimization.stage=7"],
+            "the stages are 0, 1, 2",
+        ),
+        (
+            ["step", "--config", "ds_configs/demo.json", "--set", "train_batch_size=9", "--ranks", "2"],
+            "train_batch_size = 9 does not divide into 2 processes",
+        ),
+        (
+            ["step", "--config", "ds_configs/demo.json", "--append", "no/such/folder.md"],
+            "--append no/such",
+        ),
         (["step", "--config", "ds_configs/demo.json", "--phases", "ultra", "rest"], "--phases rest: this schedule has"),
         (
             ["scaling", "--config", "ds_configs/demo.json", "--ranks", "2", "3"],
@@ -178,6 +204,66 @@ def curve(kind: str, ranks: int, tokens: int) -> dict:
     told = {"model": "m", "method": "mst", "backend": "dense", "zero_stage": 1, "dtype": "float32", "rounds": 3}
     setting = {"ranks": ranks, "sequences_per_rank": micro, **told}
     return {"rows": [row], "setting": setting, "machine": {"cpu": "c"}}
+
+
+def test_scaling_measures_each_number_of_ranks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(step, "run", in_the_pool)
+    config = tiny_run.config(tmp_path, **BLOCKS)
+    words = ["--config", str(config), "--ranks", "1", "2", "--kinds", "weak", "--rounds", "2", "--json"]
+    assert scaling.main([*words, "--set", "model.n_layer=1", "--plot", str(tmp_path / "weak.svg")]) == 0
+    one, two = json.loads(capsys.readouterr().out)["rows"]
+    assert [(r["kind"], r["ranks"], r["sequences_per_rank"], r["phase"]) for r in (one, two)] == [
+        ("weak", 1, 1, "ultra"),
+        ("weak", 2, 1, "ultra"),
+    ]
+    assert one["ours_efficiency"] == one["rival_efficiency"] == 1.0
+    for who in ("ours", "rival"):
+        assert two[f"{who}_tokens_per_s"] == pytest.approx(2 * tiny_run.CONTEXT / two[f"{who}_ms"] * 1e3, rel=0.01)
+        each = two[f"{who}_tokens_per_s"] / 2 / one[f"{who}_tokens_per_s"]
+        assert two[f"{who}_efficiency"] == pytest.approx(each, abs=0.001)
+    assert two["setting"]["ranks"] == 2 and "1 layers" in two["setting"]["model"]
+    assert "<svg" in (tmp_path / "weak.svg").read_text()
+
+
+def test_what_a_rank_refuses_costs_one_line(monkeypatch, capsys):
+    monkeypatch.chdir(tiny_run.ROOT)
+    words = ["--ranks", "2", "--set", "train_batch_size=16", "--set", "mst.compute.backend=block"]
+    assert cli.main(["bench", "step", "--config", "ds_configs/demo.json", *words]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("mst: mst.compute.backend 'block' cannot run here: ") and "topology.granularity" in error
+
+
+def test_as_many_layers_as_fit(monkeypatch):
+    """Both engines beside each other, by the plan's memory; and the sizes that are to be measured on a GPU."""
+    monkeypatch.chdir(tiny_run.ROOT)
+    fitting = {}
+    for name, shape in step_cuda.SHAPES.items():
+        batch = [f"{key}={shape.micro}" for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
+        ours, rival = (load(f"ds_configs/{name}.json", batch, method) for method in (None, "dense"))
+        fitting[name] = [layers_that_fit(ours, rival, 1, capacity) for capacity in (40e9, 80e9, 141e9)]
+        assert fitting[name] == sorted(fitting[name]) and fitting[name][-1] <= ours.model.n_layer
+        if fitting[name][0] < ours.model.n_layer:
+            both = [memory(e, setting_of(e, 1)) for e in (ours, rival)]
+            assert sum(side.held for side in both) > 40e9 * 0.9
+    assert fitting["gpt2_small"] == [12] * 3 and 4 <= fitting["gpt3_6.7b"][1] < 32
+    with pytest.raises(ValueError, match="not one layer fits in 1 GB"):
+        layers_that_fit(ours, rival, 1, 1e9)
+
+
+def test_without_a_gpu_its_rows_say_so(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    assert cli.main(["bench", "step", "--device", "cuda", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(r["parameters"], r["goal"], r["speedup"]) for r in rows] == [
+        ("124M", None, None),
+        ("1.5B", 2.3, None),
+        ("6.7B", 3.0, None),
+    ]
+    assert {r["why"] for r in rows} == {"not measured: no CUDA device"}
+    for shape in step_cuda.SHAPES.values():
+        step.parser().parse_args(step_cuda.words(shape, 3))
+    assert "2.3×" in step_cuda.table(rows)
 
 
 def test_scaling_from_files(tmp_path, capsys):

@@ -19,7 +19,8 @@ Measure on this machine, ours and the rival alternating in one run:
   grown_weights   the first updates of grown weights and the loss around topology steps, with seeded moments and without
   pruning     whether weights trained with MST bear pruning better than dense ones
   quality     what a choice costs in validation loss: single weights, blocks, dense and tiny models
-  step        a training step in every phase: MST against dense, its parts, memory, FLOP/s, collectives
+  step        a training step in every phase: MST against dense, its parts, memory, FLOP/s, collectives;
+              --device cuda: 124M to 6.7B parameters in blocks on one GPU, as many layers as fit
   scaling     the same on 1, 2, 4 … processes, weak and strong, drawn
   training    what our training loop and the masks add to a bare DeepSpeed step
 

@@ -1,0 +1,113 @@
+"""How much faster is a step of the ultra-sparse phase on one GPU, its masks made of blocks, than the same run dense?
+
+    mst bench step --device cuda [--configs gpt2_small gpt2_xl gpt3_6.7b] [--rounds 7] [--json | --markdown]
+
+`mst bench step` for 124M, 1.5B and 6.7B parameters, as many of their layers as fit beside each other with both engines
+(by the memory model of `mst plan`), in the ultra phase, with Triton's block kernels: blocks of 16 up to a width of
+1600, of 32 above. Goals: 2.3× at the widths of 1.5B, 3× at those of 6.7B. Without a CUDA device every row says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.machine import machine
+
+Row = dict[str, Any]
+NO_DEVICE = "not measured: no CUDA device"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A config, the side of its blocks, sequences a step, and the speed-up that is asked for."""
+
+    config: str
+    parameters: str
+    block: int
+    micro: int
+    goal: float | None
+
+
+SHAPES = {
+    shape.config: shape
+    for shape in (
+        Shape("gpt2_small", "124M", 16, 8, None),
+        Shape("gpt2_xl", "1.5B", 16, 8, 2.3),
+        Shape("gpt3_6.7b", "6.7B", 32, 4, 3.0),
+    )
+}
+
+
+def words(shape: Shape, rounds: int) -> list[str]:
+    """The arguments of `mst bench step`."""
+    settings = ["mst.compute.backend=block", f"mst.topology.granularity.block={shape.block}"]
+    return [
+        *("--config", f"ds_configs/{shape.config}.json", "--phases", "ultra", "--layers", "fit"),
+        *("--micro", str(shape.micro), "--rounds", str(rounds)),
+        *(word for setting in settings for word in ("--set", setting)),
+    ]
+
+
+def run(configs: Sequence[str], rounds: int) -> list[Row]:
+    import torch
+
+    from benchmarks import step
+
+    rows = []
+    for shape in (SHAPES[name] for name in configs):
+        row: Row = {"parameters": shape.parameters, "config": shape.config, "block": shape.block, "goal": shape.goal}
+        if torch.cuda.is_available():
+            options = step.parser().parse_args(words(shape, rounds))
+            step.check_options(options)
+            found = step.run(options)
+            row |= {**found["rows"][0], "model": found["setting"]["model"]}
+        else:
+            row |= {"ours_ms": None, "rival": "the same DeepSpeed run, dense", "rival_ms": None, "speedup": None}
+            row["why"] = NO_DEVICE
+        rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    head = ["parameters", "measured on", "block", "MST ms", "dense ms", "speed-up", "goal", "FLOPs ÷"]
+    lines = []
+    for r in rows:
+        goal = "" if r["goal"] is None else f"{r['goal']}×"
+        if r["speedup"] is None:
+            figures = [r["why"], r["block"], "", "", "", goal, ""]
+        else:
+            times = f"{r['ours_ms']:,}", f"{r['rival_ms']:,}", f"**{r['speedup']}×**"
+            figures = [r["model"], r["block"], *times, goal, r["flop_reduction"]]
+        lines.append([r["parameters"], *figures])
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head), *lines])
+
+
+def markdown(about: dict[str, Any], rows: Sequence[Row], command: str) -> str:
+    facts = ", ".join(f"{key} {value}" for key, value in about.items())
+    title, _, text = (__doc__ or "").partition("\n")
+    body = text.strip().split("\n\n", 1)[1]
+    return f"## {title}\n\n`{command}`\n\n{facts}\n\n{body}\n\n{table(rows)}\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="mst bench step --device cuda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--configs", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="C")
+    parser.add_argument("--rounds", type=int, default=7, help="pairs of steps (7)")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="for machines")
+    output.add_argument("--markdown", action="store_true", help="the section in benchmarks/results")
+    options = parser.parse_args(arguments)
+    rows, about = run(options.configs, options.rounds), machine()
+    if options.json:
+        print(json.dumps({"machine": about, "rows": rows}))
+    elif options.markdown:
+        print(markdown(about, rows, f"mst bench step --device cuda --rounds {options.rounds} --markdown"))
+    else:
+        print(table(rows))
+    return 0
