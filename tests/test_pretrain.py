@@ -140,8 +140,10 @@ def test_what_a_run_leaves_behind(tmp_path, stage):
     assert names == ["step00000008", "step00000012"], "two are kept"
     assert (out / "checkpoints" / "latest").read_text() == "step00000012"
     assert list((tmp_path / "tb").rglob("events.out.tfevents*"))
-    shown = {"mst_loss.csv", "mst_sparsity.csv", "mst_flops.csv", "mst_flops_causal.csv", "mst_reduction.csv"}
-    assert shown <= {path.name for path in (tmp_path / "csv").rglob("*.csv")}
+    shown = {path.stem: path for path in (tmp_path / "csv").rglob("*.csv")}
+    assert {"mst_loss", "mst_sparsity", "mst_flops", "mst_flops_causal", "mst_reduction"} <= shown.keys()
+    *_, last = shown["mst_flops_dense"].read_text().split(",")
+    assert float(last) == pytest.approx(rows[-1]["flops_dense"], rel=1e-6), "the dense equivalent"
 
 
 def test_the_losses_do_not_depend_on_how_many_processes_share_the_batch(tmp_path):

@@ -11,7 +11,9 @@ With N weights on R ranks, w bytes in the type of the forward pass and a in that
 Three moments can be the fullest: backward (activations, gradients on their way through buckets), the reduction behind
 it (stages 0 and 1, when activations are gone) and the optimizer's step (gradients in fp32; on a topology step also
 their dense copy and the lists of candidates). What DeepSpeed allocates then was read from its source (0.19), and
-`tests/plan/test_memory.py` compares it with the tensors of real runs.
+`tests/plan/test_memory.py` compares it with the tensors of real runs on the CPU. Two parts no test sees: gradients of
+activations inside backward (`activations.working`), and the copy that a fused optimizer, DeepSpeed's choice on GPUs,
+flattens at stage 0.
 """
 
 from __future__ import annotations

@@ -65,15 +65,34 @@ def errors(case: dict[str, Any], device: str = "cpu") -> dict[str, float]:
     return report
 
 
-def poisoned() -> list[bool]:
-    """A token that is not finite: nothing of it reaches another token, nor through a masked weight."""
+def poisoned() -> dict[str, bool]:
+    """Values that are not finite in x, dy or an active weight: they reach what active weights join them to, and
+    nothing else. (What is masked is NaN in `errors`, and never read.)"""
     active = mask_of(64, 64, 16, "empty rows")
-    index, x = BlockIndex(active, 16), torch.ones(33, 64)
-    x[3] = float("nan")
-    y = index.forward(x, torch.ones(64, 64), None)
-    seen = torch.zeros(33, 64, dtype=torch.bool)
-    seen[3] = active.any(1)
-    return [torch.equal(y.isnan(), seen), bool(seen.any()), not bool(seen.all())]
+    index = BlockIndex(active, 16)
+    x, weight, dy = (torch.ones(rows, 64) for rows in (33, 64, 33))
+
+    def only(values: torch.Tensor, expected: torch.Tensor) -> bool:
+        return torch.equal(~values.isfinite(), expected) and bool(expected.any()) and not bool(expected.all())
+
+    def row(number: int, rows: int, values: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros(rows, 64, dtype=torch.bool)
+        found[number] = values
+        return found
+
+    alive = int(active.any(1).nonzero()[0])  # the first output that is not empty
+    spoilt = {}
+    for name, value in (("nan", float("nan")), ("inf", float("inf"))):
+        bad_x, bad_dy, bad_weight = x.clone(), dy.clone(), weight.clone()
+        bad_x[3], bad_dy[5, alive], bad_weight[alive, active[alive]] = value, value, value
+        spoilt[f"{name} in x, y"] = only(index.forward(bad_x, weight, None), row(3, 33, active.any(1)))
+        spoilt[f"{name} in dy, dx"] = only(index.input_gradient(bad_dy, weight), row(5, 33, active[alive]))
+        spoilt[f"{name} in dy, dw"] = only(index.weight_gradient(x, bad_dy), row(alive, 64, active[alive]))
+        column = torch.zeros(64, dtype=torch.bool)
+        column[alive] = True
+        spoilt[f"{name} in w, y"] = only(index.forward(x, bad_weight, None), column.expand(33, 64))
+        spoilt[f"{name} in w, dx"] = only(index.input_gradient(dy, bad_weight), active[alive].expand(33, 64))
+    return spoilt
 
 
 def _differentiate(function: Any, x: Any, weight: Any, bias: Any, dy: Any) -> dict[str, torch.Tensor]:
