@@ -15,7 +15,7 @@ from mst_scale.reshape import reshape
 from tests import pool, tiny_run
 from tests.test_bad_input import attempt
 from tests.test_pretrain import MST, arguments, logged_attempt, without_times
-from tests.toys import Toy, deepspeed_config, toy_batch
+from tests.toys import Toy, allow_fp16, deepspeed_config, toy_batch
 
 MICRO = 6  # micro-batches a step, shared by 1, 2 or 3 ranks
 SAVED, END = 10, 15
@@ -33,7 +33,8 @@ def build(world: int, stage: int, kind: str, universal: bool = False):
     model = WithBuffer()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
-    config = deepspeed_config(stage, world, "bf16" if kind == "bf16" else "fp32", MICRO // world)
+    allow_fp16()
+    config = deepspeed_config(stage, world, kind if kind in ("bf16", "fp16") else "fp32", MICRO // world)
     if kind == "torch":  # torch's AdamW counts steps in tensors, DeepSpeed's in integers
         config["optimizer"]["params"]["torch_adam"] = True
     config["training"] = {"steps": 24}
@@ -130,6 +131,8 @@ CASES = {
     (2, 0, "fused"): [(1, 1), (1, 3)],
     (2, 2, "bf16"): [(1, 3), (1, 0)],
     (2, 0, "bf16"): [(1, 2)],
+    (2, 1, "fp16"): [(1, 3), (1, 0)],
+    (2, 0, "fp16"): [(1, 2)],
 }
 
 
@@ -147,8 +150,8 @@ def test_another_number_of_ranks_or_stage_continues_with_the_same_state(saved, w
     assert [key for key in then if not torch.equal(then[key], now[key])] == [], "to the bit"
     for key in ("groups", "step", "engine", "seen"):
         assert all(found[key] == before[0][0][key] for found, _, _ in after), key
-    if kind == "bf16":  # gradients are added up in bf16, in another order: losses differ by its rounding, as they do
-        return  # between two numbers of ranks without a checkpoint in between
+    if kind in ("bf16", "fp16"):  # gradients are added up in it, in another order: losses differ by its rounding, as
+        return  # they do between two numbers of ranks without a checkpoint in between
     for loss, expected in zip(after[0][1], before[0][1], strict=True):
         assert loss == pytest.approx(expected, rel=1e-5)  # float32 sums in another order (1e-7), through 5 Adam steps
     assert after[0][2] == before[0][2], "topology steps after it choose the same weights"
