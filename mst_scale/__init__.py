@@ -2,7 +2,8 @@
 
     engine, optimizer, loader, lr_scheduler = mst_scale.initialize(model=…, model_parameters=…, config=…)
 
-takes the arguments of `deepspeed.initialize` and returns its results.
+takes the arguments of `deepspeed.initialize` and returns its results; `mst_scale.warm_start(engine, CHECKPOINT)` then
+continues from weights and masks alone, with a fresh optimizer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["initialize"]
+__all__ = ["initialize", "warm_start"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from mst_scale.engine import initialize
 
         return initialize
+    if name == "warm_start":
+        from mst_scale.continue_from import warm_start
+
+        return warm_start
     raise AttributeError(f"module 'mst_scale' has no attribute {name!r}")

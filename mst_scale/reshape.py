@@ -32,6 +32,7 @@ from mst_scale.checkpoint import PARTIAL, UNIVERSAL
 from mst_scale.weights import base_state, fp32_masters
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
+WARM = "mst_scale.warm_start(engine, CHECKPOINT) takes its weights and masks, with a fresh optimizer"
 Shapes = dict[str, tuple[int, ...]]
 WORKERS = 4  # processes that DeepSpeed converts with; each holds one rank's optimizer states
 
@@ -166,7 +167,9 @@ def _refuse_untrained(source: Path, state: dict[str, Any], shapes: Shapes) -> No
         tied = {name for name in {*module} - {*shapes} if any(torch.equal(module[name], w) for w in weights)}
     lost = {*module, *(state.get("frozen_param_shapes") or {})} - {*shapes, *state.get("buffer_names", []), *tied}
     if lost:
-        raise ValueError(f"{source} holds {min(lost)}, which is not trained: a universal checkpoint would lose it")
+        raise ValueError(
+            f"{source} holds {min(lost)}, which is not trained: a universal checkpoint would lose it; {WARM}"
+        )
 
 
 def _convert_shards(source: Path, draft: Path) -> None:
@@ -208,7 +211,8 @@ def _common_state(source: Path, zero: Path) -> dict[str, Any]:
 
 
 def _not_adam(source: Path) -> ValueError:
-    return ValueError(f"{source}: mst reshape knows the optimizer states of Adam and its like, and these are others")
+    what = "mst reshape knows the optimizer states of Adam and its like, and these are others"
+    return ValueError(f"{source}: {what}; {WARM}")
 
 
 def _convert_replicated(source: Path, zero: Path, state: dict[str, Any]) -> dict[str, Any]:

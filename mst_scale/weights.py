@@ -77,7 +77,7 @@ def weights_of(checkpoint: Path) -> Weights:
     if len({path.name.split("mp_rank_")[1] for path in files}) > 1:
         raise ValueError(f"{checkpoint} was saved with model parallelism, which is not supported")
     state = opened(files[0])
-    shards = sorted(checkpoint.glob("*_optim_states.pt"), key=_rank)
+    shards = sorted(checkpoint.glob("*_optim_states.pt"), key=rank_of)
     return _sharded(shards, state) if shards else _replicated(files[0], state)
 
 
@@ -89,7 +89,7 @@ def opened(path: Path) -> State:
         raise ValueError(f"{path} is damaged or cut short ({str(error).splitlines()[0]})") from None
 
 
-def _rank(path: Path) -> int:
+def rank_of(path: Path) -> int:
     found = re.search(r"zero_pp_rank_(\d+)_", path.name)
     return int(found[1]) if found else 0
 

@@ -444,6 +444,20 @@ def zero_inactive(shards: Shards, i: int, active: torch.Tensor) -> None:
     parameter.data.view(-1).masked_fill_(~active.to(parameter.device), 0)
 
 
+def put_reads(engine: Any, parameter: Any, read: Callable[[int, int], torch.Tensor]) -> None:
+    """Write what the forward reads of a parameter, trained or not; `read` gives its flattened values [start, end)."""
+    if not hasattr(parameter, "ds_tensor"):
+        parameter.data.copy_(read(0, parameter.numel()).view(parameter.shape))
+        return
+    part, numel = parameter.partition_numel(), parameter.ds_numel
+    start = min(part * dist.get_rank(engine.optimizer.dp_process_group), numel)
+    length = min(part, numel - start)
+    if length:
+        parameter.ds_tensor.data.view(-1)[:length].copy_(read(start, start + length))
+    if parameter.ds_status.name == "AVAILABLE":  # small ones stay whole on every rank
+        parameter.data.copy_(read(0, numel).view(parameter.ds_shape))
+
+
 def data_parallel_group(engine: Any) -> Any:
     """The ranks that hold the same model."""
     return engine.seq_data_parallel_group

@@ -40,6 +40,7 @@ LAYERS = {
     "targets": 5,
     "checkpoint": 5,
     "weights": 5,
+    "continue_from": 6,
     "engine": 6,
     "inspect": 6,
     "reshape": 6,

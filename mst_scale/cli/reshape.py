@@ -15,7 +15,10 @@ masks. Weights, optimizer states, step and masks are the same to the bit.
 PATH is a checkpoint's folder, or a run's: then its newest whole checkpoint. The copy is the folder `universal` in it,
 where `mst_scale.pretrain --out RUN` finds it by itself, or else OUT: a new run if PATH is a run, a checkpoint if PATH
 is one. A training loop of your own loads it with {"checkpoint": {"load_universal": true}} in its DeepSpeed config and
-engine.load_checkpoint(FOLDER, tag=NAME), FOLDER/NAME being the copy. It needs 12 bytes for each parameter."""
+engine.load_checkpoint(FOLDER, tag=NAME), FOLDER/NAME being the copy. It needs 12 bytes for each parameter.
+
+It carries the states of Adam and its like. For other optimizers, or with frozen parameters, a training loop of your own
+calls mst_scale.warm_start(engine, FOLDER): weights, masks and step go on, and the optimizer begins anew."""
 
 EXAMPLES = """\
 examples:
