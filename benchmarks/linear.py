@@ -9,7 +9,8 @@ autograd; a second one is torch.sparse (MKL: CSR × dense and `sampled_addmm`) w
 only. Runs alternate in one process and medians are compared.
 
 `crossover` rows say from which sparsity on ours is faster: our time is interpolated between the measured sparsities.
---tune writes them, for one thread and for all, into the table that mst.compute.backend "auto" reads.
+--tune writes them, for one thread and for all, and for MKL, which computes where there is no compiler, into the table
+that mst.compute.backend "auto" reads.
 """
 
 from __future__ import annotations
@@ -166,22 +167,26 @@ def crossover(ours: dict[float, float], dense: float) -> float | None:
 
 
 def tune(dtypes: Sequence[str], seconds: float) -> list[Row]:
-    """Measure crossovers for one thread and for all, and rewrite the CPU rows of the table that `auto` reads."""
-    everything = torch.get_num_threads()
+    """Measure crossovers for one thread and for all, of the compiled kernel and of MKL, which is used where no compiler
+    is; rewrite their rows of the table that `auto` reads."""
+    everything, kinds = torch.get_num_threads(), {"cpu": cpp.CompiledIndex, "mkl": MKLIndex}
     found: list[Row] = []
     for threads in sorted({1, everything}):
         torch.set_num_threads(threads)
         for dtype in dtypes:
             for shape in TUNED:
                 layer = Layer(dtype, shape)
-                dense, *ours = alternate([layer.dense(), *(layer.sparse(s) for s in TUNED_AT)], seconds)
-                medians = dict(zip(TUNED_AT, map(statistics.median, ours), strict=True))
-                crossed = crossover(medians, statistics.median(dense)) or min(TUNED_AT)
-                entry = {"backend": "cpu", "dtype": dtype, "threads": threads, "shape": list(shape)}
-                found.append({**entry, "sparsity": round(crossed, 2)})
-                print(found[-1], flush=True)
+                cases = [(name, s) for name in kinds for s in TUNED_AT]
+                dense, *ours = alternate([layer.dense(), *(layer.sparse(s, kinds[n]) for n, s in cases)], seconds)
+                times = dict(zip(cases, map(statistics.median, ours), strict=True))
+                for name in kinds:
+                    of_kind = {s: times[name, s] for s in TUNED_AT}
+                    crossed = crossover(of_kind, statistics.median(dense)) or min(TUNED_AT)
+                    entry = {"backend": name, "dtype": dtype, "threads": threads, "shape": list(shape)}
+                    found.append({**entry, "sparsity": round(crossed, 2)})
+                    print(found[-1], flush=True)
     torch.set_num_threads(everything)
-    kept = [row for row in crossovers.table() if row["backend"] != "cpu" or row["dtype"] not in dtypes]
+    kept = [row for row in crossovers.table() if row["backend"] not in kinds or row["dtype"] not in dtypes]
     crossovers.rewrite([*found, *kept])
     print(f"wrote {crossovers.TABLE}")
     return found
