@@ -8,6 +8,7 @@ been read back from disk and matches its digests.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from typing import Any
 from mst_scale.distributed import Elsewhere, Ranks, logger
 
 PARTIAL = ".partial"
+ASIDE = ".aside"
 MANIFEST = "manifest.json"
 UNIVERSAL = "universal"
 """The folder in a checkpoint that holds a copy for any number of ranks and any ZeRO stage (`mst reshape`)."""
@@ -28,10 +30,13 @@ def tag_of(step: int) -> str:
     return f"step{step:08d}"
 
 
-def save(engine: Any, folder: Path, ranks: Ranks, *, step: int, batch: int, keep: int, state: dict[str, Any]) -> float:
+def save(
+    engine: Any, folder: Path, ranks: Ranks, *, step: int, batch: int, micro: int, keep: int, state: dict[str, Any]
+) -> float:
     """One checkpoint on all ranks, whole or not at all; the seconds it took.
 
-    A full disk is an OSError that leaves the older ones alone. `batch` is the global batch, to be kept on other ranks.
+    A full disk is an OSError that leaves the older ones alone. `batch` is the global batch, to be kept on other ranks,
+    and `micro` the sequences of it that a rank computes at a time.
     """
     start = time.monotonic()
     tag = tag_of(step)
@@ -42,13 +47,13 @@ def save(engine: Any, folder: Path, ranks: Ranks, *, step: int, batch: int, keep
         digests = ranks.together(lambda: _digest_share(draft, ranks))
         ranks.on_first(lambda: None)  # every rank has read its share back
         layout = {"ranks": ranks.world_size, "stage": int(engine.zero_optimization_stage())}
-        _seal(draft, final, digests, ranks, {"tag": tag, "step": step, "batch": batch, **layout})
+        _seal(draft, final, digests, ranks, {"tag": tag, "step": step, "batch": batch, "micro": micro, **layout})
     except (OSError, Elsewhere):
         if ranks.first:
             shutil.rmtree(draft, ignore_errors=True)
         raise
     ranks.together(lambda: refuse_damage(final, ranks))
-    ranks.on_first(lambda: _prune(folder, keep))
+    ranks.on_first(lambda: _prune(folder, keep, step))
     seconds = time.monotonic() - start
     logger.info("saved %s in %.1f s", final, seconds)
     return seconds
@@ -160,11 +165,24 @@ def file_digest(path: Path) -> str:
 def write_atomically(path: Path, text: str) -> None:
     """The old text or the new one, never half of it, whatever is killed when."""
     draft = path.with_name(path.name + PARTIAL)
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    try:
+        with draft.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def write_if_possible(path: Path, text: str) -> None:
+    """The same for what a run can do without: a full disk is said, and the run goes on."""
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        logger.error("cannot write %s (%s): the run goes on without", path, error)
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -230,9 +248,28 @@ def seal_alone(draft: Path, final: Path, about: dict[str, Any]) -> None:
     os.rename(draft, final)
 
 
-def _prune(folder: Path, keep: int) -> None:
-    for tag in list_tags(folder)[keep:]:
+def set_aside(folder: Path, step: int) -> None:
+    """Take the checkpoints after `step`, to which a run was set back, out of its way: they are of another course.
+
+    Or they are damaged. They stay as `<tag>.aside` until the run has come by their step again.
+    """
+    later = [tag for tag in list_tags(folder) if _step_of(folder / tag) > step]
+    for tag in later:
+        shutil.rmtree(folder / (tag + ASIDE), ignore_errors=True)
+        os.rename(folder / tag, folder / (tag + ASIDE))
+    if later:
+        write_if_possible(folder / "latest", list_tags(folder)[0])
+        logger.info("the run continues from step %d: %s set aside as *%s", step, ", ".join(later), ASIDE)
+
+
+def _prune(folder: Path, keep: int, step: int) -> None:
+    """`step` was just verified: it and the newest before it stay."""
+    past = [tag for tag in list_tags(folder) if _step_of(folder / tag) <= step]
+    for tag in past[keep:]:
         _remove(folder / tag)
+    for path in folder.glob("*" + ASIDE):
+        if _step_of(path.with_suffix("")) <= step:
+            _remove(path)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.config import MODELS, Experiment, ModelConfig, TrainingConfig, load
-from mst_scale.config.check import batch_shape
+from mst_scale.config.check import global_batch
 from mst_scale.course import Stretch, schedule_of, stretches
 from mst_scale.distributed import logger
 from mst_scale.flops import Flops, dense_step_flops, step_flops
@@ -183,8 +183,8 @@ def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
     like = load(path / "config.json" if path.is_dir() else path)
     if like.mst.like is not None:
         raise ValueError(f"{path}: is a dense-short run itself: name the sparse run's config")
-    budget = like.training.steps * batch_shape(like.deepspeed, ranks)[0] * forecast(like).mean["paper"].total
-    step = batch_shape(experiment.deepspeed, ranks)[0] * dense_step_flops(experiment.model).total
+    budget = like.training.steps * global_batch(like.deepspeed, ranks) * forecast(like).mean["paper"].total
+    step = global_batch(experiment.deepspeed, ranks) * dense_step_flops(experiment.model).total
     steps = max(1, round(budget / step))
     logger.info("dense-short: %d dense steps cost what the %d steps of %s do", steps, like.training.steps, path)
     return replace(experiment, training=_squeezed(experiment.training, steps))

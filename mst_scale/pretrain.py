@@ -224,8 +224,9 @@ class Run:
         def describe() -> None:
             self.out.mkdir(parents=True, exist_ok=True)
             checkpoint.sweep(self.checkpoints)
+            checkpoint.set_aside(self.checkpoints, self.step)
             config = to_dict(self.experiment)
-            checkpoint.write_atomically(self.out / "config.json", json.dumps(config, indent=2) + "\n")
+            checkpoint.write_if_possible(self.out / "config.json", json.dumps(config, indent=2) + "\n")
             mst_seed = self.experiment.mst.seed
             start = run_file.about(
                 from_step=self.step,
@@ -309,6 +310,7 @@ class Run:
             return False
         number, here = batch_number(bad - 1, self.skipped), self.step
         self.record.layers = self._load(*self._loadable(self.checkpoints / tag))
+        self.ranks.on_first(lambda: checkpoint.set_aside(self.checkpoints, self.step))
         first = max(batch_number(self.step, self.skipped), number - self.training.spike.skip + 1)
         left_out = list(range(first, number + 1))
         self.skipped = sorted({*self.skipped, *left_out})
@@ -406,8 +408,9 @@ class Run:
         keep = self.training.keep_checkpoints
         try:
             self.save_seconds = checkpoint.save(
-                self.engine, self.checkpoints, self.ranks, step=self.step, batch=self.batch, keep=keep, state=state
-            )
+                self.engine, self.checkpoints, self.ranks,
+                step=self.step, batch=self.batch, micro=self.micro, keep=keep, state=state,
+            )  # fmt: skip
             self.failed_saves = 0
         except (OSError, distributed.Elsewhere) as error:
             self.failed_saves += 1
@@ -455,7 +458,8 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
     watch.start(ranks)
     build_locks.clear_stale(ranks)
     out = out_of(args, experiment)
-    run = ranks.together(lambda: Run(shortened(experiment, ranks.world_size), out, ranks))
+    began_on = resume.ranks_at_first(out, ranks)
+    run = ranks.together(lambda: Run(shortened(experiment, began_on), out, ranks))
 
     def ask_to_stop(signum: int, frame: Any) -> None:
         run.asked_to_stop = True

@@ -73,7 +73,9 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
         if (source / mask_files.FOLDER).is_dir():
             shutil.copytree(source / mask_files.FOLDER, draft / mask_files.FOLDER)
         manifest = checkpoints.head(source) or {}
-        about: dict[str, Any] = {key: manifest[key] for key in ("tag", "step", "batch", "ranks") if key in manifest}
+        about: dict[str, Any] = {
+            key: manifest[key] for key in ("tag", "step", "batch", "micro", "ranks") if key in manifest
+        }
         checkpoints.seal_alone(draft, target, {**about, "universal": True})
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)

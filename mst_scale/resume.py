@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from mst_scale import checkpoint, start_from
+from mst_scale import checkpoint, run_file, start_from
 from mst_scale.checkpoint import MANIFEST, UNIVERSAL
 from mst_scale.config import Experiment, to_dict
-from mst_scale.config.check import BATCH_KEYS, largest_micro
+from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.distributed import Ranks, logger
 from mst_scale.reshape import reshape
 
 # The blocks in which a resumed run must agree with its checkpoint.
 SAME_ON_RESUME = ("model",)
+# Starts before this one, as shared.sh and Slurm count them.
+RESTARTS = ("MST_RESTART", "SLURM_RESTART_COUNT")
 
 
 def choose(out: Path, resume: str, ranks: Ranks) -> Path | None:
     """The checkpoint that `resume` means (auto, never or a tag), None where the run begins."""
     folder = out / "checkpoints"
+    resume = ranks.on_first(lambda: _meant(resume, out))
     existing = ranks.on_first(lambda: checkpoint.list_tags(folder))
     if resume == "never":
         if existing:
@@ -41,6 +45,28 @@ def choose(out: Path, resume: str, ranks: Ranks) -> Path | None:
         ranks.refuse(ValueError(f"no checkpoint {resume!r} in {folder}: {found}"))
     ranks.together(lambda: checkpoint.refuse_damage(folder / resume, ranks))
     return folder / resume
+
+
+def restarted() -> bool:
+    """Whether a launcher, or Slurm, has started this command before."""
+    return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS)
+
+
+def _meant(resume: str, out: Path) -> str:
+    """`never` and a tag speak of a command's first start; what it began goes on where that is started again."""
+    last = run_file.read(out / "run.json").get("starts", [])[-1:]
+    began = bool(last) and last[0].get("command") == run_file.command()
+    return "auto" if restarted() and began else resume
+
+
+def ranks_at_first(out: Path, ranks: Ranks) -> int:
+    """On how many ranks the run in OUT began, these if it begins now: what a config says of each rank is of those."""
+
+    def look() -> int:
+        starts = run_file.read(out / "run.json").get("starts") if checkpoint.list_tags(out / "checkpoints") else None
+        return int(starts[0].get("ranks", ranks.world_size)) if starts else ranks.world_size
+
+    return ranks.on_first(look)
 
 
 def refuse_another_model(out: Path, experiment: Experiment) -> None:
@@ -112,20 +138,23 @@ def _reshaped(source: Path, misfit: str) -> float:
 def with_batch_of(experiment: Experiment, source: Path, world_size: int) -> Experiment:
     """The experiment with the global batch of the checkpoint, on however many ranks there are now.
 
-    A `train_batch_size` that the config states otherwise than the checkpoint is a user's decision and stays.
+    A `train_batch_size` that the config states otherwise than the checkpoint is a user's decision and stays. A config
+    that states no micro-batch gets none larger than the checkpoint's, which is known to fit in memory.
     """
     manifest = checkpoint.head(source) or {}
     before: int | None = manifest.get("batch")
     ranks_before: int = manifest.get("ranks", world_size)
     deepspeed = {key: value for key, value in experiment.deepspeed.items() if value != "auto" or key not in BATCH_KEYS}
     total, micro, accumulation = (deepspeed.get(key) for key in BATCH_KEYS)
-    if before is None or ranks_before == world_size or total not in (None, before):
+    if before is None or total not in (None, before):
+        return experiment
+    largest = micro or manifest.get("micro") or max(1, before // (ranks_before * (accumulation or 1)))
+    stated = _stated(deepspeed, world_size)
+    if stated is not None and stated[0] == before and stated[1] <= largest:
         return experiment
     deepspeed["train_batch_size"] = before
     deepspeed.pop("gradient_accumulation_steps", None)
-    if micro is None:
-        micro = max(1, before // (ranks_before * (accumulation or 1)))
-    deepspeed["train_micro_batch_size_per_gpu"] = largest_micro(before, micro, world_size)
+    deepspeed["train_micro_batch_size_per_gpu"] = largest_micro(before, largest, world_size)
     logger.info(
         "the global batch stays %d: %d ranks × %d sequences × %d accumulation steps (before: %d ranks)",
         before,
@@ -135,3 +164,11 @@ def with_batch_of(experiment: Experiment, source: Path, world_size: int) -> Expe
         ranks_before,
     )
     return dataclasses.replace(experiment, deepspeed=deepspeed)
+
+
+def _stated(deepspeed: dict[str, Any], world_size: int) -> tuple[int, int, int] | None:
+    """What the config's own words come to on these ranks; None where they do not go together."""
+    try:
+        return batch_shape(deepspeed, world_size)
+    except ValueError:
+        return None

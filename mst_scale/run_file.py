@@ -17,8 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mst_scale.checkpoint import write_atomically
-from mst_scale.distributed import logger
+from mst_scale.checkpoint import write_if_possible
 
 PACKAGES = ("mst_scale", "torch", "deepspeed", "numpy", "safetensors", "triton", "mpi4py")
 SCHEDULERS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "MST_LAUNCHER", "MST_RESTART")
@@ -36,25 +35,22 @@ class RunFile:
         self.write()
 
     def happened(self, what: str, **more: Any) -> None:
-        """Never a reason to stop: a full disk is said, and the event rides in the next write."""
         self.events.append({"time": now(), "start": len(self.starts) - 1, "what": what, **more})
-        try:
-            self.write()
-        except OSError as error:
-            logger.error("cannot write %s (%s): %s", self.path, error, what)
+        self.write()
 
     def ended(self, how: str, step: int) -> None:
         self.starts[-1].update(ended=now(), how=how, last_step=step)
         self.write()
 
     def write(self) -> None:
+        """Never a reason to stop: what a full disk refuses rides in the next write."""
         content = {
             "restarts": len(self.starts) - 1,
             "starts": self.starts,
             "events": self.events,
             "config": self.config,
         }
-        write_atomically(self.path, json.dumps(content, indent=1) + "\n")
+        write_if_possible(self.path, json.dumps(content, indent=1) + "\n")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -75,13 +71,17 @@ def about(**more: Any) -> dict[str, Any]:
     """This start, as the first rank sees it."""
     return {
         "time": now(),
-        "command": [sys.executable, *sys.orig_argv[1:]],
+        "command": command(),
         "folder": os.getcwd(),
         "versions": versions(),
         "git": git_state(Path(__file__).resolve().parents[1]),
         "job": {name: os.environ[name] for name in SCHEDULERS if name in os.environ},
         **more,
     }
+
+
+def command() -> list[str]:
+    return [sys.executable, *sys.orig_argv[1:]]
 
 
 def versions() -> dict[str, str]:

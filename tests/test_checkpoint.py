@@ -34,13 +34,15 @@ def alone() -> Ranks:
     return Ranks(0, 0, 1, dist.new_group(backend="gloo"))
 
 
-def steps(rank, world, folder, saved, fails=()):
+def steps(rank, world, folder, saved, fails=(), keep=2):
     from pathlib import Path
 
     ranks, found = alone(), []
     for step in saved:
         try:
-            checkpoint.save(Engine(step in fails), Path(folder), ranks, step=step, batch=8, keep=2, state={})
+            checkpoint.save(
+                Engine(step in fails), Path(folder), ranks, step=step, batch=8, micro=2, keep=keep, state={}
+            )
         except OSError as error:
             found.append(str(error))
     return found
@@ -85,6 +87,27 @@ def test_the_same_step_can_be_saved_again(tmp_path):
     (tmp_path / "step00000002" / "b.pt").write_text("damaged")
     pool.run(steps, 1, str(tmp_path), (2,))
     assert checkpoint.damage(tmp_path / "step00000002") == []
+
+
+def test_what_was_just_verified_is_never_the_one_to_go(tmp_path):
+    """The newest is damaged and was passed over: the run is behind it, and its next save has a lower number."""
+    pool.run(steps, 1, str(tmp_path), (1, 5), (), 2)
+    (tmp_path / "step00000005" / "b.pt").write_text("damaged")
+    pool.run(steps, 1, str(tmp_path), (3,), (), 1)
+    assert checkpoint.list_tags(tmp_path) == ["step00000005", "step00000003"]
+    assert checkpoint.damage(tmp_path / "step00000003") == []
+
+
+def test_a_run_that_is_set_back_does_not_return_to_its_old_course(tmp_path):
+    pool.run(steps, 1, str(tmp_path), (1, 2, 3), (), 3)
+    checkpoint.set_aside(tmp_path, 1)
+    assert checkpoint.list_tags(tmp_path) == ["step00000001"] and (tmp_path / "latest").read_text() == "step00000001"
+    aside = [tmp_path / "step00000002.aside", tmp_path / "step00000003.aside"]
+    assert all(checkpoint.damage(path) == [] for path in aside), "nothing is lost"
+    pool.run(steps, 1, str(tmp_path), (2,), (), 3)
+    assert [path.exists() for path in aside] == [False, True], "the run has come by the first of them"
+    checkpoint.set_aside(tmp_path, 2)
+    assert checkpoint.list_tags(tmp_path) == ["step00000002", "step00000001"]
 
 
 def test_leftovers_of_killed_saves_are_not_taken_for_checkpoints(tmp_path):

@@ -52,7 +52,7 @@ LAYERS = {
     "evaluation": 7,
     "report": 7,
     "resume": 7,
-    "run_file": 7,
+    "run_file": 6,
     "pretrain": 8,
     "cli": 9,
     "__main__": 10,

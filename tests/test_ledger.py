@@ -182,6 +182,7 @@ def test_dense_short_trains_as_many_dense_steps_as_the_flops_buy(tmp_path):
     assert forecast(short).reduction() == 1.0
     half = shortened(load(path, [f"mst.like={path}", "train_batch_size=2"], "dense-short"))
     assert half.training.steps == pytest.approx(2 * short.training.steps, abs=1), "half the batch, twice the steps"
+    assert shortened(load(path, [f"mst.like={path}"], "dense-short"), 48) == short, "the batch is stated: on any ranks"
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**RAW, "training": {"steps": 120}}))

@@ -301,6 +301,32 @@ def test_a_damaged_checkpoint_named_by_hand_is_refused(tmp_path, undisturbed):
     assert sum(victim.name in text for _, text in results) == 1
 
 
+def again(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    """`attempt`, as a launcher starts it after a failure."""
+    os.environ["MST_RESTART"] = "1"
+    try:
+        return attempt(rank, world, argv)
+    finally:
+        del os.environ["MST_RESTART"]
+
+
+@pytest.mark.parametrize("how", ["never", "step00000008"])
+def test_a_restart_goes_on_with_what_its_command_began(tmp_path, undisturbed, how):
+    """`--resume` speaks of the first start: a second one neither refuses the run nor sets it back again."""
+    if how != "never":
+        shutil.copytree(undisturbed, tmp_path / "out")
+    argv = arguments(tmp_path, "out", "--resume", how, mst=MST)
+    (tmp_path / "out").mkdir(exist_ok=True)
+    foreign = {"starts": [{"ranks": 2, "command": ["another"]}]}
+    (tmp_path / "out" / "run.json").write_text(json.dumps(foreign))
+    assert pool.run(again, 2, argv) == [(0, "")] * 2, "it died before it began: what it was told still holds"
+    assert pool.run(again, 2, argv) == [(0, "")] * 2
+    starts = json.loads((tmp_path / "out" / "run.json").read_text())["starts"][1:]
+    assert [start["from_step"] for start in starts] == [0 if how == "never" else 8, 12]
+    assert without_times(tiny_run.rows(tmp_path / "out")) == without_times(tiny_run.rows(undisturbed))
+    assert not list((tmp_path / "out" / "checkpoints").glob("*.aside"))
+
+
 def test_dropout_resumes_bit_for_bit(tmp_path):
     """Dropout's generator is seeded by (seed, step, micro-batch), so a resumed run draws what it would have drawn."""
     block = {"model": {"dropout": 0.2}}
@@ -325,6 +351,11 @@ def test_dense_short_spends_the_flops_of_the_run_it_is_like(tmp_path, undisturbe
     assert saved["training"]["steps"] == last["step"] and saved["mst"]["like"] == str(undisturbed)
     results = pool.run(attempt, 2, [*argv, "--steps", "5"])
     assert [code for code, _ in results] == [2, 2] and any("leave out --steps" in text for _, text in results)
+    # a batch that is stated for each rank is that of the ranks it began on, as is the run's length
+    argv += ["--set", "train_batch_size=auto", "--set", "gradient_accumulation_steps=2"]
+    ((code, text),) = pool.run(logged_attempt, 1, argv)
+    again = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert code == 0 and again["training"]["steps"] == last["step"], text
 
 
 def test_help_shows_how_it_is_started():

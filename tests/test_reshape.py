@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import mst_scale
-from mst_scale import checkpoint, zero_shards
+from mst_scale import checkpoint, resume, zero_shards
+from mst_scale.config import load
+from mst_scale.config.check import batch_shape
 from mst_scale.inspect import inspect
 from mst_scale.reshape import reshape
 from tests import pool, tiny_run
@@ -220,6 +222,26 @@ def test_a_run_on_fewer_ranks_reshapes_its_checkpoint_and_keeps_its_batch(run):
     assert without_times(tiny_run.rows(run / "same")) == without_times(tiny_run.rows(run / "whole"))
 
 
+@pytest.mark.parametrize(
+    ("stated", "manifest", "world", "expected"),
+    [
+        ({}, {"ranks": 2, "micro": 4}, 2, (8, 4, 1)),
+        ({}, {"ranks": 2, "micro": 4}, 4, (8, 2, 1)),  # more ranks: a smaller micro-batch
+        ({}, {"ranks": 4, "micro": 2}, 4, (8, 2, 1)),  # and again, from what they have saved
+        ({}, {"ranks": 4, "micro": 2}, 2, (8, 4, 1)),  # back on the ranks that the config means
+        ({"train_batch_size": "auto"}, {"ranks": 1, "micro": 4}, 1, (8, 4, 2)),
+        ({"train_micro_batch_size_per_gpu": "auto"}, {"ranks": 1, "micro": 4}, 1, (8, 4, 2)),
+        ({"train_batch_size": 4}, {"ranks": 4, "micro": 2}, 1, (4, 4, 1)),  # a user's decision
+    ],
+)
+def test_the_global_batch_at_every_restart(tmp_path, stated, manifest, world, expected):
+    """`manifest`: of the newest checkpoint, which may be of a restart itself; the config says 8 = 4 × 2 ranks."""
+    path = tiny_run.config(tmp_path, **{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, **stated})
+    (tmp_path / "manifest.json").write_text(json.dumps({"files": {}, "batch": 8, **manifest}))
+    found = resume.with_batch_of(load(path), tmp_path, world)
+    assert batch_shape(found.deepspeed, world) == expected
+
+
 def test_where_no_copy_can_be_made_it_says_what_to_run(run, tmp_path):
     """A full disk, and ranks that cannot share the batch."""
     shutil.copytree(run / "whole", tmp_path / "out")
@@ -237,8 +259,6 @@ def test_where_no_copy_can_be_made_it_says_what_to_run(run, tmp_path):
 
 
 def attempt_without_disk(rank, world, argv):
-    from mst_scale import resume
-
     def full(source):
         raise OSError("no space")
 

@@ -102,10 +102,10 @@ def bad_disk(rank, world, folder):
         (final / "b.pt").write_text("c" * 1000)
 
     for step in (1, 2):
-        checkpoint.save(Engine(), folder, ranks, step=step, batch=8, keep=1, state={})
+        checkpoint.save(Engine(), folder, ranks, step=step, batch=8, micro=2, keep=1, state={})
     checkpoint._seal = spoil
     try:
-        checkpoint.save(Engine(), folder, ranks, step=3, batch=8, keep=1, state={})
+        checkpoint.save(Engine(), folder, ranks, step=3, batch=8, micro=2, keep=1, state={})
     except OSError as error:
         return str(error), checkpoint.newest(folder, ranks)
     finally:

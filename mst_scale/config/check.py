@@ -42,6 +42,12 @@ def batch_shape(deepspeed: dict[str, Any], world_size: int) -> tuple[int, int, i
     return total, micro, accumulation
 
 
+def global_batch(deepspeed: dict[str, Any], world_size: int) -> int:
+    """Sequences per update; a stated train_batch_size also where these processes cannot share it."""
+    total = _positive(deepspeed, "train_batch_size")
+    return total if total is not None else batch_shape(deepspeed, world_size)[0]
+
+
 def largest_micro(total: int, micro: int, world_size: int) -> int:
     """The largest micro-batch, up to `micro`, with which so many processes share a global batch."""
     if total % world_size:
