@@ -7,6 +7,7 @@ gloo group (`Ranks.control`) that lives beside the training's own, so that nobod
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -195,15 +196,17 @@ def end(error: BaseException) -> NoReturn:
     Before the ranks have met, each finds the same mistake for itself and rank 0 says it. Leaves at once: a rank that
     unwinds slowly, waiting for collectives, would hang the others.
     """
-    sys.stdout.flush()
-    if os.environ.get("RANK", "0") != "0" and not _met():
-        pass
-    elif is_plain(error):
-        rank = os.environ.get("RANK", "0")
-        print(f"mst_scale: {'' if rank == '0' else f'rank {rank}: '}{_first_line(error)}", file=sys.stderr)
-    elif not isinstance(error, Elsewhere):
-        traceback.print_exception(error)
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a log on a full disk, a terminal that was closed
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        if os.environ.get("RANK", "0") != "0" and not _met():
+            pass
+        elif is_plain(error):
+            rank = os.environ.get("RANK", "0")
+            print(f"mst_scale: {'' if rank == '0' else f'rank {rank}: '}{_first_line(error)}", file=sys.stderr)
+        elif not isinstance(error, Elsewhere):
+            traceback.print_exception(error)
+        sys.stderr.flush()
     os._exit(exit_code(error))
 
 
@@ -213,8 +216,9 @@ def leave(code: Any) -> NoReturn:
     code = code if isinstance(code, int) else int(code is not None)
     if code == 0 and "mpi4py.MPI" in sys.modules:
         sys.modules["mpi4py.MPI"].Finalize()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

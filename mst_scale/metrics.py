@@ -1,34 +1,47 @@
 """What does a run leave behind, step by step?
 
-`metrics.jsonl`: one object a logged step, flushed line by line. A resumed run cuts the lines that lie after its
-checkpoint, so that the file reads like that of a run that was never stopped. A torn last line (of a killed run) is
-dropped.
+`metrics.jsonl`: one object a logged step, written line by line. A resumed run cuts the lines that lie after its
+checkpoint, so that the file reads like that of a run that was never stopped. A torn last line (of a killed run, or a
+full disk) is cut off too, and lines that a full disk refuses wait in memory for the next write.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 
 class MetricsFile:
-    """The open `metrics.jsonl` of a run that stands at `step`."""
+    """The `metrics.jsonl` of a run that stands at `step`; nothing of it needs space before a row is written."""
 
     def __init__(self, path: Path, step: int):
         self.path = path
-        kept = [row for row in read(path) if row["step"] <= step] if path.exists() else []
-        self.seconds: float = kept[-1].get("seconds", 0.0) if kept else 0.0  # wall-clock, of the last row
-        draft = path.with_suffix(".partial")
-        draft.write_text("".join(_line(row) for row in kept))
-        os.replace(draft, path)
-        self.file: TextIO = path.open("a", buffering=1)
+        self.seconds: float = 0.0  # wall-clock, of the last row
+        self.length = 0  # bytes of whole lines
+        self.waiting: list[bytes] = []
+        if path.exists():
+            with path.open("rb+") as file:
+                for line in file:
+                    if not line.endswith(b"\n") or (row := json.loads(line))["step"] > step:
+                        break
+                    self.length += len(line)
+                    self.seconds = row.get("seconds", 0.0)
+                file.truncate(self.length)
 
     def write(self, row: dict[str, Any]) -> None:
-        self.file.write(_line(row))
+        """An OSError leaves the row, and those before it, to the next call."""
+        self.waiting.append(_line(row).encode())
+        with self.path.open("ab", buffering=0) as file:
+            self.length = min(self.length, file.seek(0, 2))
+            file.truncate(self.length)
+            while self.waiting:
+                line = self.waiting[0]
+                if file.write(line) < len(line):
+                    raise OSError(f"{self.path} has room for half a line only")
+                self.length += len(self.waiting.pop(0))
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

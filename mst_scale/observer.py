@@ -26,6 +26,7 @@ from mst_scale.mixed_growing import bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.snapshots import Matrix, Snapshot
 from mst_scale.sparsity_variation import Schedule
+from mst_scale.storage import Dispensable
 from mst_scale.targets import choose_targets
 
 SHARE = 0.01  # of the training time, for what TensorBoard sees
@@ -40,6 +41,7 @@ class Observer:
         self.every = experiment.training.look_every
         self.schedule: Schedule = engine.mst.schedule
         self.keep_at = phase_ends(self.schedule)
+        self.disk = Dispensable()
         self.started, self.spent = time.monotonic(), 0.0
         self.parameters = sum(math.prod(zero_shards.shape_of(p)) for p in engine.module.parameters())
         self.shards = self._shards(experiment)
@@ -76,7 +78,8 @@ class Observer:
             return
         phase = self.schedule.at(max(0, step - 1)).phase
         snapshot = self.look(step, phase)
-        self.ranks.on_first(lambda: snapshots.save(self.out, snapshot))
+        if self.ranks.first:
+            self.disk.attempt("snapshots of the weights", lambda: snapshots.save(self.out, snapshot))
 
     def _show(self, samples: int) -> None:
         """Pictures and histograms in TensorBoard, through the writer of DeepSpeed's monitor."""
@@ -89,20 +92,7 @@ class Observer:
         snapshot = self.look(0, "")
         histograms = self._histograms({m.name: m.largest for m in snapshot.matrices})
         if writer is not None:
-            for name, cells in snapshot.weights.items():
-                top = float(cells.max()) or 1.0
-                sides = np.concatenate([cells / top, np.ones((cells.shape[0], 2)), snapshot.alive[name]], axis=1)
-                writer.add_image(f"mst_weights_and_mask/{name}", sides[None], samples)
-            moments = {m.name: m for m in snapshot.matrices}
-            for name, (edges, counts) in histograms.items():
-                matrix = moments[name]
-                count, total = matrix.active, matrix.mean * math.prod(matrix.shape)
-                squares = count * matrix.std_active**2 + total**2 / max(1, count)
-                writer.add_histogram_raw(
-                    f"mst_living_weights/{name}", min=edges[0], max=edges[-1], num=count, sum=total,
-                    sum_squares=squares, bucket_limits=edges[1:], bucket_counts=counts, global_step=samples,
-                )  # fmt: skip
-            writer.flush()
+            self.disk.attempt("TensorBoard's pictures", lambda: draw(writer, snapshot, histograms, samples))
         self.spent += time.monotonic() - start
 
     # --- looking ---
@@ -182,6 +172,24 @@ class Observer:
         if len(masks) and not masks[part.name].dense:
             return masks[part.name].flags()
         return torch.ones(part.length, dtype=torch.bool, device=self.shards.weight(i).device)
+
+
+def draw(writer: Any, snapshot: Snapshot, histograms: dict[str, tuple[list[float], list[float]]], at: int) -> None:
+    """What `_show` has found, into TensorBoard's file."""
+    for name, cells in snapshot.weights.items():
+        top = float(cells.max()) or 1.0
+        sides = np.concatenate([cells / top, np.ones((cells.shape[0], 2)), snapshot.alive[name]], axis=1)
+        writer.add_image(f"mst_weights_and_mask/{name}", sides[None], at)
+    moments = {m.name: m for m in snapshot.matrices}
+    for name, (edges, counts) in histograms.items():
+        matrix = moments[name]
+        count, total = matrix.active, matrix.mean * math.prod(matrix.shape)
+        squares = count * matrix.std_active**2 + total**2 / max(1, count)
+        writer.add_histogram_raw(
+            f"mst_living_weights/{name}", min=edges[0], max=edges[-1], num=count, sum=total,
+            sum_squares=squares, bucket_limits=edges[1:], bucket_counts=counts, global_step=at,
+        )  # fmt: skip
+    writer.flush()
 
 
 def phase_ends(schedule: Schedule) -> set[int]:

@@ -471,7 +471,7 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
     run.to_the_end()
     if ranks.first:
         run.run_file.ended("finished", run.step)
-        print(run.record.summary(run.step, time.monotonic() - start, first))
+        run.record.say(run.record.summary(run.step, time.monotonic() - start, first))
     ranks.leave()
 
 

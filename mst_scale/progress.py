@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import time
@@ -33,20 +34,23 @@ class ProgressLine:
         line = " · ".join(parts)
         if self.live:
             width = shutil.get_terminal_size().columns - 1
-            self.out.write("\r" + line[:width].ljust(width))
+            self._put("\r" + line[:width].ljust(width))
         else:
-            self.out.write(line + "\n")
-        self.out.flush()
+            self._put(line + "\n")
 
     def say(self, message: str) -> None:
         """A line of its own, without tearing the progress line."""
         self.close()
-        self.out.write(message + "\n")
-        self.out.flush()
+        self._put(message + "\n")
 
     def close(self) -> None:
         if self.live:
-            self.out.write("\r\x1b[K")
+            self._put("\r\x1b[K")
+
+    def _put(self, text: str) -> None:
+        """A terminal that was closed, or a log on a full disk, does not end the run."""
+        with contextlib.suppress(OSError):
+            self.out.write(text)
             self.out.flush()
 
 

@@ -20,6 +20,7 @@ from mst_scale.config import Experiment
 from mst_scale.metrics import MetricsFile, read
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.progress import ProgressLine, clock, table
+from mst_scale.storage import Dispensable
 
 Row = dict[str, Any]
 
@@ -41,6 +42,7 @@ class Record:
         self.out, self.batch, self.context = out, batch, experiment.model.context
         self.monitor, self.first = monitor, first
         self.layers = layers
+        self.disk = Dispensable()
         self.window, self.window_start = step, time.monotonic()
         if first:
             self.metrics = MetricsFile(out / "metrics.jsonl", step)
@@ -69,8 +71,8 @@ class Record:
             row["layers"], self.layers = self.layers, {}
         if self.first:
             row["seconds"] = round(time.monotonic() - self.started, 3)  # evaluations and saves too, not stops
-            self.metrics.write(row)
-            self._monitor(row)
+            self.disk.attempt("metrics.jsonl", lambda: self.metrics.write(row))
+            self.disk.attempt("TensorBoard's numbers", lambda: self._monitor(row))
             self.line.show(row)
         self.window, self.window_start = row["step"], time.monotonic()
 
@@ -89,7 +91,6 @@ class Record:
     def rewind(self, step: int) -> None:
         """The run goes back to `step`: what was written after it goes."""
         if self.first:
-            self.metrics.file.close()
             self.metrics = MetricsFile(self.out / "metrics.jsonl", step)
         self.window, self.window_start = step, time.monotonic()
 
@@ -103,7 +104,8 @@ class Record:
         """The table at the end, from what stands in metrics.jsonl."""
         last: Row = {}
         validated: Row = {}
-        for row in read(self.out / "metrics.jsonl"):
+        path = self.out / "metrics.jsonl"
+        for row in read(path) if path.exists() else ():
             last, validated = row, row if "val_loss" in row else validated
         tokens = step * self.batch * self.context
         rows = [
@@ -111,7 +113,7 @@ class Record:
             ("validation loss", f"{validated['val_loss']:.4f}" if validated else "–"),
             ("tokens", f"{tokens:,} in {step:,} steps"),
             ("time", clock(seconds) + (f" (since step {first_step})" if first_step else "")),
-            ("metrics", str(self.out / "metrics.jsonl")),
+            ("metrics", str(path)),
             ("tensorboard", f"tensorboard --logdir {self.out / 'tensorboard'}"),
             ("checkpoint", str(self.out / "checkpoints" / checkpoint.tag_of(step))),
         ]

@@ -90,8 +90,12 @@ def save(run: Path, snapshot: Snapshot) -> None:
     path = path_of(run, snapshot.step)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".partial")
-    draft.write_bytes(buffer.getvalue())
-    os.replace(draft, path)
+    try:
+        draft.write_bytes(buffer.getvalue())
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def load(path: Path) -> Snapshot:

@@ -34,10 +34,14 @@ def alone() -> Ranks:
     return Ranks(0, 0, 1, dist.new_group(backend="gloo"))
 
 
-def steps(rank, world, folder, saved, fails=(), keep=2):
+def steps(rank, world, folder, saved, fails=()):
+    return steps_kept(rank, world, folder, (saved, fails, 2))
+
+
+def steps_kept(rank, world, folder, plan):
     from pathlib import Path
 
-    ranks, found = alone(), []
+    (saved, fails, keep), ranks, found = plan, alone(), []
     for step in saved:
         try:
             checkpoint.save(
@@ -91,20 +95,20 @@ def test_the_same_step_can_be_saved_again(tmp_path):
 
 def test_what_was_just_verified_is_never_the_one_to_go(tmp_path):
     """The newest is damaged and was passed over: the run is behind it, and its next save has a lower number."""
-    pool.run(steps, 1, str(tmp_path), (1, 5), (), 2)
+    pool.run(steps_kept, 1, str(tmp_path), ((1, 5), (), 2))
     (tmp_path / "step00000005" / "b.pt").write_text("damaged")
-    pool.run(steps, 1, str(tmp_path), (3,), (), 1)
+    pool.run(steps_kept, 1, str(tmp_path), ((3,), (), 1))
     assert checkpoint.list_tags(tmp_path) == ["step00000005", "step00000003"]
     assert checkpoint.damage(tmp_path / "step00000003") == []
 
 
 def test_a_run_that_is_set_back_does_not_return_to_its_old_course(tmp_path):
-    pool.run(steps, 1, str(tmp_path), (1, 2, 3), (), 3)
+    pool.run(steps_kept, 1, str(tmp_path), ((1, 2, 3), (), 3))
     checkpoint.set_aside(tmp_path, 1)
     assert checkpoint.list_tags(tmp_path) == ["step00000001"] and (tmp_path / "latest").read_text() == "step00000001"
     aside = [tmp_path / "step00000002.aside", tmp_path / "step00000003.aside"]
     assert all(checkpoint.damage(path) == [] for path in aside), "nothing is lost"
-    pool.run(steps, 1, str(tmp_path), (2,), (), 3)
+    pool.run(steps_kept, 1, str(tmp_path), ((2,), (), 3))
     assert [path.exists() for path in aside] == [False, True], "the run has come by the first of them"
     checkpoint.set_aside(tmp_path, 2)
     assert checkpoint.list_tags(tmp_path) == ["step00000002", "step00000001"]

@@ -24,6 +24,8 @@ LAYERS = {
     "progress": 2,
     "snapshots": 2,
     "spikes": 2,
+    "storage": 2,
+    "out_lock": 2,
     "watch": 2,
     "build_locks": 2,
     "models": 3,

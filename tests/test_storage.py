@@ -71,6 +71,63 @@ def test_a_failed_save_costs_nothing_but_itself(tmp_path):
     assert without_times(tiny_run.rows(tmp_path / "out")) == without_times(tiny_run.rows(tmp_path / "plain"))
 
 
+def full_between(rank, world, argv, first, last):
+    """On rank 0 no file can grow beyond some bytes, so that a line is torn, from the end of step `first` to `last`."""
+    import resource
+
+    from mst_scale import pretrain
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def advance(run):
+        step = run.step
+        inner(run)
+        if rank == 0 and step < first <= run.step:
+            limit((Path(run.out) / "metrics.jsonl").stat().st_size + 100)
+        if rank == 0 and step < last <= run.step:
+            limit(resource.RLIM_INFINITY)
+
+    def describe(run, source):
+        if rank == 0 and first == 0:  # the process groups that meet at a file are there by now
+            limit(100)
+        inner_describe(run, source)
+
+    inner, pretrain.Run.advance = pretrain.Run.advance, advance
+    inner_describe, pretrain.Run._describe = pretrain.Run._describe, describe
+    try:
+        return logged_attempt(rank, world, argv)
+    finally:
+        pretrain.Run.advance, pretrain.Run._describe = inner, inner_describe
+        limit(resource.RLIM_INFINITY)
+
+
+def test_a_full_disk_on_the_first_rank_costs_no_run_and_no_row(tmp_path):
+    """Metrics, snapshots and run.json are refused too; the rows wait for the disk."""
+    results = pool.run(full_between, 2, arguments(tmp_path, mst=MST), 3, 10)
+    assert [code for code, _ in results] == [0, 0], results
+    text = "".join(text for _, text in results)
+    for what in ("metrics.jsonl", "snapshots of the weights"):
+        assert text.count(f"cannot write {what} (") == 1, (what, text)
+    assert f"cannot write {tmp_path / 'out' / 'run.json'} (" in text
+    assert "metrics.jsonl can be written again" in text and tags(tmp_path / "out") == ["step00000012"]
+    assert pool.run(logged_attempt, 2, arguments(tmp_path, "plain", mst=MST))[0][0] == 0
+    assert without_times(tiny_run.rows(tmp_path / "out")) == without_times(tiny_run.rows(tmp_path / "plain"))
+
+
+def test_a_finished_run_is_finished_also_where_nothing_can_be_written(tmp_path):
+    argv = arguments(tmp_path, mst=MST)
+    assert pool.run(logged_attempt, 2, argv)[0][0] == 0
+    before = tiny_run.rows(tmp_path / "out")
+    results = pool.run(full_between, 2, argv, 0, 99)
+    assert [code for code, _ in results] == [0, 0], results
+    assert tiny_run.rows(tmp_path / "out") == before and len(story(tmp_path)["starts"]) == 1
+
+
+def story(folder: Path) -> dict:
+    return json.loads((folder / "out" / "run.json").read_text())
+
+
 def test_a_checkpoint_folder_that_vanishes_is_made_again(tmp_path):
     results = pool.run(troubled, 2, arguments(tmp_path, mst=MST), gone, (2,))
     assert [code for code, _ in results] == [0, 0], results
