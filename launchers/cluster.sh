@@ -24,6 +24,10 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"
 # gloo takes the interface that the host's name resolves to. Where that is the wrong one, name one: "ib0" or "eth0".
 [ -z "${GLOO_SOCKET_IFNAME:-}" ] || export GLOO_SOCKET_IFNAME
 
+# --- DeepSpeed ---
+# Minutes that a rank waits for the others in a collective or at a barrier, also while a slow disk takes a checkpoint.
+export DEEPSPEED_TIMEOUT="${DEEPSPEED_TIMEOUT:-60}"
+
 # --- Python ---
 # Output appears when it is written, also through ssh and in Slurm's log.
 export PYTHONUNBUFFERED="${PYTHONUNBUFFERED:-1}"
@@ -39,6 +43,6 @@ ulimit -c "${MST_CORE_LIMIT:-0}" 2>/dev/null || true
 # shellcheck disable=SC2034
 carried=(
     PATH PYTHONPATH LD_LIBRARY_PATH OMP_NUM_THREADS PYTORCH_CUDA_ALLOC_CONF TORCH_NCCL_ASYNC_ERROR_HANDLING
-    GLOO_SOCKET_IFNAME PYTHONUNBUFFERED PYTHONFAULTHANDLER TORCH_EXTENSIONS_DIR DS_ACCELERATOR HF_HOME
+    GLOO_SOCKET_IFNAME DEEPSPEED_TIMEOUT PYTHONUNBUFFERED PYTHONFAULTHANDLER TORCH_EXTENSIONS_DIR DS_ACCELERATOR HF_HOME
     MST_LAUNCHER MST_RESTART MST_TRACEBACK
 )

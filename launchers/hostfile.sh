@@ -89,11 +89,12 @@ node_command() { # NODE ARGUMENTS…: what runs on a node
 
 # Ranks that have met end by themselves when one is lost; those that still wait for it to come do not.
 stop_what_waits() { # PROCESS that waits for the nodes
-    ({ sleep "${MST_MEETING:-60}" && kill -0 "$1" 2>/dev/null && ask_to_stop; } </dev/null >/dev/null 2>&1 &)
+    ({ sleep "${MST_MEETING:-60}" && kill -0 "$1" 2>/dev/null && ask_nodes; } </dev/null >/dev/null 2>&1 &)
 }
 
 every_node() {
     local i code=0 worst=0
+    trap '' HUP # a terminal that is closed must not end the ssh's: the nodes are asked to stop
     if [ "$launcher" = pdsh ]; then
         node_command @NODE@ "${arguments[@]}"
         words=("${words[@]//%/%%}") # pdsh replaces %n, %h and %u
@@ -126,10 +127,14 @@ if [ -n "$dry_run" ]; then
     exit 0
 fi
 start() { guarded every_node; }
-ask_to_stop() {
+ask_nodes() {
     local i
     for i in "${hosts[@]}"; do
         at "$i" bash "$here/node.sh" --stop "$job" || true
     done
+}
+ask_to_stop() { # again and again, for a node that is still being reached hears nothing; once is enough for the others
+    ask_nodes
+    ({ while sleep 10 && kill -0 "$1" 2>/dev/null; do ask_nodes; done } </dev/null >/dev/null 2>&1 &)
 }
 keep_running

@@ -12,7 +12,11 @@ case "${1:-}" in
 --help | -h | "") help "${BASH_SOURCE[0]}" ;;
 --stop)
     for file in "${TMPDIR:-/tmp}/mst-$UID-$2".*.pid; do
-        [ ! -f "$file" ] || kill -USR1 "$(cat "$file")" 2>/dev/null || rm -f "$file"
+        # the folder is everybody's: another user's file could name any of our processes
+        if [ -f "$file" ] && [ -O "$file" ]; then
+            pid="$(cat "$file")"
+            if ! [[ "$pid" =~ ^[1-9][0-9]*$ ]] || ! kill -USR1 "$pid" 2>/dev/null; then rm -f "$file"; fi
+        fi
     done
     exit 0
     ;;

@@ -102,12 +102,14 @@ ask_ranks_below() {
     fi
 }
 
-# guarded CMD…: run it and return its exit code; SIGTERM, SIGINT and SIGUSR1 let the ranks save and end. With setsid
-# before CMD a Ctrl-C reaches us alone, and not also the launchers below, which would end their ranks after 30 s.
+# guarded CMD…: run it and return its exit code; SIGTERM, SIGINT, SIGHUP and SIGUSR1 let the ranks save and end. With
+# setsid before CMD a Ctrl-C reaches us alone, and not also the launchers below, which would end their ranks after 30 s.
 guarded() {
     local code
+    [ -z "$stopping" ] || return 143 # asked to stop before it began
     "$@" &
     child=$!
+    [ -z "$stopping" ] || stop_child # the signal came between these lines
     while :; do
         interrupted="" code=0
         wait "$child" || code=$?
@@ -117,9 +119,17 @@ guarded() {
     return "$code"
 }
 
-stopping=""
+stopping="" # the first signal that came
 interrupted=""
 child=""
+resting=""
+stop_child() {
+    if [ -n "$resting" ]; then
+        kill -TERM "$child" 2>/dev/null || true
+    else
+        ask_to_stop "$child" || true
+    fi
+}
 # The first signal lets the ranks save; a second Ctrl-C does not wait for them. It must not fail: a trap that does would
 # end the launcher.
 on_signal() {
@@ -128,12 +138,13 @@ on_signal() {
         [ "$1" != INT ] || [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true
         return 0
     fi
-    stopping=1
-    [ -z "$child" ] || ask_to_stop "$child" || true
+    stopping="$1"
+    [ -z "$child" ] || stop_child
+    return 0
 }
 listen() {
     local name
-    for name in TERM INT USR1; do
+    for name in TERM INT HUP USR1; do
         # shellcheck disable=SC2064
         trap "on_signal $name" "$name"
     done
@@ -157,7 +168,9 @@ keep_running() {
         attempt=$((attempt + 1))
         printf 'mst_scale: the run ended with code %s; it starts again from its newest whole checkpoint in %s s (%s of %s)\n' \
             "$code" "$wait_for" "$attempt" "$restarts" >&2
+        resting=1
         guarded sleep "$wait_for" || true
+        resting=""
         [ -z "$stopping" ] || return "$code"
     done
     printf 'mst_scale: the run ended with code %s, also after %s restarts\n' "$code" "$restarts" >&2

@@ -19,8 +19,8 @@
 #   --sbatch OPTION     one more word for sbatch, repeatable: --sbatch --qos=long
 #   --dry-run           show what would be submitted
 #
-# The same command continues a run that has ended. The environment: cluster.sh. Stop a run for good with
-# scancel --signal=TERM --batch JOB (it saves), or at once with scancel JOB.
+# The same command continues a run that has ended. The environment: cluster.sh. Save now and go on in another job with
+# scancel --signal=USR1 JOB; stop for good with scancel --signal=TERM --batch JOB (it saves), at once with scancel JOB.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/shared.sh"

@@ -17,9 +17,17 @@ first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 MASTER_ADDR="$(scontrol --oneliner show node "$first" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)"
 export MASTER_ADDR="${MASTER_ADDR:-$first}"
 export WORLD_SIZE=$((nodes * ranks))
+# srun takes what --cpus-per-task said to sbatch from here alone, since Slurm 22.05
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+# Rank 0, which is on this node, makes this file when the run ends because a rank was asked to stop. A preemption with a
+# grace time tells the ranks alone, and both a saved and a finished run end with code 0.
+scratch="$(mktemp -d)"
+trap 'rm -rf "$scratch"' EXIT
+export MST_STOPPED="$scratch/stopped"
 
 start() {
     local pretrain=(-m mst_scale.pretrain --deepspeed_config "$config" "${arguments[@]}")
+    rm -f "$MST_STOPPED"
     # another port for each start: the one before may still be closing its connections
     export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 16 + MST_RESTART + ${SLURM_RESTART_COUNT:-0}) % 20000))
     if [ "$starter" = srun ]; then
@@ -33,15 +41,32 @@ start() {
 # shellcheck disable=SC2317
 ask_to_stop() { kill -USR1 "$1" 2>/dev/null || true; } # srun hands it on to its tasks
 
-code=0
-keep_running || code=$?
-if [ -n "$stopping" ] && [ "$code" -eq 0 ]; then
-    echo "mst_scale: the job was asked to stop; its run is saved and goes on in the next job"
+# The failures of this job's earlier starts, kept in its comment: Slurm's own count has the preemptions in it.
+comment="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%k || true)"
+failures=0
+[[ "$comment" =~ (.*)mst_failures=([0-9]+)$ ]] && comment="${BASH_REMATCH[1]}" failures="${BASH_REMATCH[2]}"
+[ "$comment" != "(null)" ] || comment=""
+comment="${comment% }"
+
+requeue() {
     scontrol requeue "$SLURM_JOB_ID"
     sleep 60 # Slurm ends this job now
-elif [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$requeues" ]; then
+}
+
+code=0
+keep_running || code=$?
+case "$stopping" in
+TERM | INT | HUP) # this shell itself was told to stop: for good
+    echo "mst_scale: the job was asked to stop for good; the same command continues its run"
+    exit "$code"
+    ;;
+esac
+if [ "$code" -ne 2 ] && { [ -n "$stopping" ] || { [ "$code" -eq 0 ] && [ -e "$MST_STOPPED" ]; }; }; then
+    echo "mst_scale: the job was asked to stop; its run goes on in the next job"
+    requeue
+elif [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "$failures" -lt "$requeues" ]; then
     echo "mst_scale: the run failed on these nodes ($SLURM_JOB_NODELIST); it is queued again" >&2
-    scontrol requeue "$SLURM_JOB_ID"
-    sleep 60
+    scontrol update "JobId=$SLURM_JOB_ID" "Comment=${comment:+$comment }mst_failures=$((failures + 1))"
+    requeue
 fi
 exit "$code"

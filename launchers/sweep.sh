@@ -14,6 +14,7 @@
 #   --dry-run         show what would run
 #
 # Finished runs are passed over, so the same command continues a sweep. A run that fails does not stop the others.
+# SIGTERM and Ctrl-C let the run of the moment save, and end the sweep.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
@@ -38,10 +39,12 @@ case "$with" in local.sh | hostfile.sh | mpi.sh | slurm.sh) ;; *) wrong "--with 
 [[ "$methods" =~ ^[a-z-]+(,[a-z-]+)*$ ]] || wrong "--methods $methods: write names with commas between"
 [[ "$seeds" =~ ^[0-9]+(,[0-9]+)*$ ]] || wrong "--seeds $seeds: write numbers with commas between"
 
+ask_to_stop() { kill -TERM "$1" 2>/dev/null || true; } # the launcher below lets its run save
+listen
 failed=0
 for seed in ${seeds//,/ }; do
     for method in ${methods//,/ }; do
-        [ -z "$only_table" ] || continue
+        [ -z "$only_table$stopping" ] || continue
         command=(bash "$here/$with" ${dry_run:+--dry-run} "${options[@]}"
             "$@" --method "$method" --set "training.seed=$seed" --out "$out/$method-$seed")
         if [ -n "$dry_run" ]; then
@@ -50,11 +53,12 @@ for seed in ${seeds//,/ }; do
             echo "$out/$method-$seed is finished"
         else
             echo "$out/$method-$seed"
-            "${command[@]}" || failed=$((failed + 1))
+            guarded "${command[@]}" || [ -n "$stopping" ] || failed=$((failed + 1))
         fi
     done
 done
 [ -z "$dry_run" ] || exit 0
+[ -z "$stopping" ] || echo "the sweep was asked to stop: the same command continues"
 python - "$out" "$methods" "$seeds" <<'TABLE'
 import json, pathlib, statistics, sys
 

@@ -3,7 +3,8 @@
 DeepSpeed compiles small operators at first use, in a folder of torch's under TORCH_EXTENSIONS_DIR, and holds a file
 `lock` there meanwhile. A build that is killed leaves it behind, and every later start waits for it without a word. A
 lock is stale when it is some seconds old and no process works in its folder: the compiler runs there. On a network
-file system that process may be on another machine, so there a lock must be old.
+file system that process may be on another machine, so there the folder must have been quiet for long; until it has
+been, or the lock is gone, we watch it, because torch would wait for it for ever.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mst_scale.distributed import Ranks, logger
 
 SETTLED = 20.0  # seconds between taking the lock and starting the compiler, on a busy machine
 SETTLED_ON_NETWORK = 1800.0  # nothing in the folder has changed for so long
+SAY_AFTER = 2 * SETTLED
 NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "smb", "cifs", "afs", "fuse", "wekafs", "panfs", "orangefs")
 
 
@@ -34,7 +36,11 @@ def clear(folder: Path, settled: float = SETTLED) -> list[Path]:
     """Remove every stale lock below `folder`; those that are too young to tell are waited for."""
     cleared = []
     for lock in sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")]):
+        start, said = time.monotonic(), False
         while (verdict := _stale(lock, settled)) is None:
+            if not said and time.monotonic() - start > SAY_AFTER:
+                logger.info("waiting for a build on another machine, or for its lock to be old: %s", lock)
+                said = True
             time.sleep(0.5)
         if verdict:
             lock.unlink(missing_ok=True)
@@ -44,7 +50,7 @@ def clear(folder: Path, settled: float = SETTLED) -> list[Path]:
 
 
 def _stale(lock: Path, settled: float) -> bool | None:
-    """None: too young to tell."""
+    """None: no telling yet."""
     try:
         age = time.time() - lock.stat().st_mtime
         quiet = time.time() - max(path.stat().st_mtime for path in lock.parent.iterdir())
@@ -53,7 +59,7 @@ def _stale(lock: Path, settled: float) -> bool | None:
     if _in_use(lock.parent):
         return False
     if _on_network(lock):
-        return quiet > SETTLED_ON_NETWORK
+        return True if quiet > SETTLED_ON_NETWORK else None
     return True if age > settled else None
 
 

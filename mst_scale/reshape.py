@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ def convert(source: Path, draft: Path) -> None:
     state = _load(files[0], mmap=True)
     sharded = any(source.glob("*_optim_states.pt"))
     shapes = _sharded_shapes(state) if sharded else _replicated_shapes(source, state)
+    _refuse_paths(source, shapes)
     _refuse_untrained(source, state, shapes)
     if sharded:
         _convert_shards(source, draft)
@@ -161,6 +163,13 @@ def _replicated_shapes(source: Path, state: dict[str, Any]) -> Shapes:
     return {name: tuple(state["module"][name].shape) for group in groups for name in group["param_names"]}
 
 
+def _refuse_paths(source: Path, names: Iterable[str]) -> None:
+    """A parameter's name becomes a folder's: that of a checkpoint from elsewhere must not lead out of ours."""
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise ValueError(f"{source} has a parameter {name!r}, whose name is a path: it is not converted")
+
+
 def _refuse_untrained(source: Path, state: dict[str, Any], shapes: Shapes) -> None:
     """What is neither optimized, nor a buffer, nor another name of a tied weight would be lost."""
     module, tied = state["module"], state.get("shared_params")
@@ -179,7 +188,11 @@ def _convert_shards(source: Path, draft: Path) -> None:
     view, work = draft / "source", draft / "work"
     view.mkdir()
     for path in source.glob("*.pt"):
-        _load(path, mmap=True)  # DeepSpeed opens it as a pickle: refused here if it is more than data
+        content = _load(path, mmap=True)  # DeepSpeed opens it as a pickle: refused here if it is more than data
+        mappings = (content.get("optimizer_state_dict") or {}).get("param_slice_mappings")
+        _refuse_paths(
+            source, [name for group in [*(content.get("param_shapes") or []), *(mappings or [])] for name in group]
+        )
         (view / path.name).symlink_to(path.resolve())
     workers = str(min(WORKERS, os.cpu_count() or 1))
     command = [

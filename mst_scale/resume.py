@@ -150,17 +150,17 @@ def with_batch_of(experiment: Experiment, source: Path, world_size: int) -> Expe
         return experiment
     largest = micro or manifest.get("micro") or max(1, before // (ranks_before * (accumulation or 1)))
     stated = _stated(deepspeed, world_size)
-    if stated is not None and stated[0] == before and stated[1] <= largest:
+    if stated is None or stated[0] != before or stated[1] > largest:
+        deepspeed["train_batch_size"] = before
+        deepspeed.pop("gradient_accumulation_steps", None)
+        deepspeed["train_micro_batch_size_per_gpu"] = largest_micro(before, largest, world_size)
+    elif ranks_before == world_size:
         return experiment
-    deepspeed["train_batch_size"] = before
-    deepspeed.pop("gradient_accumulation_steps", None)
-    deepspeed["train_micro_batch_size_per_gpu"] = largest_micro(before, largest, world_size)
     logger.info(
         "the global batch stays %d: %d ranks × %d sequences × %d accumulation steps (before: %d ranks)",
         before,
         world_size,
-        deepspeed["train_micro_batch_size_per_gpu"],
-        before // world_size // deepspeed["train_micro_batch_size_per_gpu"],
+        *batch_shape(deepspeed, world_size)[1:],
         ranks_before,
     )
     return dataclasses.replace(experiment, deepspeed=deepspeed)

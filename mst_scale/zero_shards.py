@@ -540,7 +540,7 @@ def fit_universal_checkpoints(engine: Any) -> None:
         if tag is None:
             tag = (Path(load_dir) / "latest_universal").read_text().strip()
         zero = Path(load_dir) / tag / "zero"
-        common = torch.load(zero / "optimizer_state.pt", map_location="cpu", weights_only=False)
+        common = untrusted.load(zero / "optimizer_state.pt", saved_classes())
         optimizer = base_optimizer(engine)
         if len(common["param_groups"]) != len(optimizer.param_groups):
             raise ValueError(
@@ -584,7 +584,7 @@ def _load_replicated(engine: Any, zero: Path) -> None:
         owner = shards.owner(i)
         state = shards.optimizer.state[owner]
         for path in sorted((zero / name).glob("*.pt")):
-            key, saved = path.stem, torch.load(path, map_location="cpu", weights_only=False)
+            key, saved = path.stem, untrusted.load(path, saved_classes())
             if key == "step":
                 state[key] = saved
             elif key == "fp32":

@@ -87,6 +87,52 @@ def test_a_universal_copy_with_code_in_it_is_refused(saved, tmp_path):
     assert not target.exists()
 
 
+@pytest.mark.parametrize(
+    ("stage", "pattern"), [(0, "zero/*/fp32.pt"), (1, "zero/optimizer_state.pt"), (3, "zero/*/fp32.pt")]
+)
+def test_a_universal_checkpoint_with_code_in_it_is_refused(saved, tmp_path, stage, pattern):
+    for name in ("out", "corpus"):
+        shutil.copytree(saved(stage) / name, tmp_path / name)
+    folder, target = tmp_path / "out" / "checkpoints" / "step00000004", tmp_path / "hostile"
+    reshape(folder, tmp_path / "copy")
+    shutil.rmtree(folder)
+    (tmp_path / "copy").rename(folder)
+    poison(folder, pattern, target)
+    results = pool.run(
+        attempt, 2, arguments(tmp_path, "out", "--steps", "8", mst=MST, zero_optimization={"stage": stage})
+    )
+    assert [code for code, _ in results] == [2, 2], results
+    assert "holds more than data, and is not opened" in "".join(text for _, text in results)
+    assert not target.exists()
+
+
+def renamed(content, old: str, new: str):
+    """The same, with every key and name `old` called `new`."""
+    if isinstance(content, dict):
+        for key in list(content):
+            value = renamed(content.pop(key), old, new)
+            content[new if key == old else key] = value
+    elif isinstance(content, list):
+        content[:] = [renamed(item, old, new) for item in content]
+    return new if isinstance(content, str) and content == old else content
+
+
+@pytest.mark.parametrize(("stage", "pattern"), [(0, "*model_states.pt"), (2, "*optim_states.pt"), (3, "*_1_*model*")])
+@pytest.mark.parametrize("name", ["../../../outside", "/tmp/outside-{}", ".."])
+def test_a_parameter_whose_name_is_a_path_is_refused(saved, tmp_path, stage, pattern, name):
+    """Names become folders when a checkpoint is reshaped; each file may be the one that lies."""
+    source, name = tmp_path / "a" / "b" / "c" / "saved", name.format(os.getpid())
+    shutil.copytree(saved(stage) / "out" / "checkpoints" / "step00000004", source)
+    (source / "manifest.json").unlink()
+    paths = list(source.glob(pattern))
+    for path in paths:
+        torch.save(renamed(torch.load(path, weights_only=False), "ln_f.weight", name), path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="whose name is a path"):
+        reshape(source)
+    assert paths and sorted(tmp_path.rglob("*")) == before and not Path(f"/tmp/outside-{os.getpid()}").exists()
+
+
 def test_values_of_a_config_reach_no_shell(tmp_path):
     """The data folder, OUT and a source are named to hurt."""
     name = "$(touch hostile); `touch hostile` & 'x\" | touch hostile"

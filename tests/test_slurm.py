@@ -1,6 +1,5 @@
 """slurm.sh on a real Slurm: two nodes on this machine train, are preempted, requeued, resume and finish."""
 
-import json
 import os
 import shutil
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny_run
-from tests.test_cluster_launchers import HOSTILE, config, finish, launch, story
+from tests.test_cluster_launchers import HOSTILE, config, finish, launch, rank_processes, story
 
 pytestmark = pytest.mark.slurm
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -134,27 +133,60 @@ def wait(condition, seconds: float, what: str, log: Path) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("starter", ["srun", pytest.param("deepspeed", marks=pytest.mark.slow)])
-def test_submitted_preempted_requeued_and_finished(cluster, tmp_path, starter):
-    """The warning of --signal reaches the job's shell as USR1: the run saves on both nodes, the next job goes on."""
-    out, log = tmp_path / HOSTILE, tmp_path / "log"
-    words = ["--nodes", "2", "--gpus-per-node", "0", "--ranks-per-node", "1", "--log", str(log), "--starter", starter]
-    words += [str(config(tmp_path, HOSTILE + ".json")), "--out", str(out)]
-    job = finish(launch("slurm.sh", *words, cwd=tmp_path, **cluster.environment)).split()[-1]
-    wait((out / "checkpoints" / "latest").exists, 100, "it did not start", log)
-    cluster.run("scancel", "--signal=USR1", "--batch", job)
+def submit(cluster, folder: Path, starter: str, steps: int, *words: str) -> tuple[str, Path, Path]:
+    """(job, OUT, log) of two nodes with a rank each."""
+    out, log = folder / HOSTILE, folder / "log"
+    made = config(folder, HOSTILE + ".json")
+    options = ["--nodes", "2", "--gpus-per-node", "0", "--ranks-per-node", "1", "--cpus-per-rank", "1"]
+    options += ["--log", str(log), "--starter", starter, "--sbatch", "--comment=ours", *words]
+    child = launch(
+        "slurm.sh", *options, str(made), "--out", str(out), "--steps", str(steps), cwd=folder, **cluster.environment
+    )
+    return finish(child).split()[-1], out, log
 
-    def finished() -> bool:
-        return "finished" in [start.get("how") for start in story(out)["starts"]]
 
-    wait(finished, 150, "it did not go on", log)
+def hows(out: Path) -> list[str | None]:
+    return [start.get("how") for start in story(out)["starts"]] if (out / "run.json").exists() else []
+
+
+def state(cluster, job: str) -> str:
+    return cluster.run("squeue", "-h", "-j", job, "-o", "%T").strip()
+
+
+def test_a_job_goes_on_through_preemption_its_time_limit_and_a_failure_until_it_is_finished(cluster, tmp_path):
+    """Two jobs at once, one for each starter.
+
+    `one` is preempted with a grace time (its ranks alone get SIGTERM), then a rank is killed, then it finishes. `two`
+    gets Slurm's own warning before its time is up (its shell gets USR1), goes on, and is told to stop for good.
+    """
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+        folder.chmod(0o755)
+    one, out, log = submit(cluster, folders[0], "srun", 400, "--restarts", "0", "--requeues", "1")
+    two, out2, log2 = submit(cluster, folders[1], "deepspeed", 10**6, "--time", "60", "--grace", "60")
+    wait((out / "checkpoints" / "latest").exists, 100, "one did not start", log)
+    cluster.run("scancel", "--signal=TERM", one)
+    wait(lambda: len(hows(out)) == 2, 60, "one did not go on after its preemption", log)
+    assert hows(out)[0] == "asked to stop"
+    os.kill(rank_processes(out)[1], signal.SIGKILL)
+    wait((out2 / "checkpoints" / "latest").exists, 100, "two did not start", log2)
+    cluster.run("scontrol", "update", f"JobId={two}", "TimeLimit=2")
+    wait(lambda: "finished" in hows(out), 90, "one did not go on after its failure", log)
     starts = story(out)["starts"]
-    assert [start["how"] for start in starts] == ["asked to stop", "finished"]
-    assert [start["job"].get("SLURM_RESTART_COUNT") for start in starts] == [None, "1"]
-    assert [start["job"]["SLURM_JOB_ID"] for start in starts] == [job, job]
-    assert [start["ranks"] for start in starts] == [2, 2] and starts[1]["from_step"] == starts[0]["last_step"]
+    assert hows(out) == ["asked to stop", None, "finished"]
+    assert [start["job"].get("SLURM_RESTART_COUNT") for start in starts] == [None, "1", "2"]
+    assert {start["job"]["SLURM_JOB_ID"] for start in starts} == {one} and {start["ranks"] for start in starts} == {2}
+    assert starts[1]["from_step"] == starts[0]["last_step"]
     assert [row["step"] for row in tiny_run.rows(out)] == list(range(10, 401, 10))
-    wait(lambda: not cluster.run("squeue", "-h", "-o", "%i").split(), 30, "the job did not end", log)
-    assert "it is saved" in log.read_text() or "its run is saved and goes on in the next job" in log.read_text()
+    assert "Comment=ours mst_failures=1" in cluster.run("scontrol", "show", "job", one)
+    wait(lambda: state(cluster, one) == "", 30, "the finished job did not end", log)
+
+    wait(lambda: len(hows(out2)) == 2, 90, "two did not go on after its time was up", log2)
+    assert hows(out2)[0] == "asked to stop" and "its run goes on in the next job" in log2.read_text()
+    cluster.run("scontrol", "update", f"JobId={two}", "TimeLimit=60")
+    cluster.run("scancel", "--signal=TERM", "--batch", two)
+    wait(lambda: state(cluster, two) == "", 60, "two did not stop for good", log2)
+    assert hows(out2) == ["asked to stop", "asked to stop"] and "asked to stop for good" in log2.read_text()
+    assert story(out2)["starts"][1]["from_step"] == story(out2)["starts"][0]["last_step"]
     assert not list(tmp_path.rglob("hostile")), "no shell has read the names"
-    assert json.loads((out / "config.json").read_text())["training"]["steps"] == 400

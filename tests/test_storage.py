@@ -225,6 +225,22 @@ def test_a_lock_in_use_stays_and_a_young_one_is_waited_for(tmp_path):
     assert build_locks.clear(tmp_path, settled=1.0) == [lock] and time.monotonic() - start > 0.5
 
 
+def test_a_quiet_lock_on_a_network_file_system_is_watched_until_it_is_old_or_gone(tmp_path, monkeypatch, caplog):
+    """Its builder may be on another machine; torch would wait for it for ever, so the start does not go on with it."""
+    import threading
+
+    monkeypatch.setattr(build_locks, "_on_network", lambda path: True)
+    monkeypatch.setattr(build_locks, "SAY_AFTER", 0.0)
+    caplog.set_level("INFO", "mst_scale")
+    lock = lock_in(tmp_path, build_locks.SETTLED_ON_NETWORK - 1.0)
+    start = time.monotonic()
+    assert build_locks.clear(tmp_path) == [lock] and time.monotonic() - start > 0.5
+    assert caplog.text.count("waiting for a build on another machine") == 1
+    lock.touch()
+    threading.Timer(0.7, lock.unlink).start()  # the other machine has built it
+    assert build_locks.clear(tmp_path) == [] and not lock.exists()
+
+
 # --- what a run tells about itself ---
 
 
