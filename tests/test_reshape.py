@@ -212,7 +212,7 @@ def test_a_run_on_fewer_ranks_reshapes_its_checkpoint_and_keeps_its_batch(run):
     """The config holds the global batch, so one rank takes twice as many accumulation steps."""
     shutil.copytree(run / "out", run / "same")
     ((code, text),) = pool.run(logged_attempt, 1, arguments(run, mst=MST))
-    assert code == 0 and "from step 8, reshaped" in text
+    assert code == 0 and "from step 8, reshaped" in text, text
     assert "saved by 2 ranks at ZeRO stage 1, and here are 1 at stage 1: making a copy" in text
     assert "the global batch stays 8: 1 ranks × 2 sequences × 4 accumulation steps (before: 2 ranks)" in text
     close(tiny_run.rows(run / "out"), tiny_run.rows(run / "whole"))
