@@ -455,7 +455,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
     found.add_argument("--micro", type=int, metavar="N", help="sequences a rank and step (the config's)")
     found.add_argument(
-        "--layers", type=_layers, metavar="N", help='instead of the config\'s; "fit": as many as fit on the GPU'
+        "--layers", type=_number_or_fit, metavar="N", help='instead of the config\'s; "fit": as many as fit on the GPU'
     )
     found.add_argument("--phases", nargs="+", metavar="P", help="only these: warmup ultra restore dense")
     found.add_argument("--rounds", type=int, default=7, help="pairs of steps in each phase (7)")
@@ -469,7 +469,7 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def _layers(word: str) -> int | str:
+def _number_or_fit(word: str) -> int | str:
     return word if word == "fit" else int(word)
 
 
