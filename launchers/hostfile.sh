@@ -66,13 +66,14 @@ remote=()
 [ "$launcher" = ssh ] && remote=(ssh -o BatchMode=yes ${ssh_port:+-p "$ssh_port"})
 [ "$launcher" = pdsh ] && remote=(env PDSH_RCMD_TYPE=ssh ${ssh_port:+"PDSH_SSH_ARGS_APPEND=-p $ssh_port"} pdsh -S)
 
-# at HOST WORD…: run the words there, for ssh; for pdsh HOST may be a list, and %n among the words its place in it.
+# at HOST WORD…: run the words there.
 at() {
-    if [ "$launcher" = ssh ]; then
-        "${show_or_run[@]}" "${remote[@]}" "$1" "$(quoted "${@:2}")" </dev/null
-    else
-        "${show_or_run[@]}" "${remote[@]}" -w "$1" "$(quoted "${@:2}")" </dev/null
+    local host="$1" line
+    line="$(quoted "${@:2}")"
+    if [ "$launcher" = pdsh ]; then
+        host="-w$host" line="${line//%/%%}" # pdsh replaces %h, %n and %u
     fi
+    "${show_or_run[@]}" "${remote[@]}" "$host" "$line" </dev/null
 }
 show_or_run=()
 [ -z "$dry_run" ] || show_or_run=(show)
@@ -95,13 +96,6 @@ stop_what_waits() { # PROCESS that waits for the nodes
 every_node() {
     local i code=0 worst=0
     trap '' HUP # a terminal that is closed must not end the ssh's: the nodes are asked to stop
-    if [ "$launcher" = pdsh ]; then
-        node_command @NODE@ "${arguments[@]}"
-        words=("${words[@]//%/%%}") # pdsh replaces %n, %h and %u
-        words=("${words[@]//@NODE@/%n}")
-        at "$(IFS=, && printf '%s' "${hosts[*]}")" "${words[@]}"
-        return
-    fi
     for i in "${!hosts[@]}"; do
         node_command "$i" "${arguments[@]}"
         if [ -n "$dry_run" ]; then

@@ -32,20 +32,21 @@ need_config "${1:-}"
 config="$1"; shift
 
 gpus="$(gpus_here)"
+[ -n "$processes" ] || processes=$((gpus > 0 ? gpus : 2))
 if [ "$gpus" -eq 0 ]; then
-    export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_of "$processes")}"
 fi
 # shellcheck source=launchers/cluster.sh
 source "$here/cluster.sh"
 export MST_LAUNCHER=local
 
 compose() { # PORT [arguments of pretrain]
-    command=(deepspeed --log_level error --num_accelerators "${processes:-$((gpus > 0 ? gpus : 2))}" --master_port "$1"
+    command=(deepspeed --log_level error --num_accelerators "$processes" --master_port "$1"
         --module mst_scale.pretrain --deepspeed_config "$config" "${@:2}")
 }
 if [ -n "$dry_run" ]; then
-    compose "${port:-PORT}" "$@"
-    show "${command[@]}"
+    compose "${port:-$(free_port)}" "$@" # without --port each start takes another free one
+    with_environment "${command[@]}"
     exit 0
 fi
 arguments=("$@")

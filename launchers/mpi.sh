@@ -35,12 +35,12 @@ config="$1"; shift
 [ -z "$hostfile" ] || [ -f "$hostfile" ] || wrong "there is no hostfile $hostfile"
 
 gpus="$(gpus_here)"
+[ -n "$processes" ] || processes=$((gpus > 0 ? gpus : 2))
 if [ "$gpus" -eq 0 ] && [ -z "$hostfile" ]; then
-    export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_of "$processes")}"
 fi
 # shellcheck source=launchers/cluster.sh
 source "$here/cluster.sh"
-[ -n "$processes" ] || processes=$((gpus > 0 ? gpus : 2))
 export MST_LAUNCHER=mpi MST_RESTART=0
 
 kind="$("$mpirun" --version 2>/dev/null || true)"
@@ -62,7 +62,7 @@ esac
 command+=("${options[@]}" python -m mst_scale.pretrain --deepspeed_config "$config" "$@")
 
 if [ -n "$dry_run" ]; then
-    show "${command[@]}"
+    with_environment "${command[@]}"
     exit 0
 fi
 start() { guarded setsid "${command[@]}"; }

@@ -62,6 +62,24 @@ show() {
     printf '\n'
 }
 
+# with_environment CMD…: as it could be typed in a fresh shell, with what the launchers have set.
+with_environment() {
+    local name variables=()
+    # shellcheck disable=SC2154
+    for name in "${carried[@]}" $(compgen -e NCCL_ || true); do
+        case "$name" in PATH | LD_LIBRARY_PATH) continue ;; esac
+        [ -z "${!name+set}" ] || variables+=("$name=${!name}")
+    done
+    show env "${variables[@]}" "$@"
+}
+
+# Threads for each of N processes that share this machine's cores.
+threads_of() {
+    local cores
+    cores="$(nproc 2>/dev/null || echo 1)"
+    printf '%s' $((cores > $1 ? cores / $1 : 1))
+}
+
 # The GPUs that this machine lets us use (without importing torch, which takes seconds).
 gpus_here() {
     if [ "${DS_ACCELERATOR:-}" = cpu ]; then

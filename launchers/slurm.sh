@@ -17,7 +17,7 @@
 #   --restarts N        start again so often within a job when it fails (default 3)
 #   --requeues N        and after that in other jobs, on other nodes (default 5); preemption does not count
 #   --sbatch OPTION     one more word for sbatch, repeatable: --sbatch --qos=long
-#   --dry-run           show what would be submitted
+#   --dry-run           show what would be submitted, and what the job would start
 #
 # The same command continues a run that has ended. The environment: cluster.sh. Save now and go on in another job with
 # scancel --signal=USR1 JOB; stop for good with scancel --signal=TERM --batch JOB (it saves), at once with scancel JOB.
@@ -25,7 +25,7 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
 
-nodes=1 gpus=8 ranks="" cpus="" grace=300 starter=srun requeues=5 options=() log="slurm-%j.out"
+nodes=1 gpus=8 ranks="" cpus="" grace=300 starter=srun requeues=5 options=() exported=() log="slurm-%j.out"
 while [ "$#" -gt 0 ]; do
     case "$1" in
     --help | -h) help "${BASH_SOURCE[0]}" ;;
@@ -52,7 +52,8 @@ case "$starter" in srun | deepspeed) ;; *) wrong "--starter $starter: choose sru
 if [ "$gpus" -gt 0 ]; then
     options+=("--gpus-per-node=$gpus")
 else
-    export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-${cpus:-1}}"
+    exported=(DS_ACCELERATOR=cpu "OMP_NUM_THREADS=${OMP_NUM_THREADS:-${cpus:-1}}")
+    export "${exported[@]}"
 fi
 tasks=1
 [ "$starter" = deepspeed ] || tasks="$ranks"
@@ -64,8 +65,9 @@ command=(sbatch --nodes="$nodes" --ntasks-per-node="$tasks" ${per_task:+--cpus-p
     --open-mode=append --output="$log" --signal="B:USR1@$grace" "${options[@]}"
     "$here/slurm_job.sh" "$root" "$starter" "$ranks" "$restarts" "$requeues" "$@")
 if [ -n "$dry_run" ]; then
-    show "${command[@]}"
-    exit 0
+    show ${exported[0]+env} "${exported[@]}" "${command[@]}"
+    exec env MST_DRY_RUN=1 SLURM_JOB_NUM_NODES="$nodes" ${per_task:+SLURM_CPUS_PER_TASK="$per_task"} \
+        bash "${command[@]: -$(($# + 6))}" # and what the job starts
 fi
 command -v sbatch >/dev/null || wrong "there is no sbatch here: log in where jobs are submitted, or use hostfile.sh"
 exec "${command[@]}"

@@ -12,13 +12,28 @@ source "$here/cluster.sh"
 export MST_LAUNCHER=slurm
 
 nodes="${SLURM_JOB_NUM_NODES:-$SLURM_NNODES}"
+export WORLD_SIZE=$((nodes * ranks))
+# srun takes what --cpus-per-task said to sbatch from here alone, since Slurm 22.05
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+
+pretrain=(-m mst_scale.pretrain --deepspeed_config "$config" "${arguments[@]}")
+if [ "$starter" = srun ]; then
+    step=(srun --kill-on-bad-exit=1 --ntasks="$WORLD_SIZE" --ntasks-per-node="$ranks"
+        bash "$here/slurm_rank.sh" python "${pretrain[@]}")
+else
+    step=(srun --kill-on-bad-exit=1 --ntasks="$nodes" --ntasks-per-node=1
+        bash "$here/slurm_rank.sh" "$ranks" "${pretrain[@]:1}")
+fi
+if [ -n "${MST_DRY_RUN:-}" ]; then
+    carried+=(WORLD_SIZE SRUN_CPUS_PER_TASK)
+    with_environment MASTER_ADDR=FIRST-NODE MASTER_PORT=FROM-THE-JOB "${step[@]}"
+    exit 0
+fi
+
 first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 # the address by which Slurm itself reaches the first node; its name need not resolve everywhere
 MASTER_ADDR="$(scontrol --oneliner show node "$first" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)"
 export MASTER_ADDR="${MASTER_ADDR:-$first}"
-export WORLD_SIZE=$((nodes * ranks))
-# srun takes what --cpus-per-task said to sbatch from here alone, since Slurm 22.05
-[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 # Rank 0, which is on this node, makes this file when the run ends because a rank was asked to stop. A preemption with a
 # grace time tells the ranks alone, and both a saved and a finished run end with code 0.
 scratch="$(mktemp -d)"
@@ -26,17 +41,10 @@ trap 'rm -rf "$scratch"' EXIT
 export MST_STOPPED="$scratch/stopped"
 
 start() {
-    local pretrain=(-m mst_scale.pretrain --deepspeed_config "$config" "${arguments[@]}")
     rm -f "$MST_STOPPED"
     # another port for each start: the one before may still be closing its connections
     export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 16 + MST_RESTART + ${SLURM_RESTART_COUNT:-0}) % 20000))
-    if [ "$starter" = srun ]; then
-        guarded srun --kill-on-bad-exit=1 --ntasks="$WORLD_SIZE" --ntasks-per-node="$ranks" \
-            bash "$here/slurm_rank.sh" python "${pretrain[@]}"
-    else
-        guarded srun --kill-on-bad-exit=1 --ntasks="$nodes" --ntasks-per-node=1 \
-            bash "$here/slurm_rank.sh" "$ranks" "${pretrain[@]:1}"
-    fi
+    guarded "${step[@]}"
 }
 # shellcheck disable=SC2317
 ask_to_stop() { kill -USR1 "$1" 2>/dev/null || true; } # srun hands it on to its tasks

@@ -34,6 +34,7 @@ from mst_scale.learning_rate import learning_rate
 from mst_scale.ledger import Ledger, shortened
 from mst_scale.models import build
 from mst_scale.observer import Observer
+from mst_scale.out_lock import OutLock
 from mst_scale.randomness import counter_hash
 from mst_scale.record import Record, state_of
 from mst_scale.spikes import Spikes, batch_number
@@ -459,6 +460,15 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
     watch.start(ranks)
     build_locks.clear_stale(ranks)
     out = out_of(args, experiment)
+    lock = OutLock(out)
+    try:
+        ranks.on_first(lambda: lock.take(resume.restarted()))
+        _train(args, experiment, out, ranks)
+    finally:
+        lock.release()
+
+
+def _train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks) -> None:
     began_on = resume.ranks_at_first(out, ranks)
     run = ranks.together(lambda: Run(shortened(experiment, began_on), out, ranks))
 

@@ -6,7 +6,10 @@ import shutil
 import time
 from pathlib import Path
 
+import pytest
+
 from mst_scale import build_locks, checkpoint, run_file
+from mst_scale.out_lock import OutLock
 from tests import pool, tiny_run
 from tests.test_checkpoint import Engine, alone
 from tests.test_pretrain import MST, arguments, logged_attempt, without_times
@@ -239,6 +242,36 @@ def test_a_quiet_lock_on_a_network_file_system_is_watched_until_it_is_old_or_gon
     lock.touch()
     threading.Timer(0.7, lock.unlink).start()  # the other machine has built it
     assert build_locks.clear(tmp_path) == [] and not lock.exists()
+
+
+# --- two runs in one folder ---
+
+
+def test_a_second_run_in_the_same_folder_is_refused_in_one_line(tmp_path):
+    (tmp_path / "out").mkdir()
+    held = OutLock(tmp_path / "out")
+    held.take(restarted=False)
+    results = pool.run(logged_attempt, 2, arguments(tmp_path))
+    assert [code for code, _ in results] == [2, 2]
+    (line,) = [line for _, text in results for line in text.splitlines()]
+    assert f"another run writes into {tmp_path / 'out'} (process {os.getpid()} on " in line and "another --out" in line
+    with pytest.raises(OSError, match="another run writes into"):  # which a launcher tries again
+        OutLock(tmp_path / "out").take(restarted=True, patience=0.1)
+    held.release()
+    assert pool.run(logged_attempt, 2, arguments(tmp_path, "out", "--steps", "1"))[0][0] == 0
+
+
+def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog):
+    import errno
+    import fcntl
+
+    def none(file, how):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    caplog.set_level("INFO", "mst_scale")
+    OutLock(tmp_path / "out").take(restarted=False)
+    assert caplog.text.count("cannot be locked") == 1
 
 
 # --- what a run tells about itself ---
