@@ -267,6 +267,32 @@ def test_a_signal_to_one_rank_saves_on_all_and_exits_0(tmp_path, signum):
     assert int(tag.removeprefix("step")) == tiny_run.rows(out)[-1]["step"]
 
 
+def stopped_at_5(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    """Rank 1 gets the signal while step 5 is on its way."""
+    from mst_scale import pretrain
+
+    def advance(run):
+        if rank == 1 and run.step == 4:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        inner(run)
+
+    inner, pretrain.Run.advance = pretrain.Run.advance, advance
+    try:
+        return attempt(rank, world, argv)
+    finally:
+        pretrain.Run.advance = inner
+
+
+def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit(tmp_path, undisturbed):
+    argv, out = arguments(tmp_path, mst=MST), tmp_path / "out"
+    assert [code for code, _ in pool.run(stopped_at_5, 2, argv)] == [0, 0]
+    assert tiny_run.rows(out)[-1]["step"] == 5 and (out / "checkpoints" / "step00000005").is_dir()
+    assert pool.run(attempt, 2, argv) == [(0, "")] * 2
+    assert without_times(tiny_run.rows(out)) == without_times(tiny_run.rows(undisturbed))
+    ours, theirs = weights(out, "step00000012"), weights(undisturbed, "step00000012")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_a_finished_run_started_again_says_so_and_changes_nothing(tmp_path, undisturbed):
     shutil.copytree(undisturbed, tmp_path / "out")
     before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
