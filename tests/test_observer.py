@@ -13,6 +13,7 @@ from mst_scale import snapshots
 from mst_scale.config import load
 from mst_scale.distributed import Ranks
 from mst_scale.observer import Observer, cell_sums, phase_ends
+from mst_scale.report import from_checkpoint
 from mst_scale.sparsity_variation import Variation
 from tests import pool, tiny_run
 from tests.test_engine import full, mst_config, train
@@ -48,6 +49,7 @@ def look_and_gather(rank, world, stage, folder, method):
     seen = observer.look(24, "ultra")
     assert all(torch.equal(a, observer.shards.weight(i)) for i, a in enumerate(before))
     histograms = observer._histograms({m.name: m.largest for m in seen.matrices})
+    engine.save_checkpoint(folder, tag="saved")
     weights, masks = {}, {}
     for i, part in enumerate(observer.shards.slices):
         engine.mst.shards, engine.mst.exchange = observer.shards, observer.exchange
@@ -57,7 +59,7 @@ def look_and_gather(rank, world, stage, folder, method):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_moments_pictures_and_histograms_are_those_of_the_whole_weights(tmp_path, stage):
+def test_moments_pictures_and_histograms_are_those_of_the_whole_weights(tmp_path, stage, monkeypatch):
     results = pool.run(looked_at, 3, stage, str(tmp_path), "mst")
     seen, weights, masks, histograms = results[0]
     assert [m.name for m in seen.matrices] == ["up.weight", "down.weight", "out.weight"]
@@ -78,6 +80,16 @@ def test_moments_pictures_and_histograms_are_those_of_the_whole_weights(tmp_path
         assert np.abs(np.array(counts) - expected).sum() <= 4, "but for weights on a border"
     for other in results[1:]:
         assert other[0].matrices == seen.matrices, "every rank sees the same"
+    monkeypatch.setattr(snapshots, "CELLS", 6)
+    at_rest = from_checkpoint.look(tmp_path / "saved")
+    assert (at_rest.step, at_rest.parameters) == (24, seen.parameters) and at_rest.sparsity == pytest.approx(
+        seen.sparsity
+    )
+    for m, there in zip(seen.matrices, at_rest.matrices, strict=True):
+        assert (there.name, there.shape, there.active, there.largest) == (m.name, m.shape, m.active, m.largest)
+        assert (there.mean, there.std, there.std_active) == pytest.approx((m.mean, m.std, m.std_active), abs=1e-7)
+        np.testing.assert_allclose(at_rest.weights[m.name], seen.weights[m.name], rtol=1e-5)
+        np.testing.assert_allclose(at_rest.alive[m.name], seen.alive[m.name], rtol=1e-6)
 
 
 def test_a_dense_run_is_looked_at_too(tmp_path):

@@ -15,7 +15,8 @@ sparsity, phases and attention; pruning, growing and the layers; weights beside 
 
 RUN is the OUT folder of a training run, finished or not. The page is RUN/report/index.html; beside it lies each figure
 as PNG and SVG, light and dark. Several runs go into --out; those that differ only in their seed are one line, mean and
-range. What a run does not tell is left out with a note. --json prints {"page", "figures", "notes", "runs"}."""
+range. Weights are those of the ends of phases (RUN/snapshots), or where there are none of the newest checkpoint.
+What a run does not tell is left out with a note. --json prints {"page", "figures", "notes", "runs"}."""
 
 EXAMPLES = """\
 examples:

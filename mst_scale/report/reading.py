@@ -91,6 +91,8 @@ class Run:
     steps_alone: bool = False
     """Rows without `seconds`, of an older version: evaluations and saves are not in the time."""
     snapshots: list[snapshots.Snapshot] = field(default_factory=list)
+    from_checkpoint: bool = False
+    """There are none: what stands in `snapshots` are the weights of the newest checkpoint."""
     evaluation: dict[str, Any] = field(default_factory=dict)
     launched: dict[str, Any] = field(default_factory=dict)
     schedule: Schedule | None = None
@@ -139,6 +141,7 @@ class Reader:
         self.folder, self.name = folder, name or folder.resolve().name
         self.signature: tuple[int, int] | None = None
         self.kept_snapshots: dict[Path, tuple[int, snapshots.Snapshot | str]] = {}
+        self.looked_at: tuple[list[str], str, snapshots.Snapshot] | None = None
         self._anew()
 
     def _anew(self) -> None:
@@ -290,6 +293,27 @@ class Reader:
         self.kept_snapshots = kept
         self.run.snapshots = [snapshot for _, snapshot in kept.values() if not isinstance(snapshot, str)]
         self.run.notes += [error for _, error in kept.values() if isinstance(error, str)]
+        self.run.from_checkpoint = not self.run.snapshots
+        if self.run.from_checkpoint:
+            self._read_checkpoint()
+
+    def _read_checkpoint(self) -> None:
+        saved = sorted(path.name for path in (self.folder / "checkpoints").glob("*/"))
+        if not saved:
+            return
+        try:
+            if self.looked_at is None or self.looked_at[0] != saved:
+                from mst_scale.checkpoint import locate  # torch and DeepSpeed, which nothing else here needs
+                from mst_scale.report.from_checkpoint import look
+
+                path = locate(self.folder)
+                self.looked_at = saved, path.name, look(path)
+        except (ValueError, OSError, KeyError, RuntimeError) as error:
+            self.run.notes.append(f"no snapshots of the weights, and no checkpoint to look at ({error})")
+            return
+        _, name, snapshot = self.looked_at
+        self.run.snapshots = [snapshot]
+        self.run.notes.append(f"no snapshots of the weights: those of checkpoint {name} are shown")
 
     def _json(self, name: str) -> dict[str, Any] | None:
         path = self.folder / name

@@ -37,7 +37,7 @@ def heat_map(run: Run, name: str) -> Plot:
     def draw(figure: Figure, theme: Theme) -> None:
         shown = [s for s in run.snapshots if name in s.weights and s.step > 0][-PHASES_SHOWN:]
         if not shown:
-            raise Missing("there is no snapshot of the weights (RUN/snapshots): the first phase has not ended")
+            raise Missing("there is no snapshot of the weights (RUN/snapshots) yet, and no checkpoint")
         grid = figure.subplots(2, max(FEWEST, len(shown)), squeeze=False)
         for axes in grid[:, len(shown) :].flat:
             axes.set_visible(False)
@@ -58,7 +58,8 @@ def heat_map(run: Run, name: str) -> Plot:
                 axes.set_aspect("auto")
                 axes.set_box_aspect(min(1.4, max(0.7, image.shape[0] / image.shape[1])))
                 axes.spines[:].set_visible(True)
-            upper.set_title(f"end of\n{_words(snapshot)}", fontsize=9, fontweight="normal", loc="center")
+            when = "in" if run.from_checkpoint else "end of"
+            upper.set_title(f"{when}\n{_words(snapshot)}", fontsize=9, fontweight="normal", loc="center")
             lower.set_xlabel(f"step {snapshot.step:,}", fontsize=9)
         grid[0, 0].set_ylabel("weights", fontsize=10)
         grid[1, 0].set_ylabel("mask", fontsize=10)
@@ -179,7 +180,7 @@ def by_scale(groups: Sequence[Group]) -> Plot:
 
 def _last(run: Run) -> Snapshot:
     if not run.snapshots:
-        raise Missing("there is no snapshot of the weights (RUN/snapshots)")
+        raise Missing("there is no snapshot of the weights (RUN/snapshots), and no checkpoint")
     return run.snapshots[-1]
 
 

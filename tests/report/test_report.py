@@ -1,6 +1,7 @@
 """`mst report` as a user calls it: every figure of one run and of several; what is missing is a note; it watches."""
 
 import json
+import shutil
 import threading
 import time
 
@@ -46,6 +47,13 @@ def test_a_real_run_draws_every_figure_as_page_png_and_svg(tmp_path, capsys):
     for figure in found["figures"]:
         assert f'<figure id="{figure["name"]}">' in text
         assert len(figure["files"]) == 4 and all((folder / name).stat().st_size > 1000 for name in figure["files"])
+    shutil.rmtree(tmp_path / "out" / "snapshots")
+    again = Report([tmp_path / "out"], tmp_path / "bare")
+    again.read()
+    bare = again.write(pictures=False)
+    assert "no snapshots of the weights: those of checkpoint step00000030 are shown" in bare["notes"]
+    drawn = [figure["name"] for figure in bare["figures"]]
+    assert "std-layers" in drawn and [name for name in names if name not in drawn] == ["std-phases"]
     (row,) = found["runs"]
     last = tiny_run.rows(tmp_path / "out")[-1]
     assert row["step"] == row["steps"] == 30 and row["val_loss"] == last["val_loss"] and row["flops"] == last["flops"]
