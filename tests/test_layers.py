@@ -95,10 +95,10 @@ def test_the_rule_sees_an_upward_import(tmp_path: Path):
     assert imported_units(bad) == {"engine", "cli", "models"}
 
 
-def test_only_one_file_reads_deepspeeds_internals():
+def test_only_one_package_reads_deepspeeds_internals():
     public = ("deepspeed", "deepspeed.comm", "deepspeed.checkpointing", "deepspeed.sequence.layer")
     for path in FILES:
-        if path.name == "zero_shards.py":
+        if path.parent.name == "zero_shards":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []

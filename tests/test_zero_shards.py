@@ -7,6 +7,7 @@ import torch
 
 import mst_scale
 from mst_scale import zero_shards
+from mst_scale.zero_shards import slices
 from tests import pool
 from tests.toys import allow_fp16, deepspeed_config, toy, toy_batch
 
@@ -181,4 +182,4 @@ class Fake(SimpleNamespace):
 def test_untested_modes_are_refused_by_name(mode, message):
     with pytest.raises(ValueError, match=message):
         zero_shards.shards_of(Fake(**mode), {})
-    zero_shards._refuse_untested(Fake())
+    slices.refuse_untested(Fake())

@@ -1,0 +1,46 @@
+"""How is a parameter made, seen and filled when ZeRO-3 cuts it up?"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def zero_stage(deepspeed_config: dict[str, Any]) -> int:
+    return int(deepspeed_config.get("zero_optimization", {}).get("stage", 0))
+
+
+def partitioned_construction(deepspeed_config: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    """Under ZeRO-3 each parameter is cut up as soon as it is made, so that no rank ever holds the whole model."""
+    if zero_stage(deepspeed_config) < 3:
+        return contextlib.nullcontext()
+    return deepspeed.zero.Init(config_dict_or_path=deepspeed_config)
+
+
+@contextlib.contextmanager
+def whole(parameter: nn.Parameter) -> Iterator[bool]:
+    """The parameter with all its values, whether or not ZeRO-3 has cut it; what rank 0 writes into it reaches all.
+
+    Yields whether this rank's values are those that count. Uncut parameters are replaced by rank 0's when DeepSpeed
+    takes the model over.
+    """
+    if not hasattr(parameter, "ds_id"):
+        yield True
+        return
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        yield dist.get_rank() == 0
+
+
+def shape_of(parameter: nn.Parameter) -> torch.Size:
+    """The full shape; a parameter cut by ZeRO-3 is empty in itself."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def is_matrix(parameter: nn.Parameter) -> bool:
+    return len(shape_of(parameter)) > 1

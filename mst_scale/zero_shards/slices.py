@@ -1,0 +1,268 @@
+"""Where does this rank's slice of each sparse parameter lie, with its master weight, gradient and states?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
+from torch import nn
+
+from mst_scale.zero_shards.step import base_optimizer
+
+
+@dataclass(frozen=True)
+class Slice:
+    """This rank's part [start, start + length) of a flattened parameter; the length may be 0."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    length: int
+
+
+class Replicated:
+    """Stage 0: every rank holds every parameter whole, so there is nothing to reconcile (`group` is None)."""
+
+    group = None
+
+    def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
+        self.optimizer = base_optimizer(engine)
+        self.parameters = list(parameters.values())
+        self.slices = [Slice(name, tuple(p.shape), 0, p.numel()) for name, p in parameters.items()]
+        self._masters = _stage0_masters(engine.optimizer)
+
+    def owner(self, i: int) -> torch.Tensor:
+        """The tensor among the base optimizer's parameters that this parameter's master weights are part of."""
+        return self._master(i)[0]
+
+    def weight(self, i: int) -> torch.Tensor:
+        """Live fp32 master weights of this rank's slice, flat."""
+        flat, offset = self._master(i)
+        return flat.detach().view(-1).narrow(0, offset, self.slices[i].length)
+
+    def states(self, i: int) -> dict[str, torch.Tensor]:
+        """Live optimizer states of this rank's slice, flat, by their key ("exp_avg", "exp_avg_sq")."""
+        flat, offset = self._master(i)
+        return _states_of(self.optimizer, flat, offset, self.slices[i].length)
+
+    def gradient(self, i: int) -> torch.Tensor | None:
+        """The reduced, still loss-scaled gradient of this rank's slice, flat; write back with `put_gradient`."""
+        gradient = self.parameters[i].grad
+        return None if gradient is None else gradient.view(-1)
+
+    def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
+        live = self.gradient(i)
+        assert live is not None
+        if live.data_ptr() != gradient.data_ptr():
+            live.copy_(gradient)
+
+    def _master(self, i: int) -> tuple[torch.Tensor, int]:
+        return self._masters.get(id(self.parameters[i]), (self.parameters[i], 0))
+
+
+class FlatPartitions:
+    """Stages 1 and 2: a parameter group is one flat buffer cut evenly; a parameter may straddle ranks.
+
+    What a rank owns nothing of has an empty slice there. Nothing is cached: DeepSpeed rebinds states on load.
+    """
+
+    def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
+        self.zero = engine.optimizer
+        self.optimizer = base_optimizer(engine)
+        self.group = self.zero.dp_process_group
+        self.parameters = list(parameters.values())
+        self.slices = [self._slice(name, p) for name, p in parameters.items()]
+        self._group_of = {id(p): g for g, group in enumerate(self.zero.bit16_groups) for p in group}
+
+    def owner(self, i: int) -> torch.Tensor:
+        return self.zero.single_partition_of_fp32_groups[self._group_of[id(self.parameters[i])]]
+
+    def weight(self, i: int) -> torch.Tensor:
+        flat, start = self.owner(i), self._hp_start(i)
+        return flat.detach().view(-1).narrow(0, start, self.slices[i].length)
+
+    def states(self, i: int) -> dict[str, torch.Tensor]:
+        return _states_of(self.optimizer, self.owner(i), self._hp_start(i), self.slices[i].length)
+
+    def gradient(self, i: int) -> torch.Tensor | None:
+        parameter = self.parameters[i]
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:
+            return self.weight(i)  # empty
+        if self.zero.cpu_offload:  # gradients travel to the CPU while backward goes on
+            self.zero._wait_for_offload_copies()
+        return mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)  # type: ignore[attr-defined]
+
+    def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
+        live = self.gradient(i)
+        assert live is not None
+        if live.data_ptr() != gradient.data_ptr():
+            live.copy_(gradient)
+        if self.zero.cpu_offload and self.slices[i].length:
+            # with offload the norm was recorded during backward, from the gradient as it was then
+            norm = gradient.double().norm(2)
+            self.zero.norm_for_param_grads[self.zero.get_param_id(self.parameters[i])] = norm
+
+    def _slice(self, name: str, parameter: nn.Parameter) -> Slice:
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        address = None if mapping is None else mapping.lp_fragment_address
+        start, length = (0, 0) if address is None else (address.start, address.numel)
+        return Slice(name, tuple(parameter.shape), start, length)
+
+    def _hp_start(self, i: int) -> int:
+        mapping = self.parameters[i]._hp_mapping  # type: ignore[attr-defined]
+        return 0 if mapping is None else mapping.hp_fragment_address.start
+
+
+class CutParameters:
+    """Stage 3: each parameter is cut on its own into equal parts; the last parts may hold padding, left out here."""
+
+    def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
+        self.zero = engine.optimizer
+        self.optimizer = base_optimizer(engine)
+        self.group = self.zero.dp_process_group
+        self.parameters = list(parameters.values())
+        self.slices = [self._slice(name, p) for name, p in parameters.items()]
+
+    def owner(self, i: int) -> torch.Tensor:
+        return self.zero.fp32_partitioned_groups_flat[self._position(i)[0]]
+
+    def weight(self, i: int) -> torch.Tensor:
+        return self.owner(i).detach().view(-1).narrow(0, self._position(i)[1], self.slices[i].length)
+
+    def states(self, i: int) -> dict[str, torch.Tensor]:
+        return _states_of(self.optimizer, self.owner(i), self._position(i)[1], self.slices[i].length)
+
+    def gradient(self, i: int) -> torch.Tensor | None:
+        whole = safe_get_local_grad(self.parameters[i])  # on the accelerator, also where the optimizer is offloaded
+        return None if whole is None else whole.view(-1)[: self.slices[i].length].to(self.owner(i).device)
+
+    def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
+        parameter = self.parameters[i]
+        if gradient.numel() == parameter.partition_numel():  # type: ignore[attr-defined]
+            safe_set_local_grad(parameter, gradient)
+        else:
+            padded = gradient.new_zeros(parameter.partition_numel())  # type: ignore[attr-defined]
+            padded[: gradient.numel()] = gradient
+            safe_set_local_grad(parameter, padded)
+
+    def _position(self, i: int) -> tuple[int, int]:
+        group, offset, _ = self.zero.grad_position[self.zero.get_param_id(self.parameters[i])]
+        return group, offset
+
+    def _slice(self, name: str, parameter: Any) -> Slice:
+        part = parameter.partition_numel()
+        start = min(part * dist.get_rank(self.group), parameter.ds_numel)
+        return Slice(name, tuple(parameter.ds_shape), start, min(part, parameter.ds_numel - start))
+
+
+Shards = Replicated | FlatPartitions | CutParameters
+
+
+def shards_of(engine: Any, parameters: dict[str, nn.Parameter]) -> Shards:
+    """Where the slices of these parameters lie on this rank. What cannot be right is refused with the reason."""
+    refuse_untested(engine)
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        return Replicated(engine, parameters)
+    return CutParameters(engine, parameters) if stage == 3 else FlatPartitions(engine, parameters)
+
+
+def refuse_untested(engine: Any) -> None:
+    kind = type(engine.optimizer).__name__
+    if kind == "BF16_Optimizer":
+        raise ValueError(
+            "bf16 with ZeRO-1 and data_types.grad_accum_dtype = fp32 takes its gradient norm from full gradients, "
+            "which no rank can mask with its shard of the masks: use ZeRO-2, or leave grad_accum_dtype out"
+        )
+    zero = engine._config.zero_config
+    stage = engine.zero_optimization_stage()
+    untested = {
+        "zero_optimization.zenflow": zero.zenflow is not None,
+        "compile.deepcompile": bool(engine._config.compile_config.deepcompile),
+        "zero_optimization.mics_shard_size": getattr(zero, "mics_shard_size", -1) > 0,
+        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "tensor_parallel.autotp_size": engine.autotp_size() > 1,
+        "a model-parallel unit (mpu)": engine.mpu is not None,
+        "mixture-of-experts layers": bool(engine.has_moe_layers),
+        "torch_autocast": bool(engine.torch_autocast_enabled()),
+        # mixes rows and columns of a masked update, so that masked weights would move
+        "Muon": any(group.get("use_muon") for group in base_optimizer(engine).param_groups),
+    }
+    for name, used in untested.items():
+        if used:
+            raise ValueError(f"sparse training is not tested with {name}: remove it, or train with method dense")
+    if engine.bfloat16_enabled() and stage in (1, 2) and not engine._config.bfloat16_config.check_grad_overflow:
+        raise ValueError("bf16.check_grad_overflow = false would let bad gradients choose the topology: set it to true")
+    if engine.zero_optimization() and engine.zero_round_robin_gradients():
+        raise ValueError(
+            "zero_optimization.round_robin_gradients reorders shards so that masks cannot follow: set it to false"
+        )
+    offload = engine.zero_offload_optimizer() if engine.zero_optimization() else None
+    if offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme":
+        raise ValueError("masks cannot follow optimizer states to NVMe: set offload_optimizer.device to cpu")
+    if offload is not None and getattr(offload, "ratio", 1.0) != 1.0:
+        raise ValueError(f"offload_optimizer.ratio = {offload.ratio} is untested with sparse training: set it to 1.0")
+
+
+def _stage0_masters(optimizer: Any) -> dict[int, tuple[torch.Tensor, int]]:
+    """id(parameter) → (fp32 tensor, offset) under DeepSpeed's two stage-0 mixed-precision optimizers."""
+    masters: dict[int, tuple[torch.Tensor, int]] = {}
+    if hasattr(optimizer, "fp32_groups_flat"):  # fused: one flat master per group
+        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            offset = 0
+            for parameter in group:
+                masters[id(parameter)] = (flat, offset)
+                offset += parameter.numel()
+    elif hasattr(optimizer, "fp32_groups"):  # unfused: one master per parameter
+        for group, copies in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            masters.update({id(p): (copy, 0) for p, copy in zip(group, copies, strict=True)})
+    return masters
+
+
+def _states_of(optimizer: Any, flat: torch.Tensor, offset: int, length: int) -> dict[str, torch.Tensor]:
+    return {
+        key: value.view(-1).narrow(0, offset, length)
+        for key, value in optimizer.state.get(flat, {}).items()
+        if torch.is_tensor(value) and value.numel() == flat.numel() and value.dim() > 0
+    }
+
+
+# --- what the forward reads ---
+
+
+def zero_inactive(shards: Shards, i: int, active: torch.Tensor) -> None:
+    """Zero what is inactive in what the forward reads; `active` flags this rank's slice (bool).
+
+    Under ZeRO-1/2 every rank reads the whole parameter, so the flags of all ranks are brought together: one byte a
+    weight, once, before the first step.
+    """
+    parameter: Any = shards.parameters[i]
+    if isinstance(shards, CutParameters):
+        parameter.ds_tensor.data.view(-1)[: active.numel()].masked_fill_(~active.to(parameter.ds_tensor.device), 0)
+        return
+    if isinstance(shards, FlatPartitions):
+        start = shards.slices[i].start
+        whole = torch.zeros(parameter.numel(), dtype=torch.uint8, device=parameter.device)
+        whole[start : start + active.numel()] = active.to(parameter.device)
+        dist.all_reduce(whole, group=shards.group)
+        active = whole.bool()
+    parameter.data.view(-1).masked_fill_(~active.to(parameter.device), 0)
+
+
+def put_reads(engine: Any, parameter: Any, read: Callable[[int, int], torch.Tensor]) -> None:
+    """Write what the forward reads of a parameter, trained or not; `read` gives its flattened values [start, end)."""
+    if not hasattr(parameter, "ds_tensor"):
+        parameter.data.copy_(read(0, parameter.numel()).view(parameter.shape))
+        return
+    part, numel = parameter.partition_numel(), parameter.ds_numel
+    start = min(part * dist.get_rank(engine.optimizer.dp_process_group), numel)
+    length = min(part, numel - start)
+    if length:
+        parameter.ds_tensor.data.view(-1)[:length].copy_(read(start, start + length))
+    if parameter.ds_status.name == "AVAILABLE":  # small ones stay whole on every rank
+        parameter.data.copy_(read(0, numel).view(parameter.ds_shape))

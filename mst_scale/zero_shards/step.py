@@ -1,0 +1,148 @@
+"""How does DeepSpeed take an optimizer step, and where do we come in?"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed.comm as ds_comm
+import torch
+
+
+def base_optimizer(engine: Any) -> Any:
+    """The optimizer that updates master weights, under whatever DeepSpeed has wrapped around it."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+def has_moments(engine: Any) -> bool:
+    """Whether the optimizer averages gradients as Adam does."""
+    return all("betas" in group for group in base_optimizer(engine).param_groups)
+
+
+def around_model_step(engine: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before` once per accumulation boundary, with reduced gradients, before clipping; `after` at its end."""
+    inner = engine._take_model_step
+
+    def step(lr_kwargs: Any) -> None:
+        before()
+        inner(lr_kwargs)
+        after()
+
+    engine._take_model_step = step
+
+
+def after_master_update(engine: Any, hook: Callable[[set[int]], None]) -> None:
+    """Call `hook` after each update of master weights, before the low-precision copy and gather.
+
+    It gets the ids of the tensors just updated: ZeRO-1/2 update once per parameter group, ZeRO-3 per sub-group, in the
+    same order on all ranks. After an overflow the base optimizer is not called, and so neither is the hook.
+    """
+
+    def post(optimizer: Any, args: Any, kwargs: Any) -> None:
+        hook({id(p) for group in optimizer.param_groups for p in group["params"]})
+
+    base_optimizer(engine).register_step_post_hook(post)
+
+
+def data_parallel_group(engine: Any) -> Any:
+    """The ranks that hold the same model."""
+    return engine.seq_data_parallel_group
+
+
+class NamedCollectives:
+    """DeepSpeed's collectives under a name of ours, so that its comms_logger tells them from its own."""
+
+    def __init__(self, name: str):
+        self.all_reduce = functools.partial(ds_comm.all_reduce, log_name=f"{name}_all_reduce")
+
+
+# --- its norm and its scale ---
+
+
+def grad_norm(engine: Any) -> float | None:
+    """Norm of the last update's gradient, before clipping; None where DeepSpeed does not compute one."""
+    norm = engine.get_global_grad_norm()
+    return None if norm is None else float(norm) / _norm_scale(engine)
+
+
+def clip_factor(engine: Any) -> float:
+    """What clipping multiplied the last gradient by."""
+    clip, norm = engine.gradient_clipping(), getattr(engine.optimizer, "_global_grad_norm", None)
+    if not clip or norm is None:
+        return 1.0
+    return min(1.0, clip / (float(norm) / _norm_scale(engine) + 1e-6))
+
+
+def loss_scale(engine: Any) -> float:
+    """What the gradients are multiplied by before the optimizer's step (1 without fp16)."""
+    if not engine.fp16_enabled():
+        return 1.0
+    optimizer = engine.optimizer
+    config = getattr(optimizer, "loss_scale_config", None)
+    return float(config.cur_scale if config is not None else optimizer.loss_scale)
+
+
+def _norm_scale(engine: Any) -> float:
+    """One of DeepSpeed's optimizers reports the norm of the gradient as it is scaled; the others divide first."""
+    return loss_scale(engine) if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer" else 1.0
+
+
+# --- what stage 0 lacks ---
+
+
+def guard_plain_step(engine: Any) -> None:
+    """Stage 0 in fp32: DeepSpeed calls the client's optimizer itself. Give that step what its own optimizers have.
+
+    The norm is recorded and the same on every rank (gradients are replicated), and an update with a gradient that is
+    not finite is skipped and reported as overflow.
+    """
+    optimizer: Any = engine.optimizer
+    if base_optimizer(engine) is not optimizer or engine.mpu is not None:
+        return
+    step, clip = optimizer.step, engine.gradient_clipping()
+    parameters = [p for p in engine.module.parameters() if p.requires_grad]
+    engine.clip_fp32_gradients = lambda: None  # done below, where the norm is kept
+
+    def guarded() -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = total_norm(gradients)
+        optimizer.overflow = not math.isfinite(norm)
+        optimizer._global_grad_norm = norm
+        if optimizer.overflow:
+            return
+        if 0 < clip < norm:
+            torch._foreach_mul_(gradients, clip / (norm + 1e-6))
+        step()
+
+    optimizer.step = guarded
+
+
+def scale_plain_loss(engine: Any) -> None:
+    """Stage 0 in fp16: DeepSpeed 0.19.8 divides gradients by the loss scale without having multiplied the loss by it.
+
+    Small gradients would underflow, the norm and its clipping would be off by the scale. What goes into backward is
+    multiplied here, unless it is already: a later version may do so itself.
+    """
+    if engine.zero_optimization() or not engine.fp16_enabled():
+        return
+    inner = engine.backward
+
+    def backward(loss: torch.Tensor, *args: Any, **others: Any) -> Any:
+        scale = loss_scale(engine)
+        loss.register_hook(lambda gradient: torch.where(gradient <= 1, gradient * scale, gradient))
+        return inner(loss, *args, **others)
+
+    engine.backward = backward
+
+
+NORM_PIECE = 1 << 16  # values whose squares are added in float32, as torch does for a whole tensor
+
+
+def total_norm(gradients: list[torch.Tensor]) -> float:
+    """L2 norm over all tensors: float32 within pieces, float64 over them (a float64 copy of all costs 10 times)."""
+    pieces = [piece for g in gradients for piece in g.detach().reshape(-1).split(NORM_PIECE) if piece.numel()]
+    if not pieces:
+        return 0.0
+    return math.sqrt(torch.stack(torch._foreach_norm(pieces)).double().square().sum().item())
