@@ -21,3 +21,11 @@ def test_what_is_not_a_number_is_null(tmp_path):
     file.write({"step": 1, "loss": math.nan, "grad_norm": math.inf})
     (line,) = (tmp_path / "m.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None}
+
+
+def test_a_resumed_run_goes_on_with_its_clock(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "seconds": 2.5}\n{"step": 2, "seconds": 4.0}\n{"step": 3, "seconds": 7.0}\n')
+    assert MetricsFile(path, 2).seconds == 4.0
+    path.write_text('{"step": 1}\n')
+    assert MetricsFile(path, 1).seconds == MetricsFile(tmp_path / "new.jsonl", 0).seconds == 0.0

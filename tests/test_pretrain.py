@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,7 @@ def test_what_a_run_leaves_behind(tmp_path, stage):
     assert {row["phase"] for row in rows} >= {"ultra", "dense"}
     assert rows[-1]["flops"] < rows[-1]["flops_dense"]
     spent = forecast(load(tmp_path / "config.json"))
+    assert all(a["seconds"] < b["seconds"] for a, b in pairwise(rows)), "wall-clock"
     assert rows[-1]["flops"] == pytest.approx(12 * 8 * spent.mean["paper"].total, rel=1e-12), "as it was foreseen"
     assert rows[-1]["flops_causal"] == pytest.approx(12 * 8 * spent.mean["causal"].total, rel=1e-12)
     assert rows[-1]["flops_dense_causal"] == pytest.approx(12 * 8 * spent.dense["causal"].total, rel=1e-12)
