@@ -58,7 +58,8 @@ comment="${comment% }"
 
 requeue() {
     scontrol requeue "$SLURM_JOB_ID"
-    sleep 60 # Slurm ends this job now
+    rm -rf "$scratch"
+    exec sleep 60 # Slurm ends this job now: with SIGTERM, which this shell would not heed
 }
 
 code=0

@@ -14,6 +14,7 @@ from tests import tiny_run
 from tests.test_cluster_launchers import HOSTILE, config, finish, launch, rank_processes, story
 
 pytestmark = pytest.mark.slurm
+STEPS = 800  # of the job that finishes: more than it takes to be told something after its first checkpoint
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
 
@@ -163,30 +164,31 @@ def test_a_job_goes_on_through_preemption_its_time_limit_and_a_failure_until_it_
     for folder in folders:
         folder.mkdir()
         folder.chmod(0o755)
-    one, out, log = submit(cluster, folders[0], "srun", 400, "--restarts", "0", "--requeues", "1")
-    two, out2, log2 = submit(cluster, folders[1], "deepspeed", 10**6, "--time", "60", "--grace", "60")
+    one, out, log = submit(cluster, folders[0], "srun", STEPS, "--restarts", "0", "--requeues", "1")
+    two, out2, log2 = submit(cluster, folders[1], "deepspeed", 10**6, "--time", "60", "--grace", "90")
     wait((out / "checkpoints" / "latest").exists, 100, "one did not start", log)
     cluster.run("scancel", "--signal=TERM", one)
+    wait((out2 / "checkpoints" / "latest").exists, 100, "two did not start", log2)
+    cluster.run("scontrol", "update", f"JobId={two}", "TimeLimit=2")
     wait(lambda: len(hows(out)) == 2, 60, "one did not go on after its preemption", log)
     assert hows(out)[0] == "asked to stop"
     os.kill(rank_processes(out)[1], signal.SIGKILL)
-    wait((out2 / "checkpoints" / "latest").exists, 100, "two did not start", log2)
-    cluster.run("scontrol", "update", f"JobId={two}", "TimeLimit=2")
+    wait(lambda: "asked to stop" in hows(out2), 60, "two was not warned", log2)
+    cluster.run("scontrol", "update", f"JobId={two}", "TimeLimit=60")
+    wait(lambda: len(hows(out2)) > 1 and hows(out2)[-1] is None, 60, "two did not go on after its time was up", log2)
+    assert "its run goes on in the next job" in log2.read_text()
+    cluster.run("scancel", "--signal=TERM", "--batch", two)
+    wait(lambda: state(cluster, two) == "", 60, "two did not stop for good", log2)
+    starts = story(out2)["starts"]
+    assert set(hows(out2)) == {"asked to stop"} and "asked to stop for good" in log2.read_text()
+    assert [start["from_step"] for start in starts[1:]] == [start["last_step"] for start in starts[:-1]]
     wait(lambda: "finished" in hows(out), 90, "one did not go on after its failure", log)
     starts = story(out)["starts"]
     assert hows(out) == ["asked to stop", None, "finished"]
     assert [start["job"].get("SLURM_RESTART_COUNT") for start in starts] == [None, "1", "2"]
     assert {start["job"]["SLURM_JOB_ID"] for start in starts} == {one} and {start["ranks"] for start in starts} == {2}
     assert starts[1]["from_step"] == starts[0]["last_step"]
-    assert [row["step"] for row in tiny_run.rows(out)] == list(range(10, 401, 10))
+    assert [row["step"] for row in tiny_run.rows(out)] == list(range(10, STEPS + 1, 10))
     assert "Comment=ours mst_failures=1" in cluster.run("scontrol", "show", "job", one)
     wait(lambda: state(cluster, one) == "", 30, "the finished job did not end", log)
-
-    wait(lambda: len(hows(out2)) == 2, 90, "two did not go on after its time was up", log2)
-    assert hows(out2)[0] == "asked to stop" and "its run goes on in the next job" in log2.read_text()
-    cluster.run("scontrol", "update", f"JobId={two}", "TimeLimit=60")
-    cluster.run("scancel", "--signal=TERM", "--batch", two)
-    wait(lambda: state(cluster, two) == "", 60, "two did not stop for good", log2)
-    assert hows(out2) == ["asked to stop", "asked to stop"] and "asked to stop for good" in log2.read_text()
-    assert story(out2)["starts"][1]["from_step"] == story(out2)["starts"][0]["last_step"]
     assert not list(tmp_path.rglob("hostile")), "no shell has read the names"
