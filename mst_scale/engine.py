@@ -333,13 +333,13 @@ class Controller:
             if "momentum" not in self.policy.reads:
                 masks[i].retain_(*states[i].values())
                 if self.topology.grown_moments == "seeded" and "exp_avg_sq" in states[i]:
-                    self._seed_second_moment(states[i]["exp_avg_sq"], self.kept[i], change)
+                    self._seed_second_moment(i, states[i]["exp_avg_sq"], change)
         return changes
 
-    def _seed_second_moment(self, v: torch.Tensor, gradient: torch.Tensor, change: Change) -> None:
+    def _seed_second_moment(self, i: int, v: torch.Tensor, change: Change) -> None:
         """Give each grown weight the second moment it would have had, had its growth gradient been the usual one.
 
-        Adam divides by √v̂, v̂ = v / (1 - β₂ᵗ), and t counts the whole run: a weight that grows with v = 0 would take
+        Adam divides by √v̂, v̂ = v / (1 - β₂ᵗ), and t counts all its updates: a weight that grows with v = 0 would take
         first updates up to √(1 - β₁)²/(1 - β₂) times too large. v = (1 - β₂ᵗ)·max(g², mean g² of the layer) makes
         them start at (1 - β₁) of a usual update and rise as the first moment fills.
         """
@@ -350,8 +350,8 @@ class Controller:
             return
         factor = zero_shards.clip_factor(self.engine) / self.scale
         beta2 = self.shards.optimizer.param_groups[0]["betas"][1]
-        warm = 1.0 - beta2 ** (self.step + 1)
-        size = gradient[grown].square_().clamp_(min=change.gradient_mean_square)
+        warm = 1.0 - beta2 ** zero_shards.updates_of(self.shards, i)
+        size = self.kept[i][grown].square_().clamp_(min=change.gradient_mean_square)
         v[grown] = size.mul_(factor * factor * warm).to(v.dtype)
 
     def _start_sparse(self, how: str) -> None:

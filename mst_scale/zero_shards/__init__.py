@@ -15,7 +15,7 @@ from mst_scale.zero_shards.checkpoints import (
     saved_classes,
 )
 from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, shape_of, whole, zero_stage
-from mst_scale.zero_shards.slices import Shards, put_reads, shards_of, zero_inactive
+from mst_scale.zero_shards.slices import Shards, put_reads, shards_of, updates_of, zero_inactive
 from mst_scale.zero_shards.step import (
     NamedCollectives,
     after_master_update,
@@ -53,6 +53,7 @@ __all__ = [
     "scale_plain_loss",
     "shape_of",
     "shards_of",
+    "updates_of",
     "whole",
     "zero_inactive",
     "zero_stage",

@@ -232,6 +232,18 @@ def _states_of(optimizer: Any, flat: torch.Tensor, offset: int, length: int) -> 
     }
 
 
+def updates_of(shards: Shards, i: int) -> int:
+    """How many updates Adam counts for this parameter: fewer than the run's steps after an overflow or a warm start.
+
+    DeepSpeed's FusedAdam counts a group's updates in the state of its last parameter; ZeRO-3 keeps groups empty between
+    updates.
+    """
+    owner, optimizer = shards.owner(i), shards.optimizer
+    groups = [group["params"] for group in optimizer.param_groups]
+    together = next((group for group in groups if any(p is owner for p in group)), [owner])
+    return max(int(optimizer.state.get(p, {}).get("step", 0)) for p in together)
+
+
 # --- what the forward reads ---
 
 
