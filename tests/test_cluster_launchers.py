@@ -19,8 +19,9 @@ HOSTILE = 'it\'s "a" run; $(touch hostile) `touch hostile` & 10%n %h'
 
 def launch(script: str, *words: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
     environment = tiny_run.environment(MST_PAUSE="1", OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    launchers = cwd / "launchers" if (cwd / "launchers").is_dir() else LAUNCHERS
     return subprocess.Popen(
-        ["bash", str(LAUNCHERS / script), *words],
+        ["bash", str(launchers / script), *words],
         env={**environment, **more}, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
@@ -232,8 +233,12 @@ def test_dry_run_shows_what_each_scheduler_would_run(tmp_path):
 
 
 def programs(folder: Path, **scripts: str) -> str:
-    """A PATH of this machine's own programs without any cluster's, and these shell scripts before them."""
+    """A PATH of this machine's own programs without any cluster's, and these shell scripts before them.
+
+    The launchers are copied beside, for where they lie they put an environment of their own (.venv) before all that.
+    """
     folder.mkdir()
+    shutil.copytree(LAUNCHERS, folder.parent / "launchers")
     for name, body in scripts.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / name).chmod(0o755)
