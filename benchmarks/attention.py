@@ -1,6 +1,6 @@
 """How much faster is Hybrid Sparse Attention than dense flash attention, and what is left of the pairs it skips?
 
-    python -m benchmarks.attention [--device cpu|cuda|all] [--json | --markdown] [--quick]
+    mst bench attention [--device cpu|cuda|all] [--json | --markdown] [--quick]
 
 Forward + backward of `attention(q, k, v, Pattern("strided", 256))` against causal flash SDPA on the same tensors, and
 forward against compiled FlexAttention under the same mask (it has no backward on CPU). The runs alternate and the
@@ -328,7 +328,7 @@ def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.attention", description=(__doc__ or "").split("\n", 1)[0]
+        prog="mst bench attention", description=(__doc__ or "").split("\n", 1)[0]
     )
     parser.add_argument("--device", choices=("cpu", "cuda", "all"), default="all")
     parser.add_argument("--seconds", type=float, default=20.0, help="time for one comparison")
@@ -347,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps({"machine": about, "rows": rows}))
     elif options.markdown:
         given = f" --device {options.device} --seconds {options.seconds:g}" + (" --quick" if options.quick else "")
-        print(markdown(about, rows, f"python -m benchmarks.attention{given} --markdown"))
+        print(markdown(about, rows, f"mst bench attention{given} --markdown"))
     else:
         print(table(rows))
     return 0

@@ -1,6 +1,6 @@
 """What does one topology step cost, in time and in bytes sent, against the ways it is usually done?
 
-    python -m benchmarks.topology [--ranks 1 2] [--shapes gpt2 gpt3-1.3b] [--rounds 5] [--json | --markdown]
+    mst bench topology [--ranks 1 2] [--shapes gpt2 gpt3-1.3b] [--rounds 5] [--json | --markdown]
 
 One Mixed-Growing step in the middle of the ultra phase (96 % sparse, ζ = 0.3, R = 0.25: prune, grow by gradient, grow
 at random, mean g² per layer) on all matrices of a GPT, tied head included, from live float32 weights and gradients.
@@ -365,7 +365,7 @@ def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.topology", description=(__doc__ or "").split("\n", 1)[0]
+        prog="mst bench topology", description=(__doc__ or "").split("\n", 1)[0]
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
@@ -382,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.markdown:
         given = f"--ranks {' '.join(map(str, options.ranks))} --shapes {' '.join(options.shapes)}"
         given += f" --rounds {options.rounds} --threads {options.threads}"
-        print(markdown(about, rows, f"python -m benchmarks.topology {given} --markdown"))
+        print(markdown(about, rows, f"mst bench topology {given} --markdown"))
     else:
         print(table(rows))
     return 0
