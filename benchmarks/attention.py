@@ -327,9 +327,7 @@ def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="mst bench attention", description=(__doc__ or "").split("\n", 1)[0]
-    )
+    parser = argparse.ArgumentParser(prog="mst bench attention", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--device", choices=("cpu", "cuda", "all"), default="all")
     parser.add_argument("--seconds", type=float, default=20.0, help="time for one comparison")
     parser.add_argument("--quick", action="store_true", help="lengths up to 4096")
