@@ -16,7 +16,6 @@ on all sides.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import aside, machine
+from benchmarks.page import outputs, tell
 
 INTERVAL, WARM, RATE = 40, 100, 3e-3
 Row = dict[str, Any]
@@ -117,23 +117,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--data", default="corpora/stdlib-byte", metavar="DIR")
     parser.add_argument("--steps", type=int, default=1600)
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="for machines")
-    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    outputs(parser)
     options = parser.parse_args(arguments)
     with aside():
         rows = run(options.data, options.steps)
-    about = machine()
-    if options.json:
-        print(json.dumps({"machine": about, "rows": rows}))
-    elif options.markdown:
-        title, _, text = (__doc__ or "").partition("\n")
-        body = text.strip().split("\n\n", 1)[1]
-        command = f"mst bench grown_weights --steps {options.steps} --markdown"
-        facts = ", ".join(f"{key} {value}" for key, value in about.items())
-        print(f"# {title}\n\n`{command}`\n\n{facts}, float32\n\n{table(rows)}\n\n{body}")
-    else:
-        print(table(rows))
+    tell(
+        options,
+        __doc__,
+        f"mst bench grown_weights --steps {options.steps}",
+        {**machine(), "dtype": "float32"},
+        rows,
+        table,
+    )
     return 0
 
 

@@ -17,19 +17,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks import linear_cuda
+from benchmarks.machine import machine
+from benchmarks.page import outputs
 from mst_scale.sparse_linear import cpp, crossovers
 from mst_scale.sparse_linear.mkl import MKLIndex
 
@@ -44,22 +43,6 @@ TUNED_AT = {"cpu": (0.9, 0.7, 0.5, 0.3), "mkl": (0.96, 0.9, 0.8)}
 ASKED = {("float32", 0.96): 5.0, ("float32", 0.9): 2.5, ("bfloat16", 0.96): 2.5}
 Row = dict[str, Any]
 Run = Callable[[], object]
-
-
-def machine() -> dict[str, Any]:
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return {
-        "cpu": model,
-        "simd": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "load": [round(x, 2) for x in os.getloadavg()],
-    }
 
 
 def alternate(runs: Sequence[Run], seconds: float) -> list[list[float]]:
@@ -244,9 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--quick", action="store_true", help="768→3072 only")
     parser.add_argument("--tune", action="store_true", help="rewrite mst_scale/sparse_linear/crossover.json")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="for machines")
-    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    outputs(parser)
     options = parser.parse_args(given)
     if options.threads is not None:
         torch.set_num_threads(options.threads)

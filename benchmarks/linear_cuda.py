@@ -18,12 +18,13 @@ Without a CUDA device every row says so.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from benchmarks.page import outputs, tell
 
 SIDES = (16, 32, 64, 128)
 SPARSITIES = (0.8, 0.9, 0.96)
@@ -221,13 +222,6 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def markdown(about: dict[str, Any], rows: Sequence[Row], command: str) -> str:
-    facts = ", ".join(f"{key} {value}" for key, value in about.items())
-    title, _, text = (__doc__ or "").partition("\n")
-    body = text.strip().split("\n\n", 1)[1]
-    return f"# {title}\n\n`{command}`\n\n{facts}\n\n{table(rows)}\n\n```\n{body}\n```\n"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="mst bench linear --device cuda",
@@ -238,20 +232,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS), metavar="D")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--tune", action="store_true", help="rewrite mst_scale/sparse_linear/crossover.json")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="for machines")
-    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    outputs(parser)
     options = parser.parse_args(arguments)
     if options.tune:
         tune(options.blocks, options.widths, options.rounds)
         return 0
     about, rows = machine(), run(options.blocks, options.widths, options.rounds)
-    if options.json:
-        print(json.dumps({"machine": about, "rows": rows}))
-    elif options.markdown:
-        print(markdown(about, rows, f"mst bench linear --device cuda --rounds {options.rounds} --markdown"))
-    else:
-        print(table(rows))
+    tell(options, __doc__, f"mst bench linear --device cuda --rounds {options.rounds}", about, rows, table)
     return 0
 
 

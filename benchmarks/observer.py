@@ -14,7 +14,6 @@ what looking adds. A run that would spend more than 1 % of its time on TensorBoa
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import aside, machine
+from benchmarks.page import outputs, tell
 from benchmarks.training import MASKED_MODEL, config
 
 Row = dict[str, Any]
@@ -99,26 +99,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="for machines")
-    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    outputs(parser)
     options = parser.parse_args(arguments)
     if options.rounds < 2:
         raise ValueError("--rounds must be at least 2")
     torch.set_num_threads(options.threads)
     with aside():
         rows = run(options.rounds)
-    about = machine(options.threads)
-    if options.json:
-        print(json.dumps({"machine": about, "rows": rows}))
-    elif options.markdown:
-        title, _, text = (__doc__ or "").partition("\n")
-        facts = ", ".join(f"{key} {value}" for key, value in about.items())
-        body = text.strip().split("\n\n", 1)[1]
-        command = f"mst bench observer --rounds {options.rounds} --markdown"
-        print(f"# {title}\n\n`{command}`\n\n{facts}\n\n{table(rows)}\n\n```\n{body}\n```")
-    else:
-        print(table(rows))
+    tell(options, __doc__, f"mst bench observer --rounds {options.rounds}", machine(options.threads), rows, table)
     return 0
 
 

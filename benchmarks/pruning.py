@@ -16,7 +16,6 @@ export --prune` does it, without further training.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import aside, machine
+from benchmarks.page import outputs, tell
 
 ROOT = Path(__file__).parents[1]
 METHODS = ("dense", "mst")
@@ -121,23 +121,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", default="runs/pruning", type=Path, metavar="DIR", help="where the runs are kept")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1000)
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="for machines")
-    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    outputs(parser)
     options = parser.parse_args(arguments)
     with aside():
         rows = measure(options.data, options.runs, options.seeds, options.steps)
-    about = machine()
-    if options.json:
-        print(json.dumps({"machine": about, "rows": rows}))
-    elif options.markdown:
-        title, _, text = (__doc__ or "").partition("\n")
-        body = text.strip().split("\n\n", 1)[1]
-        facts = ", ".join(f"{key} {value}" for key, value in about.items())
-        command = f"mst bench pruning --seeds {options.seeds} --steps {options.steps} --markdown"
-        print(f"# {title}\n\n`{command}`\n\n{facts}, float32, one process\n\n{table(rows)}\n\n{body}")
-    else:
-        print(table(rows))
+    tell(
+        options,
+        __doc__,
+        f"mst bench pruning --seeds {options.seeds} --steps {options.steps}",
+        {**machine(), "dtype": "float32"},
+        rows,
+        table,
+    )
     return 0
 
 

@@ -17,7 +17,6 @@ over pairs of neighbouring steps.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -32,6 +31,7 @@ import torch
 import torch.multiprocessing as mp
 
 from benchmarks.machine import machine
+from benchmarks.page import outputs, tell
 
 Row = dict[str, Any]
 ASKED = {"loop": 0.02, "masking": 0.02, "topology": 0.01, "drift": 0.001}
@@ -222,13 +222,6 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
-    facts = ", ".join(f"{key} {value}" for key, value in about.items())
-    title, _, text = (__doc__ or "").partition("\n")
-    body = text.strip().split("\n\n", 1)[1]
-    return f"# {title}\n\n`{command}`\n\n{facts}\n\n{table(rows)}\n\n```\n{body}\n```\n"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="mst bench training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -236,20 +229,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads, shared by the ranks")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="for machines")
-    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    outputs(parser)
     options = parser.parse_args(arguments)
     if options.ranks < 1 or options.rounds < 2:
         raise ValueError("--ranks must be at least 1 and --rounds at least 2")
     about, rows = run(options)
-    if options.json:
-        print(json.dumps({"machine": about, "rows": rows}))
-    elif options.markdown:
-        given = f"--ranks {options.ranks} --rounds {options.rounds}"
-        print(markdown(about, rows, f"mst bench training {given} --markdown"))
-    else:
-        print(table(rows))
+    tell(options, __doc__, f"mst bench training --ranks {options.ranks} --rounds {options.rounds}", about, rows, table)
     return 0
 
 

@@ -159,10 +159,11 @@ def _their_text(name: str, vocab_size: int) -> Text:
     try:
         found = AutoTokenizer.from_pretrained(name)
         empty = not found("a", add_special_tokens=False)["input_ids"]  # what it makes where files are missing
-    except Exception:
-        empty = True
+        why = "it makes no tokens"
+    except Exception as error:  # transformers raises each of its own kind
+        empty, why = True, type(error).__name__
     if empty:
-        raise ValueError(f"{name} has no tokenizer that transformers can load: name one (--tokenizer)")
+        raise ValueError(f"{name} has no tokenizer that transformers can load ({why}): name one (--tokenizer)")
     if len(found) > vocab_size:
         raise ValueError(f"the tokenizer of {name} has {len(found)} ids, but the model only {vocab_size}")
 
