@@ -11,8 +11,10 @@ import contextlib
 import logging
 import math
 import os
+import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ T = TypeVar("T")
 # Preparing a corpus on one rank may take hours while the others wait; a rank that dies is noticed by its launcher.
 CONTROL_TIMEOUT = timedelta(hours=24)
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+LINGER = 20.0  # s; a launcher ends all ranks when it sees that one has failed, which takes a second or two
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,11 @@ def several() -> bool:
     return int(os.environ["WORLD_SIZE"]) > 1 if "WORLD_SIZE" in os.environ else _under_mpi()
 
 
+def launched_rank() -> int:
+    """This process's rank as the launcher gave it, also before the ranks have met."""
+    return int(next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), 0))
+
+
 def exit_code(error: BaseException) -> int:
     """2: used wrongly, 1: it failed."""
     if isinstance(error, Elsewhere):
@@ -194,20 +203,30 @@ def end(error: BaseException) -> NoReturn:
     """Say on one line what a user did wrong or what the machine refused; anything else is ours, with a traceback.
 
     Before the ranks have met, each finds the same mistake for itself and rank 0 says it. Leaves at once: a rank that
-    unwinds slowly, waiting for collectives, would hang the others.
+    unwinds slowly, waiting for collectives, would hang the others. Only who leaves it to another rank to speak lets
+    that one go first, or the launcher might end it before it has spoken.
     """
+    silent = isinstance(error, Elsewhere)
+    if silent or (launched_rank() != 0 and not _met()):
+        _linger()
+        silent = silent or os.environ.get("LOCAL_RANK") != "0"  # still here: this machine's mistake, and not rank 0's
     with contextlib.suppress(OSError):  # a log on a full disk, a terminal that was closed
         sys.stdout.flush()
     with contextlib.suppress(OSError):
-        if os.environ.get("RANK", "0") != "0" and not _met():
-            pass
-        elif is_plain(error):
-            rank = os.environ.get("RANK", "0")
-            print(f"mst_scale: {'' if rank == '0' else f'rank {rank}: '}{_first_line(error)}", file=sys.stderr)
-        elif not isinstance(error, Elsewhere):
+        if not silent and is_plain(error):
+            rank = launched_rank()
+            print(f"mst_scale: {f'rank {rank}: ' if rank else ''}{_first_line(error)}", file=sys.stderr)
+        elif not silent:
             traceback.print_exception(error)
         sys.stderr.flush()
     os._exit(exit_code(error))
+
+
+def _linger() -> None:
+    """Wait to be ended by the launcher."""
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, signal.SIG_DFL)
+    time.sleep(LINGER)
 
 
 def leave(code: Any) -> NoReturn:

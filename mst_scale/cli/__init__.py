@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 
-from mst_scale.distributed import exit_code, is_plain
+from mst_scale import distributed
 
 VERBS = ("data", "flops", "plan", "inspect", "report", "reshape", "export", "eval", "bench")
 
@@ -35,9 +35,11 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has left
         return 1
     except Exception as error:
-        if not is_plain(error):
+        if distributed.several():
+            distributed.end(error)
+        if not distributed.is_plain(error):
             raise
-        return _say(str(error).strip() or type(error).__name__, exit_code(error))
+        return _say(str(error).strip() or type(error).__name__, distributed.exit_code(error))
 
 
 def _say(message: str, code: int) -> int:
