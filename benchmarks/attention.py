@@ -13,7 +13,6 @@ allocated bytes on CUDA.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.machine import machine
+from mst_scale.arguments import Parser
 from mst_scale.hybrid_sparse_attention import Pattern, attention
 from mst_scale.hybrid_sparse_attention.dispatch import choose
 
@@ -327,7 +327,7 @@ def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="mst bench attention", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser(prog="mst bench attention", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--device", choices=("cpu", "cuda", "all"), default="all")
     parser.add_argument("--seconds", type=float, default=20.0, help="time for one comparison")
     parser.add_argument("--quick", action="store_true", help="lengths up to 4096")

@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.machine import aside, machine
 from benchmarks.page import outputs, tell
+from mst_scale.arguments import Parser
 
 INTERVAL, WARM, RATE = 40, 100, 3e-3
 Row = dict[str, Any]
@@ -110,7 +111,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mst bench grown_weights",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -15,7 +15,6 @@ that mst.compute.backend "auto" reads.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -29,6 +28,7 @@ import torch.nn.functional as F
 from benchmarks import linear_cuda
 from benchmarks.machine import machine
 from benchmarks.page import outputs
+from mst_scale.arguments import Parser
 from mst_scale.sparse_linear import cpp, crossovers
 from mst_scale.sparse_linear.mkl import MKLIndex
 
@@ -214,12 +214,12 @@ def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
-    device = argparse.ArgumentParser(prog="mst bench linear", add_help=False)
+    device = Parser(prog="mst bench linear", add_help=False)
     device.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     where, others = device.parse_known_args(given)
     if where.device == "cuda":
         return linear_cuda.main(others)
-    parser = argparse.ArgumentParser(prog="mst bench linear", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser(prog="mst bench linear", description=(__doc__ or "").split("\n", 1)[0])
     help_of_device = "cuda: layers in blocks, with options of their own (mst bench linear --device cuda --help)"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=help_of_device)
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])

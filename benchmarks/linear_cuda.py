@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.page import outputs, tell
+from mst_scale.arguments import Parser
 
 SIDES = (16, 32, 64, 128)
 SPARSITIES = (0.8, 0.9, 0.96)
@@ -223,7 +224,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mst bench linear --device cuda",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -27,6 +27,7 @@ import torch
 from benchmarks.machine import aside, machine
 from benchmarks.page import outputs, tell
 from benchmarks.training import MASKED_MODEL, config
+from mst_scale.arguments import Parser
 
 Row = dict[str, Any]
 ASKED = 0.01
@@ -94,7 +95,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mst bench observer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=7)

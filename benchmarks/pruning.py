@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.machine import aside, machine
 from benchmarks.page import outputs, tell
+from mst_scale.arguments import Parser
 
 ROOT = Path(__file__).parents[1]
 METHODS = ("dense", "mst")
@@ -114,9 +115,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="mst bench pruning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="mst bench pruning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="corpora/stdlib-byte", metavar="DIR")
     parser.add_argument("--runs", default="runs/pruning", type=Path, metavar="DIR", help="where the runs are kept")
     parser.add_argument("--seeds", type=int, default=3)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import aside, machine
+from mst_scale.arguments import Parser
 
 Row = dict[str, Any]
 
@@ -168,9 +169,7 @@ CONFIG = "ds_configs/demo.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="mst bench quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="mst bench quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=CONFIG, metavar="FILE")
     parser.add_argument("--variants", metavar="FILE", help="JSON: name → arguments of mst_scale.pretrain")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of the variants, these")

@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks import step
 from benchmarks.machine import machine
+from mst_scale.arguments import Parser
 
 Row = dict[str, Any]
 KINDS = ("weak", "strong")
@@ -142,9 +143,7 @@ def markdown(rows: Sequence[Row], about: dict[str, Any], command: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
-        prog="mst bench scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    found = Parser(prog="mst bench scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = found.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", metavar="C", help="the experiment (ds_configs/*.json)")
     source.add_argument("--from", nargs="+", dest="files", metavar="FILE", help="results of `benchmarks.step`")

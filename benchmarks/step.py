@@ -41,6 +41,7 @@ import torch.multiprocessing as mp
 from benchmarks import step_cuda
 from benchmarks.fitting import capacity_here, layers_that_fit
 from benchmarks.machine import machine, middle_half, peak_flops, wait_for
+from mst_scale.arguments import Parser
 
 Row = dict[str, Any]
 PARTS = ("forward", "backward", "communication", "optimizer", "masking")
@@ -447,9 +448,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
-        prog="mst bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    found = Parser(prog="mst bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--config", required=True, metavar="C", help="the experiment (ds_configs/*.json)")
     found.add_argument("--method", metavar="M", help="overrides mst.method of our side")
     found.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
@@ -505,7 +504,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.step_report import markdown, table
 
     given = list(sys.argv[1:] if arguments is None else arguments)
-    device = argparse.ArgumentParser(prog="mst bench step", add_help=False, allow_abbrev=False)
+    device = Parser(prog="mst bench step", add_help=False, allow_abbrev=False)
     device.add_argument("--device", choices=("cuda",))
     where, others = device.parse_known_args(given)
     if where.device:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.machine import machine
+from mst_scale.arguments import Parser
 
 Row = dict[str, Any]
 NO_DEVICE = "not measured: no CUDA device"
@@ -94,7 +95,7 @@ def markdown(about: dict[str, Any], rows: Sequence[Row], command: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mst bench step --device cuda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--configs", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="C")

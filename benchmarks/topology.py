@@ -20,7 +20,6 @@ sizes, but share one buffer of scores each for weights and for gradients, so tha
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import json
 import math
@@ -37,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
 from benchmarks.machine import machine
+from mst_scale.arguments import Parser
 from mst_scale.mixed_growing.distribution import active_counts, plan
 from mst_scale.mixed_growing.evolve import Layer, evolve
 from mst_scale.mixed_growing.exchange import Exchange
@@ -364,7 +364,7 @@ def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="mst bench topology", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser(prog="mst bench topology", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=5)

@@ -32,6 +32,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.machine import machine
 from benchmarks.page import outputs, tell
+from mst_scale.arguments import Parser
 
 Row = dict[str, Any]
 ASKED = {"loop": 0.02, "masking": 0.02, "topology": 0.01, "drift": 0.001}
@@ -223,7 +224,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mst bench training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=1)

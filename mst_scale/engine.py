@@ -16,6 +16,7 @@ The order of one optimizer step, with what the controller adds marked by *:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
@@ -60,17 +61,35 @@ check_versions()
 
 
 def initialize(
-    *,
-    model: torch.nn.Module,
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
     model_parameters: Any = None,
-    config: Experiment | dict[str, Any] | str | Path,
+    *more: Any,
+    config: Experiment | dict[str, Any] | str | Path | None = None,
+    config_params: dict[str, Any] | str | None = None,
     **others: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """`deepspeed.initialize` for a config that may hold our blocks: (engine, optimizer, loader, lr_scheduler)."""
-    experiment = config if isinstance(config, Experiment) else load(config)
+    """`deepspeed.initialize`, its arguments in its order, for a config that may hold our blocks.
+
+    The config may also be `config_params` or `args.deepspeed_config`, as there. Returns (engine, optimizer, loader,
+    lr_scheduler).
+    """
+    of_args = getattr(args, "deepspeed_config", None)
+    configs = [given for given in (config, config_params, of_args) if given is not None]
+    if model is None or len(configs) != 1:
+        what = "a model" if model is None else f"one config, not {len(configs) or 'none'}"
+        raise ValueError(f"mst_scale.initialize needs {what}: initialize(model=…, config=…), or args.deepspeed_config")
+    if of_args is not None:  # DeepSpeed would read the file itself, our blocks and presets unseen
+        args = copy.copy(args)
+        args.deepspeed_config = None
+    experiment = configs[0] if isinstance(configs[0], Experiment) else load(configs[0])
     engine, optimizer, loader, scheduler = deepspeed.initialize(
-        model=model,
-        model_parameters=model.parameters() if model_parameters is None else model_parameters,
+        args,
+        model,
+        optimizer,
+        model.parameters() if model_parameters is None else model_parameters,
+        *more,
         config=experiment.deepspeed,
         **others,
     )

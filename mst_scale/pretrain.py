@@ -17,13 +17,14 @@ import socket
 import time
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
 from mst_scale import build_locks, checkpoint, distributed, engine, resume, run_file, start_from, zero_shards
+from mst_scale.arguments import Parser
 from mst_scale.config import Experiment, load, to_dict
 from mst_scale.config.check import batch_shape, check, peak_learning_rate
 from mst_scale.data.masking import open_sampler
@@ -43,13 +44,8 @@ from mst_scale.watch import Watch
 FAILED_SAVES = 3  # in a row, after which a run stops
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # argparse's own way would speak on every rank
-        raise ValueError(f"{message} (--help lists what there is)")
-
-
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="mst_scale.pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="the experiment (ds_configs/*.json)")

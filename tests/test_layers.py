@@ -14,6 +14,7 @@ LAYERS = {
     "config": 1,
     "distributed": 1,
     "compiled": 1,
+    "arguments": 2,
     "randomness": 1,
     "sparsity_variation": 2,
     "mixed_growing": 2,

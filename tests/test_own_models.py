@@ -1,8 +1,13 @@
 """Any nn.Module trains sparsely: parameters are chosen by globs on their names."""
 
+import json
+from argparse import Namespace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import mst_scale
 from mst_scale.config import TargetsConfig
@@ -73,6 +78,38 @@ def test_a_toy_module_trains_sparsely_by_globs():
 
 def chosen(model: nn.Module, **targets) -> list[str]:
     return list(choose_targets(model, TargetsConfig(**targets)))
+
+
+def called_as_deepspeed_is(rank, world, folder):
+    """Every way of `deepspeed.initialize` to name a config; what is sparse, and the kind of loader."""
+    config = deepspeed_config(1, world)
+    config["mst"] = {"method": "static", "sparsity": {"max": 0.5}, "targets": {"include": ["up.*", "down.*"]}}
+    path = Path(folder, f"config-{rank}.json")
+    path.write_text(json.dumps(config))
+    args, data = Namespace(deepspeed_config=str(path), local_rank=rank), TensorDataset(torch.zeros(64, 1))
+    plain = Namespace(local_rank=rank)
+    model = toy()
+    calls = [
+        lambda: mst_scale.initialize(args=args, model=model, model_parameters=model.parameters()),
+        lambda: mst_scale.initialize(plain, model, None, model.parameters(), data, config=path),
+        lambda: mst_scale.initialize(model=model, training_data=data, config_params=config),
+    ]
+    found = []
+    for call in calls:
+        engine, _, loader, scheduler = call()
+        assert scheduler is None
+        found.append((engine.mst.sparsity, loader is not None))
+    assert args.deepspeed_config == str(path), "the caller's own"
+    for wrong in (lambda: mst_scale.initialize(args, model, config=config), lambda: mst_scale.initialize(model=model)):
+        with pytest.raises(ValueError, match="needs one config"):
+            wrong()
+    return found
+
+
+def test_it_takes_deepspeeds_arguments_in_their_order(tmp_path):
+    (found,) = pool.run(called_as_deepspeed_is, 1, str(tmp_path))
+    # to within one weight per matrix
+    assert found == [(pytest.approx(0.5, abs=2 / 481), loader) for loader in (False, True, True)]
 
 
 def test_norms_biases_and_embeddings_are_never_targets():

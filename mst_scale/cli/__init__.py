@@ -11,12 +11,13 @@ import os
 import sys
 
 from mst_scale import distributed
+from mst_scale.arguments import Parser
 
 VERBS = ("data", "flops", "plan", "inspect", "report", "reshape", "export", "eval", "bench")
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+def parser() -> Parser:
+    top = Parser(
         prog="mst", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog="mst VERB --help"
     )
     subparsers = top.add_subparsers(dest="verb", required=True, metavar="VERB")

@@ -175,5 +175,7 @@ def _under(preset: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
 def _known(name: Any, table: dict[str, Any], key: str, where: str) -> str:
     if isinstance(name, str) and name in table:
         return name
+    if table is METHODS and name in RECIPES:
+        raise ValueError(f'{where}: {name!r} is a recipe, not a method: --set recipe={name}, or "recipe": "{name}"')
     near = difflib.get_close_matches(str(name), table, n=1, cutoff=0.0)[0]
     raise ValueError(f"{where}: unknown {key} {name!r}: the nearest is {near!r} (there are {', '.join(table)})")

@@ -55,8 +55,7 @@ def prepare(
         return meta
     text: tuple[Tokenizer, Source] | None = None
     if force or not partial.complete:  # a name that cannot be read must not leave a folder behind
-        report.say(f"preparing {' '.join(recipe.paths)} with tokenizer {recipe.tokenizer_name} in {out}")
-        text = _open(recipe)
+        text = _open(recipe, out, report)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     with locked(out, report.say):
@@ -69,7 +68,7 @@ def prepare(
             check_free(out, identity)
         if not partial.complete:
             try:
-                _build(recipe, text or _open(recipe), partial, workers or _cores(), report)
+                _build(recipe, text or _open(recipe, out, report), partial, workers or _cores(), report)
             except BaseException:
                 if not partial.worth_keeping:
                     partial.discard()
@@ -111,8 +110,13 @@ def _finished(out: Path, recipe: Recipe, identity: dict[str, Any]) -> dict[str, 
     return meta
 
 
-def _open(recipe: Recipe) -> tuple[Tokenizer, Source]:
-    return load_tokenizer(recipe.tokenizer_name), open_source(recipe)
+def _open(recipe: Recipe, out: Path, report: Report) -> tuple[Tokenizer, Source]:
+    """A wrong name is one line, found before a vocabulary is downloaded; a data set of the hub takes its time."""
+    here = local_files(recipe) is not None
+    tokenizer = load_tokenizer(recipe.tokenizer_name)
+    source = open_source(recipe) if here else None
+    report.say(f"preparing {' '.join(recipe.paths)} with tokenizer {recipe.tokenizer_name} in {out}")
+    return tokenizer, open_source(recipe) if source is None else source
 
 
 def _build(recipe: Recipe, text: tuple[Tokenizer, Source], partial: Partial, workers: int, report: Report) -> None:

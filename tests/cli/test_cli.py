@@ -26,11 +26,26 @@ def test_the_verbs_are_listed(capsys):
     assert all(f"    {verb}" in text for verb in cli.VERBS)
 
 
-@pytest.mark.parametrize("argv", [[], ["nonsense"], ["bench"], ["bench", "nonsense"], ["data", "--nonsense"]])
-def test_wrong_use_exits_with_2(argv, capsys):
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["nonsense"],
+        ["inspect"],
+        ["data", "--nonsense"],
+        ["plan", "--config", "C", "--gpus", "many"],
+        ["bench"],
+        ["bench", "nonsense"],
+        ["bench", "topology", "--nonsense"],
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(argv, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(argv)
     assert left.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("mst") and err.endswith("--help lists what there is)\n")
 
 
 def run_verb(error):

@@ -35,6 +35,22 @@ def test_words_for_people(source: str, capsys: pytest.CaptureFixture[str]):
     assert Path("corpora/books-byte/train.bin").stat().st_size == 2 * int(train.split()[1].replace(",", ""))
 
 
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (["nowhere.txt"], "source 'nowhere.txt': no such file"),  # with the default tokenizer, also without a network
+        (["stdlib", "--tokenizer", "nope"], "unknown tokenizer 'nope'"),
+        (["README.md", "--tokenizer", "byte"], "not a kind of file that can be read"),
+    ],
+)
+def test_a_wrong_name_is_one_line(told: list[str], says: str, source: str, capsys: pytest.CaptureFixture[str]):
+    Path("README.md").write_text("text\n")
+    assert main(["data", *told, "--out", "c"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and says in err
+    assert not Path("c").exists()
+
+
 def test_json_for_machines(source: str, capsys: pytest.CaptureFixture[str]):
     assert main(["data", source, "--tokenizer", "byte", "--out", "c", "--val-fraction", "0.2", "--json"]) == 0
     out = capsys.readouterr().out

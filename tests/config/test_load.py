@@ -34,6 +34,13 @@ def test_the_papers_config():
     assert (paper.mst.attention.pattern, paper.mst.attention.stride) == ("strided", 256)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_no_method(recipe):
+    with pytest.raises(ValueError, match=f"'{recipe}' is a recipe, not a method: --set recipe={recipe}"):
+        load(MINIMAL, method=recipe)
+    assert load(MINIMAL, [f"recipe={recipe}"]).mst.method == "mst"
+
+
 def test_overrides_reach_any_key_and_win():
     experiment = load(
         {**MINIMAL, "mst": {"sparsity": {"max": 0.5}}},
