@@ -3,9 +3,10 @@
     mst bench attention [--device cpu|cuda|all] [--json | --markdown] [--quick]
 
 Forward + backward of `attention(q, k, v, Pattern("strided", 256))` against causal flash SDPA on the same tensors, and
-forward against compiled FlexAttention under the same mask (it has no backward on CPU). The runs alternate and the
-medians are compared, so that a change of clock or a neighbour's load meets both. `ceiling` is the dense causal pairs
-over ours: the speed-up of a kernel whose pairs cost what flash attention's do. Rows that cannot be measured say why.
+forward against compiled FlexAttention under the same mask (it has no backward on CPU). 12 heads of 64; batch 1 on CPU.
+The runs alternate in one process and the medians are compared, so that a change of clock or a neighbour's load meets
+both. `ceiling` is the dense causal pairs over ours: the speed-up of a kernel whose pairs cost what flash attention's
+do. Rows that cannot be measured say why.
 
 Peak memory is that of one forward + backward, inputs and gradients included: resident set of a fresh process on CPU,
 allocated bytes on CUDA.
@@ -13,20 +14,20 @@ allocated bytes on CUDA.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import memory
 from benchmarks.machine import machine
+from benchmarks.page import Row, outputs, tell
+from benchmarks.timing import Run, for_seconds, middle_half, versus
 from mst_scale.arguments import Parser
 from mst_scale.hybrid_sparse_attention import Pattern, attention
 from mst_scale.hybrid_sparse_attention.dispatch import choose
@@ -44,29 +45,10 @@ ASKED = {
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 CPU_CASES = [("float32", n) for n in LENGTHS] + [("bfloat16", n) for n in (1024, 2048, 4096)]
 CUDA_CASES = [("bfloat16", n) for n in (1024, 4096, 16384)]
-Row = dict[str, Any]
-Run = Callable[[], object]
 
 
 def alternate(runs: Sequence[Run], seconds: float, device: str) -> list[list[float]]:
-    """Milliseconds of every run, taken in turns: at least 3 rounds, at most 60, about `seconds` in all."""
-    for run in runs:
-        run()
-    times: list[list[float]] = [[] for _ in runs]
-    end = time.perf_counter() + seconds
-    while len(times[0]) < 3 or (time.perf_counter() < end and len(times[0]) < 60):
-        for run, into in zip(runs, times, strict=True):
-            _wait(device)
-            start = time.perf_counter()
-            run()
-            _wait(device)
-            into.append(1e3 * (time.perf_counter() - start))
-    return times
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    return for_seconds(runs, seconds, least=3, most=60, device=torch.device(device))
 
 
 def tensors(dtype: str, length: int, device: str) -> list[torch.Tensor]:
@@ -124,12 +106,12 @@ def run(device: str = "all", seconds: float = 20.0, quick: bool = False) -> list
         for backend in ("auto", "blocked"):
             rows += scaling("float32", lengths, 2 * seconds, backend)
         for dtype, length in (("float32", 4096), ("bfloat16", 4096)):
-            rows.append(memory(dtype, length, "cpu"))
+            rows.append(peak_memory(dtype, length, "cpu"))
     if device in ("cuda", "all"):
         for dtype, length in CUDA_CASES:
             if torch.cuda.is_available():
                 rows += compare(dtype, length, "cuda", seconds)
-                rows.append(memory(dtype, length, "cuda"))
+                rows.append(peak_memory(dtype, length, "cuda"))
             else:
                 why = "not measured: no CUDA device"
                 case = _case("forward + backward", dtype, length, "cuda")
@@ -156,24 +138,6 @@ def _unmeasured(rival: str, why: str) -> Row:
     return {"ours_ms": None, "rival": rival, "rival_ms": None, "speedup": None, "why": why}
 
 
-def _versus(ours: list[float], rival: str, theirs: list[float]) -> Row:
-    mine, other = statistics.median(ours), statistics.median(theirs)
-    return {
-        "ours_ms": round(mine, 3),
-        "ours_range": _middle_half(ours),
-        "rival": rival,
-        "rival_ms": round(other, 3),
-        "rival_range": _middle_half(theirs),
-        "speedup": round(other / mine, 2),
-        "rounds": len(ours),
-    }
-
-
-def _middle_half(times: list[float]) -> list[float]:
-    ordered = sorted(times)
-    return [round(ordered[len(ordered) // 4], 3), round(ordered[(3 * len(ordered)) // 4], 3)]
-
-
 def compare(dtype: str, length: int, device: str, seconds: float) -> list[Row]:
     """Both ways against flash SDPA (and on a GPU FlexAttention), forward alone against FlexAttention on CPU."""
     pattern = Pattern("strided", STRIDE)
@@ -181,7 +145,7 @@ def compare(dtype: str, length: int, device: str, seconds: float) -> list[Row]:
 
     mine, theirs = alternate([both_ways(f, q, k, v, dout) for f in (ours, flash)], seconds, device)
     case = _case("forward + backward", dtype, length, device)
-    row = {**case, **_versus(mine, SDPA, theirs)}
+    row = {**case, **versus(mine, SDPA, theirs, middle_half)}
     if device == "cpu" and (dtype, length) in ASKED:
         row["asked"] = ASKED[dtype, length]
     rows = [row]
@@ -197,7 +161,7 @@ def compare(dtype: str, length: int, device: str, seconds: float) -> list[Row]:
                 )
             else:
                 mine, theirs = alternate([both_ways(f, q, k, v, dout) for f in pair], seconds, device)
-            rows.append({**case, **_versus(mine, FLEX, theirs)})
+            rows.append({**case, **versus(mine, FLEX, theirs, middle_half)})
         except Exception as error:  # whatever stops the rival is reported in its row, and must not stop ours
             reason = str(error).splitlines()[0] if str(error) else "no message"
             rows.append({**case, **_unmeasured(FLEX, f"not measured: {type(error).__name__}: {reason[:160]}")})
@@ -219,13 +183,13 @@ def scaling(dtype: str, lengths: Sequence[int], seconds: float, backend: str = "
         expected = [per_pair[0] * pattern.pairs(length)]
         row = {
             **_case("time per pair" if backend == "auto" else f"time per pair, {backend}", dtype, length, "cpu"),
-            **_versus(taken, f"cost per pair at {lengths[0]}", expected),
+            **versus(taken, f"cost per pair at {lengths[0]}", expected, middle_half),
         }
         rows.append({**row, "ns_per_pair": round(1e6 * cost / HEADS, 3), "spread_asked": 1.5})
     return rows
 
 
-def memory(dtype: str, length: int, device: str) -> Row:
+def peak_memory(dtype: str, length: int, device: str) -> Row:
     """Peak memory of a forward + backward in MiB, each in a process of its own on CPU."""
     peaks = {}
     for name in ("ours", "flash"):
@@ -255,27 +219,23 @@ def _step(name: str, dtype: str, length: int, device: str) -> None:
 
 def _peak_cpu(name: str, dtype: str, length: int) -> float:
     _step(name, dtype, 512, "cpu")  # libraries, thread pools and the compiled kernel are there before
-    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-    before = _status("VmRSS")
-    _step(name, dtype, length, "cpu")
-    return (_status("VmHWM") - before) / 1024
-
-
-def _status(field: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith(field)))
+    return _mib(memory.peak_of(lambda: _step(name, dtype, length, "cpu"), "cpu"))
 
 
 def _peak_cuda(name: str, dtype: str, length: int) -> float:
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    _step(name, dtype, length, "cuda")
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return _mib(memory.peak_of(lambda: _step(name, dtype, length, "cuda"), "cuda"))
 
 
-# ------------------------------------------------------------------------------------------------ presentation
+def _mib(count: int | None) -> float:
+    if count is None:
+        raise ValueError("the peak of this process's memory cannot be read here: it takes Linux")
+    return count / 2**20
+
+
+# --- presentation ---
+
+
 def flatness(rows: list[Row]) -> dict[str, float]:
     """Largest over smallest time per pair, by what was measured."""
     costs: dict[str, list[float]] = {}
@@ -316,38 +276,21 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
-    facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
-    return (
-        f"# Hybrid Sparse Attention against dense flash attention\n\n"
-        f"Made by `{command}`; what is measured, and how, stands in `benchmarks/attention.py`.\n"
-        f"Batch 1 on CPU, {HEADS} heads of {HEAD_DIM}, pattern strided {STRIDE}. Medians of alternating runs in one "
-        f"process; the range is the middle half of the runs.\n\n{facts}\n\n{table(rows)}\n"
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="mst bench attention", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--device", choices=("cpu", "cuda", "all"), default="all")
     parser.add_argument("--seconds", type=float, default=20.0, help="time for one comparison")
     parser.add_argument("--quick", action="store_true", help="lengths up to 4096")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="for machines")
-    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    outputs(parser)
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
     about = machine()
     rows = run(options.device, options.seconds, options.quick)
     about["load after"] = [round(x, 2) for x in os.getloadavg()]
-    if options.json:
-        print(json.dumps({"machine": about, "rows": rows}))
-    elif options.markdown:
-        given = f" --device {options.device} --seconds {options.seconds:g}" + (" --quick" if options.quick else "")
-        print(markdown(about, rows, f"mst bench attention{given} --markdown"))
-    else:
-        print(table(rows))
+    given = f"--device {options.device} --seconds {options.seconds:g}{' --quick' * options.quick}"
+    tell(options, rows, table(rows), about=about, doc=__doc__, command=f"mst bench attention {given}")
     return 0
 
 

@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import aside, machine
-from benchmarks.page import outputs, tell
+from benchmarks.machine import machine
+from benchmarks.page import Row, aside, grid, outputs, tell
 from mst_scale.arguments import Parser
 
 INTERVAL, WARM, RATE = 40, 100, 3e-3
-Row = dict[str, Any]
 
 
 def train(sampler: Any, grown_moments: str, beta2: float, steps: int) -> Row:
@@ -99,15 +98,13 @@ def run(data: str, steps: int) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    lines = [
-        "| β₂ | v of grown weights | first updates 1 … 5 (× learning rate) | bump | final loss |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for r in rows:
         updates = ", ".join(f"{u:.2f}" for u in r["first_updates"])
         bump = f"{r['bump']:+.4f} ± {r['bump_error']:.4f}"
-        lines.append(f"| {r['beta2']} | {r['grown_moments']} | {updates} | {bump} | {r['final_loss']:.4f} |")
-    return "\n".join(lines)
+        lines.append([r["beta2"], r["grown_moments"], updates, bump, f"{r['final_loss']:.4f}"])
+    head = ["β₂", "v of grown weights", "first updates 1 … 5 (× learning rate)", "bump", "final loss"]
+    return grid(head, lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,14 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with aside():
         rows = run(options.data, options.steps)
-    tell(
-        options,
-        __doc__,
-        f"mst bench grown_weights --steps {options.steps}",
-        {**machine(), "dtype": "float32"},
-        rows,
-        table,
-    )
+    command = f"mst bench grown_weights --steps {options.steps}"
+    tell(options, rows, table(rows), about={**machine(), "dtype": "float32"}, doc=__doc__, command=command)
     return 0
 
 

@@ -6,7 +6,7 @@
 One layer, forward + gradients of input and weight (zero where masked), everything included: gathering the values,
 transposes, the dense layout of the weight's gradient. The rival is the dense layer of the same dtype, `F.linear` with
 autograd; a second one is torch.sparse (MKL: CSR × dense and `sampled_addmm`) with values gathered at each call, float32
-only. Runs alternate in one process and medians are compared.
+only. Runs alternate in one process and medians are compared; ranges are the middle half of the runs.
 
 `crossover` rows say from which sparsity on ours is faster: our time is interpolated between the measured sparsities.
 --tune writes them, for one thread and for all, and for MKL, which computes where there is no compiler, into the table
@@ -15,10 +15,8 @@ that mst.compute.backend "auto" reads.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +25,8 @@ import torch.nn.functional as F
 
 from benchmarks import linear_cuda
 from benchmarks.machine import machine
-from benchmarks.page import outputs
+from benchmarks.page import Row, outputs, tell
+from benchmarks.timing import Run, for_seconds, middle_half, versus
 from mst_scale.arguments import Parser
 from mst_scale.sparse_linear import cpp, crossovers
 from mst_scale.sparse_linear.mkl import MKLIndex
@@ -41,22 +40,10 @@ TUNED = (UP, DOWN, HEAD)
 TUNED_AT = {"cpu": (0.9, 0.7, 0.5, 0.3), "mkl": (0.96, 0.9, 0.8)}
 # (dtype, sparsity) → the least speed-up over dense that is asked for at 3072×768 on 2 AVX-512 cores
 ASKED = {("float32", 0.96): 5.0, ("float32", 0.9): 2.5, ("bfloat16", 0.96): 2.5}
-Row = dict[str, Any]
-Run = Callable[[], object]
 
 
 def alternate(runs: Sequence[Run], seconds: float) -> list[list[float]]:
-    """Milliseconds of every run, taken in turns: at least 5 rounds, about `seconds` in all."""
-    for run in runs:
-        run()
-    times: list[list[float]] = [[] for _ in runs]
-    end = time.perf_counter() + seconds
-    while len(times[0]) < 5 or time.perf_counter() < end:
-        for run, into in zip(runs, times, strict=True):
-            start = time.perf_counter()
-            run()
-            into.append(1e3 * (time.perf_counter() - start))
-    return times
+    return for_seconds(runs, seconds, least=5)
 
 
 class Layer:
@@ -86,13 +73,7 @@ class Layer:
         return self.both_ways(lambda x, weight: index.linear(x, weight, None, False))
 
 
-def spread(times: Sequence[float]) -> list[float]:
-    ordered = sorted(times)
-    return [round(ordered[len(ordered) // 4], 2), round(ordered[(3 * len(ordered)) // 4], 2)]
-
-
 def row_of(layer: Layer, sparsity: float, ours: list[float], rival: str, theirs: list[float]) -> Row:
-    mine, other = statistics.median(ours), statistics.median(theirs)
     row = {
         "what": "forward + gradients",
         "dtype": layer.dtype,
@@ -100,13 +81,7 @@ def row_of(layer: Layer, sparsity: float, ours: list[float], rival: str, theirs:
         "tokens": layer.tokens,
         "threads": torch.get_num_threads(),
         "sparsity": sparsity,
-        "ours_ms": round(mine, 2),
-        "ours_range": spread(ours),
-        "rival": rival,
-        "rival_ms": round(other, 2),
-        "rival_range": spread(theirs),
-        "speedup": round(other / mine, 2),
-        "rounds": len(ours),
+        **versus(ours, rival, theirs, middle_half),
     }
     if rival == DENSE and layer.shape == UP and (layer.dtype, sparsity) in ASKED:
         row["asked"] = ASKED[layer.dtype, sparsity]
@@ -202,16 +177,6 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def markdown(about: dict[str, Any], rows: list[Row], command: str) -> str:
-    facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
-    return (
-        f"# A sparse linear layer against a dense one, on CPU\n\nMade by `{command}`; what is measured, and how, "
-        "stands in `benchmarks/linear.py`.\nForward + gradients of input and weight. Medians of alternating runs in "
-        "one process; the range is the\nmiddle half of the runs.\n\n"
-        f"{facts}\n\n{table(rows)}\n"
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     device = Parser(prog="mst bench linear", add_help=False)
@@ -238,13 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     about = machine()
     rows = run(options.dtype, options.seconds, options.quick)
-    if options.json:
-        print(json.dumps({"machine": about, "rows": rows}))
-    elif options.markdown:
-        chosen = f"--dtype {' '.join(options.dtype)} --seconds {options.seconds:g} --threads {about['threads']}"
-        print(markdown(about, rows, f"mst bench linear {chosen}{' --quick' * options.quick} --markdown"))
-    else:
-        print(table(rows))
+    command = f"mst bench linear --dtype {' '.join(options.dtype)} --seconds {options.seconds:g}"
+    command += f" --threads {about['threads']}{' --quick' * options.quick}"
+    tell(options, rows, table(rows), about=about, doc=__doc__, command=command)
     return 0
 
 

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.page import outputs, tell
+from benchmarks.page import Row, outputs, tell
+from benchmarks.timing import Run, in_rounds
 from mst_scale.arguments import Parser
 
 SIDES = (16, 32, 64, 128)
@@ -36,8 +37,6 @@ RIVAL = "cuBLAS dense bfloat16"
 NO_DEVICE = "not measured: no CUDA device"
 PRODUCTS = ("y", "dx", "dw")
 
-Row = dict[str, Any]
-Run = Callable[[], object]
 Rates = dict[str, float]
 
 
@@ -71,21 +70,11 @@ def device_ms(run: Run) -> float:
     return float(start.elapsed_time(end))
 
 
-def in_turns(runs: Sequence[Run], rounds: int, clock: Callable[[Run], float]) -> list[list[float]]:
-    for run in runs:  # tiles are tuned here
-        run()
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds):
-        for run, into in zip(runs, times, strict=True):
-            into.append(clock(run))
-    return times
-
-
 def rates(device: str, clock: Callable[[Run], float], size: int = 8192) -> Rates:
     """Multiply-adds per ms of a large dense product, bytes per ms of a large copy."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     a = torch.randn(size, size, device=device, dtype=dtype)
-    product, copy = in_turns([lambda: a @ a, a.clone], 10, clock)
+    product, copy = in_rounds([lambda: a @ a, a.clone], 10, clock)
     return {"multiply_adds": size**3 / min(product), "bytes": 2 * a.numel() * a.element_size() / min(copy)}
 
 
@@ -148,7 +137,7 @@ def measure(layer: Layer, blocks: tuple[int, float], rate: Rates, rounds: int, c
     ours, theirs = layer.sparse(active, side), layer.dense()
     rows = []
     for product in PRODUCTS:
-        mine, other = map(statistics.median, in_turns([ours[product], theirs[product]], rounds, clock))
+        mine, other = map(statistics.median, in_rounds([ours[product], theirs[product]], rounds, clock))
         least = roofline_ms(product, (layer.outputs, layer.inputs, layer.tokens), count, element, rate)
         row = describe(layer.inputs, layer.tokens, side, sparsity, product)
         row |= {"ours_ms": round(mine, 4), "rival_ms": round(other, 4), "speedup": round(other / mine, 2)}
@@ -194,12 +183,12 @@ def tune(sides: Sequence[int], widths: Sequence[int], rounds: int) -> list[Row]:
     found: list[Row] = []
     for width in widths:
         layer = Layer(width, TOKENS, "cuda")
-        dense = sum(statistics.median(t) for t in in_turns(list(layer.dense().values()), rounds, device_ms))
+        dense = sum(statistics.median(t) for t in in_rounds(list(layer.dense().values()), rounds, device_ms))
         for side in sides:
             medians = {}
             for sparsity in TUNED_AT:
                 active = block_mask(layer.outputs, layer.inputs, side, sparsity, "cuda")
-                times = in_turns(list(layer.sparse(active, side).values()), rounds, device_ms)
+                times = in_rounds(list(layer.sparse(active, side).values()), rounds, device_ms)
                 medians[sparsity] = sum(map(statistics.median, times))
             entry = {"backend": "block", "dtype": "bfloat16", "block": side, "shape": [4 * width, width]}
             found.append({**entry, "sparsity": crossover(medians, dense)})
@@ -239,7 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tune(options.blocks, options.widths, options.rounds)
         return 0
     about, rows = machine(), run(options.blocks, options.widths, options.rounds)
-    tell(options, __doc__, f"mst bench linear --device cuda --rounds {options.rounds}", about, rows, table)
+    command = f"mst bench linear --device cuda --rounds {options.rounds}"
+    tell(options, rows, table(rows), about=about, doc=__doc__, command=command)
     return 0
 
 

@@ -1,19 +1,16 @@
-"""On what was it measured, how fast could that be, and where do the others speak meanwhile?"""
+"""On what was it measured, and how fast could that be?"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
-import statistics
-import sys
-import time
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.timing import seconds_of
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
@@ -53,28 +50,4 @@ def _measured_peak(device: torch.device, dtype: torch.dtype, size: int = 1536) -
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     torch.matmul(a, b, out=out)
-    seconds = []
-    for _ in range(5):
-        wait_for(device)
-        start = time.perf_counter()
-        torch.matmul(a, b, out=out)
-        wait_for(device)
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)
-
-
-@contextlib.contextmanager
-def aside() -> Iterator[None]:
-    """What DeepSpeed prints on stdout goes to stderr: stdout is for our tables and JSON."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
-
-
-def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def middle_half(values: list[float]) -> list[float]:
-    """First and third quartile."""
-    return statistics.quantiles(values, n=4)[::2]
+    return 2 * size**3 / min(seconds_of(lambda: torch.matmul(a, b, out=out), device) for _ in range(5))

@@ -17,19 +17,17 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.machine import aside, machine
-from benchmarks.page import outputs, tell
+from benchmarks.machine import machine
+from benchmarks.page import Row, aside, grid, outputs, tell
+from benchmarks.timing import in_rounds, middle_half
 from benchmarks.training import MASKED_MODEL, config
 from mst_scale.arguments import Parser
 
-Row = dict[str, Any]
 ASKED = 0.01
 EVERY, PHASE = 500, 10_000
 
@@ -49,7 +47,6 @@ def run(rounds: int) -> list[Row]:
     engine = mst_scale.initialize(model=GPT(ModelConfig(**MASKED_MODEL)), config=raw)[0]
     observer = Observer(engine, load(raw), folder, ranks, step=1)
     tokens = torch.randint(50257, (1, 1024), generator=torch.Generator().manual_seed(1))
-    times: dict[str, list[float]] = {"step": [], "look": [], "snapshot": []}
 
     def step() -> None:
         engine.backward(engine(tokens, tokens))
@@ -60,13 +57,9 @@ def run(rounds: int) -> list[Row]:
         observer._show(0)
 
     sides = {"step": step, "look": look, "snapshot": lambda: observer._keep(1)}
-    for _ in range(rounds + 1):  # the first round warms up
-        for name, side in sides.items():
-            start = time.perf_counter()
-            side()
-            times[name].append(time.perf_counter() - start)
-    middle = {name: 1e3 * statistics.median(values[1:]) for name, values in times.items()}
-    spread = {name: [round(1e3 * q, 1) for q in statistics.quantiles(v[1:], n=4)[::2]] for name, v in times.items()}
+    times = dict(zip(sides, in_rounds(list(sides.values()), rounds), strict=True))
+    middle = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    spread = {name: [round(1e3 * q, 1) for q in middle_half(values)] for name, values in times.items()}
     return [
         {
             "what": what,
@@ -85,13 +78,13 @@ def run(rounds: int) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    lines = ["| what | ms (middle half) | a step ms (middle half) | against | it adds | asked |", "|" + "---|" * 6]
+    lines = []
     for r in rows:
         low, high = r["ours_range"]
         first, last = r["step_range"]
         cells = [r["what"], f"{r['ours_ms']:,} ({low:,}–{high:,})", f"{r['step_ms']:,} ({first:,}–{last:,})"]
-        lines.append(f"| {' | '.join(cells)} | {r['rival']} | {r['share']:.3%} | < {r['asked']:.0%} |")
-    return "\n".join(lines)
+        lines.append([*cells, r["rival"], f"{r['share']:.3%}", f"< {r['asked']:.0%}"])
+    return grid(["what", "ms (middle half)", "a step ms (middle half)", "against", "it adds", "asked"], lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     with aside():
         rows = run(options.rounds)
-    tell(options, __doc__, f"mst bench observer --rounds {options.rounds}", machine(options.threads), rows, table)
+    command = f"mst bench observer --rounds {options.rounds}"
+    tell(options, rows, table(rows), about=machine(options.threads), doc=__doc__, command=command)
     return 0
 
 

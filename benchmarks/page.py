@@ -3,39 +3,59 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 Row = dict[str, Any]
 
 
-def outputs(parser: argparse.ArgumentParser) -> None:
+def outputs(parser: argparse.ArgumentParser, markdown: str = "the file in benchmarks/results") -> None:
     """--json and --markdown."""
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="for machines")
-    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    output.add_argument("--markdown", action="store_true", help=markdown)
+
+
+def tell(
+    options: argparse.Namespace,
+    rows: Sequence[Row],
+    table: str,
+    *,
+    about: Row,
+    doc: str | None,
+    command: str,
+    setting: Row | None = None,
+) -> None:
+    """In the form that `options` asks for. `about` is the machine; what follows it stands on the page alone."""
+    if options.json:
+        print(json.dumps({"machine": about, "rows": rows}))
+    elif options.markdown:
+        print(page(doc, f"{command} --markdown", {**about, **(setting or {})}, table))
+    else:
+        print(table)
 
 
 def page(doc: str | None, command: str, about: Row, table: str) -> str:
     """`doc` is the program's own: its first line is the title, what follows its usage says what was measured."""
     title, _, text = (doc or "").partition("\n")
-    facts = ", ".join(f"{key} {value}" for key, value in about.items())
     body = text.strip().split("\n\n", 1)[1]
-    return f"# {title}\n\n`{command}`\n\n{facts}\n\n{table}\n\n```\n{body}\n```\n"
+    return f"# {title}\n\n`{command}`\n\n{facts(about)}\n\n{table}\n\n```\n{body}\n```\n"
 
 
-def tell(  # noqa: PLR0917
-    options: argparse.Namespace,
-    doc: str | None,
-    command: str,
-    about: Row,
-    rows: list[Row],
-    table: Callable[[list[Row]], str],
-) -> None:
-    if options.json:
-        print(json.dumps({"machine": about, "rows": rows}))
-    elif options.markdown:
-        print(page(doc, f"{command} --markdown", about, table(rows)))
-    else:
-        print(table(rows))
+def facts(about: Row) -> str:
+    return ", ".join(f"{key} {value}" for key, value in about.items())
+
+
+def grid(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    """A table of Markdown."""
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in (head, ["---"] * len(head), *lines))
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """What DeepSpeed prints on stdout goes to stderr: stdout is for our tables and JSON."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield

@@ -22,16 +22,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.machine import aside, machine
-from benchmarks.page import outputs, tell
+from benchmarks.machine import machine
+from benchmarks.page import Row, aside, grid, outputs, tell
 from mst_scale.arguments import Parser
 
 ROOT = Path(__file__).parents[1]
 METHODS = ("dense", "mst")
 SPARSITIES = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9)
-Row = dict[str, Any]
 
 
 def train(method: str, seed: int, steps: int, data: str, runs: Path) -> Path:
@@ -103,15 +101,15 @@ def measure(data: str, runs: Path, seeds: int, steps: int) -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     heads = [f"{row['method']}: {what}" for row in rows for what in ("loss", "lost")]
-    lines = ["| pruned | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
+    lines = []
     for s in SPARSITIES:
         cells = [f"{100 * s:.0f} %"]
         for row in rows:
             cells.append(f"{row[f'loss {s}']:.4f} ± {row[f'range {s}']:.4f}")
             cells.append(f"{row[f'lost {s}']:+.4f} ± {row[f'lost range {s}']:.4f}" if s else "–")
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
     kurtoses = ", ".join(f"{row['method']} {row['kurtosis']}" for row in rows)
-    return "\n".join([*lines, "", f"Kurtosis of the layers' weights: {kurtoses}."])
+    return f"{grid(['pruned', *heads], lines)}\n\nKurtosis of the layers' weights: {kurtoses}."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,14 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with aside():
         rows = measure(options.data, options.runs, options.seeds, options.steps)
-    tell(
-        options,
-        __doc__,
-        f"mst bench pruning --seeds {options.seeds} --steps {options.steps}",
-        {**machine(), "dtype": "float32"},
-        rows,
-        table,
-    )
+    command = f"mst bench pruning --seeds {options.seeds} --steps {options.steps}"
+    tell(options, rows, table(rows), about={**machine(), "dtype": "float32"}, doc=__doc__, command=command)
     return 0
 
 

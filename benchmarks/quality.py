@@ -27,11 +27,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import aside, machine
+from benchmarks.machine import machine
+from benchmarks.page import Row, aside, grid, outputs, tell
 from mst_scale.arguments import Parser
 
-Row = dict[str, Any]
-
+CONFIG = "ds_configs/demo.json"
 # A GPT of 0.4 M weights in its layers; every run has the same sparsity: min_blocks = 0, and blocks tile every matrix.
 SHAPE = {
     "model.n_layer": 2, "model.n_head": 4, "model.n_embd": 128, "model.context": 64,
@@ -139,33 +139,18 @@ def measure(options: argparse.Namespace, variants: Mapping[str, Sequence[str]]) 
 
 def table(rows: Sequence[Row]) -> str:
     first = rows[0]["variant"]
-    lines = [f"| variant | val loss | difference to {first} | sparsity | FLOPs | of its dense run |", "|" + "---|" * 6]
+    lines = []
     for r in rows:
         difference = "–" if r is rows[0] else f"{r['difference']:+.4f} ± {r['difference_error']:.4f}"
-        lines.append(
-            f"| {r['variant']} | {r['val_loss']:.4f} ± {r['spread']:.4f} | {difference} | {r['sparsity']:.1%} | "
-            f"{r['flops']:.3g} | {r['flops_of_dense']:.2f} |"
-        )
-    return "\n".join(lines)
+        loss, share = f"{r['val_loss']:.4f} ± {r['spread']:.4f}", f"{r['flops_of_dense']:.2f}"
+        lines.append([r["variant"], loss, difference, f"{r['sparsity']:.1%}", f"{r['flops']:.3g}", share])
+    return grid(["variant", "val loss", f"difference to {first}", "sparsity", "FLOPs", "of its dense run"], lines)
 
 
-def markdown(rows: Sequence[Row], options: argparse.Namespace, variants: Mapping[str, Sequence[str]]) -> str:
-    title, _, text = (__doc__ or "").partition("\n")
-    body = text.strip().split("\n\n", 1)[1]
-    told = "mst bench quality --seeds " + " ".join(map(str, options.seeds)) + " --markdown"
-    told += f" --variants {options.variants}" if options.variants else ""
-    told += f" --config {options.config}" if options.config != CONFIG else ""
-    facts = ", ".join(f"{key} {value}" for key, value in machine().items())
-    settings = "\n".join(options.set)
+def settings_of(options: argparse.Namespace, variants: Mapping[str, Sequence[str]]) -> str:
     listed = "\n".join(f"{name}: {' '.join(words) or '(as above)'}" for name, words in variants.items())
-    return (
-        f"# {title}\n\n`{told}`\n\n{facts}, float32, one process, {len(options.seeds)} seeds, "
-        f"{rows[0]['tokens']:,} tokens a run of {rows[0]['variant']}\n\n{table(rows)}\n\n"
-        f"Settings on top of {options.config}:\n\n```\n{settings}\n\n{listed}\n```\n\n```\n{body}\n```\n"
-    )
-
-
-CONFIG = "ds_configs/demo.json"
+    shared = "\n".join(options.set)
+    return f"Settings on top of {options.config}:\n\n```\n{shared}\n\n{listed}\n```"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -176,9 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--runs", type=Path, metavar="FILE", help="keep runs here; what is there is not repeated")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="for machines")
-    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    outputs(parser)
     options = parser.parse_args(arguments)
     variants = json.loads(Path(options.variants).read_text()) if options.variants else VARIANTS
     if options.config == CONFIG:  # small and short enough for minutes on a CPU; --set comes after and wins
@@ -190,12 +173,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         variants = {name: variants[name] for name in options.only}
     with aside():
         rows = measure(options, variants)
-    if options.json:
-        print(json.dumps({"machine": machine(), "rows": rows}))
-    elif options.markdown:
-        print(markdown(rows, options, variants))
-    else:
-        print(table(rows))
+    setting = {"dtype": "float32", "processes": 1, "seeds": len(options.seeds)}
+    setting[f"tokens a run of {rows[0]['variant']}"] = f"{rows[0]['tokens']:,}"
+    shown, command = table(rows), "mst bench quality --seeds " + " ".join(map(str, options.seeds))
+    command += f" --variants {options.variants}" if options.variants else ""
+    command += f" --config {options.config}" if options.config != CONFIG else ""
+    shown += f"\n\n{settings_of(options, variants)}" if options.markdown else ""
+    tell(options, rows, shown, about=machine(), doc=__doc__, command=command, setting=setting)
     return 0
 
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from benchmarks import step
 from benchmarks.machine import machine
+from benchmarks.page import Row, grid, outputs, tell
 from mst_scale.arguments import Parser
 
-Row = dict[str, Any]
 KINDS = ("weak", "strong")
 SIDES = {"ours": "MST", "rival": "dense"}
 
@@ -129,17 +129,14 @@ def table(rows: Sequence[Row]) -> str:
         )
         cells = [r["kind"], r["ranks"], r["sequences_per_rank"], ours, theirs, f"{r['speedup']}×"]
         lines.append([*cells, tokens, efficiency, communication])
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head), *lines])
+    return grid(head, lines)
 
 
-def markdown(rows: Sequence[Row], about: dict[str, Any], command: str) -> str:
+def setting_of(rows: Sequence[Row]) -> dict[str, Any]:
+    """What is alike in all points."""
     setting = rows[0]["setting"]
-    facts = ", ".join(f"{key} {value}" for key, value in about.items())
     told = ("model", "method", "backend", "zero_stage", "dtype", "rounds")
-    said = ", ".join(f"{key.replace('_', ' ')} {setting[key]}" for key in told)
-    title, _, text = (__doc__ or "").partition("\n")
-    body = text.strip().split("\n\n", 1)[1]
-    return f"# {title}\n\n`{command}`\n\n{facts}\n\n{said}\n\n{table(rows)}\n\n```\n{body}\n```\n"
+    return {key.replace("_", " "): setting[key] for key in told}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -156,9 +153,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--rounds", type=int, default=7, help="pairs of steps a point (7)")
     found.add_argument("--threads", type=int, default=1, help="CPU threads a rank (1)")
     found.add_argument("--plot", metavar="FILE", help="draw it: .png or .svg")
-    output = found.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="for machines")
-    output.add_argument("--markdown", action="store_true", help="the file in benchmarks/results")
+    outputs(found)
     return found
 
 
@@ -181,13 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = measure(options)
     if options.plot:
         plot(rows, Path(options.plot))
-    if options.json:
-        print(json.dumps({"machine": about, "rows": rows}))
-    elif options.markdown:
-        given = " ".join(sys.argv[1:] if arguments is None else arguments)
-        print(markdown(rows, about, f"mst bench scaling {given}"))
-    else:
-        print(table(rows))
+    given = [word for word in (sys.argv[1:] if arguments is None else arguments) if word != "--markdown"]
+    command = f"mst bench scaling {' '.join(given)}"
+    tell(options, rows, table(rows), about=about, doc=__doc__, command=command, setting=setting_of(rows))
     return 0
 
 

@@ -10,15 +10,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.machine import machine
+from benchmarks.page import Row, grid, outputs, tell
 from mst_scale.arguments import Parser
 
-Row = dict[str, Any]
 NO_DEVICE = "not measured: no CUDA device"
 
 
@@ -84,14 +82,7 @@ def table(rows: Sequence[Row]) -> str:
             times = f"{r['ours_ms']:,}", f"{r['rival_ms']:,}", f"**{r['speedup']}×**"
             figures = [r["model"], r["block"], *times, goal, r["flop_reduction"]]
         lines.append([r["parameters"], *figures])
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head), *lines])
-
-
-def markdown(about: dict[str, Any], rows: Sequence[Row], command: str) -> str:
-    facts = ", ".join(f"{key} {value}" for key, value in about.items())
-    title, _, text = (__doc__ or "").partition("\n")
-    body = text.strip().split("\n\n", 1)[1]
-    return f"## {title}\n\n`{command}`\n\n{facts}\n\n{body}\n\n{table(rows)}\n"
+    return grid(head, lines)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -100,15 +91,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--configs", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="C")
     parser.add_argument("--rounds", type=int, default=7, help="pairs of steps (7)")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="for machines")
-    output.add_argument("--markdown", action="store_true", help="the section in benchmarks/results")
+    outputs(parser)
     options = parser.parse_args(arguments)
     rows, about = run(options.configs, options.rounds), machine()
-    if options.json:
-        print(json.dumps({"machine": about, "rows": rows}))
-    elif options.markdown:
-        print(markdown(about, rows, f"mst bench step --device cuda --rounds {options.rounds} --markdown"))
-    else:
-        print(table(rows))
+    command = f"mst bench step --device cuda --rounds {options.rounds}"
+    tell(options, rows, table(rows), about=about, doc=__doc__, command=command)
     return 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-Row = dict[str, Any]
+from benchmarks.page import Row, facts, grid
+
 SIDES = {"ours": "MST", "rival": "dense"}
 
 
@@ -36,7 +37,7 @@ def table(rows: Sequence[Row]) -> str:
                 f"{_mb(r['ours_peak_bytes'])} / {_mb(r['rival_peak_bytes'])}",
             ]
         )
-    return _markdown(head, lines)
+    return grid(head, lines)
 
 
 def parts(rows: Sequence[Row]) -> str:
@@ -50,7 +51,7 @@ def parts(rows: Sequence[Row]) -> str:
                 topology = r["topology_ms"] if who == "ours" else None
                 last = "–" if topology is None else f"{topology:+,.1f}"
                 lines.append([r["phase"], label, *(f"{measured[name]:,.1f}" for name in names), last])
-    return _markdown(["phase", "side", *(f"{name} ms" for name in names), "topology step ms"], lines)
+    return grid(["phase", "side", *(f"{name} ms" for name in names), "topology step ms"], lines)
 
 
 def collectives(found: Sequence[Row]) -> str:
@@ -67,25 +68,26 @@ def collectives(found: Sequence[Row]) -> str:
         ]
         for c in found
     ]
-    return _markdown(["phase", "side", "step", "collective", "calls", "bytes", "ms"], lines)
+    return grid(["phase", "side", "step", "collective", "calls", "bytes", "ms"], lines)
 
 
 def markdown(found: dict[str, Any], command: str) -> str:
     """A section of a results file."""
     setting = found["setting"]
-    facts = ", ".join(f"{key} {value}" for key, value in found["machine"].items())
     shown = {**setting, "peak_flops_per_s": f"{setting['peak_flops_per_s'] / 1e9:,.1f} G"}
-    said = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items())
+    said = facts({key.replace("_", " "): value for key, value in shown.items()})
     title = f"{setting['model']}, {setting['ranks']} rank(s), backend {setting['backend']}"
-    sections = [f"## {title}", f"`{command}`", facts, said, table(found["rows"]), parts(found["rows"])]
+    sections = [
+        f"## {title}",
+        f"`{command}`",
+        facts(found["machine"]),
+        said,
+        table(found["rows"]),
+        parts(found["rows"]),
+    ]
     if found["collectives"]:
         sections.append(collectives(found["collectives"]))
     return "\n\n".join(sections) + "\n"
-
-
-def _markdown(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
-    rows = [head, ["---"] * len(head), *lines]
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
 
 
 def _span(ends: Sequence[float]) -> str:

@@ -19,22 +19,20 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
 
+from benchmarks.local_ranks import run_on
 from benchmarks.machine import machine
-from benchmarks.page import outputs, tell
+from benchmarks.page import Row, aside, grid, outputs, tell
+from benchmarks.timing import in_rounds, middle_half, seconds_of
 from mst_scale.arguments import Parser
 
-Row = dict[str, Any]
 ASKED = {"loop": 0.02, "masking": 0.02, "topology": 0.01, "drift": 0.001}
 # GPT-2 small's widths and its whole head; 4 of 12 layers, so that two engines fit beside each other in a few GB
 MASKED_MODEL: dict[str, Any] = {"n_layer": 4, "n_head": 12, "n_embd": 768, "context": 1024, "vocab_size": 50257}
@@ -53,17 +51,6 @@ def config(model: dict[str, Any], ranks: int, sequences: int, **blocks: Any) -> 
         "model": model,
         **blocks,
     }
-
-
-def alternate(sides: Sequence[Callable[[], None]], rounds: int) -> list[list[float]]:
-    """Seconds of each side, in turn; the first round warms up and is dropped."""
-    times: list[list[float]] = [[] for _ in sides]
-    for _ in range(rounds + 1):
-        for side, kept in zip(sides, times, strict=True):
-            start = time.perf_counter()
-            side()
-            kept.append(time.perf_counter() - start)
-    return [kept[1:] for kept in times]
 
 
 def loop(ranks: Any, rounds: int) -> Row:
@@ -93,7 +80,7 @@ def loop(ranks: Any, rounds: int) -> Row:
             run.engine.backward(loss)
             run.engine.step()
 
-    mine, theirs = alternate([ours, bare], rounds)
+    mine, theirs = in_rounds([ours, bare], rounds)
     return row("loop", "bare forward/backward/step, same engine", mine, theirs, steps=10)
 
 
@@ -128,7 +115,7 @@ def masked(ranks: Any, rounds: int) -> list[Row]:
 
         return one
 
-    ordinary = alternate([step(sparse), step(dense)], rounds)
+    ordinary = in_rounds([step(sparse), step(dense)], rounds)
     rows = [row("masking", "the same DeepSpeed run without MST", ordinary[0], ordinary[1])]
     controller = sparse.mst
     is_due = type(controller.schedule).is_topology_step
@@ -138,15 +125,13 @@ def masked(ranks: Any, rounds: int) -> list[Row]:
         for due, kept in ((True, topology), (False, plain)):
             type(controller.schedule).is_topology_step = lambda self, s, due=due: due
             controller._ask_for_dense_gradients()
-            start = time.perf_counter()
-            step(sparse)()
-            kept.append(time.perf_counter() - start)
+            kept.append(seconds_of(step(sparse)))
     type(controller.schedule).is_topology_step = is_due
     extra = [a - b for a, b in zip(topology, plain, strict=True)]
     share = statistics.median(extra) / 100 / statistics.median(ordinary[1])
     found = row("topology", "an ordinary step of the same run", topology, plain)
     found.update(overhead=share, note="extra time of a topology step / 100 / step time without MST")
-    checks, steps = alternate([controller.check_drift, step(sparse)], max(3, rounds // 3))
+    checks, steps = in_rounds([controller.check_drift, step(sparse)], max(3, rounds // 3))
     check = row("drift", "an ordinary step of the same run", checks, steps)
     check.update(overhead=statistics.median(checks) / 1_000 / statistics.median(steps))
     return [*rows, found, check]
@@ -164,63 +149,41 @@ def row(what: str, rival: str, ours: list[float], theirs: list[float], steps: in
         "rival_range": _middle(theirs, steps),
         "speedup": round(other / mine, 4),
         "overhead": statistics.median(pairs),
-        "overhead_range": [round(q, 4) for q in statistics.quantiles(pairs, n=4)[::2]],
+        "overhead_range": [round(q, 4) for q in middle_half(pairs)],
         "asked": ASKED[what],
         "pairs": len(pairs),
     }
 
 
 def _middle(times: list[float], steps: int) -> list[float]:
-    return [round(1e3 * q / steps, 2) for q in statistics.quantiles(times, n=4)[::2]]
+    return [round(1e3 * q / steps, 2) for q in middle_half(times)]
 
 
-def _worker(rank: int, world: int, port: int, options: argparse.Namespace, results: Any) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+def here(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
+    """What one of the ranks finds."""
+    world = int(os.environ["WORLD_SIZE"])
     threads = max(1, options.threads // world)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
-    sys.stdout = sys.stderr  # DeepSpeed speaks on stdout, where our JSON belongs
-    from mst_scale import distributed
+    with aside():
+        from mst_scale import distributed
 
-    ranks = distributed.init()
-    rows = [loop(ranks, options.rounds * 3), *masked(ranks, options.rounds)]
-    if ranks.first:
-        results.put((machine(threads), rows))
-    ranks.leave()
-
-
-def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
-    from mst_scale.distributed import free_port
-
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    mp.spawn(_worker, (options.ranks, free_port(), options, results), nprocs=options.ranks)
-    about, rows = results.get()
-    return about, [{**found, "ranks": options.ranks} for found in rows]
+        ranks = distributed.init()
+        rows = [loop(ranks, options.rounds * 3), *masked(ranks, options.rounds)]
+        ranks.leave()
+    return machine(threads), [{**found, "ranks": world} for found in rows]
 
 
 def table(rows: list[Row]) -> str:
-    lines = [
-        "| what | ranks | ours ms (middle half) | rival | rival ms (middle half) | we add | asked |",
-        "|" + "---|" * 7,
-    ]
+    head = ["what", "ranks", "ours ms (middle half)", "rival", "rival ms (middle half)", "we add", "asked"]
+    lines = []
     for r in rows:
         ours, theirs = ("{:,} ({:,}–{:,})".format(r[f"{who}_ms"], *r[f"{who}_range"]) for who in ("ours", "rival"))
         low, high = r["overhead_range"]
         spread = f" ({low:+.2%} … {high:+.2%})" if r["what"] in ("loop", "masking") else ""
-        cells = [
-            r["what"],
-            r["ranks"],
-            ours,
-            r["rival"],
-            theirs,
-            f"{r['overhead']:+.2%}{spread}" if r["what"] != "drift" else f"{r['overhead']:+.4%}",
-            f"≤ {r['asked']:.1%}",
-        ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        adds = f"{r['overhead']:+.2%}{spread}" if r["what"] != "drift" else f"{r['overhead']:+.4%}"
+        lines.append([r["what"], r["ranks"], ours, r["rival"], theirs, adds, f"≤ {r['asked']:.1%}"])
+    return grid(head, lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -234,8 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.ranks < 1 or options.rounds < 2:
         raise ValueError("--ranks must be at least 1 and --rounds at least 2")
-    about, rows = run(options)
-    tell(options, __doc__, f"mst bench training --ranks {options.ranks} --rounds {options.rounds}", about, rows, table)
+    about, rows = run_on(options.ranks, here, options)
+    command = f"mst bench training --ranks {options.ranks} --rounds {options.rounds}"
+    tell(options, rows, table(rows), about=about, doc=__doc__, command=command)
     return 0
 
 

@@ -1,0 +1,48 @@
+"""How does a benchmark run on several processes of this machine, and get what rank 0 finds or one of them refuses?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing as mp
+
+
+def run_on(ranks: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work(*arguments)` returns on rank 0. It finds its place in the environment, as under a launcher."""
+    from mst_scale.distributed import free_port
+
+    results = mp.get_context("spawn").SimpleQueue()
+    try:
+        mp.spawn(_rank, (ranks, free_port(), work, arguments, results), nprocs=ranks)
+    except mp.ProcessExitedException:
+        if results.empty():
+            raise
+        code, said = results.get()  # by the rank that found it
+        raise (ValueError if code == 2 else OSError)(said) from None
+    return results.get()
+
+
+def _rank(rank: int, ranks: int, port: int, work: Callable[..., Any], arguments: Any, results: Any) -> None:  # noqa: PLR0917
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    from mst_scale import distributed
+
+    try:
+        found = work(*arguments)
+    except distributed.Elsewhere:
+        return  # another rank says why
+    except Exception as error:
+        if not distributed.is_plain(error):
+            raise
+        results.put((distributed.exit_code(error), str(error)))
+        raise SystemExit(distributed.exit_code(error)) from None
+    if rank == 0:
+        results.put(found)

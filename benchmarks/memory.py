@@ -1,0 +1,44 @@
+"""How much memory does this process hold, and how much at most while something runs?
+
+CUDA: bytes allocated. CPU: the resident set, which Linux alone tells (None elsewhere).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+def held(device: str) -> int | None:
+    return torch.cuda.memory_allocated() if device == "cuda" else _resident("VmRSS")
+
+
+def peak_of(run: Callable[[], object], device: str) -> int | None:
+    """What it takes at most beyond what is held before."""
+    before = held(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    elif os.access("/proc/self/clear_refs", os.W_OK):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of the resident set starts anew
+    run()
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else _resident("VmHWM")
+    return None if peak is None or before is None else peak - before
+
+
+def give_back() -> None:
+    """What is free, so that it is not counted."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident(key: str) -> int | None:
+    file = Path("/proc/self/status")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:")), None)

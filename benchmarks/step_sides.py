@@ -1,0 +1,123 @@
+"""How do two DeepSpeed engines of one config stand side by side, one with its method and one dense?
+
+Both take one micro-batch of random tokens a step. Method "mst" (or another) is taken to the middle of a phase of its
+schedule by a real topology step, and held there however many steps are taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks import memory
+from benchmarks.fitting import capacity_here, layers_that_fit
+
+MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "scheduler")
+
+
+@dataclass
+class Side:
+    """One engine, its batch, and how much memory it holds."""
+
+    engine: Any
+    batch: tuple[torch.Tensor, torch.Tensor]
+    held: float | None = None  # bytes
+
+    def step(self) -> None:
+        self.engine.backward(self.engine(*self.batch))
+        self.engine.step()
+
+    def step_in_parts(self, watch: Any) -> None:
+        with watch.span("forward"):
+            loss = self.engine(*self.batch)
+        with watch.span("backward"):
+            self.engine.backward(loss)
+        with watch.span("optimizer"):
+            self.engine.step()
+
+
+class Pair:
+    """Both sides on this rank."""
+
+    def __init__(self, ranks: Any, options: argparse.Namespace):
+        from mst_scale.config import load
+
+        self.ranks, self.micro = ranks, options.micro
+        ours = load(options.config, options.set, options.method)
+        theirs = load(options.config, [o for o in options.set if not o.startswith("mst.")], "dense")
+        self.experiment, rival = (self._one_micro_batch(e) for e in (ours, theirs))
+        if options.layers is not None:
+            layers = options.layers
+            if layers == "fit":
+                layers = layers_that_fit(self.experiment, rival, ranks.world_size, capacity_here())
+            self.experiment, rival = (
+                replace(e, model=replace(e.model, n_layer=layers)) for e in (self.experiment, rival)
+            )
+        self.micro = self.experiment.deepspeed["train_micro_batch_size_per_gpu"]
+        self.memory = "cuda" if torch.cuda.is_available() else "cpu"
+        self.dense, self.mst = (self._built(e) for e in (rival, self.experiment))
+        self.device = self.dense.engine.device
+
+    def _one_micro_batch(self, experiment: Any) -> Any:
+        from mst_scale.config.check import batch_shape, check
+
+        check(experiment)
+        micro = self.micro or batch_shape(experiment.deepspeed, self.ranks.world_size)[1]
+        deepspeed = {k: v for k, v in experiment.deepspeed.items() if k not in MONITORS}
+        deepspeed.update(
+            train_micro_batch_size_per_gpu=micro,
+            gradient_accumulation_steps=1,
+            train_batch_size=micro * self.ranks.world_size,
+            steps_per_print=2**31,
+        )
+        return replace(experiment, deepspeed=deepspeed)
+
+    def _built(self, experiment: Any) -> Side:
+        import mst_scale
+        from mst_scale import zero_shards
+        from mst_scale.models import build
+
+        memory.give_back()
+        before = memory.held(self.memory)
+        torch.manual_seed(0)
+        with zero_shards.partitioned_construction(experiment.deepspeed):
+            model = build(experiment.model)
+        engine = mst_scale.initialize(model=model, config=experiment)[0]
+        tokens, targets = self._random_tokens()
+        side = Side(engine, (tokens.to(engine.device), targets.to(engine.device)))
+        side.step()  # states exist from here on
+        memory.give_back()
+        now = memory.held(self.memory)
+        side.held = None if now is None or before is None else now - before
+        return side
+
+    def _random_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        model = self.experiment.model
+        generator = torch.Generator().manual_seed(self.ranks.rank)
+        tokens, targets = torch.randint(model.vocab_size, (2, self.micro, model.context), generator=generator)
+        if model.predicted < model.context:  # BERT: as many positions as it predicts
+            targets[:, model.predicted :] = -1
+        return tokens, targets
+
+    def enter(self, phase: Any) -> int:
+        """Take MST's masks to the middle of this phase by a real topology step; the step to stay at."""
+        schedule, mst = self.mst.engine.mst.schedule, self.mst.engine.mst
+        middle = (phase.start + phase.stop) // 2
+        step = max(phase.start, middle - middle % schedule.interval)
+        inside, due = range(step, phase.stop), schedule.is_topology_step
+        quiet = [s for s in inside[: 4 * schedule.interval] if not due(s + 1)]
+        step = next((s for s in quiet if not due(s + 2)), quiet[0] if quiet else step)
+        if not mst.idle and step:
+            self.mst.engine.global_steps = step - 1
+            mst.masks_loaded()  # what a checkpoint of that step would do
+            self.mst.step()
+            assert abs(mst.sparsity - schedule.at(step).sparsity) < 0.01 or mst.blocks is not None
+        return step
+
+    def pin(self, step: int) -> None:
+        """The next step of MST is an ordinary one of this phase, however many are taken."""
+        self.mst.engine.global_steps = step
+        self.mst.engine.mst.settled = step

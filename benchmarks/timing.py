@@ -1,0 +1,79 @@
+"""How are several ways of doing one thing timed? In turns, so that a change of clock or a neighbour's load meets all of
+them; what is compared are medians."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+Run = Callable[[], object]
+CPU = torch.device("cpu")
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(run: Run, device: torch.device = CPU) -> float:
+    """From when the device is idle to when it is so again."""
+    wait_for(device)
+    start = time.perf_counter()
+    run()
+    wait_for(device)
+    return time.perf_counter() - start
+
+
+def for_seconds(
+    runs: Sequence[Run], seconds: float, *, least: int, most: int | None = None, device: torch.device = CPU
+) -> list[list[float]]:
+    """Milliseconds of every run, in turns for about `seconds` in all, after one round to warm up."""
+    for run in runs:
+        run()
+    times: list[list[float]] = [[] for _ in runs]
+    end = time.perf_counter() + seconds
+    while len(times[0]) < least or (time.perf_counter() < end and (most is None or len(times[0]) < most)):
+        for run, into in zip(runs, times, strict=True):
+            into.append(1e3 * seconds_of(run, device))
+    return times
+
+
+def in_rounds(runs: Sequence[Run], rounds: int, clock: Callable[[Run], float] = seconds_of) -> list[list[float]]:
+    """What the clock says of every run, in turns, after one round to warm up."""
+    times: list[list[float]] = [[] for _ in runs]
+    for turn in range(rounds + 1):
+        for run, into in zip(runs, times, strict=True):
+            taken = clock(run)
+            if turn:
+                into.append(taken)
+    return times
+
+
+def versus(ours: Sequence[float], rival: str, theirs: Sequence[float], spread: Callable[..., list[float]]) -> Row:
+    """The columns of a row that compares two sides, both in milliseconds."""
+    mine, other = statistics.median(ours), statistics.median(theirs)
+    return {
+        "ours_ms": round(mine, 3),
+        "ours_range": [round(end, 3) for end in spread(ours)],
+        "rival": rival,
+        "rival_ms": round(other, 3),
+        "rival_range": [round(end, 3) for end in spread(theirs)],
+        "speedup": round(other / mine, 2),
+        "rounds": len(ours),
+    }
+
+
+def middle_half(values: Sequence[float]) -> list[float]:
+    """First and third quartile, both of them values that were measured."""
+    ordered = sorted(values)
+    return [ordered[len(ordered) // 4], ordered[3 * len(ordered) // 4]]
+
+
+def ends(values: Sequence[float]) -> list[float]:
+    """Smallest and largest."""
+    return [min(values), max(values)]
