@@ -10,6 +10,7 @@ checkpoints hold are allowed. DeepSpeed itself opens them without that protectio
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import pickle
 from collections.abc import Iterator, Sequence
@@ -45,7 +46,15 @@ def data_only(classes: Sequence[Any]) -> Iterator[None]:
 def _allowing(classes: Sequence[Any]) -> Any:
     """torch takes them back at the end, also those that were allowed around it: only what is new is handed over."""
     allowed = torch.serialization.get_safe_globals()
-    return torch.serialization.safe_globals([found for found in classes if found not in allowed])
+    wanted = [*classes, (_member, "builtins.getattr")]
+    return torch.serialization.safe_globals([found for found in wanted if found not in allowed])
+
+
+def _member(owner: Any, name: Any) -> Any:
+    """In place of `getattr`, by which early Pythons 3.11 (Debian 12 has one) write an Enum's member: that alone."""
+    if isinstance(owner, enum.EnumMeta) and name in owner.__members__:
+        return owner[name]
+    raise pickle.UnpicklingError(f"Unsupported global: getattr of {owner!r:.80}")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mst_scale import checkpoint
+from mst_scale import checkpoint, untrusted
 from mst_scale.evaluation.models import open_model
 from mst_scale.export import export
 from mst_scale.reshape import reshape
@@ -69,11 +69,11 @@ def test_a_checkpoint_with_code_in_it_is_refused(saved, tmp_path, stage, pattern
     assert [code for code, _ in results] == [2, 2], results
     lines = [line for _, text in results for line in text.splitlines()]
     assert len(lines) == 1 and "holds more than data, and is not opened" in lines[0] and "mkdir" in lines[0]
-    with pytest.raises(ValueError, match="holds more than data"):
+    with pytest.raises(ValueError, match=r"holds more than data"):
         reshape(folder)
-    with pytest.raises(ValueError, match="holds more than data"):
+    with pytest.raises(ValueError, match=r"holds more than data"):
         export(folder, tmp_path / "hf")
-    with pytest.raises(ValueError, match="holds more than data"):
+    with pytest.raises(ValueError, match=r"holds more than data"):
         open_model(str(tmp_path / "out"), "byte", torch.device("cpu"))
     assert not target.exists()
 
@@ -82,7 +82,7 @@ def test_a_universal_copy_with_code_in_it_is_refused(saved, tmp_path):
     folder, target = tmp_path / "universal", tmp_path / "hostile"
     reshape(saved(2) / "out" / "checkpoints" / "step00000004", folder)
     poison(folder, "zero/*/fp32.pt", target)
-    with pytest.raises(ValueError, match="holds more than data"):
+    with pytest.raises(ValueError, match=r"holds more than data"):
         export(folder, tmp_path / "hf", config=saved(2) / "out" / "config.json")
     assert not target.exists()
 
@@ -104,6 +104,30 @@ def test_a_universal_checkpoint_with_code_in_it_is_refused(saved, tmp_path, stag
     assert [code for code, _ in results] == [2, 2], results
     assert "holds more than data, and is not opened" in "".join(text for _, text in results)
     assert not target.exists()
+
+
+class ByName:
+    """An attribute as early Pythons 3.11 write down a member of an Enum."""
+
+    def __init__(self, owner: type, name: str):
+        self.found = owner, name
+
+    def __reduce__(self):
+        return getattr, self.found
+
+
+def test_an_enums_member_is_data_however_python_writes_it(tmp_path):
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    torch.save({"stage": ByName(ZeroStageEnum, "weights")}, tmp_path / "a.pt")
+    assert untrusted.load(tmp_path / "a.pt", [ZeroStageEnum]) == {"stage": ZeroStageEnum.weights}
+    for owner, name in ((ZeroStageEnum, "mro"), (dict, "fromkeys")):
+        torch.save({"stage": ByName(owner, name)}, tmp_path / "b.pt")
+        with pytest.raises(ValueError, match=r"holds more than data.*getattr of"):
+            untrusted.load(tmp_path / "b.pt", [ZeroStageEnum, dict])
+    torch.save({"stage": ByName(ZeroStageEnum, "weights")}, tmp_path / "c.pt")
+    with pytest.raises(ValueError, match=r"holds more than data.*ZeroStageEnum"):
+        untrusted.load(tmp_path / "c.pt")
 
 
 def renamed(content, old: str, new: str):
