@@ -33,15 +33,14 @@ def warm_start(engine: Any, checkpoint: Path | str) -> int:
     state = opened(files[0])
     _fill(engine, source, trained, _untrained(files, state))
     if (source / mask_files.FOLDER).is_dir() and not engine.mst.idle:
-        mask_files.restore(source, engine.mst, mask_files.read_all(source).head)
+        mask_files.restore(source, engine.mst, mask_files.read(mask_files.file_of(source, 0))[0])
     elif not engine.mst.idle:
         raise ValueError(f"{source} holds no masks: it was saved without sparse training")
     engine.global_steps = int(state["global_steps"])
     engine.global_samples = int(state["global_samples"])
     if engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
         _place(engine.lr_scheduler, state["lr_scheduler"], zero_shards.base_optimizer(engine))
-    if not engine.mst.idle:
-        engine.mst.masks_loaded()
+    engine.mst.masks_loaded()
     logger.info("%s: weights, masks and step %d are taken over; the optimizer begins anew", source, engine.global_steps)
     return int(engine.global_steps)
 

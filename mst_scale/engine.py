@@ -155,6 +155,8 @@ class Controller:
         self.shards = zero_shards.shards_of(engine, targets)
         device = self.shards.weight(0).device
         self.exchange = Exchange(self.shards.group, engine.device, zero_shards.NamedCollectives("mst"))
+        group, named = zero_shards.data_parallel_group(engine), zero_shards.NamedCollectives("mst_drift")
+        self.everyone = Exchange(group, engine.device, named)
         self.masks = MaskSet(LayerMask(s.name, s.shape, s.start, s.length, device) for s in self.shards.slices)
         # of the matrices whose elements targets count: weights, or blocks
         self.shapes = [s.shape if self.blocks is None else self.blocks.grid_shape(s.shape) for s in self.shards.slices]
@@ -175,7 +177,7 @@ class Controller:
             self.layers = SparseLayers(engine.module, targets, shapes, experiment.mst.compute.backend, side)
         except ValueError as met:  # of this rank's device, say
             error = met
-        Exchange(zero_shards.data_parallel_group(engine), engine.device).raise_first(error)
+        self.everyone.raise_first(error)
         self._compute_with_masks()
         zero_shards.around_model_step(engine, self._measured(self._before_step), self._measured(self._after_step))
         zero_shards.after_master_update(engine, self._measured(self._after_update))
@@ -324,8 +326,17 @@ class Controller:
 
     def masks_loaded(self) -> None:
         """A checkpoint brought other masks, and another step."""
-        self._compute_with_masks()
+        if not self.idle:
+            self._forget_inactive()
+            self._compute_with_masks()
         self._set_pattern()
+
+    def _forget_inactive(self) -> None:
+        """Moments that were not loaded (load_optimizer_states=False) are of the masks before: they would move weights
+        that are inactive now."""
+        if "momentum" not in self.policy.reads:
+            for i, mask in enumerate(self.masks):
+                mask.retain_(*self.shards.states(i).values())
 
     def _evolve(self, here: list[int]) -> list[Change]:
         """Prune and grow these parameters to the target of the step that is being taken."""
@@ -385,6 +396,4 @@ class Controller:
 
     def check_drift(self) -> None:
         """Stop on all ranks if a mask is no longer what the last topology step left. One small all-reduce."""
-        group, named = zero_shards.data_parallel_group(self.engine), zero_shards.NamedCollectives("mst_drift")
-        replicas = Exchange(group, self.engine.device, named)
-        self.masks.check_drift(self.digests, self.exchange, replicas)
+        self.masks.check_drift(self.digests, self.exchange, self.everyone)

@@ -12,9 +12,10 @@ name. The files hold no pickles, so that `mst inspect` runs nothing that a check
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +30,8 @@ from mst_scale.sparsity_variation import Point, Schedule
 
 FOLDER = "mst"
 FORMAT = "mst_scale masks 1"
+Ranges = Mapping[str, tuple[int, int]]
+"""[start, end) of flattened parameters, by name."""
 
 
 class Rider(Protocol):
@@ -36,6 +39,8 @@ class Rider(Protocol):
 
     masks: MaskSet
     exchange: Exchange
+    everyone: Exchange
+    """All ranks that save and load together, replicas too: what fails on one fails on all."""
     seed: int
     settled: int
     digests: list[int]
@@ -64,13 +69,11 @@ def ride_along(engine: Any, rider: Rider) -> None:
         failure = None
         try:
             write(Path(save_dir) / tag, rider, engine.global_rank)
-        except (OSError, SafetensorError) as error:  # raised below: the other ranks wait for us in DeepSpeed's save
-            failure = error
+        except (OSError, SafetensorError) as error:
+            failure = OSError(f"cannot write {file_of(Path(save_dir) / tag, engine.global_rank)}: {error}")
+        rider.everyone.raise_first(failure)
         state = {**(client_state or {}), "mst": describe(rider)}
-        saved = save(save_dir, tag=tag, client_state=state, **others)
-        if failure is not None:
-            raise OSError(f"cannot write {file_of(Path(save_dir) / tag, engine.global_rank)}: {failure}")
-        return saved
+        return save(save_dir, tag=tag, client_state=state, **others)
 
     def load_checkpoint(load_dir: str, tag: str | None = None, load_module_only: bool = False, **others: Any) -> Any:
         if load_module_only and not rider.masks.dense:
@@ -166,7 +169,7 @@ def restore(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> 
         rider.masks.load(found.ranks)
     except (ValueError, OSError) as error:
         failure = error
-    rider.exchange.raise_first(failure)
+    rider.everyone.raise_first(failure)
     assert state is not None
     rider.settled = int(state["settled"])
     rider.digests = rider.masks.digests(rider.exchange)
@@ -182,7 +185,7 @@ def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) ->
             f"{checkpoint} holds no masks: it was saved without sparse training; start anew from its weights with "
             "load_module_only, or continue it with --method dense"
         )
-    found = read_all(checkpoint)
+    found = read_all(checkpoint, {mask.name: (mask.start, mask.start + mask.length) for mask in rider.masks})
     if found.head != dict(state):
         raise ValueError(f"{checkpoint / FOLDER} holds the masks of another checkpoint: copy it again with its own")
     if found.head["names"] != rider.masks.names:
@@ -197,30 +200,58 @@ def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) ->
     return found
 
 
-def read_all(checkpoint: Path) -> Masks:
-    """Every rank's file, each whole and all of the same save."""
+def read_all(checkpoint: Path, wanted: Ranges | None = None) -> Masks:
+    """Every rank's file, each whole and all of the same save.
+
+    With `wanted`, beside rank 0's only those that hold some of these ranges: a rank of a thousand would else read what
+    all of them have written. Together the ranks read every file, and the digests of the whole masks cover them all.
+    """
     head, shards = read(file_of(checkpoint, 0))
     ranks = [shards]
     for rank in range(1, head["files"]):
-        other, shards = read(file_of(checkpoint, rank))
+        path = file_of(checkpoint, rank)
+        if wanted is not None and not _holds(path, wanted):
+            continue
+        other, shards = read(path)
         if other != head:
-            raise ValueError(
-                f"{file_of(checkpoint, rank)} is of another run or step than {file_of(checkpoint, 0).name}"
-            )
+            raise ValueError(f"{path} is of another run or step than {file_of(checkpoint, 0).name}")
         ranks.append(shards)
     return Masks(head, ranks)
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Shard]]:
-    """(head, shards) of a file, checked against its own digest and name."""
+def _holds(path: Path, wanted: Ranges) -> bool:
+    """Whether a file says that it has some of these ranges; one that says nothing clear is to be read, and refused."""
+    with _opened(path) as file:
+        head = _said(file)
+    try:
+        entries = {name: head["layers"][name] for name in wanted if name in head["layers"]}
+        ranges = {name: (entry["start"], entry["start"] + entry["numel"]) for name, entry in entries.items()}
+        return any(begin < wanted[name][1] and wanted[name][0] < end for name, (begin, end) in ranges.items())
+    except (KeyError, TypeError):
+        return True
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise ValueError(f"{path} is missing: copy the checkpoint again with its {FOLDER} folder")
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-            head = json.loads((file.metadata() or {}).get("mst", "null"))
+            yield file
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged or cut short ({error})") from None
+
+
+def _said(file: Any) -> Any:
+    """The head in a file's metadata."""
+    return json.loads((file.metadata() or {}).get("mst", "null"))
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Shard]]:
+    """(head, shards) of a file, checked against its own digest and name."""
+    with _opened(path) as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        head = _said(file)
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise ValueError(f"{path} is not a mask file of this version ({FORMAT})")
     if head.pop("sha256", None) != digest_of(head, tensors):

@@ -601,6 +601,41 @@ def test_a_bad_gradient_under_the_mask_does_not_choose_the_topology(number, case
         assert (skipped, changed_at, finite) == (1, 4, True)
 
 
+def weights_after_loading_no_moments(rank, world, stage, folder):
+    config = mst_config(stage, world, topology={"interval": 4})
+    config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.8}
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    train(engine, rank, world, 5)
+    engine.save_checkpoint(folder, tag="early")
+    train(engine, rank, world, 9, first=5)
+    engine.load_checkpoint(folder, tag="early", load_optimizer_states=False)
+    train(engine, rank, world, 2, first=5)  # no topology step among them
+    shards = engine.mst.shards
+    return [int(shards.weight(i)[~mask.flags()].count_nonzero()) for i, mask in enumerate(engine.mst.masks)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_moments_of_other_masks_do_not_move_what_is_inactive_after_a_load(stage, tmp_path):
+    for moved in pool.run(weights_after_loading_no_moments, 2, stage, str(tmp_path)):
+        assert not any(moved)
+
+
+def rates(rank, world):
+    engine, optimizer, *_ = mst_scale.initialize(model=toy(), config=mst_config(0, world))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    found = []
+    for step in range(3):
+        found.append(optimizer.param_groups[0]["lr"])
+        train(engine, rank, world, 1, first=step)
+        scheduler.step()
+    return found, zero_shards.grad_norm(engine) is not None
+
+
+def test_a_scheduler_of_torch_can_be_made_of_the_optimizer_that_is_returned():
+    ((found, has_norm),) = pool.run(rates, 1)
+    assert found == [1e-2, 5e-3, 2.5e-3] and has_norm
+
+
 @pytest.mark.parametrize(
     ("extra", "precision", "message"),
     [

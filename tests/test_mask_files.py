@@ -28,6 +28,7 @@ class Rider:
 
     masks: MaskSet
     exchange: object
+    everyone: object
     digests: list[int]
     seed: int = 3
     settled: int = 40
@@ -51,7 +52,7 @@ def riders(flags: dict[str, torch.Tensor], cuts: list[list[int]], **changes) -> 
     everything = masks_of(flags, [[0, mask.numel()] for mask in flags.values()], 0)
     digests = everything.digests(Exchange())
     exchange = Exchange() if ranks == 1 else SimpleNamespace(group="some", ranks=ranks)
-    return [Rider(masks_of(flags, cuts, rank), exchange, digests, **changes) for rank in range(ranks)]
+    return [Rider(masks_of(flags, cuts, rank), exchange, exchange, digests, **changes) for rank in range(ranks)]
 
 
 def masks_of(flags: dict[str, torch.Tensor], cuts: list[list[int]], rank: int) -> MaskSet:
@@ -77,6 +78,10 @@ def save(folder, flags, cuts, **changes) -> dict:
     return mask_files.describe(everyone[0])
 
 
+def ranges(rider: Rider) -> dict[str, tuple[int, int]]:
+    return {mask.name: (mask.start, mask.start + mask.length) for mask in rider.masks}
+
+
 @st.composite
 def boundaries(draw) -> list[list[int]]:
     ranks = draw(st.integers(1, 4))
@@ -93,12 +98,25 @@ def test_any_cut_comes_back_as_any_other(tmp_path_factory, saved, loaded, seed):
     found = mask_files.read_all(folder)
     for rank in range(len(loaded[0]) - 1):
         rider = riders(whole(seed + 1), loaded)[rank]
-        rider.masks.load(found.ranks)
+        rider.masks.load(mask_files.read_all(folder, ranges(rider)).ranks)
         for mask, (name, expected) in zip(rider.masks, flags.items(), strict=True):
             assert torch.equal(mask.flags(), expected[mask.start : mask.start + mask.length])
             assert mask.active == int(expected.sum()) and mask.dense == (name == "c.weight")
             assert torch.equal(unpack(mask.ever, mask.length), mask.flags()), "coverage is cut alike"
     assert found.head == state
+
+
+def test_a_rank_reads_the_files_that_hold_its_slices_and_no_others(tmp_path, monkeypatch):
+    """A thousand ranks that each read what all have written would take a thousand times as long."""
+    save(tmp_path, whole(1), even(4))
+    opened, read = [], mask_files.read
+    monkeypatch.setattr(mask_files, "read", lambda path: opened.append(path.stem) or read(path))
+    for rank, rider in enumerate(riders(whole(2), even(4))):
+        mask_files.read_all(tmp_path, ranges(rider))
+        assert opened == ["rank_00000", f"rank_{rank:05d}"][: 1 + (rank > 0)]
+        opened.clear()
+    mask_files.read_all(tmp_path, ranges(riders(whole(2), even(2))[1]))
+    assert opened == ["rank_00000", "rank_00002", "rank_00003"]
 
 
 def test_restore_takes_masks_steps_and_digests(tmp_path):
@@ -139,7 +157,7 @@ def refusal(folder, state, flags=None) -> str:
 
 def restored_where_rank_1_cannot_read(rank: int, world: int, folder: str, state: dict) -> str:
     rider = riders(whole(2), even(world))[rank]
-    rider.exchange = Exchange(dist.group.WORLD)
+    rider.exchange = rider.everyone = Exchange(dist.group.WORLD)
     if rank == 1:
         folder += "-not-mounted"
     try:
@@ -154,6 +172,42 @@ def test_what_one_rank_cannot_read_is_refused_on_all(tmp_path):
     state = save(tmp_path / "checkpoint", whole(1), even(2))
     first, second = pool.run(restored_where_rank_1_cannot_read, 2, str(tmp_path / "checkpoint"), state, seconds=60)
     assert first == second and "checkpoint-not-mounted" in first and "is missing" in first
+
+
+class Engine:
+    """Saves as DeepSpeed does: all ranks meet, and the first names the tag."""
+
+    global_steps = 40
+
+    def __init__(self, rank: int):
+        self.global_rank = rank
+
+    def save_checkpoint(self, save_dir, tag, client_state):
+        dist.barrier()
+        if self.global_rank == 0:
+            (Path(save_dir) / "latest").write_text(tag)
+
+    load_checkpoint = None
+
+
+def saved_where_rank_1_has_no_space(rank: int, world: int, folder: str) -> str:
+    engine, rider = Engine(rank), riders(whole(1), even(world))[rank]
+    rider.exchange = rider.everyone = Exchange(dist.group.WORLD)
+    mask_files.ride_along(engine, rider)
+    engine.save_checkpoint(folder, "first")
+    if rank == 1:
+        mask_files.file_of(Path(folder) / "second", 1).mkdir(parents=True)  # nothing can be written there
+    try:
+        engine.save_checkpoint(folder, "second")
+    except OSError as error:
+        return str(error)
+    return "saved"
+
+
+def test_where_one_rank_cannot_write_masks_all_say_so_and_latest_stays(tmp_path):
+    first, second = pool.run(saved_where_rank_1_has_no_space, 2, str(tmp_path), seconds=60)
+    assert first == second and "cannot write" in first and "rank_00001.safetensors" in first
+    assert (tmp_path / "latest").read_text() == "first"
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path):

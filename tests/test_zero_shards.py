@@ -135,6 +135,7 @@ def refused(rank: int, world: int, config: dict) -> str:
     [
         ({"data_types": {"grad_accum_dtype": "fp32"}}, "bf16", "use ZeRO-2"),
         ({"zero_optimization": {"round_robin_gradients": True}}, "fp32", "round_robin_gradients"),
+        ({"zero_optimization": {"compute_grad_norm": False}, "gradient_clipping": 0.0}, "fp32", "compute_grad_norm"),
     ],
 )
 def test_what_cannot_be_right_is_refused_with_the_cure(extra, precision, message):
@@ -146,7 +147,8 @@ class Fake(SimpleNamespace):
     """What the refusals read of an engine; every mode off."""
 
     def __init__(self, zero=None, offload=None, **changes):
-        zero = {"zenflow": None, "mics_shard_size": -1, "zero_hpz_partition_size": 1} | (zero or {})
+        off = {"zenflow": None, "mics_shard_size": -1, "zero_hpz_partition_size": 1, "offload_param": None}
+        zero = off | (zero or {})
         self._config = SimpleNamespace(
             zero_config=SimpleNamespace(**zero),
             compile_config=SimpleNamespace(deepcompile=changes.pop("deepcompile", False)),
@@ -155,6 +157,7 @@ class Fake(SimpleNamespace):
         self.mpu = changes.pop("mpu", None)
         self.has_moe_layers = changes.pop("moe", False)
         self.autotp_size = lambda: changes.get("autotp", 1)
+        self.sequence_parallel_size = changes.get("sequence", 1)
         self.torch_autocast_enabled = lambda: changes.get("autocast", False)
         self.zero_optimization_stage = lambda: 3
         self.zero_optimization = lambda: True
@@ -172,9 +175,11 @@ class Fake(SimpleNamespace):
         ({"zero": {"zero_hpz_partition_size": 2}}, "zero_hpz_partition_size"),
         ({"autotp": 2}, "tensor_parallel.autotp_size"),
         ({"mpu": SimpleNamespace()}, "a model-parallel unit"),
+        ({"sequence": 2}, "sequence_parallel_size"),
         ({"moe": True}, "mixture-of-experts"),
         ({"autocast": True}, "torch_autocast"),
         ({"offload": SimpleNamespace(device="nvme", ratio=1.0)}, "NVMe: set offload_optimizer.device to cpu"),
+        ({"zero": {"offload_param": SimpleNamespace(device="nvme")}}, "NVMe: set offload_param.device to cpu"),
         ({"offload": SimpleNamespace(device="cpu", ratio=0.5)}, r"ratio = 0\.5 is untested .* set it to 1\.0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

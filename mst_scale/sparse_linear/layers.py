@@ -61,6 +61,13 @@ class Product:
         loss: torch.Tensor = self.index.cross_entropy(x, weight, targets)
         return loss
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Product:
+        """That of a copied model, whose masks nobody keeps up to date: dense, which is right for any weights."""
+        return Product(self.name, self.shape)
+
+    def __reduce__(self) -> Any:
+        return Product, (self.name, self.shape)
+
     def _check(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Kernels are given addresses: whatever is not of the mask's shape they would read all the same."""
         if tuple(weight.shape) != self.shape:
@@ -163,9 +170,9 @@ def _places(model: nn.Module, parameter: nn.Parameter) -> Iterator[tuple[nn.Modu
 def _with_own_parameters(module: Any, product: Product, attribute: str) -> Any:
     if attribute != "forward":
         return product if attribute == "head_product" else product.loss
+    return functools.wraps(nn.Linear.forward)(functools.partial(_forward, module, product))
 
-    @functools.wraps(nn.Linear.forward)
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return product(x, module.weight, module.bias)
 
-    return forward
+def _forward(module: nn.Linear, product: Product, x: torch.Tensor) -> torch.Tensor:
+    """In place of `nn.Linear.forward`; a partial of it follows its module into copies and pickles; a closure cannot."""
+    return product(x, module.weight, module.bias)

@@ -187,6 +187,8 @@ def refuse_untested(engine: Any) -> None:
         "zero_optimization.mics_shard_size": getattr(zero, "mics_shard_size", -1) > 0,
         "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
         "tensor_parallel.autotp_size": engine.autotp_size() > 1,
+        # DeepSpeed reduces gradients over data_parallel_size alone, so ranks of one sequence would part
+        "sequence_parallel_size": engine.sequence_parallel_size > 1,
         "a model-parallel unit (mpu)": engine.mpu is not None,
         "mixture-of-experts layers": bool(engine.has_moe_layers),
         "torch_autocast": bool(engine.torch_autocast_enabled()),
@@ -198,15 +200,26 @@ def refuse_untested(engine: Any) -> None:
             raise ValueError(f"sparse training is not tested with {name}: remove it, or train with method dense")
     if engine.bfloat16_enabled() and stage in (1, 2) and not engine._config.bfloat16_config.check_grad_overflow:
         raise ValueError("bf16.check_grad_overflow = false would let bad gradients choose the topology: set it to true")
+    if stage in (1, 2) and not zero.compute_grad_norm and not (engine.bfloat16_enabled() or engine.fp16_enabled()):
+        raise ValueError(
+            "zero_optimization.compute_grad_norm = false in fp32 would let bad gradients choose the topology: set it "
+            "to true"
+        )
     if engine.zero_optimization() and engine.zero_round_robin_gradients():
         raise ValueError(
             "zero_optimization.round_robin_gradients reorders shards so that masks cannot follow: set it to false"
         )
     offload = engine.zero_offload_optimizer() if engine.zero_optimization() else None
-    if offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme":
+    if _on_nvme(offload):
         raise ValueError("masks cannot follow optimizer states to NVMe: set offload_optimizer.device to cpu")
+    if _on_nvme(zero.offload_param):
+        raise ValueError("masks cannot follow weights to NVMe: set offload_param.device to cpu")
     if offload is not None and getattr(offload, "ratio", 1.0) != 1.0:
         raise ValueError(f"offload_optimizer.ratio = {offload.ratio} is untested with sparse training: set it to 1.0")
+
+
+def _on_nvme(offload: Any) -> bool:
+    return offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
 
 
 def _stage0_masters(optimizer: Any) -> dict[int, tuple[torch.Tensor, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -105,7 +106,7 @@ def guard_plain_step(engine: Any) -> None:
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
     engine.clip_fp32_gradients = lambda: None  # done below, where the norm is kept
 
-    def guarded() -> None:
+    def guarded(optimizer: Any) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = total_norm(gradients)
         optimizer.overflow = not math.isfinite(norm)
@@ -116,7 +117,7 @@ def guard_plain_step(engine: Any) -> None:
             torch._foreach_mul_(gradients, clip / (norm + 1e-6))
         step()
 
-    optimizer.step = guarded
+    optimizer.step = types.MethodType(guarded, optimizer)  # torch's schedulers, made later, want a method to wrap
 
 
 def scale_plain_loss(engine: Any) -> None:

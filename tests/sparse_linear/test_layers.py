@@ -1,7 +1,9 @@
 """Where products are replaced, which backend is chosen, and what is refused."""
 
+import copy
 import json
 import logging
+import pickle
 
 import pytest
 import torch
@@ -58,6 +60,21 @@ def test_the_gpt_computes_the_same_with_every_matrix_sparse(tied):
         if name == "wte.weight" and tied:
             active = p.data != 0
         assert torch.allclose(gradients[name][active], p.grad[active], atol=1e-6), name
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_computes_with_its_own_weights_and_no_mask(again):
+    """An average of weights over time, say, is a copy that no topology step reaches."""
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, vocab_size=40, vocab_multiple=8))
+    names = [n for n, p in model.named_parameters() if p.dim() == 2 and "wpe" not in n]
+    tokens = torch.randint(40, (2, 8))
+    fresh = copy.deepcopy(model)
+    sparse(model, names)
+    copied = again(model)
+    assert torch.allclose(copied(tokens, tokens), model(tokens, tokens), atol=1e-6)  # float32 sums in another order
+    copied.load_state_dict(fresh.state_dict())
+    assert torch.equal(copied(tokens, tokens), fresh(tokens, tokens))
 
 
 def test_dense_layers_are_left_alone():
