@@ -46,15 +46,17 @@ def patterns(rank, world, folder, mst):
         engine.save_checkpoint(folder, tag=f"after{step}")
     again = engine_of()
     again.load_checkpoint(folder, tag="after3")
-    return seen, now(again)
+    warm = engine_of()
+    mst_scale.warm_start(warm, f"{folder}/after3")
+    return seen, now(again), now(warm)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention_turns_dense_when_it_should_also_after_a_load(tmp_path, name):
-    seen, loaded = pool.run(patterns, 1, str(tmp_path), CASES[name])[0]
+    seen, loaded, warm = pool.run(patterns, 1, str(tmp_path), CASES[name])[0]
     sparse = (Pattern("strided", 4), "auto" if "attention" in CASES[name] else "blocked")
     dense = (Pattern("dense"), "auto")
-    assert seen == [sparse, sparse, sparse, dense, dense] and loaded == dense
+    assert seen == [sparse, sparse, sparse, dense, dense] and loaded == warm == dense
 
 
 def test_a_backend_that_is_none_is_refused():
