@@ -19,73 +19,26 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 
-from mst_scale import build_locks, checkpoint, distributed, engine, resume, run_file, start_from, zero_shards
-from mst_scale.arguments import Parser
-from mst_scale.config import Experiment, load, to_dict
-from mst_scale.config.check import batch_shape, check, peak_learning_rate
+from mst_scale import before_first_step, build_locks, checkpoint, distributed, resume, run_file, zero_shards
+from mst_scale.config import Experiment, to_dict
+from mst_scale.config.check import batch_shape, peak_learning_rate
 from mst_scale.data.masking import open_sampler
-from mst_scale.data.prepare import ensure
 from mst_scale.data.sampler import Sampler
 from mst_scale.distributed import Ranks, Verdict, logger
 from mst_scale.learning_rate import learning_rate
 from mst_scale.ledger import Ledger, shortened
-from mst_scale.models import build
 from mst_scale.observer import Observer
 from mst_scale.out_lock import OutLock
+from mst_scale.pretrain_options import arguments, experiment_of, out_of
 from mst_scale.randomness import counter_hash
 from mst_scale.record import Record, state_of
 from mst_scale.spikes import Spikes, batch_number
 from mst_scale.watch import Watch
 
 FAILED_SAVES = 3  # in a row, after which a run stops
-
-
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        prog="mst_scale.pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="the experiment (ds_configs/*.json)")
-    parser.add_argument("--method", metavar="M", help="dense, mst, rigl, static, …: overrides mst.method")
-    parser.add_argument("--like", metavar="C", help="for dense-short: the run (config or folder) whose FLOPs it spends")
-    parser.add_argument("--data", metavar="DIR", help="a folder with train.bin and val.bin: overrides data.dir")
-    parser.add_argument("--out", metavar="DIR", help="where the run's files go (default: runs/<config>-<method>)")
-    parser.add_argument("--steps", type=int, metavar="N", help="overrides training.steps")
-    parser.add_argument("--init", metavar="M", help="start from GPT-2's weights: gpt2, or a folder of transformers")
-    parser.add_argument("--eval-tasks", metavar="A,B", help="evaluate these tasks with the validation loss (mst eval)")
-    parser.add_argument("--eval-every", type=int, metavar="N", help="overrides training.eval_every")
-    parser.add_argument("--eval-data", metavar="DIR", help="the tasks' files (default: from the hub)")
-    parser.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
-    parser.add_argument("--resume", default="auto", metavar="auto|never|TAG", help="continue from a checkpoint of OUT")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
-    return parser.parse_args(argv)
-
-
-def experiment_of(args: argparse.Namespace) -> Experiment:
-    overrides = list(args.set)
-    if args.steps is not None:
-        overrides.append(f"training.steps={args.steps}")
-    if args.like is not None:
-        overrides.append(f"mst.like={json.dumps(args.like)}")
-    if args.data is not None:
-        overrides += [f"data.dir={json.dumps(args.data)}", "data.source=null"]
-    for key in ("init", "eval_tasks", "eval_every", "eval_data"):
-        if getattr(args, key) is not None:
-            overrides.append(f"training.{key}={json.dumps(getattr(args, key))}")
-    experiment = load(args.deepspeed_config, overrides, args.method)
-    if experiment.training.init is not None:
-        experiment = resume.with_shape_of(experiment, experiment.training.init, out_of(args, experiment))
-    if args.steps is not None and experiment.mst.like is not None:
-        raise ValueError(f"method dense-short is as long as the FLOPs of {experiment.mst.like} last: leave out --steps")
-    check(experiment)
-    return experiment
-
-
-def out_of(args: argparse.Namespace, experiment: Experiment) -> Path:
-    return Path(args.out or f"runs/{Path(args.deepspeed_config).stem}-{experiment.mst.method}")
 
 
 class Run:
@@ -116,11 +69,11 @@ class Run:
         self.batch, self.micro, self.accumulation = shape
         self.ledger = Ledger(self.experiment.model, self.batch)
         loadable = None if source is None else self._loadable(source)
-        folder = self.ranks.on_first(self._corpus)
+        folder = self.ranks.on_first(lambda: before_first_step.corpus(self.experiment.data))
         self.train, self.val = self.ranks.together(lambda: (self._open(folder, "train"), self._open(folder, "val")))
-        self.tasks = self._open_tasks()
-        start = self._initial_weights() if source is None else None
-        self.engine = self.ranks.together(lambda: self._build(start))
+        self.tasks = before_first_step.tasks(self.experiment, self.out, self.micro, self.ranks)
+        start = before_first_step.initial_weights(self.experiment, self.ranks) if source is None else None
+        self.engine = self.ranks.together(lambda: before_first_step.built_engine(self.experiment, self.out, start))
         self.device = next(self.engine.module.parameters()).device
         self.step = 0
         if loadable is not None:
@@ -140,70 +93,8 @@ class Run:
             layers=layers,
         )
 
-    def _corpus(self) -> str:
-        """The folder of the token files, prepared on first use where the config names a source."""
-        data = self.experiment.data
-        if data.source is not None:
-            folder = data.dir or f"corpora/{data.source}"
-            ensure(
-                folder,
-                data.source,
-                data.tokenizer,
-                text_key=data.text_key,
-                val_fraction=data.val_fraction,
-                max_bytes=data.max_bytes,
-                seed=data.seed,
-            )
-            return folder
-        if data.dir is None:
-            raise ValueError("no data: give --data DIR, or data.dir or data.source in the config")
-        return data.dir
-
     def _open(self, folder: str, split: str) -> Sampler:
         return open_sampler(folder, split, self.experiment.model, self.training.seed, check_ids=self.ranks.first)
-
-    def _open_tasks(self) -> Any:
-        """What evaluates the tasks of training.eval_tasks; None where there are none."""
-        if self.training.eval_tasks is None:
-            return None
-        from mst_scale.evaluation.during_training import TasksDuringTraining  # seconds to import
-
-        tasks = self.ranks.together(lambda: TasksDuringTraining(self.experiment, self.out, self.micro, self.ranks))
-        tasks.read()
-        return tasks
-
-    def _initial_weights(self) -> Any:
-        """The weights of training.init, on the first rank, empty on the others; None for a start from random ones."""
-        init = self.training.init
-        if init is None:
-            return None
-
-        def read() -> Any:
-            return start_from.read(start_from.folder_of(init), self.experiment.model) if self.ranks.first else {}
-
-        return self.ranks.together(read)
-
-    def _build(self, start: Any) -> Any:
-        torch.manual_seed(self.training.seed)
-        with zero_shards.partitioned_construction(self.experiment.deepspeed):
-            model = build(self.experiment.model)
-        if start is not None:
-            start_from.fill(model, start or None)
-            logger.info("starting from the weights of %s", self.training.init)
-        if "activation_checkpointing" in self.experiment.deepspeed:
-            deepspeed.checkpointing.configure(None, deepspeed_config=self.experiment.deepspeed)
-        monitored = self._with_monitors()
-        built, *_ = engine.initialize(model=model, model_parameters=decay_groups(model), config=monitored)
-        return built
-
-    def _with_monitors(self) -> Experiment:
-        """TensorBoard beside the metrics, unless the config says otherwise; DeepSpeed prints nothing of its own."""
-        deepspeed = dict(self.experiment.deepspeed)
-        deepspeed.setdefault(
-            "tensorboard", {"enabled": True, "output_path": str(self.out / "tensorboard"), "job_name": ""}
-        )
-        deepspeed.setdefault("steps_per_print", 2**31)
-        return Experiment(self.experiment.model, self.experiment.data, self.training, self.experiment.mst, deepspeed)
 
     def _loadable(self, source: Path) -> tuple[Path, bool]:
         return resume.loadable(source, self.ranks, zero_shards.zero_stage(self.experiment.deepspeed))
@@ -425,13 +316,6 @@ class Run:
             self._happened("failed save", step=self.step, why=str(error) if isinstance(error, OSError) else "elsewhere")
 
 
-def decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Weight decay (the optimizer's own) on matrices, none on norms and biases."""
-    matrices = [p for p in model.parameters() if zero_shards.is_matrix(p)]
-    vectors = [p for p in model.parameters() if not zero_shards.is_matrix(p)]
-    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-
-
 def main(argv: list[str] | None = None) -> None:
     watch = Watch()
     try:
@@ -455,7 +339,7 @@ def _end_quietly(watch: Watch) -> None:
 def _main(argv: list[str] | None, watch: Watch) -> None:
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: true, and nothing a user can act on
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    args = arguments(argv)
+    args = arguments(argv, __doc__)
     experiment = experiment_of(args)
     ranks = distributed.init()
     watch.start(ranks)

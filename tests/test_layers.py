@@ -56,10 +56,12 @@ LAYERS = {
     "report": 7,
     "resume": 7,
     "run_file": 6,
-    "pretrain": 8,
-    "cli": 9,
-    "__main__": 10,
-    "__init__": 10,
+    "pretrain_options": 8,
+    "before_first_step": 8,
+    "pretrain": 9,
+    "cli": 10,
+    "__main__": 11,
+    "__init__": 11,
 }
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -395,9 +395,9 @@ def test_help_shows_how_it_is_started():
 
 
 def test_weight_decay_is_for_matrices_alone():
+    from mst_scale.before_first_step import decay_groups
     from mst_scale.config import ModelConfig
     from mst_scale.models.gpt import GPT
-    from mst_scale.pretrain import decay_groups
 
     model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=8, context=8, vocab_size=10, vocab_multiple=1, bias=True))
     decayed, others = decay_groups(model)
