@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 
 import mst_scale
 from mst_scale import zero_shards
@@ -141,6 +142,21 @@ def refused(rank: int, world: int, config: dict) -> str:
 def test_what_cannot_be_right_is_refused_with_the_cure(extra, precision, message):
     (text,) = pool.run(refused, 1, deepspeed_config(1, 1, precision, **extra))
     assert message in text
+
+
+def test_the_norm_of_an_offloaded_gradient_lies_where_deepspeed_adds_it_up(monkeypatch):
+    """Gradient and masks are on the CPU, but norms of what is not sparse were recorded on the accelerator."""
+    monkeypatch.setattr(get_accelerator(), "current_device_name", lambda: "meta")
+    live = torch.tensor([3.0, 0.0, 4.0, 9.0])
+    partition = lambda parameter, release_swap_buffers: (live, 0)  # noqa: E731
+    zero = SimpleNamespace(offload_optimizer=True, norm_for_param_grads={}, get_param_id=lambda parameter: 7)
+    zero._get_fp32_grad_state_partition = partition
+    shards = object.__new__(slices.CutParameters)
+    shards.zero, shards.parameters, shards.slices = zero, [None], [slices.Slice("w", (3,), 0, 3)]
+    gradient = shards.gradient(0)
+    assert gradient.data_ptr() == live.data_ptr() and gradient.tolist() == [3, 0, 4], "live, without the padding"
+    shards.put_gradient(0, gradient)
+    assert zero.norm_for_param_grads[7].device.type == "meta"
 
 
 class Fake(SimpleNamespace):

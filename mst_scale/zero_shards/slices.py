@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from mst_scale.zero_shards.step import base_optimizer
+from mst_scale.zero_shards.step import base_optimizer, total_norm
 
 
 @dataclass(frozen=True)
@@ -88,24 +88,17 @@ class FlatPartitions:
     def states(self, i: int) -> dict[str, torch.Tensor]:
         return _states_of(self.optimizer, self.owner(i), self._hp_start(i), self.slices[i].length)
 
-    def gradient(self, i: int) -> torch.Tensor | None:
-        parameter = self.parameters[i]
-        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-        if mapping is None:
+    def gradient(self, i: int) -> torch.Tensor:
+        parameter: Any = self.parameters[i]
+        if parameter._hp_mapping is None:
             return self.weight(i)  # empty
         if self.zero.cpu_offload:  # gradients travel to the CPU while backward goes on
             self.zero._wait_for_offload_copies()
-        return mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)  # type: ignore[attr-defined]
+        flat: torch.Tensor = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
+        return flat
 
     def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
-        live = self.gradient(i)
-        assert live is not None
-        if live.data_ptr() != gradient.data_ptr():
-            live.copy_(gradient)
-        if self.zero.cpu_offload and self.slices[i].length:
-            # with offload the norm was recorded during backward, from the gradient as it was then
-            norm = gradient.double().norm(2)
-            self.zero.norm_for_param_grads[self.zero.get_param_id(self.parameters[i])] = norm
+        _put(self, i, gradient, self.zero.cpu_offload)
 
     def _slice(self, name: str, parameter: nn.Parameter) -> Slice:
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
@@ -137,18 +130,14 @@ class CutParameters:
     def states(self, i: int) -> dict[str, torch.Tensor]:
         return _states_of(self.optimizer, self.owner(i), self._position(i)[1], self.slices[i].length)
 
-    def gradient(self, i: int) -> torch.Tensor | None:
-        whole = safe_get_local_grad(self.parameters[i])  # on the accelerator, also where the optimizer is offloaded
-        return None if whole is None else whole.view(-1)[: self.slices[i].length].to(self.owner(i).device)
+    def gradient(self, i: int) -> torch.Tensor:
+        # DeepSpeed's safe_get_local_grad would copy it, and from the CPU to the accelerator where it is offloaded
+        live, _ = self.zero._get_fp32_grad_state_partition(self.parameters[i], release_swap_buffers=True)
+        flat: torch.Tensor = live.view(-1)[: self.slices[i].length]
+        return flat
 
     def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
-        parameter = self.parameters[i]
-        if gradient.numel() == parameter.partition_numel():  # type: ignore[attr-defined]
-            safe_set_local_grad(parameter, gradient)
-        else:
-            padded = gradient.new_zeros(parameter.partition_numel())  # type: ignore[attr-defined]
-            padded[: gradient.numel()] = gradient
-            safe_set_local_grad(parameter, padded)
+        _put(self, i, gradient, self.zero.offload_optimizer)
 
     def _position(self, i: int) -> tuple[int, int]:
         group, offset, _ = self.zero.grad_position[self.zero.get_param_id(self.parameters[i])]
@@ -158,6 +147,18 @@ class CutParameters:
         part = parameter.partition_numel()
         start = min(part * dist.get_rank(self.group), parameter.ds_numel)
         return Slice(name, tuple(parameter.ds_shape), start, min(part, parameter.ds_numel - start))
+
+
+def _put(shards: FlatPartitions | CutParameters, i: int, gradient: torch.Tensor, offloaded: bool) -> None:
+    live = shards.gradient(i)
+    if live.data_ptr() != gradient.data_ptr():
+        live.copy_(gradient)
+    if offloaded and shards.slices[i].length:
+        # its norm was recorded during backward, from the gradient as it was then; on the accelerator, like those of
+        # the parameters that are not sparse, to which ZeRO-3 adds it
+        where = get_accelerator().current_device_name()
+        norm = torch.tensor(total_norm([gradient]), dtype=torch.float64, device=where)
+        shards.zero.norm_for_param_grads[shards.zero.get_param_id(shards.parameters[i])] = norm
 
 
 Shards = Replicated | FlatPartitions | CutParameters
