@@ -259,6 +259,8 @@ class Run:
 
     def _micro_batch(self, sampler: Sampler, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, targets = sampler.batch(step, range(index * self.micro, (index + 1) * self.micro))
+        if self.device.type == "cuda":  # a copy from pageable memory may wait for all that the device has yet to do
+            tokens, targets = tokens.pin_memory(), targets.pin_memory()
         return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     @torch.no_grad()

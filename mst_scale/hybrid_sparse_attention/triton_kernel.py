@@ -321,6 +321,16 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return x if x.shape[2] * x.stride(2) < 2**31 else x.contiguous()
 
 
+def _refuse_too_long(q: torch.Tensor) -> None:
+    """The kernels' own tensors have rows of heads × head_dim numbers, and offsets inside a sequence are 32 bits."""
+    _, heads, length, dim = q.shape
+    if length * heads * dim >= 2**31:
+        raise ValueError(
+            f"{length} rows of {heads} heads × {dim} are more than the triton kernels count: cut the sequences over "
+            "ranks (sequence_parallel), or take backend blocked"
+        )
+
+
 def _packed(x: torch.Tensor) -> torch.Tensor:
     """(batch, heads, length, d) laid out as the kernels' own tensors are."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -329,6 +339,7 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _refuse_too_long(q)
     q, k, v = map(_readable, (q, k, v))
     out, lse = empty_output(q), empty_lse(q)
     if q.numel():

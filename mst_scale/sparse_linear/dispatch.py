@@ -73,6 +73,8 @@ def why_not(backend: str, device: str, dtype: torch.dtype, shape: tuple[int, ...
     if backend == "block":
         if block == 1:
             return "it multiplies with blocks, and these masks are made of single weights (topology.granularity)"
+        if math.prod(shape) >= 2**31:
+            return f"its kernels count offsets in 32 bits, too few for a weight of {shape}"
         try:
             from mst_scale.sparse_linear import block as block_kernels
         except ImportError as error:

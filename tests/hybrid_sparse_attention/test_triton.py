@@ -36,6 +36,15 @@ INTERPRETED: list[tuple[str, int, int, bool, int, int, int, str]] = [
 ]
 
 
+def test_a_sequence_whose_offsets_do_not_fit_32_bits_is_refused():
+    """Not read and written elsewhere."""
+    from mst_scale.hybrid_sparse_attention import triton_kernel
+
+    q = torch.empty(1, 64, 1 << 18, 128, device="meta", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="sequence_parallel"):
+        triton_kernel.forward(q, q, q, pattern=Pattern("strided", 256), causal=True, scale=1.0)
+
+
 @pytest.fixture(scope="module")
 def interpreted() -> list[dict[str, float]]:
     names = ("kind", "stride", "length", "causal", "heads", "kv_heads", "dim", "dtype")

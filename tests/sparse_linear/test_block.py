@@ -110,6 +110,7 @@ def test_why_not(device: str, dtype: torch.dtype, side: int, reason: str):
 
 def test_why():
     assert dispatch.why_not("block", "cuda", torch.bfloat16, (64, 64), 16) is None
+    assert "32 bits" in str(dispatch.why_not("block", "cuda", torch.bfloat16, (1 << 17, 1 << 14), 16))
 
 
 # --- compiled ------------------------------------------------------------------------------------------------------
