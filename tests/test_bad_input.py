@@ -1,7 +1,5 @@
 """Whatever a user gets wrong costs one line on one rank, exit code 2 or 1, no traceback, and no rank hangs."""
 
-import contextlib
-import io
 import json
 import os
 import shutil
@@ -13,36 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mst_scale import distributed, pretrain
+from mst_scale import pretrain
 from tests import pool, tiny_run
-
-
-class Exited(BaseException):
-    """Stands for os._exit: the process would be gone."""
-
-
-def attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
-    """Run `pretrain` in this process: (exit code, what it wrote to stderr). No launcher is there to end a rank."""
-    distributed.LINGER = 0.0
-    stderr, leave, mine = io.StringIO(), os._exit, os.getpid()
-
-    def gone(code: int) -> None:
-        if os.getpid() != mine:  # a forked worker must not unwind our stack and tidy up our files
-            leave(code)
-        raise Exited(code)
-
-    os._exit = gone  # type: ignore[assignment]
-    try:
-        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
-            pretrain.main(argv)
-        code = 0
-    except Exited as exited:
-        code = exited.args[0]
-    except SystemExit as exited:
-        code = exited.code or 0
-    finally:
-        os._exit = leave
-    return code, stderr.getvalue()
+from tests.whole_runs import attempt
 
 
 def arguments(folder: Path, *more: str, **blocks) -> list[str]:

@@ -12,7 +12,7 @@ from mst_scale.ledger import forecast
 from mst_scale.plan.answer import plan
 from mst_scale.plan.gpus import machine
 from tests import pool, tiny_run
-from tests.test_bad_input import attempt
+from tests.whole_runs import attempt
 
 FOLDER = tiny_run.ROOT / "ds_configs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))

@@ -24,8 +24,7 @@ from mst_scale.models.gpt import GPT
 from mst_scale.models.hugging_face import entries
 from mst_scale.reshape import reshape
 from tests import pool, tiny_run
-from tests.test_bad_input import attempt
-from tests.test_pretrain import MST, arguments
+from tests.whole_runs import MST, arguments, attempt
 
 SAVED = "step00000004"  # in the middle of sparse training
 

@@ -16,48 +16,12 @@ import torch
 from mst_scale.config import load
 from mst_scale.ledger import forecast
 from tests import pool, tiny_run
-from tests.test_bad_input import attempt
+from tests.whole_runs import MST, arguments, attempt, logged_attempt, weights, without_times
 
-MST = {
-    "method": "mst",
-    "sparsity": {"max": 0.8},
-    "topology": {"interval": 2, "check_every": 3},
-    "attention": {"pattern": "strided", "stride": 8},
-}
 CONTRACT = [
     "step", "tokens", "loss", "lr", "grad_norm", "phase", "target_sparsity", "sparsity", "flops", "flops_dense",
     "tokens_per_s", "step_ms",
 ]  # fmt: skip
-TIMES = ("seconds", "tokens_per_s", "step_ms", "save_s", "peak_memory_bytes")
-
-
-def arguments(folder: Path, out: str = "out", *more: str, **blocks) -> list[str]:
-    return ["--deepspeed_config", str(tiny_run.config(folder, **blocks)), "--out", str(folder / out), *more]
-
-
-def without_times(rows: list[dict]) -> list[dict]:
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
-
-
-def weights(out: Path, tag: str) -> dict[str, torch.Tensor]:
-    """Every tensor in a checkpoint's files, optimizer states and masks included."""
-    found = {}
-    for path in sorted((out / "checkpoints" / tag).rglob("*.pt")):
-        collect(torch.load(path, weights_only=False), path.name, found)
-    for path in sorted((out / "checkpoints" / tag).rglob("*.safetensors")):
-        found[path.name] = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-    return found
-
-
-def collect(value, path: str, found: dict) -> None:
-    if torch.is_tensor(value):
-        found[path] = value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            collect(inner, f"{path}/{key}", found)
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            collect(inner, f"{path}/{index}", found)
 
 
 LAUNCHERS = {
@@ -238,21 +202,6 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_pat
     assert without_times(tiny_run.rows(tmp_path / "out")) == without_times(tiny_run.rows(undisturbed))
     again = weights(tmp_path / "out", "step00000012")
     assert [n for n, value in weights(undisturbed, "step00000012").items() if not torch.equal(again[n], value)] == []
-
-
-def logged_attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
-    """`attempt`, with what our logger says."""
-    import io
-    import logging
-
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    logging.getLogger("mst_scale").addHandler(handler)
-    try:
-        code, text = attempt(rank, world, argv)
-    finally:
-        logging.getLogger("mst_scale").removeHandler(handler)
-    return code, text + stream.getvalue()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])

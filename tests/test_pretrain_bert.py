@@ -14,7 +14,7 @@ from mst_scale.export import export, open_source
 from mst_scale.flops import dense_step_flops
 from tests import pool, tiny_run
 from tests.data.texts import jsonl, make
-from tests.test_bad_input import attempt
+from tests.whole_runs import attempt
 
 BERT = {"arch": "bert", "n_embd": 32, "vocab_size": 65, "bias": True}  # 64 ids, and one for [MASK]
 MST = {

@@ -15,9 +15,8 @@ from mst_scale.config.check import batch_shape
 from mst_scale.inspect import inspect
 from mst_scale.reshape import reshape
 from tests import pool, tiny_run
-from tests.test_bad_input import attempt
-from tests.test_pretrain import MST, arguments, logged_attempt, without_times
 from tests.toys import Toy, allow_fp16, deepspeed_config, toy_batch
+from tests.whole_runs import MST, arguments, attempt, logged_attempt, without_times
 
 MICRO = 6  # micro-batches a step, shared by 1, 2 or 3 ranks
 SAVED, END = 10, 15

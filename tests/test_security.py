@@ -13,8 +13,7 @@ from mst_scale.evaluation.models import open_model
 from mst_scale.export import export
 from mst_scale.reshape import reshape
 from tests import pool, tiny_run
-from tests.test_bad_input import attempt
-from tests.test_pretrain import MST, arguments
+from tests.whole_runs import MST, arguments, attempt
 
 
 class Exploit:

@@ -10,7 +10,7 @@ from mst_scale import pretrain
 from mst_scale.config import SpikeConfig
 from mst_scale.spikes import Spikes, batch_number
 from tests import pool, tiny_run
-from tests.test_pretrain import MST, arguments, logged_attempt, weights, without_times
+from tests.whole_runs import MST, arguments, logged_attempt, weights, without_times
 
 BAD = 13  # the batch that makes the loss jump
 

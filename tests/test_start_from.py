@@ -11,7 +11,7 @@ from mst_scale.config import ModelConfig
 from mst_scale.export import open_source
 from mst_scale.models.gpt import GPT
 from tests import pool, tiny_run
-from tests.test_bad_input import attempt
+from tests.whole_runs import attempt
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 48, "vocab_size": 300}
 

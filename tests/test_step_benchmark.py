@@ -16,7 +16,7 @@ from mst_scale.flops import dense_step_flops
 from mst_scale.plan.memory import memory
 from mst_scale.plan.setting import setting_of
 from tests import pool, tiny_run
-from tests.test_pretrain import MST
+from tests.whole_runs import MST
 
 TOPOLOGY = {"interval": 2, "check_every": 0}
 BLOCKS = {"mst": {**MST, "topology": TOPOLOGY}, "training": {"steps": 200}, "zero_optimization": {"stage": 2}}

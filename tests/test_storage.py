@@ -12,7 +12,7 @@ from mst_scale import build_locks, checkpoint, run_file
 from mst_scale.out_lock import OutLock
 from tests import pool, tiny_run
 from tests.test_checkpoint import Engine, alone
-from tests.test_pretrain import MST, arguments, logged_attempt, without_times
+from tests.whole_runs import MST, arguments, logged_attempt, without_times
 
 
 def troubled(rank, world, argv, trouble, calls):

@@ -12,7 +12,7 @@ from mst_scale.data.prepare import ensure
 from mst_scale.evaluation.during_training import TasksDuringTraining
 from mst_scale.models.gpt import GPT
 from tests import pool, tiny_run
-from tests.test_bad_input import attempt
+from tests.whole_runs import attempt
 
 
 def arguments(folder, stage, *more):

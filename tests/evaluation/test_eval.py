@@ -25,7 +25,7 @@ from mst_scale.export import export, open_source
 from mst_scale.models.gpt import GPT
 from tests import pool, tiny_run
 from tests.data.texts import make, rank_file
-from tests.test_bad_input import attempt
+from tests.whole_runs import attempt
 
 CONTEXT = 64
 PASSAGES = ["the cat sat on the mat", "a b a b a b", "x y"]

@@ -14,8 +14,7 @@ from mst_scale.report.build import Report
 from mst_scale.report.style import DARK, LIGHT
 from tests import pool, tiny_run
 from tests.report import runs
-from tests.test_bad_input import attempt
-from tests.test_pretrain import MST, arguments
+from tests.whole_runs import MST, arguments, attempt
 
 ONE_RUN = [
     "loss-steps", "loss-flops", "loss-flops-causal", "loss-time", "perplexity-steps", "perplexity-flops",

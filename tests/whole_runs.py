@@ -1,0 +1,91 @@
+"""How does a test run `mst_scale.pretrain` on the ranks of the pool, and what does it compare afterwards?"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from mst_scale import distributed, pretrain
+from tests import tiny_run
+
+MST = {
+    "method": "mst",
+    "sparsity": {"max": 0.8},
+    "topology": {"interval": 2, "check_every": 3},
+    "attention": {"pattern": "strided", "stride": 8},
+}
+TIMES = ("seconds", "tokens_per_s", "step_ms", "save_s", "peak_memory_bytes")
+
+
+class Exited(BaseException):
+    """Stands for os._exit: the process would be gone."""
+
+
+def attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    """Run `pretrain` in this process: (exit code, what it wrote to stderr). No launcher is there to end a rank."""
+    distributed.LINGER = 0.0
+    stderr, leave, mine = io.StringIO(), os._exit, os.getpid()
+
+    def gone(code: int) -> None:
+        if os.getpid() != mine:  # a forked worker must not unwind our stack and tidy up our files
+            leave(code)
+        raise Exited(code)
+
+    os._exit = gone  # type: ignore[assignment]
+    try:
+        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
+            pretrain.main(argv)
+        code = 0
+    except Exited as exited:
+        code = exited.args[0]
+    except SystemExit as exited:
+        code = exited.code or 0
+    finally:
+        os._exit = leave
+    return code, stderr.getvalue()
+
+
+def logged_attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    """`attempt`, with what our logger says."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("mst_scale").addHandler(handler)
+    try:
+        code, text = attempt(rank, world, argv)
+    finally:
+        logging.getLogger("mst_scale").removeHandler(handler)
+    return code, text + stream.getvalue()
+
+
+def arguments(folder: Path, out: str = "out", *more: str, **blocks) -> list[str]:
+    return ["--deepspeed_config", str(tiny_run.config(folder, **blocks)), "--out", str(folder / out), *more]
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def weights(out: Path, tag: str) -> dict[str, torch.Tensor]:
+    """Every tensor in a checkpoint's files, optimizer states and masks included."""
+    found = {}
+    for path in sorted((out / "checkpoints" / tag).rglob("*.pt")):
+        collect(torch.load(path, weights_only=False), path.name, found)
+    for path in sorted((out / "checkpoints" / tag).rglob("*.safetensors")):
+        found[path.name] = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    return found
+
+
+def collect(value, path: str, found: dict) -> None:
+    if torch.is_tensor(value):
+        found[path] = value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            collect(inner, f"{path}/{key}", found)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            collect(inner, f"{path}/{index}", found)
