@@ -6,7 +6,7 @@ from deepspeed.comm.comm import comms_logger
 
 import mst_scale
 from tests import pool
-from tests.test_engine import mst_config, train
+from tests.toy_engine import mst_config, train
 from tests.toys import toy
 
 

@@ -16,7 +16,7 @@ from mst_scale.observer import Observer, cell_sums, phase_ends
 from mst_scale.report import from_checkpoint
 from mst_scale.sparsity_variation import Variation
 from tests import pool, tiny_run
-from tests.test_engine import full, mst_config, train
+from tests.toy_engine import full, mst_config, train
 from tests.toys import toy
 from tests.whole_runs import MST, arguments, without_times
 

@@ -8,7 +8,7 @@ from mst_scale.config.blocks import ModelConfig
 from mst_scale.models.gpt import GPT
 from mst_scale.sparse_linear import layers
 from tests import pool
-from tests.test_engine import full, shas
+from tests.toy_engine import full, shas
 from tests.toys import deepspeed_config
 
 STEPS = 13
