@@ -11,6 +11,15 @@ from typing import Any
 
 Row = dict[str, Any]
 
+# What every row has, also one that is not about time.
+LOSSES: Row = {
+    "ours_ms": None,
+    "rival": None,
+    "rival_ms": None,
+    "speedup": None,
+    "why": "losses are compared, not times",
+}
+
 
 def outputs(parser: argparse.ArgumentParser, markdown: str = "the file in benchmarks/results") -> None:
     """--json and --markdown."""

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.machine import machine
-from benchmarks.page import Row, aside, grid, outputs, tell
+from benchmarks.page import LOSSES, Row, aside, grid, outputs, tell
 from mst_scale.arguments import Parser
 
 ROOT = Path(__file__).parents[1]
@@ -85,8 +85,7 @@ def measure(data: str, runs: Path, seeds: int, steps: int) -> list[Row]:
     rows = []
     for method in METHODS:
         found = [pruned(train(method, seed, steps, data, runs)) for seed in range(1, seeds + 1)]
-        row: Row = {"method": method, "steps": steps, "seeds": seeds}
-        row |= {"speedup": None, "why": "losses are compared, not times"}
+        row: Row = {"method": method, "steps": steps, "seeds": seeds, **LOSSES}
         row["kurtosis"] = round(statistics.fmean(kurtosis for _, kurtosis in found), 2)
         for i, sparsity in enumerate(SPARSITIES):
             losses = [values[i] for values, _ in found]

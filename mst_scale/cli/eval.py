@@ -74,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
         logging.getLogger("mst_scale").setLevel(logging.WARNING)
     if args.device in (None, "cpu"):
         os.environ.setdefault("DS_ACCELERATOR", "cpu" if args.device == "cpu" or not _cuda() else "cuda")
-    if args.data_dir is None or not Path(args.model).exists():
+    from mst_scale.evaluation.models import on_hub
+
+    if on_hub(args.model) or args.data_dir is None:
         _offline_unless_reachable()
     from mst_scale import distributed
 

@@ -55,9 +55,18 @@ def open_model(name: str, tokenizer: str | None, device: torch.device) -> tuple[
     path = Path(name)
     if is_transformers(path):
         return _transformers(name, path, tokenizer, device)
-    if path.exists() or not HUB_NAME.fullmatch(name) or name.startswith("."):
-        return _ours(path, tokenizer, device)
-    return _transformers(name, None, tokenizer, device)
+    if on_hub(name):
+        return _transformers(name, None, tokenizer, device)
+    return _ours(path, tokenizer, device)
+
+
+def on_hub(name: str) -> bool:
+    """Whether a model is one of the hub, if any: nothing here is called so. What is spelt like a path must be here."""
+    if Path(name).exists():
+        return False
+    if name.startswith(".") or not HUB_NAME.fullmatch(name):
+        raise ValueError(f"there is no {name}: give a run's folder, a checkpoint, or a model of transformers")
+    return True
 
 
 def is_transformers(folder: Path) -> bool:
@@ -79,8 +88,6 @@ def our_text(name: str, vocab_size: int) -> Text:
 
 
 def _ours(path: Path, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
-    if not path.exists():
-        raise ValueError(f"there is no {path}: give a run's folder, a checkpoint, or a model of transformers")
     if not path.is_dir():
         raise ValueError(f"{path} is a file: give a run's folder, a checkpoint, or a model's folder")
     try:

@@ -364,7 +364,11 @@ def test_wrong_use_is_one_line(run, data, capsys, tmp_path, monkeypatch):
     there = ["--data-dir", str(data)]
     assert "unknown task 'lamda': the nearest is 'lambada'" in refused(capsys, str(run), "--tasks", "lamda")
     assert "nor is it a model of transformers" in refused(capsys, str(data), "--tasks", "lambada", *there)
-    assert "there is no" in refused(capsys, str(tmp_path / "none"), "--tasks", "lambada", *there)
+    with monkeypatch.context() as patch:  # nor is the network asked for what is spelt like a path
+        patch.delenv("HF_HUB_OFFLINE")
+        patch.setattr("mst_scale.cli.eval._offline_unless_reachable", lambda: pytest.fail("asks the network"))
+        assert "there is no" in refused(capsys, str(tmp_path / "none"), "--tasks", "lambada", *there)
+        assert "there is no" in refused(capsys, str(tmp_path / "none"), "--tasks", "lambada")
     assert "is a file" in refused(capsys, str(data / "wikitext2.txt"), "--tasks", "lambada", *there)
     wrong = refused(capsys, str(run), "--tasks", "lambada", *there, "--tokenizer", "gpt2")
     assert "was trained with tokenizer 'byte', not 'gpt2'" in wrong
