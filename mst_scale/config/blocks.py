@@ -133,6 +133,8 @@ class TrainingConfig:
             if getattr(self, name) < 0:
                 what = "never" if name == "look_every" else "only at the end"
                 raise ValueError(f"training.{name} must be 0 ({what}) or more, not {getattr(self, name)}")
+        if self.min_lr < 0:
+            raise ValueError(f"training.min_lr must be at least 0, not {self.min_lr}")
         for name in ("warmup", "decay"):
             value = getattr(self, name)
             if value < 0 or (isinstance(value, float) and value > 1):
@@ -205,6 +207,9 @@ class TopologyConfig:
     def __post_init__(self) -> None:
         if self.interval is not None and self.interval < 1:
             raise ValueError(f"mst.topology.interval must be at least 1, not {self.interval}")
+        for name in ("mest_lambda", "check_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"mst.topology.{name} must be at least 0, not {getattr(self, name)}")
         for name in ("update_fraction", "random_ratio", "update_decay"):
             if not 0.0 <= (getattr(self, name) or 0.0) <= 1.0:
                 raise ValueError(f"mst.topology.{name} must lie in [0, 1], not {getattr(self, name)}")
@@ -238,6 +243,12 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         if self.stride < 1:
             raise ValueError(f"mst.attention.stride must be at least 1, not {self.stride}")
+        start = self.dense_from
+        if not isinstance(start, str) and (start < 0 or (isinstance(start, float) and start > 1)):
+            raise ValueError(
+                f"mst.attention.dense_from = {start}: give 'ultra_end', 'restore_end', steps (an integer) or a share "
+                "of the run (0…1)"
+            )
         if self.backend == "dense" and self.pattern != "dense":
             raise ValueError(
                 'mst.attention.backend = "dense" computes every pair: leave it out, or set pattern to "dense"'

@@ -6,6 +6,7 @@ before any process group exists where that is possible.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mst_scale.config.blocks import Experiment
@@ -87,7 +88,7 @@ def check(experiment: Experiment) -> None:
         )
     peak_learning_rate(ds)
     clip = ds.get("gradient_clipping", 0.0)
-    if not isinstance(clip, int | float) or clip < 0:
+    if not isinstance(clip, int | float) or not 0 <= clip < math.inf:
         raise ValueError(f"gradient_clipping must be a number of at least 0 (0 turns it off), not {clip!r}")
 
 
@@ -95,8 +96,11 @@ def peak_learning_rate(deepspeed: dict[str, Any]) -> float:
     optimizer = deepspeed.get("optimizer")
     if not optimizer:
         raise ValueError('the config needs an optimizer: {"optimizer": {"type": "AdamW", "params": {"lr": 6e-4}}}')
-    rate = optimizer.get("params", {}).get("lr")
-    if not isinstance(rate, int | float) or isinstance(rate, bool) or rate <= 0:
+    params = optimizer.get("params", {})
+    if not isinstance(params, dict):
+        raise ValueError(f"optimizer.params must be an object, not {params!r}")
+    rate = params.get("lr")
+    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate < math.inf:
         raise ValueError(f"optimizer.params.lr must be a positive number, not {rate!r}")
     return float(rate)
 

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import difflib
 import json
+import math
 import types
 import typing
 from collections.abc import Iterable
@@ -41,16 +42,26 @@ def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return "config", copy.deepcopy(config)
     path = Path(config)
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(), object_pairs_hook=_without_repeats)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such config file (ready ones lie in ds_configs/)") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except KeyError as error:
+        raise ValueError(f"{path}: the key {error} stands twice in one object") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: a config is a JSON object, this is a {type(raw).__name__}")
     return str(path), raw
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; of two values for one key the first would be lost in silence."""
+    for i, (key, _) in enumerate(pairs):
+        if any(key == other for other, _ in pairs[:i]):
+            raise KeyError(key)
+    return dict(pairs)
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
@@ -74,8 +85,10 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
     """Presets filled in under what the user wrote, then every block checked."""
     deepspeed = {key: value for key, value in raw.items() if key not in BLOCKS and key != "recipe"}
+    ours_at_top = [*BLOCKS, "recipe"]
     for key in deepspeed:
-        near = difflib.get_close_matches(key, [*DEEPSPEED_KEYS, *BLOCKS], n=1, cutoff=0.8)
+        near = difflib.get_close_matches(key, [*DEEPSPEED_KEYS, *ours_at_top], n=1, cutoff=0.8)
+        near = near or [name for name in ours_at_top if sorted(name) == sorted(key.lower())]  # "mts", "MST"
         if near and near[0] != key:
             raise ValueError(f"{where}: unknown key {key!r}: did you mean {near[0]!r}?")
     ours: dict[str, Any] = {name: raw.get(name, {}) for name in BLOCKS}
@@ -141,6 +154,8 @@ def _typed(hint: Any, value: Any, path: str, where: str) -> Any:
                 return value
         elif option is float and isinstance(value, int) and int not in options:
             return float(value)
+        elif isinstance(value, float) and not math.isfinite(value):  # Python reads NaN and Infinity, JSON has neither
+            continue
         elif isinstance(value, option):
             return value
     raise ValueError(f"{where}: {path} must be {_describe(options)}, not {value!r}")
@@ -175,7 +190,7 @@ def _under(preset: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
 def _known(name: Any, table: dict[str, Any], key: str, where: str) -> str:
     if isinstance(name, str) and name in table:
         return name
-    if table is METHODS and name in RECIPES:
+    if table is METHODS and name in list(RECIPES):
         raise ValueError(f'{where}: {name!r} is a recipe, not a method: --set recipe={name}, or "recipe": "{name}"')
     near = difflib.get_close_matches(str(name), table, n=1, cutoff=0.0)[0]
     raise ValueError(f"{where}: unknown {key} {name!r}: the nearest is {near!r} (there are {', '.join(table)})")

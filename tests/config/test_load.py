@@ -101,6 +101,18 @@ def test_model_presets_fill_in_under_the_users_keys():
     [
         ({"modle": {}}, "unknown key 'modle': did you mean 'model'"),
         ({"zero_optimisation": {}}, "did you mean 'zero_optimization'"),
+        ({"mts": {}}, "unknown key 'mts': did you mean 'mst'"),
+        ({"MST": {}}, "unknown key 'MST': did you mean 'mst'"),
+        ({"recipes": "paper"}, "unknown key 'recipes': did you mean 'recipe'"),
+        ({"mst": {"method": []}}, r"unknown mst.method \[\]"),
+        ({"training": {"min_lr": -1e-5}}, "training.min_lr must be at least 0"),
+        ({"training": {"min_lr": float("nan")}}, "training.min_lr must be a number, not nan"),
+        (
+            {"mst": {"sparsity": {"warmup": float("inf")}}},
+            "mst.sparsity.warmup must be an integer or a number, not inf",
+        ),
+        ({"mst": {"topology": {"check_every": -1}}}, "mst.topology.check_every must be at least 0"),
+        ({"mst": {"attention": {"dense_from": -0.5}}}, "mst.attention.dense_from = -0.5: give"),
         (
             {"mst": {"sparsity": {"maximum": 0.9}}},
             r"'mst.sparsity.maximum': the nearest valid one is 'mst.sparsity.max'",
@@ -130,7 +142,12 @@ def test_mistakes_name_the_key_and_the_cure(raw, message):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "not valid JSON: .* at line 1"), ("[1]", "a config is a JSON object"), (None, "no such config file")],
+    [
+        ("{", "not valid JSON: .* at line 1"),
+        ("[1]", "a config is a JSON object"),
+        ('{"mst": {"seed": 1, "seed": 2}}', "c.json: the key 'seed' stands twice in one object"),
+        (None, "no such config file"),
+    ],
 )
 def test_unreadable_files(tmp_path, text, message):
     path = tmp_path / "c.json"
@@ -192,6 +209,9 @@ def test_batches_that_do_not_divide(ds, message):
         ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "must be a positive number"),
         ({"optimizer": None}, "must be an object"),
         ({"gradient_clipping": -1}, "gradient_clipping must be"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping must be"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": float("nan")}}}, "optimizer.params.lr must be a positive"),
+        ({"optimizer": {"type": "AdamW", "params": 3}}, "optimizer.params must be an object, not 3"),
         ({"hybrid_engine": {"enabled": True}}, "has not been tested"),
     ],
 )
