@@ -89,7 +89,7 @@ def measure(rank: int, ranks: int, name: str, rounds: int, threads: int) -> list
     state = State(SHAPES[name], rank, ranks, shared=not compare)
     exchange = Exchange(group)
     ours(state, exchange)
-    payload = exchange.traffic.payload
+    payload, sent = exchange.traffic.payload, exchange.traffic.sent_per_rank
     state.restore()
     stages = profile(state, Exchange(group))
     state.restore()
@@ -109,7 +109,7 @@ def measure(rank: int, ranks: int, name: str, rounds: int, threads: int) -> list
         "ranks": ranks,
         "threads_per_rank": torch.get_num_threads(),
         "all_reduces": exchange.traffic.calls,
-        "bytes_sent_per_rank": {str(r): 2 * (r - 1) * payload // r for r in (1, 2, 4, 8)} | {"many": 2 * payload},
+        "bytes_sent_per_rank": {str(r): sent(r) for r in (1, 2, 4, 8)} | {"many": 2 * payload},
         "percent_of_time": stages,
         "mask_bytes_per_rank": sum(bits.numel() for bits in state.bits),
     }

@@ -132,9 +132,6 @@ class Schedule:
         """Mean over all steps of a quantity that is constant on a segment."""
         return math.fsum(value(s) * (s.stop - s.start) for s in self.segments()) / self.total_steps
 
-    def mean_sparsity(self) -> float:
-        return self.mean(lambda segment: segment.sparsity)
-
     def topology_steps(self) -> Iterator[int]:
         """Every step in [1, total_steps] for which `is_topology_step` holds."""
         return (step for step in range(1, self.total_steps + 1) if self.is_topology_step(step))

@@ -55,10 +55,6 @@ class MaskedSampler(Sampler):
         tokens, _ = super().batch(step, positions)
         return self.masked(tokens.numpy(), step, positions)
 
-    def eval_batch(self, indices: Sequence[int] | np.ndarray, total: int) -> Batch:
-        tokens, _ = super().eval_batch(indices, total)
-        return self.masked(tokens.numpy(), 0, indices)
-
     def masked(self, tokens: np.ndarray, step: int, positions: Sequence[int] | np.ndarray) -> Batch:
         """(what BERT sees, the token at chosen positions and -1 elsewhere) of windows (sequences, context)."""
         if self.file.start is not None:

@@ -9,7 +9,7 @@ jumping to a step costs nothing. Windows are drawn with replacement, as in nanoG
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -40,16 +40,6 @@ class Sampler:
         """Where they begin; int64, (positions,). The modulo's bias is below 1e-8 for any file that fits a disk."""
         key = counter_hash(self.seed, "sample", self.file.path.stem, step)
         return (hashes(key, np.asarray(positions, dtype=np.uint64)) % np.uint64(self.n_starts)).astype(np.int64)
-
-    def eval_batch(self, indices: Sequence[int] | np.ndarray, total: int) -> Batch:
-        """Sequences number `indices` of `total` that are spread evenly over the file: the same at every evaluation."""
-        spread = np.asarray(indices, dtype=np.int64) * (self.n_starts - 1) // max(1, total - 1)
-        return self.at(spread)
-
-    def eval_batches(self, n_batches: int, batch_size: int) -> Iterator[Batch]:
-        for number in range(n_batches):
-            indices = np.arange(number * batch_size, (number + 1) * batch_size)
-            yield self.eval_batch(indices, n_batches * batch_size)
 
     def at(self, offsets: np.ndarray) -> Batch:
         """The windows that begin at these offsets. 8 bytes a token, and each page of the file that is touched."""

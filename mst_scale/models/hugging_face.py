@@ -91,7 +91,7 @@ def from_hugging_face(state: Mapping[str, torch.Tensor], config: ModelConfig) ->
             if tensor.any():
                 raise ValueError(f"{theirs} is not zero: set model.bias = true")
             continue
-        result[ours] = _padded(tensor, config) if ours in ("wte.weight", HEAD) else tensor
+        result[ours] = padded(tensor, config) if ours in ("wte.weight", HEAD) else tensor
     return result
 
 
@@ -120,8 +120,9 @@ def hugging_face_config(config: ModelConfig, end_of_text: int | None = None) -> 
     }
 
 
-def _padded(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+def padded(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """With the rows, or numbers, that pad the vocabulary: the mean of the others."""
     if len(rows) not in (config.vocab_size, config.padded_vocab):
         raise ValueError(f"the vocabulary has {len(rows)} rows: set model.vocab_size = {len(rows)}")
-    padding = rows.mean(0, keepdim=True).expand(config.padded_vocab - len(rows), -1)
+    padding = rows.mean(0, keepdim=True).expand(config.padded_vocab - len(rows), *rows.shape[1:])
     return torch.cat([rows, padding])

@@ -14,7 +14,7 @@ import torch
 
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.models.bert import EPS, TOKEN_TYPES
-from mst_scale.models.hugging_face import Entry
+from mst_scale.models.hugging_face import Entry, padded
 
 LAYER = {  # our module → theirs; all three of qkv in the order of its rows
     "attention.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
@@ -101,7 +101,7 @@ def from_hugging_face(state: Mapping[str, torch.Tensor], config: ModelConfig) ->
             if tensor.any():
                 raise ValueError(f"{entry.theirs} is not zero: set model.bias = true")
             continue
-        pieces.setdefault(entry.ours, []).append(_padded(tensor, config) if entry.ours in VOCABULARY else tensor)
+        pieces.setdefault(entry.ours, []).append(padded(tensor, config) if entry.ours in VOCABULARY else tensor)
     return {name: torch.cat(parts) for name, parts in pieces.items()}
 
 
@@ -134,10 +134,3 @@ def _new_name(name: str) -> str:
     for old, new in OLD_NAMES:
         name = name.replace(old, new)
     return name
-
-
-def _padded(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    if len(rows) not in (config.vocab_size, config.padded_vocab):
-        raise ValueError(f"the vocabulary has {len(rows)} rows: set model.vocab_size = {len(rows)}")
-    padding = rows.mean(0, keepdim=True).expand(config.padded_vocab - len(rows), *rows.shape[1:])
-    return torch.cat([rows, padding])

@@ -93,9 +93,6 @@ class Thinned:
         """Last value of each bucket: for what grows along the run, such as the step."""
         return self._table().last[:, self.place[column]]
 
-    def has(self, column: str) -> bool:
-        return bool(self._table().count[:, self.place[column]].any())
-
     def _absorb(self) -> None:
         whole = len(self._pending) // self.rows_in_bucket * self.rows_in_bucket
         rows, self._pending = np.asarray(self._pending[:whole], dtype=np.float64), self._pending[whole:]

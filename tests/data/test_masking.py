@@ -73,13 +73,6 @@ def test_masks_depend_on_seed_step_position_and_split_alone(folder: Path):
     assert not torch.equal(places()[0], places()[1]), "each sequence has its own"
 
 
-def test_validation_is_masked_alike_each_time(folder: Path):
-    first, second = (sampler(folder, "val").eval_batch(range(6), 6) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    part = sampler(folder, "val").eval_batch([4, 5], 6)
-    assert torch.equal(part[0], first[0][4:]) and torch.equal(part[1], first[1][4:])
-
-
 def test_an_end_of_text_is_not_guessed(tmp_path: Path):
     """Every third id of this corpus ends a text; the 27 others of a window are enough."""
     make([jsonl(tmp_path / "t.jsonl", ["ab"] * 3000)], tmp_path / "c", val_fraction=0.1)

@@ -101,19 +101,6 @@ def test_a_bin_shorter_than_a_sequence_is_refused(tmp_path: Path, n_tokens: int)
         Sampler(open_tokens(tmp_path), CONTEXT, seed=0)
 
 
-def test_evaluation_is_spread_evenly_and_always_the_same(folder: Path, sampler: Sampler):
-    val = Sampler(open_tokens(folder, "val"), CONTEXT, seed=1)
-    batches = list(val.eval_batches(4, 8))
-    starts = torch.cat([tokens[:, 0] for tokens, _ in batches])
-    assert len(starts) == 32 and starts[0] == 0 and starts[-1] == 1000 - CONTEXT - 1
-    gaps = starts.diff()
-    assert gaps.max() - gaps.min() <= 1
-    other_seed = Sampler(open_tokens(folder, "val"), CONTEXT, seed=2)
-    again = torch.cat([other_seed.eval_batch([index], 32)[0] for index in range(32)])
-    assert torch.equal(torch.cat([tokens for tokens, _ in batches]), again)
-    assert val.eval_batch([0], 1)[0][0, 0] == 0  # a single sequence
-
-
 def test_four_bytes_per_id(tmp_path: Path):
     ids = np.arange(70_000, 70_100, dtype=np.uint32)
     ids.tofile(tmp_path / "train.bin")

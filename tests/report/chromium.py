@@ -1,8 +1,7 @@
-"""A headless Chromium, driven through its DevTools pipe: what does a page do and look like in a real browser?"""
+"""A headless Chromium, driven through its DevTools pipe: what does a page do in a real browser?"""
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -70,13 +69,6 @@ class Browser:
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        answer = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self.number += 1

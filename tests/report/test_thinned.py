@@ -46,4 +46,3 @@ def test_what_is_not_finite_is_missing():
     for value in (1.0, np.inf, np.nan, 3.0):
         table.add([value])
     np.testing.assert_array_equal(table.mean("x"), [1.0, np.nan, np.nan, 3.0])
-    assert table.has("x") and not Thinned(["x"], 4).has("x")
