@@ -13,7 +13,9 @@ name. The files hold no pickles, so that `mst inspect` runs nothing that a check
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import inspect
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -58,30 +60,34 @@ class Rider(Protocol):
 
 
 def ride_along(engine: Any, rider: Rider) -> None:
-    """From now on `engine.save_checkpoint` and `engine.load_checkpoint` carry the masks."""
+    """From now on `engine.save_checkpoint` and `engine.load_checkpoint` carry the masks; their arguments stay."""
     save, load = engine.save_checkpoint, engine.load_checkpoint
+    of_save, of_load = inspect.signature(save), inspect.signature(load)
 
-    def save_checkpoint(
-        save_dir: str, tag: str | None = None, client_state: Mapping[str, Any] | None = None, **others: Any
-    ) -> Any:
-        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    @functools.wraps(save)
+    def save_checkpoint(*args: Any, **named: Any) -> Any:
+        given = of_save.bind(*args, **named).arguments
+        tag = f"global_step{engine.global_steps}" if given.get("tag") is None else str(given["tag"])
+        folder = Path(given["save_dir"]) / tag
         # before DeepSpeed's own files, so that its `latest` never names a checkpoint without masks
         failure = None
         try:
-            write(Path(save_dir) / tag, rider, engine.global_rank)
+            write(folder, rider, engine.global_rank)
         except (OSError, SafetensorError) as error:
-            failure = OSError(f"cannot write {file_of(Path(save_dir) / tag, engine.global_rank)}: {error}")
+            failure = OSError(f"cannot write {file_of(folder, engine.global_rank)}: {error}")
         rider.everyone.raise_first(failure)
-        state = {**(client_state or {}), "mst": describe(rider)}
-        return save(save_dir, tag=tag, client_state=state, **others)
+        state = {**(given.get("client_state") or {}), "mst": describe(rider)}
+        return save(**{**given, "tag": tag, "client_state": state})
 
-    def load_checkpoint(load_dir: str, tag: str | None = None, load_module_only: bool = False, **others: Any) -> Any:
+    @functools.wraps(load)
+    def load_checkpoint(*args: Any, **named: Any) -> Any:
+        load_module_only = of_load.bind(*args, **named).arguments.get("load_module_only", False)
         if load_module_only and not rider.masks.dense:
             raise ValueError(
                 "load_module_only would put weights where this run's masks have none: load the weights into the model "
                 "before mst_scale.initialize"
             )
-        path, state = load(load_dir, tag=tag, load_module_only=load_module_only, **others)
+        path, state = load(*args, **named)
         if path is not None and not load_module_only:
             restore(Path(path).parent, rider, (state or {}).get("mst"))
             rider.masks_loaded()

@@ -182,12 +182,13 @@ class Engine:
     def __init__(self, rank: int):
         self.global_rank = rank
 
-    def save_checkpoint(self, save_dir, tag, client_state):
+    def save_checkpoint(self, save_dir, tag=None, client_state=None):
         dist.barrier()
         if self.global_rank == 0:
             (Path(save_dir) / "latest").write_text(tag)
 
-    load_checkpoint = None
+    def load_checkpoint(self, load_dir, tag):
+        raise NotImplementedError
 
 
 def saved_where_rank_1_has_no_space(rank: int, world: int, folder: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,7 @@ def after_loading(engine: Any, hook: Callable[[], None]) -> None:
     """Call `hook` after each `engine.load_checkpoint`."""
     load = engine.load_checkpoint
 
+    @functools.wraps(load)
     def load_checkpoint(*args: Any, **others: Any) -> Any:
         loaded = load(*args, **others)
         hook()
@@ -94,9 +97,14 @@ def fit_universal_checkpoints(engine: Any) -> None:
     if stage == 0:
         _name_parameters(engine)
 
-    def load_checkpoint(load_dir: str, tag: str | None = None, **others: Any) -> Any:
+    order = inspect.signature(load)
+
+    @functools.wraps(load)
+    def load_checkpoint(*args: Any, **named: Any) -> Any:
         if not engine.load_universal_checkpoint():
-            return load(load_dir, tag=tag, **others)
+            return load(*args, **named)
+        others = order.bind(*args, **named).arguments
+        load_dir, tag = others.pop("load_dir"), others.pop("tag", None)
         if tag is None:
             tag = (Path(load_dir) / "latest_universal").read_text().strip()
         zero = Path(load_dir) / tag / "zero"
