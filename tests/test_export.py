@@ -24,6 +24,7 @@ from mst_scale.models.gpt import GPT
 from mst_scale.models.hugging_face import entries
 from mst_scale.reshape import reshape
 from tests import pool, tiny_run
+from tests.saved_model import save
 from tests.whole_runs import MST, arguments, attempt
 
 SAVED = "step00000004"  # in the middle of sparse training
@@ -160,21 +161,15 @@ def test_the_model_card_has_the_runs_figures(tmp_path_factory, tmp_path):
 
 
 def test_a_tied_and_an_untied_head_with_biases(tmp_path):
-    """Models that no run of ours has made here: a universal layout written by hand."""
     for tied in (True, False):
-        config = {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": 32, "vocab_size": 61, "bias": True}
-        model = GPT(ModelConfig(**config, tied_head=tied)).eval()
+        shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": 32, "vocab_size": 61}
+        config = ModelConfig(**shape, bias=True, tied_head=tied)
+        model = GPT(config).eval()
         torch.manual_seed(3)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0, 0.3)
-        folder = tmp_path / f"{tied}" / "checkpoints" / "step00000001"
-        for name, parameter in model.named_parameters():
-            (folder / "zero" / name).mkdir(parents=True)
-            torch.save({"param": parameter.detach()}, folder / "zero" / name / "fp32.pt")
-        (folder / "mst").mkdir()
-        (tmp_path / f"{tied}" / "config.json").write_text(json.dumps({"model": {**config, "tied_head": tied}}))
-        export(folder, tmp_path / f"hf-{tied}")
+        export(save(model, config, tmp_path / f"{tied}"), tmp_path / f"hf-{tied}")
         found = theirs(tmp_path / f"hf-{tied}")
         with torch.no_grad():
             difference = found(tokens(61)).logits - model(tokens(61))[..., :61]

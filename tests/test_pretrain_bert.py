@@ -14,15 +14,9 @@ from mst_scale.export import export, open_source
 from mst_scale.flops import dense_step_flops
 from tests import pool, tiny_run
 from tests.data.texts import jsonl, make
-from tests.whole_runs import attempt
+from tests.whole_runs import MST, attempt
 
 BERT = {"arch": "bert", "n_embd": 32, "vocab_size": 65, "bias": True}  # 64 ids, and one for [MASK]
-MST = {
-    "method": "mst",
-    "sparsity": {"max": 0.8},
-    "topology": {"interval": 2, "check_every": 3},
-    "attention": {"pattern": "strided", "stride": 8},
-}
 TOPICS, WORDS = 16, 4
 
 

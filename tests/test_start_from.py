@@ -8,9 +8,10 @@ import torch
 
 from mst_scale import start_from
 from mst_scale.config import ModelConfig
-from mst_scale.export import open_source
+from mst_scale.export import export, open_source
 from mst_scale.models.gpt import GPT
 from tests import pool, tiny_run
+from tests.saved_model import save
 from tests.whole_runs import attempt
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 48, "vocab_size": 300}
@@ -151,21 +152,13 @@ def test_without_a_network_one_line_says_so(monkeypatch):
 
 
 def test_an_exported_model_starts_a_run_without_biases(tmp_path):
-    from mst_scale.models.hugging_face import hugging_face_config, to_hugging_face
-
     config = ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, vocab_size=20)
-    from safetensors.torch import save_file
-
     torch.manual_seed(0)
     model = GPT(config)
-    state = to_hugging_face(model.state_dict(), config)
-    del state["lm_head.weight"]
-    save_file(state, tmp_path / "model.safetensors")
-    about = {**hugging_face_config(config), "mst_scale": {"bias": False}}
-    (tmp_path / "config.json").write_text(json.dumps(about))
-    found = ModelConfig(**start_from.model_keys(tmp_path))
+    export(save(model, config, tmp_path / "run"), tmp_path / "theirs")
+    found = ModelConfig(**start_from.model_keys(tmp_path / "theirs"))
     assert not found.bias
     other = GPT(found)
-    start_from.fill(other, start_from.read(tmp_path, found))
+    start_from.fill(other, start_from.read(tmp_path / "theirs", found))
     assert torch.equal(other.wte.weight[:20], model.wte.weight[:20])
     assert torch.equal(other.blocks[0].mlp.up.weight, model.blocks[0].mlp.up.weight)

@@ -48,23 +48,6 @@ def entries(config: ModelConfig) -> list[Entry]:
     return table if config.tied_head else [*table, Entry(HEAD, HEAD, False)]
 
 
-def to_hugging_face(state: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Our state dict as that of `GPT2LMHeadModel(GPT2Config(**hugging_face_config(config)))`."""
-    result = {}
-    for ours, theirs, transposed, *_ in entries(config):
-        if ours.endswith(".bias") and not config.bias:
-            weight = state[ours.removesuffix("bias") + "weight"]
-            tensor = weight.new_zeros(weight.shape[0])  # one per output, or per width of a norm
-        else:
-            tensor = state[ours]
-        if ours in ("wte.weight", HEAD):
-            tensor = tensor[: config.vocab_size]
-        result[theirs] = (tensor.t() if transposed else tensor).contiguous()
-    if config.tied_head:
-        result[HEAD] = result[PREFIX + "wte.weight"]
-    return result
-
-
 def from_hugging_face(state: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
     """A state dict of Hugging Face's GPT-2 as ours; `config` says which shape is meant, and every tensor must fit it.
 

@@ -57,26 +57,6 @@ def entries(config: ModelConfig) -> list[Entry]:
     return [*table, Entry("lm_head.weight", DECODER), Entry("head_bias", DECODER_BIAS)]
 
 
-def exported(entry: Entry, state: Mapping[str, torch.Tensor], config: ModelConfig) -> torch.Tensor:
-    """Their tensor from our state dict, which is asked for one tensor only."""
-    if entry.ours in VOCABULARY and (entry.ours != "head_bias" or config.bias):
-        return state[entry.ours][: config.vocab_size].contiguous()
-    if entry.ours == "head_bias":
-        return state["wte.weight"].new_zeros(config.vocab_size)
-    if entry.ours.endswith(".bias") and not config.bias:
-        weight = state[entry.ours.removesuffix("bias") + "weight"]
-        return weight.new_zeros(len(weight) // entry.parts)  # one per output, or per width of a norm
-    return state[entry.ours].chunk(entry.parts)[entry.part].contiguous()
-
-
-def to_hugging_face(state: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Our state dict as that of `BertForMaskedLM(BertConfig(**hugging_face_config(config)))`."""
-    result = {entry.theirs: exported(entry, state, config) for entry in entries(config)}
-    result.setdefault(DECODER, result[WORDS])
-    bias = result[BIAS if config.tied_head else DECODER_BIAS]
-    return result | {BIAS: bias, DECODER_BIAS: bias}
-
-
 def from_hugging_face(state: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
     """A state dict of `BertForMaskedLM` or `BertForPreTraining` as ours; `config` says which shape is meant, and every
     tensor must fit it. What masked-language modelling does not use (pooler, next sentence) is left behind.

@@ -25,6 +25,7 @@ from mst_scale.export import export, open_source
 from mst_scale.models.gpt import GPT
 from tests import pool, tiny_run
 from tests.data.texts import make, rank_file
+from tests.saved_model import save
 from tests.whole_runs import attempt
 
 CONTEXT = 64
@@ -167,17 +168,14 @@ def test_examples_stand_before_the_question(run, data, capsys, tmp_path, monkeyp
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> Path:
-    """A checkpoint with room for examples, as `mst reshape` lays it out; its weights are random."""
-    run = tmp_path_factory.mktemp("wide")
-    config = {"n_layer": 1, "n_head": 2, "n_embd": 16, "context": 320, "vocab_size": 257}
+    """A checkpoint with room for examples; its weights are random."""
+    config = ModelConfig(n_layer=1, n_head=2, n_embd=16, context=320, vocab_size=257)
     torch.manual_seed(5)
-    saved = run / "checkpoints" / "step00000001"
-    (saved / "mst").mkdir(parents=True)
-    for name, parameter in GPT(ModelConfig(**config)).named_parameters():
-        (saved / "zero" / name).mkdir(parents=True)
-        torch.save({"param": parameter.detach().normal_(0, 0.3)}, saved / "zero" / name / "fp32.pt")
-    (run / "config.json").write_text(json.dumps({"model": config}))
-    return saved
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    return save(model, config, tmp_path_factory.mktemp("wide"))
 
 
 @pytest.mark.parametrize("task", PROMPTS)

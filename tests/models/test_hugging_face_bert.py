@@ -5,20 +5,10 @@ import torch
 
 from mst_scale.config import ModelConfig
 from mst_scale.models import BERT
-from mst_scale.models.hugging_face_bert import entries, from_hugging_face, hugging_face_config, to_hugging_face
-from tests.models.test_hugging_face import randomised
+from mst_scale.models.hugging_face_bert import entries, from_hugging_face, hugging_face_config
+from tests.models.twins import MASKED, randomised, x
 
-SMALL = ModelConfig(arch="bert", n_layer=3, n_head=4, n_embd=64, d_ffw=160, context=32, vocab_size=101, bias=True)
-
-
-def theirs(config: ModelConfig):
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(**hugging_face_config(config))).eval()
-
-
-def x() -> torch.Tensor:
-    return torch.randint(0, 101, (2, 32), generator=torch.Generator().manual_seed(1))
+SMALL, theirs = MASKED.small, MASKED.theirs
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -41,39 +31,6 @@ def test_logits_and_loss_equal_hugging_faces(tied: bool):
     model = BERT(narrow).eval()
     model.load_state_dict(from_hugging_face(state, narrow))
     torch.testing.assert_close(model(x(), labels, types), want.loss, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-def test_export_computes_the_same(tied: bool, bias: bool):
-    config = dataclasses.replace(SMALL, tied_head=tied, bias=bias)
-    model = randomised(BERT(config)).eval()
-    reference = theirs(config)
-    out = to_hugging_face(model.state_dict(), config)
-    assert all(tensor.is_contiguous() for tensor in out.values())
-    assert reference.load_state_dict(out, strict=True)
-    with torch.no_grad():
-        torch.testing.assert_close(reference(x()).logits, model(x())[..., :101], rtol=0, atol=1e-5)
-
-
-def test_export_and_import_are_inverse_on_the_real_rows():
-    config = dataclasses.replace(SMALL, bias=False)
-    state = randomised(BERT(config)).state_dict()
-    back = from_hugging_face(to_hugging_face(state, config), config)
-    assert sorted(back) == sorted(state)
-    for name, tensor in state.items():
-        rows = config.vocab_size if name == "wte.weight" else None
-        assert torch.equal(back[name][:rows], tensor[:rows]), name
-
-
-def test_padding_rows_get_at_most_the_average_probability():
-    model = BERT(SMALL).eval()
-    model.load_state_dict(from_hugging_face(randomised(theirs(SMALL)).state_dict(), SMALL))
-    probability = model(x()).double().softmax(-1)
-    real, padding = probability[..., :101], probability[..., 101:]
-    assert padding.shape[-1] == 27
-    # Jensen: exp(mean logit) ≤ mean of exp(logit); float32 logits round by 1e-6
-    assert (padding.amax(-1) <= real.mean(-1) * (1 + 1e-5)).all()
 
 
 def test_every_parameter_has_an_entry():
@@ -122,9 +79,3 @@ def test_what_does_not_fit_is_named(changes: dict, message: str):
     state = randomised(theirs(SMALL)).state_dict()
     with pytest.raises(ValueError, match=message):
         from_hugging_face(state, dataclasses.replace(SMALL, **changes))
-
-
-def test_an_untied_head_is_not_dropped():
-    state = randomised(theirs(dataclasses.replace(SMALL, tied_head=False))).state_dict()
-    with pytest.raises(ValueError, match=r"set model\.tied_head = false"):
-        from_hugging_face(state, SMALL)
