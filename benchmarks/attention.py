@@ -28,7 +28,7 @@ from benchmarks import memory
 from benchmarks.machine import machine
 from benchmarks.page import Row, outputs, tell
 from benchmarks.timing import Run, for_seconds, middle_half, versus
-from mst_scale.arguments import Parser
+from mst_scale.arguments import Parser, at_least
 from mst_scale.hybrid_sparse_attention import Pattern, attention
 from mst_scale.hybrid_sparse_attention.dispatch import choose
 
@@ -279,9 +279,9 @@ def table(rows: list[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="mst bench attention", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--device", choices=("cpu", "cuda", "all"), default="all")
-    parser.add_argument("--seconds", type=float, default=20.0, help="time for one comparison")
+    parser.add_argument("--seconds", type=at_least(0.01), default=20.0, help="time for one comparison")
     parser.add_argument("--quick", action="store_true", help="lengths up to 4096")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: torch's choice)")
     outputs(parser)
     options = parser.parse_args(arguments)
     if options.threads:

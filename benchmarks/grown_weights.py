@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.machine import machine
 from benchmarks.page import LOSSES, Row, aside, grid, outputs, tell
-from mst_scale.arguments import Parser
+from mst_scale.arguments import Parser, at_least
 
 INTERVAL, WARM, RATE = 40, 100, 3e-3
 
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--data", default="corpora/stdlib-byte", metavar="DIR")
-    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--steps", type=at_least(200), default=1600)
     outputs(parser)
     options = parser.parse_args(arguments)
     with aside():

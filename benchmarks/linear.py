@@ -27,7 +27,7 @@ from benchmarks import linear_cuda
 from benchmarks.machine import machine
 from benchmarks.page import Row, outputs, tell
 from benchmarks.timing import Run, for_seconds, middle_half, versus
-from mst_scale.arguments import Parser
+from mst_scale.arguments import Parser, at_least
 from mst_scale.sparse_linear import cpp, crossovers
 from mst_scale.sparse_linear.mkl import MKLIndex
 
@@ -188,8 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     help_of_device = "cuda: layers in blocks, with options of their own (mst bench linear --device cuda --help)"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=help_of_device)
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
-    parser.add_argument("--seconds", type=float, default=15.0, help="time for one layer and dtype")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--seconds", type=at_least(0.01), default=15.0, help="time for one layer and dtype")
+    parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: torch's choice)")
     parser.add_argument("--quick", action="store_true", help="768→3072 only")
     parser.add_argument("--tune", action="store_true", help="rewrite mst_scale/sparse_linear/crossover.json")
     outputs(parser)

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.page import Row, outputs, tell
 from benchmarks.timing import Run, in_rounds
-from mst_scale.arguments import Parser
+from mst_scale.arguments import Parser, at_least
 
 SIDES = (16, 32, 64, 128)
 SPARSITIES = (0.8, 0.9, 0.96)
@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--blocks", type=int, nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS), metavar="D")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=at_least(2), default=30)
     parser.add_argument("--tune", action="store_true", help="rewrite mst_scale/sparse_linear/crossover.json")
     outputs(parser)
     options = parser.parse_args(arguments)

@@ -26,7 +26,7 @@ from benchmarks.machine import machine
 from benchmarks.page import Row, aside, grid, outputs, tell
 from benchmarks.timing import in_rounds, middle_half
 from benchmarks.training import MASKED_MODEL, config
-from mst_scale.arguments import Parser
+from mst_scale.arguments import Parser, at_least
 
 ASKED = 0.01
 EVERY, PHASE = 500, 10_000
@@ -91,12 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="mst bench observer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads")
+    parser.add_argument("--rounds", type=at_least(2), default=7)
+    parser.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads")
     outputs(parser)
     options = parser.parse_args(arguments)
-    if options.rounds < 2:
-        raise ValueError("--rounds must be at least 2")
     torch.set_num_threads(options.threads)
     with aside():
         rows = run(options.rounds)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.machine import machine
 from benchmarks.page import LOSSES, Row, aside, grid, outputs, tell
-from mst_scale.arguments import Parser
+from mst_scale.arguments import Parser, at_least
 
 ROOT = Path(__file__).parents[1]
 METHODS = ("dense", "mst")
@@ -115,8 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="mst bench pruning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="corpora/stdlib-byte", metavar="DIR")
     parser.add_argument("--runs", default="runs/pruning", type=Path, metavar="DIR", help="where the runs are kept")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=at_least(1), default=3)
+    parser.add_argument("--steps", type=at_least(1), default=1000)
     outputs(parser)
     options = parser.parse_args(arguments)
     with aside():

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks import step
 from benchmarks.machine import machine
 from benchmarks.page import Row, grid, outputs, tell
-from mst_scale.arguments import Parser
+from mst_scale.arguments import Parser, at_least
 
 KINDS = ("weak", "strong")
 SIDES = {"ours": "MST", "rival": "dense"}
@@ -144,14 +144,14 @@ def parser() -> argparse.ArgumentParser:
     source = found.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", metavar="C", help="the experiment (ds_configs/*.json)")
     source.add_argument("--from", nargs="+", dest="files", metavar="FILE", help="results of `benchmarks.step`")
-    found.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of processes (1 2 4)")
+    found.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2, 4], help="numbers of processes (1 2 4)")
     found.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="weak strong")
-    found.add_argument("--micro", type=int, default=1, help="sequences a rank (strong: at the most ranks)")
+    found.add_argument("--micro", type=at_least(1), default=1, help="sequences a rank (strong: at the most ranks)")
     found.add_argument("--phase", default="ultra", help="of the schedule (ultra)")
     found.add_argument("--method", metavar="M", help="overrides mst.method of our side")
     found.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
-    found.add_argument("--rounds", type=int, default=7, help="pairs of steps a point (7)")
-    found.add_argument("--threads", type=int, default=1, help="CPU threads a rank (1)")
+    found.add_argument("--rounds", type=at_least(2), default=7, help="pairs of steps a point (7)")
+    found.add_argument("--threads", type=at_least(1), default=1, help="CPU threads a rank (1)")
     found.add_argument("--plot", metavar="FILE", help="draw it: .png or .svg")
     outputs(found)
     return found
@@ -159,8 +159,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    if min(options.ranks) < 1 or options.micro < 1:
-        raise ValueError("--ranks and --micro must be at least 1")
     for ranks in options.ranks if "strong" in options.kinds and options.config else ():
         if options.micro * max(options.ranks) % ranks:
             whole = options.micro * max(options.ranks)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from benchmarks.machine import machine
 from benchmarks.page import Row, grid, outputs, tell
-from mst_scale.arguments import Parser
+from mst_scale.arguments import Parser, at_least
 
 NO_DEVICE = "not measured: no CUDA device"
 
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="mst bench step --device cuda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--configs", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="C")
-    parser.add_argument("--rounds", type=int, default=7, help="pairs of steps (7)")
+    parser.add_argument("--rounds", type=at_least(2), default=7, help="pairs of steps (7)")
     outputs(parser)
     options = parser.parse_args(arguments)
     rows, about = run(options.configs, options.rounds), machine()

@@ -35,7 +35,7 @@ from benchmarks.machine import machine
 from benchmarks.page import Row, grid, outputs, tell
 from benchmarks.timing import Run, ends, in_rounds, seconds_of, versus
 from benchmarks.topology_ways import SHAPES, State, kthvalue, naive, ours
-from mst_scale.arguments import Parser
+from mst_scale.arguments import Parser, at_least
 from mst_scale.mixed_growing.exchange import Exchange
 
 NAIVE, KTHVALUE = "scores all-reduced, full topk per matrix", "kthvalue + compare per matrix"
@@ -209,10 +209,10 @@ def _span(ends: list[float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="mst bench topology", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2])
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads, shared out among the ranks")
+    parser.add_argument("--rounds", type=at_least(2), default=5)
+    parser.add_argument("--threads", type=at_least(1), default=2, help="CPU threads, shared out among the ranks")
     outputs(parser)
     options = parser.parse_args(arguments)
     about = machine(options.threads)

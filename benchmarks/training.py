@@ -31,7 +31,7 @@ from benchmarks.local_ranks import run_on
 from benchmarks.machine import machine
 from benchmarks.page import Row, aside, grid, outputs, tell
 from benchmarks.timing import in_rounds, middle_half, seconds_of
-from mst_scale.arguments import Parser
+from mst_scale.arguments import Parser, at_least
 
 ASKED = {"loop": 0.02, "masking": 0.02, "topology": 0.01, "drift": 0.001}
 # GPT-2 small's widths and its whole head; 4 of 12 layers, so that two engines fit beside each other in a few GB
@@ -190,13 +190,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="mst bench training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads, shared by the ranks")
+    parser.add_argument("--ranks", type=at_least(1), default=1)
+    parser.add_argument("--rounds", type=at_least(2), default=9)
+    parser.add_argument(
+        "--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads, shared by the ranks"
+    )
     outputs(parser)
     options = parser.parse_args(arguments)
-    if options.ranks < 1 or options.rounds < 2:
-        raise ValueError("--ranks must be at least 1 and --rounds at least 2")
     about, rows = run_on(options.ranks, here, options)
     command = f"mst bench training --ranks {options.ranks} --rounds {options.rounds}"
     tell(options, rows, table(rows), about=about, doc=__doc__, command=command)

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import NoReturn
 
 from mst_scale import distributed
+
+
+def at_least(least: int | float) -> Callable[[str], int | float]:
+    """The type of an option that takes such numbers; whole ones where `least` is whole."""
+    kind = type(least)
+
+    def number(text: str) -> int | float:
+        value = kind(text)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, not {text}")
+        return value
+
+    number.__name__ = kind.__name__  # argparse: "invalid int value"
+    return number
 
 
 class Parser(argparse.ArgumentParser):

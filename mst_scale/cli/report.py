@@ -14,9 +14,9 @@ One page with every figure of a run, or of several runs compared: loss and perpl
 sparsity, phases and attention; pruning, growing and the layers; weights beside their masks; a table of costs.
 
 RUN is the OUT folder of a training run, finished or not. The page is RUN/report/index.html; beside it lies each figure
-as PNG and SVG, light and dark. Several runs go into --out; those that differ only in their seed are one line, mean and
-range. Weights are those of the ends of phases (RUN/snapshots), or where there are none of the newest checkpoint.
-What a run does not tell is left out with a note. --json prints {"page", "figures", "notes", "runs"}."""
+as PNG and SVG, light and dark. Several runs go into ./report or --out; those that differ only in their seed are one
+line, mean and range. Weights are those of the ends of phases (RUN/snapshots), or where there are none of the newest
+checkpoint. What a run does not tell is left out with a note. --json prints {"page", "figures", "notes", "runs"}."""
 
 EXAMPLES = """\
 examples:
@@ -35,7 +35,9 @@ def add(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    verb.add_argument("--out", type=Path, metavar="DIR", help="where the report goes (one run: RUN/report)")
+    verb.add_argument(
+        "--out", type=Path, metavar="DIR", help="where the report goes (default: RUN/report, of several runs ./report)"
+    )
     verb.add_argument("--watch", action="store_true", help="draw anew while the runs train, until they end")
     verb.add_argument("--every", type=int, default=30, metavar="S", help="seconds between two drawings (30)")
     verb.add_argument("--json", action="store_true", help="print one JSON object")
@@ -45,14 +47,13 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.every < 1:
         raise ValueError(f"--every {args.every}: give at least 1 second")
-    if args.out is None and len(args.runs) > 1:
-        raise ValueError("several runs are compared in a folder of their own: give --out DIR")
     try:
         from mst_scale.report.build import Report
     except ModuleNotFoundError as error:
         raise ValueError(f"reports are drawn with matplotlib ({error}): pip install matplotlib") from None
 
-    report = Report(args.runs, args.out or args.runs[0] / "report")
+    own = args.runs[0] if len(args.runs) == 1 else Path()  # a comparison is no run's own
+    report = Report(args.runs, args.out or own / "report")
     if args.watch:
         _watch(report, args.every)
     report.read()

@@ -37,6 +37,8 @@ def test_the_verbs_are_listed(capsys):
         ["bench"],
         ["bench", "nonsense"],
         ["bench", "topology", "--nonsense"],
+        ["bench", "topology", "--rounds", "0"],
+        ["bench", "linear", "--threads", "0"],
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(argv, capsys):

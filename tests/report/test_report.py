@@ -97,6 +97,15 @@ def test_runs_of_other_lengths_methods_and_sizes_are_compared(compared):
     assert "spike: step 40, loss 9.5" in text and "started again from step 30" in text, "what run.json tells"
 
 
+def test_a_comparison_goes_into_a_folder_of_its_own(tmp_path, monkeypatch, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.5}\n')
+    monkeypatch.chdir(tmp_path)
+    assert report(capsys, "a", "b")["page"] == "report/index.html"
+    assert (tmp_path / "report" / "index.html").is_file() and not (tmp_path / "a" / "report").exists()
+
+
 def test_a_run_of_which_much_is_missing_is_drawn_as_far_as_it_goes(tmp_path, capsys):
     folder = tmp_path / "bare"
     folder.mkdir()
@@ -115,7 +124,6 @@ def test_a_run_of_which_much_is_missing_is_drawn_as_far_as_it_goes(tmp_path, cap
     [
         (["nowhere"], "there is no folder nowhere"),
         (["."], "is not a run"),
-        (["a", "b"], "give --out DIR"),
         (["a", "--every", "0"], "at least 1 second"),
     ],
 )
