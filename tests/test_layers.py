@@ -3,6 +3,7 @@ the paper (sparsity_variation, mixed_growing, hybrid_sparse_attention) share a l
 """
 
 import ast
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,21 @@ def test_imports_go_down(path: Path):
     assert own in LAYERS, f"give {own} a layer"
     for other in imported_units(path) - {own}:
         assert LAYERS[other] < LAYERS[own], f"{path.relative_to(ROOT)} (layer {LAYERS[own]}) imports {other}"
+
+
+def test_the_readmes_tree_names_every_module_below_what_it_imports():
+    text = (ROOT.parent / "README.md").read_text()
+    tree = text[text.index("mst_scale/\n  config/") : text.index("Imports go only downwards")]
+    units = {unit_of(path) for path in FILES} - {"__init__", "__main__"}
+    order = []
+    for line in tree.splitlines():
+        if line.startswith("  ") and line[2] != " ":  # names, and behind them or below what they are for
+            order += takewhile(units.__contains__, (word.rstrip("/") for word in line.split()))
+    assert sorted(order) == sorted(units)
+    for path in FILES:
+        if (own := unit_of(path)) in units:
+            later = [other for other in imported_units(path) - {own} if order.index(other) > order.index(own)]
+            assert not later, f"{path.relative_to(ROOT)} imports {later}, which stand below it"
 
 
 def test_the_rule_sees_an_upward_import(tmp_path: Path):

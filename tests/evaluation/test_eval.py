@@ -1,5 +1,5 @@
 """`mst eval` end to end on files made here: metrics by hand, checkpoint and export alike, one process and two, killed
-and finished; wrong use.
+and finished.
 """
 
 import json
@@ -16,62 +16,17 @@ import torch
 from mst_scale.cli import eval as verb
 from mst_scale.cli import main
 from mst_scale.config import ModelConfig
-from mst_scale.data.prepare import ensure
 from mst_scale.data.tokenizer import ByteTokenizer
 from mst_scale.evaluation import evaluate as module
 from mst_scale.evaluation.paper import PAPER, rows
 from mst_scale.evaluation.scorer import Score, Scorer
 from mst_scale.export import export, open_source
 from mst_scale.models.gpt import GPT
-from tests import pool, tiny_run
-from tests.data.texts import make, rank_file
+from tests import tiny_run
+from tests.evaluation.calls import CONTEXT, EXAMPLES, PAIRS, PASSAGES, TEXT, evaluated, write
 from tests.saved_model import save
-from tests.whole_runs import attempt
 
-CONTEXT = 64
-PASSAGES = ["the cat sat on the mat", "a b a b a b", "x y"]
-TEXT = "def f(x):\n    return x\n\n" * 9
-PAIRS = [("a cat", "a dog", 1), ("it rains", "it is wet", 0), ("one", "one", 0), ("two", "three", 1)]
-EXAMPLES = [("p", "q", 0), ("r", "s", 1)]
 ENCODE = ByteTokenizer().encode
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A byte-level run of a few steps."""
-    folder = tmp_path_factory.mktemp("eval")
-    words = {"context": CONTEXT, "vocab_size": 257}
-    ensure(folder / "bytes", "stdlib", "byte", max_bytes=60_000)
-    path = tiny_run.config(
-        folder,
-        model=words,
-        data={"dir": str(folder / "bytes")},
-        training={"steps": 6},
-    )
-    assert pool.run(attempt, 2, ["--deepspeed_config", str(path), "--out", str(folder / "run")]) == [(0, "")] * 2
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write(folder / "lambada.jsonl", [{"text": text} for text in PASSAGES])
-    for name in ("wikitext2", "ptb", "wikitext103"):
-        (folder / f"{name}.txt").write_text(TEXT)
-    write(folder / "1bw.jsonl", [{"text": text} for text in TEXT.split("\n\n")])
-    for name in ("rte", "mrpc"):
-        for file, some in ((f"{name}.jsonl", PAIRS), (f"{name}.train.jsonl", EXAMPLES)):
-            write(folder / file, [{"sentence1": a, "sentence2": b, "label": c} for a, b, c in some])
-    return folder
-
-
-def write(path: Path, docs: list[dict]) -> None:
-    path.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-
-
-def evaluated(*words: str, capsys) -> dict:
-    assert main(["eval", *words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 @torch.no_grad()
@@ -345,110 +300,3 @@ def test_the_papers_rows():
     assert list(found) == [*PAPER, "this model, per token", "this model, per word"]
     assert found["this model, per token"] == [60.0, 3.0, *[None] * 6]
     assert found["this model, per word"] == [50.0, 9.0, *[None] * 6]
-
-
-# --- wrong use ---
-
-
-def refused(capsys, *words: str) -> str:
-    assert main(["eval", *words]) in (1, 2)
-    said = [line for line in capsys.readouterr().err.splitlines() if "cannot be reached" not in line]
-    assert len(said) == 1, said
-    return said[0]
-
-
-def test_wrong_use_is_one_line(run, data, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    there = ["--data-dir", str(data)]
-    assert "unknown task 'lamda': the nearest is 'lambada'" in refused(capsys, str(run), "--tasks", "lamda")
-    assert "nor is it a model of transformers" in refused(capsys, str(data), "--tasks", "lambada", *there)
-    with monkeypatch.context() as patch:  # nor is the network asked for what is spelt like a path
-        patch.delenv("HF_HUB_OFFLINE")
-        patch.setattr("mst_scale.cli.eval._offline_unless_reachable", lambda: pytest.fail("asks the network"))
-        assert "there is no" in refused(capsys, str(tmp_path / "none"), "--tasks", "lambada", *there)
-        assert "there is no" in refused(capsys, str(tmp_path / "none"), "--tasks", "lambada")
-    assert "is a file" in refused(capsys, str(data / "wikitext2.txt"), "--tasks", "lambada", *there)
-    wrong = refused(capsys, str(run), "--tasks", "lambada", *there, "--tokenizer", "gpt2")
-    assert "was trained with tokenizer 'byte', not 'gpt2'" in wrong
-    assert "--stride 65" in refused(capsys, str(run), "--tasks", "lambada", *there, "--stride", "65")
-    assert "--shots -1" in refused(capsys, str(run), "--tasks", "rte", *there, "--shots", "-1")
-    broken = tmp_path / "broken"
-    (broken).mkdir()
-    (broken / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
-    line = refused(capsys, str(broken), "--tasks", "lambada", *there)
-    assert "no causal language model that transformers can load" in line
-    (broken / "rte.jsonl").write_text('{"sentence1": "a", "sentence2": "b", "label": 1}\nbroken\n')
-    line = refused(capsys, str(run), "--tasks", "rte", "--data-dir", str(broken), "--shots", "0")
-    assert "rte.jsonl:2: not JSON" in line
-
-    (broken / "ptb.txt").write_text("x")
-    line = refused(capsys, str(run), "--tasks", "ptb", "--data-dir", str(broken))
-    assert "ptb.txt is a text of one token: there is none to predict" in line
-
-    def fail(*_, **__):
-        raise OSError("no network\nlong story")
-
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
-    assert "cannot be had from the hub" in refused(capsys, "nobody/nothing", "--tasks", "lambada", *there)
-
-
-def test_a_tokenizer_file_that_lies_elsewhere_now(run, data, capsys, tmp_path):
-    """A rank file without merges gives the ids of `byte`; what is in the file counts, not where it lies."""
-    there, other = rank_file(tmp_path / "there.tiktoken", []), rank_file(tmp_path / "other.tiktoken", [b"th"])
-    (tmp_path / "a.txt").write_text(TEXT * 9)
-    make(tmp_path / "a.txt", tmp_path / "corpus", str(there), val_fraction=0.5)
-    ours, hf, bare = tmp_path / "run", tmp_path / "hf", tmp_path / "bare"
-    shutil.copytree(run, ours, ignore=shutil.ignore_patterns("eval.json"))
-    config = json.loads((ours / "config.json").read_text())
-    config["data"]["dir"] = str(tmp_path / "corpus")
-    (ours / "config.json").write_text(json.dumps(config))
-    assert export(ours, hf).tokenizer == str(there)
-    here = str(there.rename(tmp_path / "here.tiktoken"))
-    assert export(ours, bare).tokenizer is None and not (bare / "tokenizer.json").exists()
-    assert export(ours, tmp_path / "named", tokenizer=here).tokenizer == here
-    with pytest.raises(ValueError, match="was trained with tokenizer"):
-        export(ours, tmp_path / "out", tokenizer=str(other))
-    words = ["--tasks", "lambada", "--data-dir", str(data), "--out", str(tmp_path / "e.json")]
-    expected = evaluated(str(run), *words, capsys=capsys)["tasks"]["lambada"]["metrics"]
-    line = refused(capsys, str(ours), *words)
-    assert f"its tokenizer {there} is not there any more: name it where it is (--tokenizer)" in line
-    for model, given, used in ((ours, here, here), (hf, None, f"of {hf}"), (hf, here, here), (bare, here, here)):
-        (tmp_path / "e.json").unlink()
-        found = evaluated(str(model), *words, *(["--tokenizer", given] if given else []), capsys=capsys)
-        assert found["tasks"]["lambada"]["metrics"] == pytest.approx(expected, rel=1e-4)
-        assert found["tokenizer"] == used
-    for model in (ours, hf, bare):
-        line = refused(capsys, str(model), *words, "--tokenizer", str(other))
-        assert f"was trained with tokenizer '{there}', not '{other}': name that file where it lies now" in line
-
-
-def test_a_model_that_looks_ahead_is_refused(data, capsys, tmp_path):
-    """transformers loads a BERT as a language model too."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    torch.manual_seed(0)
-    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
-    BertForMaskedLM(BertConfig(**shape, vocab_size=257, max_position_embeddings=64)).save_pretrained(tmp_path)
-    line = refused(capsys, str(tmp_path), "--tasks", "lambada", "--data-dir", str(data), "--tokenizer", "byte")
-    assert "sees the tokens behind a place too (as a BERT does), and predicts no next token" in line
-
-
-def test_a_tokenizer_that_does_not_fit(run, data, capsys, tmp_path):
-    export(run, tmp_path / "hf")
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    del config["mst_scale"]
-    small = {**config, "vocab_size": 100}
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    words = ["--tasks", "lambada", "--data-dir", str(data), "--json"]
-    assert evaluated(str(tmp_path / "hf"), *words[:-1], capsys=capsys)["tokenizer"].startswith("of ")
-    from safetensors.torch import load_file, save_file
-
-    state = load_file(tmp_path / "hf" / "model.safetensors")
-    state["transformer.wte.weight"] = state["transformer.wte.weight"][:100].contiguous()
-    save_file(state, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(small))
-    line = refused(capsys, str(tmp_path / "hf"), *words)
-    assert "has 257 ids, but the model only 100" in line
-    (tmp_path / "hf" / "tokenizer.json").unlink()
-    (tmp_path / "hf" / "tokenizer_config.json").unlink()
-    assert "name one (--tokenizer)" in refused(capsys, str(tmp_path / "hf"), *words)
