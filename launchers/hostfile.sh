@@ -80,8 +80,8 @@ show_or_run=()
 
 node_command() { # NODE ARGUMENTS…: what runs on a node
     local name variables=()
-    for name in "${carried[@]}" $(compgen -e NCCL_ || true); do
-        [ -z "${!name+set}" ] || variables+=("$name=${!name}")
+    for name in $(carried_names); do
+        variables+=("$name=${!name}")
     done
     words=(env -C "$PWD" "${variables[@]}" bash "$here/node.sh" "$job" deepspeed --log_level error
         --hostfile "$hostfile" --no_ssh --node_rank "$1" --master_addr "$master" --master_port "$port"

@@ -31,11 +31,8 @@ done
 need_config "${1:-}"
 config="$1"; shift
 
-gpus="$(gpus_here)"
-[ -n "$processes" ] || processes=$((gpus > 0 ? gpus : 2))
-if [ "$gpus" -eq 0 ]; then
-    export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_of "$processes")}"
-fi
+processes="$(local_processes "$processes")"
+use_cpu_without_gpus "$processes"
 # shellcheck source=launchers/cluster.sh
 source "$here/cluster.sh"
 export MST_LAUNCHER=local

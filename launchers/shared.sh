@@ -62,13 +62,21 @@ show() {
     printf '\n'
 }
 
+# The names of the variables that other nodes must have too (cluster.sh says which), as far as they are set.
+carried_names() {
+    local name
+    # shellcheck disable=SC2154
+    for name in "${carried[@]}" $(compgen -e NCCL_ || true); do
+        [ -z "${!name+set}" ] || printf '%s\n' "$name"
+    done
+}
+
 # with_environment CMD…: as it could be typed in a fresh shell, with what the launchers have set.
 with_environment() {
     local name variables=()
-    # shellcheck disable=SC2154
-    for name in "${carried[@]}" $(compgen -e NCCL_ || true); do
+    for name in $(carried_names); do
         case "$name" in PATH | LD_LIBRARY_PATH) continue ;; esac
-        [ -z "${!name+set}" ] || variables+=("$name=${!name}")
+        variables+=("$name=${!name}")
     done
     show env "${variables[@]}" "$@"
 }
@@ -89,6 +97,19 @@ gpus_here() {
     else
         { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true
     fi
+}
+
+# local_processes [N]: how many ranks on this machine, if not N: one for each GPU, or two on the CPU.
+local_processes() {
+    local gpus
+    gpus="$(gpus_here)"
+    printf '%s' "${1:-$((gpus > 0 ? gpus : 2))}"
+}
+
+# use_cpu_without_gpus PROCESSES: that share this machine's cores.
+use_cpu_without_gpus() {
+    [ "$(gpus_here)" -eq 0 ] || return 0
+    export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_of "$1")}"
 }
 
 free_port() {
