@@ -379,7 +379,7 @@ class Controller:
         if not grown.numel():
             return
         factor = zero_shards.clip_factor(self.engine) / self.scale
-        beta2 = self.shards.optimizer.param_groups[0]["betas"][1]
+        beta2 = zero_shards.group_of(self.shards, i)["betas"][1]
         warm = 1.0 - beta2 ** zero_shards.updates_of(self.shards, i)
         size = self.kept[i][grown].square_().clamp_(min=change.gradient_mean_square)
         v[grown] = size.mul_(factor * factor * warm).to(v.dtype)

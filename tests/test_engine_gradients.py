@@ -144,6 +144,35 @@ def test_their_moment_is_of_the_gradient_that_adam_sees(precision, clipping):
     assert found == pytest.approx(plain, rel=0.25)  # other trajectories after 150 steps
 
 
+def seeds(rank, world, stage):
+    """(what grown weights start with) / (g², or the layer's mean of it) by parameter, and Adam's updates so far."""
+    model, betas = toy(), {"up.weight": 0.95, "down.weight": 0.5}
+    groups = [{"params": [p], "betas": (0.9, betas.get(n, 0.8))} for n, p in model.named_parameters()]
+    config = mst_config(stage, world, gradient_clipping=0.0, topology={"grown_moments": "seeded", "interval": 2})
+    config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.6}
+    engine, *_ = mst_scale.initialize(model=model, model_parameters=groups, config=config)
+    controller, found = engine.mst, {}
+    seed = controller._seed_second_moment
+
+    def spied(i, v, change):
+        where = change.grown_indices()
+        usual = controller.kept[i][where].square().clamp(min=change.gradient_mean_square)
+        seed(i, v, change)
+        found[change.name] = (v[where] / usual).tolist()
+
+    controller._seed_second_moment = spied
+    train(engine, rank, world, 2)
+    return {name: found[name] for name in betas}, zero_shards.updates_of(controller.shards, 0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_second_moment_starts_with_the_decay_of_its_own_parameter_group(stage):
+    ((found, updates),) = pool.run(seeds, 1, stage)
+    for name, beta in (("up.weight", 0.95), ("down.weight", 0.5)):
+        assert found[name] and found[name] == pytest.approx([1 - beta**2] * len(found[name]), rel=1e-5)
+    assert updates == 2
+
+
 # --- growth and the whole batch ---
 
 

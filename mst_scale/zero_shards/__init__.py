@@ -15,7 +15,7 @@ from mst_scale.zero_shards.checkpoints import (
     saved_classes,
 )
 from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, shape_of, whole, zero_stage
-from mst_scale.zero_shards.slices import Shards, put_reads, shards_of, updates_of, zero_inactive
+from mst_scale.zero_shards.slices import Shards, group_of, put_reads, shards_of, updates_of, zero_inactive
 from mst_scale.zero_shards.step import (
     NamedCollectives,
     after_master_update,
@@ -42,6 +42,7 @@ __all__ = [
     "errors_after_saving",
     "fit_universal_checkpoints",
     "grad_norm",
+    "group_of",
     "guard_plain_step",
     "has_moments",
     "is_matrix",

@@ -246,16 +246,20 @@ def _states_of(optimizer: Any, flat: torch.Tensor, offset: int, length: int) -> 
     }
 
 
+def group_of(shards: Shards, i: int) -> dict[str, Any]:
+    """The base optimizer's group that updates this parameter; between updates ZeRO-3 keeps groups empty."""
+    owner = shards.owner(i)
+    groups: list[dict[str, Any]] = shards.optimizer.param_groups
+    return next((group for group in groups if any(p is owner for p in group["params"])), {"params": [owner]})
+
+
 def updates_of(shards: Shards, i: int) -> int:
     """How many updates Adam counts for this parameter: fewer than the run's steps after an overflow or a warm start.
 
-    DeepSpeed's FusedAdam counts a group's updates in the state of its last parameter; ZeRO-3 keeps groups empty between
-    updates.
+    DeepSpeed's FusedAdam counts a group's updates in the state of its last parameter.
     """
-    owner, optimizer = shards.owner(i), shards.optimizer
-    groups = [group["params"] for group in optimizer.param_groups]
-    together = next((group for group in groups if any(p is owner for p in group)), [owner])
-    return max(int(optimizer.state.get(p, {}).get("step", 0)) for p in together)
+    state = shards.optimizer.state
+    return max(int(state.get(p, {}).get("step", 0)) for p in group_of(shards, i)["params"])
 
 
 # --- what the forward reads ---
