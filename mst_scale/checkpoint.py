@@ -44,7 +44,9 @@ def save(
     ranks.on_first(lambda: _fresh(draft))
     try:
         ranks.together(lambda: _write(engine, folder, draft.name, {**state, "step": step}))
-        digests = ranks.together(lambda: _digest_share(draft, ranks))
+        # one list for all: a network file system may show each machine another one for a while
+        names = ranks.on_first(lambda: _files(draft))
+        digests = ranks.together(lambda: _digests(draft, _share(names, ranks)))
         ranks.on_first(lambda: None)  # every rank has read its share back
         layout = {"ranks": ranks.world_size, "stage": int(engine.zero_optimization_stage())}
         _seal(draft, final, digests, ranks, {"tag": tag, "step": step, "batch": batch, "micro": micro, **layout})
@@ -211,10 +213,13 @@ def _share(names: list[str], ranks: Ranks | None) -> list[str]:
     return names if ranks is None else names[ranks.rank :: ranks.world_size]
 
 
-def _digest_share(draft: Path, ranks: Ranks | None) -> dict[str, dict[str, Any]]:
-    files = sorted(str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file())
+def _files(draft: Path) -> list[str]:
+    return sorted(str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file())
+
+
+def _digests(draft: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     digests = {}
-    for name in _share(files, ranks):
+    for name in names:
         path = draft / name
         digests[name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
         with path.open("rb+") as file:
@@ -243,7 +248,7 @@ def _seal(draft: Path, final: Path, digests: dict[str, Any], ranks: Ranks, head:
 
 def seal_alone(draft: Path, final: Path, about: dict[str, Any]) -> None:
     """Seal a checkpoint that one process has written."""
-    manifest = {**about, "files": _digest_share(draft, None)}
+    manifest = {**about, "files": _digests(draft, _files(draft))}
     write_atomically(draft / MANIFEST, json.dumps(manifest, indent=1))
     os.rename(draft, final)
 
