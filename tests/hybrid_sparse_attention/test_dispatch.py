@@ -71,33 +71,6 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cap
     assert [("definition" in n, "blocked" in n) for n in notices] == [(True, False), (False, True)]
 
 
-def test_a_build_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A compiler that writes half a file and dies; then a working one, with the same cache."""
-    broken = tmp_path / "broken-compiler"
-    broken.write_text(
-        '#!/bin/sh\nfor a; do [ "$previous" = -o ] && echo half > "$a" && echo "error: out of disk" >&2 && exit 1; '
-        "previous=$a; done\nexit 0\n"
-    )
-    broken.chmod(0o755)
-    cache = tmp_path / "cache"
-    monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(RuntimeError, match="out of disk"):
-        cpp.build(cache)
-    assert [p.name for p in cache.iterdir()] == ["build.lock"]
-    monkeypatch.delenv("CXX")
-    built = cpp.build(cache)
-    assert built.exists()
-    assert sorted(p.name for p in cache.iterdir()) == ["build.lock", built.name]
-    assert cpp.build(cache) == built  # found, not built again
-
-
-def test_a_cache_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
-    blocker = tmp_path / "file"
-    blocker.write_text("")
-    with pytest.raises(RuntimeError, match="MST_SCALE_CACHE"):
-        cpp.build(blocker / "cache")
-
-
 def test_dropout() -> None:
     q, k, v = small()
     with pytest.raises(ValueError, match="dropout"):

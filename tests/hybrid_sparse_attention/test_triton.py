@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from mst_scale.hybrid_sparse_attention import Pattern, attention
+from tests import triton_interpreter
 from tests.hybrid_sparse_attention.oracle import TOLERANCE, check, inputs
 
 triton = pytest.importorskip("triton")
@@ -51,19 +48,8 @@ def interpreted() -> list[dict[str, float]]:
     cases: list[dict[str, Any]] = [dict(zip(names, case, strict=True)) for case in INTERPRETED]
     for case in cases:
         case["shape"] = (1, case["heads"], case["length"], case["dim"])
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.hybrid_sparse_attention.interpret_triton"],
-        input=json.dumps(cases),
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    said = triton_interpreter.interpret(["-m", "tests.hybrid_sparse_attention.interpret_triton"], cases)
+    return [json.loads(line) for line in said.splitlines()]
 
 
 @pytest.mark.parametrize("index", range(len(INTERPRETED)), ids=lambda i: "-".join(map(str, INTERPRETED[i])))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import linear, linear_cuda
 from mst_scale.sparse_linear import crossovers
+from tests import triton_interpreter
 
 SMALL = """
 import json, time
@@ -51,12 +48,7 @@ def test_without_a_device_every_row_says_so(capsys):
 def test_the_same_products_on_both_sides():
     """Interpreted, on small matrices: what is timed agrees with what it is timed against."""
     pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SMALL]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    errors, rows = json.loads(done.stdout)
+    errors, rows = json.loads(triton_interpreter.interpret(["-c", SMALL], seconds=120))
     assert max(errors.values()) < 1e-4
     assert [row["product"] for row in rows] == ["y", "dx", "dw"]
     for row in rows:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +11,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from mst_scale.sparse_linear import block, dispatch  # noqa: E402
+from tests import triton_interpreter  # noqa: E402
 from tests.sparse_linear.block_cases import TOLERANCE, errors, mask_of  # noqa: E402
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -41,19 +38,8 @@ INTERPRETED = [
 
 
 def interpret(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.sparse_linear.interpret_block"],
-        input=json.dumps(cases),
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.removeprefix("result ") for line in done.stdout.splitlines() if line.startswith("result ")]
+    said = triton_interpreter.interpret(["-m", "tests.sparse_linear.interpret_block"], cases)
+    lines = [line.removeprefix("result ") for line in said.splitlines() if line.startswith("result ")]
     return [json.loads(line) for line in lines]
 
 
