@@ -8,7 +8,7 @@ from deepspeed.accelerator import get_accelerator
 
 import mst_scale
 from mst_scale import zero_shards
-from mst_scale.zero_shards import slices
+from mst_scale.zero_shards import slices, step
 from tests import pool
 from tests.toys import allow_fp16, deepspeed_config, toy, toy_batch
 
@@ -157,6 +157,14 @@ def test_the_norm_of_an_offloaded_gradient_lies_where_deepspeed_adds_it_up(monke
     assert gradient.data_ptr() == live.data_ptr() and gradient.tolist() == [3, 0, 4], "live, without the padding"
     shards.put_gradient(0, gradient)
     assert zero.norm_for_param_grads[7].device.type == "meta"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_norm_is_summed_in_float32_or_more_whatever_the_gradient_is_kept_in(dtype):
+    """DeepSpeed may keep offloaded gradients in bfloat16 (bf16_master_weights_and_grads)."""
+    gradients = [torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype) for size in (200_000, 7, 0)]
+    exact = float(torch.cat([g.double() for g in gradients]).norm())
+    assert step.total_norm(gradients) == pytest.approx(exact, rel=1e-5)  # float32 sums of 65,536 squares
 
 
 class Fake(SimpleNamespace):

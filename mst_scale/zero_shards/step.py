@@ -146,4 +146,5 @@ def total_norm(gradients: list[torch.Tensor]) -> float:
     pieces = [piece for g in gradients for piece in g.detach().reshape(-1).split(NORM_PIECE) if piece.numel()]
     if not pieces:
         return 0.0
-    return math.sqrt(torch.stack(torch._foreach_norm(pieces)).double().square().sum().item())
+    norms = torch._foreach_norm(pieces, 2, torch.promote_types(pieces[0].dtype, torch.float32))
+    return math.sqrt(torch.stack(norms).double().square().sum().item())
