@@ -45,10 +45,10 @@ class Pair:
     def __init__(self, ranks: Any, options: argparse.Namespace):
         from mst_scale.config import load
 
-        self.ranks, self.micro = ranks, options.micro
+        self.ranks = ranks
         ours = load(options.config, options.set, options.method)
         theirs = load(options.config, [o for o in options.set if not o.startswith("mst.")], "dense")
-        self.experiment, rival = (self._one_micro_batch(e) for e in (ours, theirs))
+        self.experiment, rival = (self._one_micro_batch(e, options.micro) for e in (ours, theirs))
         if options.layers is not None:
             layers = options.layers
             if layers == "fit":
@@ -61,11 +61,11 @@ class Pair:
         self.dense, self.mst = (self._built(e) for e in (rival, self.experiment))
         self.device = self.dense.engine.device
 
-    def _one_micro_batch(self, experiment: Any) -> Any:
+    def _one_micro_batch(self, experiment: Any, asked: int | None) -> Any:
         from mst_scale.config.check import batch_shape, check
 
         check(experiment)
-        micro = self.micro or batch_shape(experiment.deepspeed, self.ranks.world_size)[1]
+        micro = asked or batch_shape(experiment.deepspeed, self.ranks.world_size)[1]
         deepspeed = {k: v for k, v in experiment.deepspeed.items() if k not in MONITORS}
         deepspeed.update(
             train_micro_batch_size_per_gpu=micro,

@@ -40,11 +40,7 @@ from mst_scale.mixed_growing.exchange import Exchange
 
 NAIVE, KTHVALUE = "scores all-reduced, full topk per matrix", "kthvalue + compare per matrix"
 MASKED_FILL = "masked_fill_ with a mask of one byte per weight"
-
-
 TIMED_AGAINST_RIVALS = ("gpt2",)
-
-
 STAGES = {
     "peak_keys": "largest score, NaN check",
     "_sampled_brackets": "sample",
