@@ -8,6 +8,7 @@ gloo group (`Ranks.control`) that lives beside the training's own, so that nobod
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import os
@@ -166,7 +167,9 @@ def init() -> Ranks:
     joined = not dist.is_initialized()
     if joined:
         try:
-            ds_comm.init_distributed(verbose=False, auto_mpi_discovery=False)
+            with contextlib.redirect_stdout(io.StringIO()) as said:  # stdout may be JSON: no place for greetings
+                ds_comm.init_distributed(verbose=False, auto_mpi_discovery=False)
+            logger.debug("%s", said.getvalue())
         except dist.DistNetworkError as error:
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise OSError(

@@ -213,6 +213,7 @@ def test_mpirun(run, data, tmp_path):
         env=tiny_run.environment(), capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert child.returncode == 0, child.stderr[-3000:]
+    assert child.stdout.startswith(str(run)), "DeepSpeed's greetings are not on stdout, which may be JSON"
     assert child.stdout.count("written to") == 1 and child.stderr.count("lambada: acc") == 1
     assert json.loads((tmp_path / "e.json").read_text())["tasks"]["lambada"]["documents"] == 3
 
