@@ -22,10 +22,10 @@ case "${1:-}" in
     ;;
 esac
 
+ask_to_stop() { ask_ranks_below "$1"; }
+listen # before anybody can read the file: the signal would end us
 pid_file="${TMPDIR:-/tmp}/mst-$UID-$1.$$.pid"
 (umask 077 && printf '%s\n' "$$" >"$pid_file")
 trap 'rm -f "$pid_file"' EXIT
 shift
-ask_to_stop() { ask_ranks_below "$1"; }
-listen
 guarded "$@"

@@ -113,7 +113,7 @@ use_cpu_without_gpus() {
 }
 
 free_port() {
-    python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+    python -c 'from mst_scale.distributed import free_port; print(free_port())'
 }
 
 # The ranks among the processes below PID.
@@ -121,7 +121,8 @@ ranks_below() {
     local pid
     # shellcheck disable=SC2013
     for pid in $(cat "/proc/$1/task/$1/children" 2>/dev/null); do
-        if grep -qz '^RANK=' "/proc/$pid/environ" 2>/dev/null && grep -qzx 'mst_scale.pretrain' "/proc/$pid/cmdline"; then
+        if grep -qz '^RANK=' "/proc/$pid/environ" 2>/dev/null &&
+            grep -qzx 'mst_scale.pretrain' "/proc/$pid/cmdline" 2>/dev/null; then
             printf '%s\n' "$pid"
         else
             ranks_below "$pid"

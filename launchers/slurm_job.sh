@@ -42,8 +42,9 @@ export MST_STOPPED="$scratch/stopped"
 
 start() {
     rm -f "$MST_STOPPED"
-    # another port for each start: the one before may still be closing its connections
-    export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 16 + MST_RESTART + ${SLURM_RESTART_COUNT:-0}) % 20000))
+    # another port for each start: the one before may still be closing its connections. From 32768 on the system gives
+    # ports to any connection.
+    export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 16 + MST_RESTART + ${SLURM_RESTART_COUNT:-0}) % 12000))
     guarded "${step[@]}"
 }
 # shellcheck disable=SC2317

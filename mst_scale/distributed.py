@@ -12,6 +12,7 @@ import io
 import logging
 import math
 import os
+import random
 import signal
 import socket
 import sys
@@ -29,6 +30,7 @@ T = TypeVar("T")
 CONTROL_TIMEOUT = timedelta(hours=24)
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+LOWEST_PORT = 10_000  # below, the well-known services
 LINGER = 20.0  # s; a launcher ends all ranks when it sees that one has failed, which takes a second or two
 
 
@@ -211,7 +213,7 @@ def end(error: BaseException) -> NoReturn:
     """
     silent = isinstance(error, Elsewhere)
     if silent or (launched_rank() != 0 and not _met()):
-        _linger()
+        _linger(exit_code(error))
         silent = silent or os.environ.get("LOCAL_RANK") != "0"  # still here: this machine's mistake, and not rank 0's
     with contextlib.suppress(OSError):  # a log on a full disk, a terminal that was closed
         sys.stdout.flush()
@@ -225,10 +227,10 @@ def end(error: BaseException) -> NoReturn:
     os._exit(exit_code(error))
 
 
-def _linger() -> None:
-    """Wait to be ended by the launcher."""
+def _linger(code: int) -> None:
+    """Wait to be ended by the launcher; srun hands on the highest of all exit codes, so ours is no signal's (143)."""
     for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, signal.SIG_DFL)
+        signal.signal(name, lambda *_: os._exit(code))
     time.sleep(LINGER)
 
 
@@ -294,6 +296,18 @@ def _mpi_ranks() -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """A port for the ranks to meet at, seconds from now: none that the system may give to any connection meanwhile."""
+    for port in random.SystemRandom().sample(range(LOWEST_PORT, _first_of_the_systems()), 50):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"no port from {LOWEST_PORT} on is free: name one (--master_port)")
+
+
+def _first_of_the_systems() -> int:
+    """Where the ports begin that connections are given (Linux; elsewhere those that IANA has set aside for that)."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first = int(file.read().split()[0])
+        if first >= 2 * LOWEST_PORT:
+            return first
+    return 49152

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import selectors
 import socket
@@ -27,7 +28,9 @@ from typing import Any, NoReturn
 from mst_scale.distributed import Elsewhere, Ranks, logger
 
 MEET_SECONDS = 60.0
-NEWS_SECONDS = 3.0
+NEWS_SECONDS = 3.0  # from a collective's failure to the news of the lost rank
+LATE_NEWS_SECONDS = 30.0  # on a machine that is too busy to bring them, where the error itself tells of a lost peer
+LOST_PEER = re.compile(r"connection|peer|remote|socket|broken pipe", re.IGNORECASE)
 GRACE = 10.0  # for a rank that ends by itself after another has failed: it has its own message and exit code
 KEEP_ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6))  # 10 + 6 · 5 = 40 s
 
@@ -78,7 +81,7 @@ class Watch:
         if isinstance(error, Elsewhere):
             self._tell("bye")
             return
-        deadline = time.monotonic() + NEWS_SECONDS
+        deadline = time.monotonic() + (LATE_NEWS_SECONDS if LOST_PEER.search(str(error)) else NEWS_SECONDS)
         while isinstance(error, RuntimeError) and self.lost is None and time.monotonic() < deadline:
             time.sleep(0.05)
         if isinstance(error, RuntimeError) and self.lost is not None:

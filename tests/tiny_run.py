@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from mst_scale.distributed import free_port
 
 ROOT = Path(__file__).parents[1]
 CONTEXT = 32
@@ -82,9 +83,3 @@ def start(world: int, arguments: list[str], **popen: Any) -> list[subprocess.Pop
         )
         for rank in range(world)
     ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
