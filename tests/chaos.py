@@ -11,6 +11,7 @@ number of ranks, the final weights, optimizer states, masks and logged rows must
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import signal
@@ -57,6 +58,11 @@ class Case:
     def steps(self) -> int:
         return 40 + 5 * self.faults
 
+    @property
+    def held_at(self) -> int:
+        """Here a run waits for its last fault, however fast the machine is."""
+        return self.steps - SAVE_EVERY
+
 
 def arguments(folder: Path, case: Case) -> list[str]:
     """Slowed down a little by evaluations, so that faults find different moments."""
@@ -80,12 +86,16 @@ def disturbed(folder: Path, case: Case) -> Story:
     """Until the faults are used up, then to the end."""
     folder.mkdir(parents=True, exist_ok=True)
     chance, story = random.Random(case.seed), Story()
-    argv, out = arguments(folder, case), folder / "out"
+    argv, out, held = arguments(folder, case), folder / "out", folder / "held"
     while True:
         story.starts += 1
-        processes = forked.start(case.world, argv, folder / "logs")
+        held.touch()
+        processes = forked.start(
+            case.world, argv, folder / "logs", functools.partial(forked.hold, case.held_at, str(held))
+        )
         while len(story.faults) < case.faults and strike(chance, processes, out, case, story):
             pass
+        held.unlink()
         left_alone, began = len(story.faults) == case.faults and story.ended, time.monotonic()
         codes = forked.end(processes, 300 if left_alone else 60)
         assert None not in codes, f"a rank hung after {story.faults[-1:]}: {said(folder)}"
@@ -95,24 +105,23 @@ def disturbed(folder: Path, case: Case) -> Story:
         if not left_alone:
             story.longest_end = max(story.longest_end, time.monotonic() - began)
         story.ended = len(story.faults) == case.faults
-        assert story.starts < 3 * case.faults + 3, said(folder)
+        assert story.starts <= case.faults + 1, said(folder)
 
 
 def strike(chance: random.Random, processes: list[Any], out: Path, case: Case, story: Story) -> bool:
     """One fault, at a random moment; whether the run lives on."""
     fault, rank = chance.choice(FAULTS), chance.randrange(len(processes))
     here, steps, delay = steps_done(out), chance.randrange(1, 5), chance.uniform(0.0, 0.15)
-    if case.steps - here < 3 * SAVE_EVERY:  # near the end: at once, so that it is not over before the last fault
+    if case.held_at - here < 2 * SAVE_EVERY:  # at once: it is held soon
         fault = "kill all"
     elif fault == "kill during a save":
         delay = chance.uniform(0.0, 0.01)
         wait_for(lambda: steps_done(out) > here, processes)  # it has swept what earlier kills left behind
-        wait_for(lambda: any((out / "checkpoints").glob("*.partial")), processes)
+        wait_for(lambda: any((out / "checkpoints").glob("*.partial")) or steps_done(out) >= case.held_at, processes)
     else:
         wait_for(lambda: steps_done(out) >= here + steps, processes)
     time.sleep(delay)
-    if all(process.exitcode is not None for process in processes):
-        return False  # it has ended before: no fault
+    assert any(process.exitcode is None for process in processes), "it has ended by itself"
     story.faults.append(f"{fault} (rank {rank}, step {steps_done(out)})")
     if fault == "freeze a rank":
         send(processes[rank], signal.SIGSTOP)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests import tiny_run
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["mst_scale.pretrain", "mst_scale.reshape", "tests.tiny_run"])
+_started: list[mp.process.BaseProcess] = []  # and not yet ended
 
 
 def _rank(environment: dict[str, str], argv: list[str], log: str, before: Callable[[], None] | None) -> None:
@@ -47,7 +49,22 @@ def start(
         process = _context.Process(target=_rank, args=(environment, argv, str(logs / f"rank{rank}"), before))
         process.start()
         processes.append(process)
+        _started.append(process)
     return processes
+
+
+def hold(step: int, while_there: str) -> None:
+    """For `before`: the ranks go on after this step only when the file is gone, however fast the machine is."""
+    from mst_scale.pretrain import Run
+
+    inner = Run.advance
+
+    def advance(run: Run) -> None:
+        while run.step >= step and os.path.exists(while_there):
+            time.sleep(0.005)
+        inner(run)
+
+    Run.advance = advance  # type: ignore[method-assign]
 
 
 def end(processes: list[mp.process.BaseProcess], seconds: float) -> list[int | None]:
@@ -58,4 +75,11 @@ def end(processes: list[mp.process.BaseProcess], seconds: float) -> list[int | N
     for process in processes:
         process.kill()
         process.join()
+        _started.remove(process)
     return codes
+
+
+def kill_all() -> None:
+    """Those of a test that has failed."""
+    while _started:
+        _started.pop().kill()

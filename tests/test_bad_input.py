@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mst_scale import pretrain
+from mst_scale import distributed, pretrain
 from tests import pool, tiny_run
 from tests.whole_runs import attempt
 

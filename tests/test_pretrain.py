@@ -1,5 +1,6 @@
 """The training run as a user starts it: three launchers, resume bit for bit after kills, signals, what is written."""
 
+import functools
 import json
 import os
 import shutil
@@ -13,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mst_scale import checkpoint
 from mst_scale.config import load
 from mst_scale.ledger import forecast
-from tests import pool, tiny_run
+from tests import forked, pool, tiny_run
 from tests.whole_runs import MST, arguments, attempt, logged_attempt, weights, without_times
 
 CONTRACT = [
@@ -130,15 +132,9 @@ def wait_for(condition, processes, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
-        assert all(process.poll() is None for process in processes), "a rank ended by itself"
-        time.sleep(0.0005)
-
-
-def kill(processes) -> None:
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait()
+        codes = [p.poll() if isinstance(p, subprocess.Popen) else p.exitcode for p in processes]
+        assert codes == [None] * len(codes), "a rank ended by itself"
+        time.sleep(0.005)
 
 
 def logged(out: Path) -> int:
@@ -153,22 +149,37 @@ def undisturbed(tmp_path_factory) -> Path:
     return folder / "out"
 
 
+def hold_in_save(started: str) -> None:
+    """The first save stands still when DeepSpeed has written its files."""
+
+    def write(*words) -> None:
+        inner(*words)
+        Path(started).touch()
+        time.sleep(600)
+
+    inner, checkpoint._write = checkpoint._write, write
+
+
 def test_killed_at_several_moments_and_resumed_bit_for_bit(tmp_path, undisturbed):
-    argv, out = arguments(tmp_path, mst=MST), tmp_path / "out"
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    moments = [
-        lambda: logged(out) >= 2,  # before the first checkpoint
-        lambda: any((out / "checkpoints").glob("step00000004.partial")),  # during a save
-        lambda: logged(out) >= 7,  # between two checkpoints
-    ]
-    for moment in moments:
-        processes = tiny_run.start(2, argv, **quiet)
+    argv, out, held, saving = arguments(tmp_path, mst=MST), tmp_path / "out", tmp_path / "held", tmp_path / "saving"
+    held.touch()
+    moments = {
+        "before the first checkpoint": (functools.partial(forked.hold, 3, str(held)), lambda: logged(out) == 3),
+        "during a save": (functools.partial(hold_in_save, str(saving)), saving.exists),
+        "between two checkpoints": (functools.partial(forked.hold, 7, str(held)), lambda: logged(out) == 7),
+    }
+    for name, (before, moment) in moments.items():
+        processes = forked.start(2, argv, tmp_path / "logs", before)
         wait_for(moment, processes)
-        kill(processes)
+        half = list((out / "checkpoints").glob("step00000004.partial/*optim_states.pt"))
+        for process in processes:
+            process.kill()
+        forked.end(processes, 60)
+        assert bool(half) == (name == "during a save")
     # a torn last line, as a kill within a write leaves it
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "lo')
-    processes = tiny_run.start(2, argv, **quiet)
+    processes = tiny_run.start(2, argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     assert [process.wait(180) for process in processes] == [0, 0]
     assert without_times(tiny_run.rows(out)) == without_times(tiny_run.rows(undisturbed))
     ours, theirs = weights(out, "step00000012"), weights(undisturbed, "step00000012")

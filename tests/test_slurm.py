@@ -6,15 +6,16 @@ import signal
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests import tiny_run
-from tests.test_cluster_launchers import HOSTILE, config, finish, launch, rank_processes, story
+from tests.test_cluster_launchers import HOSTILE, LONG, PATIENCE, config, finish, kill_rank_1, launch, story
 
 pytestmark = pytest.mark.slurm
-STEPS = 800  # of the job that finishes: more than it takes to be told something after its first checkpoint
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
 
@@ -31,7 +32,7 @@ class Cluster:
         }
 
     def start(self) -> None:
-        folder, host = self.folder, socket.gethostname()
+        folder, host = self.folder, socket.gethostname().partition(".")[0]
         for name in ("state", "spool-n1", "spool-n2"):
             (folder / name).mkdir()
         key = folder / "munge.key"
@@ -57,11 +58,12 @@ MpiDefault=none
 JobRequeue=1
 KillWait=5
 ReturnToService=2
+SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=1,sched_interval=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 State=UNKNOWN
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
         )
@@ -69,7 +71,9 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
             "munged", "-F", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket",
             f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed",
         )  # fmt: skip
-        time.sleep(0.3)
+        deadline = time.monotonic() + PATIENCE
+        while not (folder / "munge.socket").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
         self._daemon("slurmctld", "-D", "-i")
         self._daemon("slurmd", "-D", "-N", "n1")
         self._daemon("slurmd", "-D", "-N", "n2")
@@ -81,7 +85,7 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
     def run(self, *words: str) -> str:
         child = subprocess.run(
-            words, env={**os.environ, **self.environment}, capture_output=True, text=True, check=False, timeout=30
+            words, env={**os.environ, **self.environment}, capture_output=True, text=True, check=False, timeout=PATIENCE
         )
         return child.stdout if child.returncode == 0 else ""
 
@@ -90,6 +94,8 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
         while time.monotonic() < deadline:
             if self.run("sinfo", "-h", "-o", "%D %t").split() == ["2", "idle"]:
                 return True
+            if any(daemon.poll() is not None for daemon in self.daemons):
+                return False
             time.sleep(0.3)
         return False
 
@@ -103,6 +109,13 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+
+
+class Job(NamedTuple):
+    number: str
+    out: Path
+    log: Path
+    config: Path
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +132,7 @@ def cluster(tmp_path_factory):
     made = Cluster(folder)
     try:
         made.start()
-        if not made.ready(40):
+        if not made.ready(PATIENCE):
             logs = "".join(path.read_text()[-300:] for path in sorted(folder.glob("*.out")))
             pytest.skip(f"Slurm's daemons do not come up on this machine: {logs}")
         yield made
@@ -127,23 +140,28 @@ def cluster(tmp_path_factory):
         made.stop()
 
 
-def wait(condition, seconds: float, what: str, log: Path) -> None:
-    deadline = time.monotonic() + seconds
+def wait(condition, what: str, log: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"{what}: {log.read_text()[-3000:] if log.exists() else 'no output'}"
         time.sleep(0.1)
 
 
-def submit(cluster, folder: Path, starter: str, steps: int, *words: str) -> tuple[str, Path, Path]:
-    """(job, OUT, log) of two nodes with a rank each."""
-    out, log = folder / HOSTILE, folder / "log"
-    made = config(folder, HOSTILE + ".json")
+def submit(cluster, folder: Path, starter: str, *words: str, steps: int = LONG) -> Job:
+    """Two nodes with a rank each."""
+    folder.mkdir()
+    folder.chmod(0o755)
+    out, log, made = folder / HOSTILE, folder / "log", config(folder, HOSTILE + ".json", steps=steps)
     options = ["--nodes", "2", "--gpus-per-node", "0", "--ranks-per-node", "1", "--cpus-per-rank", "1"]
     options += ["--log", str(log), "--starter", starter, "--sbatch", "--comment=ours", *words]
-    child = launch(
-        "slurm.sh", *options, str(made), "--out", str(out), "--steps", str(steps), cwd=folder, **cluster.environment
-    )
-    return finish(child).split()[-1], out, log
+    child = launch("slurm.sh", *options, str(made), "--out", str(out), cwd=folder, **cluster.environment)
+    return Job(finish(child).split()[-1], out, log, made)
+
+
+def time_is_up(cluster, job: str) -> None:
+    """One to two minutes are left of it, however long it has run; its warning comes 110 s before the end."""
+    minutes, _ = map(int, cluster.run("squeue", "-h", "-j", job, "-o", "%M").split(":"))
+    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
 
 
 def hows(out: Path) -> list[str | None]:
@@ -154,41 +172,52 @@ def state(cluster, job: str) -> str:
     return cluster.run("squeue", "-h", "-j", job, "-o", "%T").strip()
 
 
-def test_a_job_goes_on_through_preemption_its_time_limit_and_a_failure_until_it_is_finished(cluster, tmp_path):
-    """Two jobs at once, one for each starter.
+def test_jobs_go_on_through_preemption_time_limit_and_failure_until_they_are_finished(cluster, tmp_path):
+    """Three at once. `one` is preempted with a grace time (its ranks alone get SIGTERM), then a rank is killed, then it
+    finishes. `two`, whose ranks DeepSpeed's launcher starts, gets Slurm's own warning before its time is up (its shell
+    gets USR1), goes on, and is told to stop for good. `three` is a mistake, and is not tried again."""
+    one = submit(cluster, tmp_path / "one", "srun", "--restarts", "0", "--requeues", "1")
+    two = submit(cluster, tmp_path / "two", "deepspeed", "--time", "60", "--grace", "110")
+    three = submit(cluster, tmp_path / "three", "srun", steps=0)
+    with ThreadPoolExecutor() as both:
+        stories = [both.submit(story, cluster, job) for story, job in ((preempted, one), (out_of_time, two))]
+    for ended in stories:
+        ended.result()
+    wait(lambda: state(cluster, three.number) == "", "the mistake did not end", three.log)
+    said = three.log.read_text()
+    assert said.count("training.steps must be at least 1") == 1 and "again" not in said
+    assert "ExitCode=2:0" in cluster.run("scontrol", "show", "job", three.number)
+    assert not list(tmp_path.rglob("hostile")), "no shell has read the names"
 
-    `one` is preempted with a grace time (its ranks alone get SIGTERM), then a rank is killed, then it finishes. `two`
-    gets Slurm's own warning before its time is up (its shell gets USR1), goes on, and is told to stop for good.
-    """
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        folder.mkdir()
-        folder.chmod(0o755)
-    one, out, log = submit(cluster, folders[0], "srun", STEPS, "--restarts", "0", "--requeues", "1")
-    two, out2, log2 = submit(cluster, folders[1], "deepspeed", 10**6, "--time", "60", "--grace", "90")
-    wait((out / "checkpoints" / "latest").exists, 100, "one did not start", log)
-    cluster.run("scancel", "--signal=TERM", one)
-    wait((out2 / "checkpoints" / "latest").exists, 100, "two did not start", log2)
-    cluster.run("scontrol", "update", f"JobId={two}", "TimeLimit=2")
-    wait(lambda: len(hows(out)) == 2, 60, "one did not go on after its preemption", log)
+
+def preempted(cluster, job: Job) -> None:
+    number, out, log, made = job
+    wait((out / "checkpoints" / "latest").exists, "one did not start", log)
+    cluster.run("scancel", "--signal=TERM", number)
+    wait(lambda: len(hows(out)) == 2, "one did not go on after its preemption", log)
     assert hows(out)[0] == "asked to stop"
-    os.kill(rank_processes(out)[1], signal.SIGKILL)
-    wait(lambda: "asked to stop" in hows(out2), 60, "two was not warned", log2)
-    cluster.run("scontrol", "update", f"JobId={two}", "TimeLimit=60")
-    wait(lambda: len(hows(out2)) > 1 and hows(out2)[-1] is None, 60, "two did not go on after its time was up", log2)
-    assert "its run goes on in the next job" in log2.read_text()
-    cluster.run("scancel", "--signal=TERM", "--batch", two)
-    wait(lambda: state(cluster, two) == "", 60, "two did not stop for good", log2)
-    starts = story(out2)["starts"]
-    assert set(hows(out2)) == {"asked to stop"} and "asked to stop for good" in log2.read_text()
-    assert [start["from_step"] for start in starts[1:]] == [start["last_step"] for start in starts[:-1]]
-    wait(lambda: "finished" in hows(out), 90, "one did not go on after its failure", log)
+    steps = kill_rank_1(out, made)
+    wait(lambda: "finished" in hows(out), "one did not go on after its failure", log)
     starts = story(out)["starts"]
     assert hows(out) == ["asked to stop", None, "finished"]
     assert [start["job"].get("SLURM_RESTART_COUNT") for start in starts] == [None, "1", "2"]
-    assert {start["job"]["SLURM_JOB_ID"] for start in starts} == {one} and {start["ranks"] for start in starts} == {2}
+    assert {start["job"]["SLURM_JOB_ID"] for start in starts} == {number} and {s["ranks"] for s in starts} == {2}
     assert starts[1]["from_step"] == starts[0]["last_step"]
-    assert [row["step"] for row in tiny_run.rows(out)] == list(range(10, STEPS + 1, 10))
-    assert "Comment=ours mst_failures=1" in cluster.run("scontrol", "show", "job", one)
-    wait(lambda: state(cluster, one) == "", 30, "the finished job did not end", log)
-    assert not list(tmp_path.rglob("hostile")), "no shell has read the names"
+    assert [row["step"] for row in tiny_run.rows(out)] == list(range(10, steps + 1, 10))
+    assert "Comment=ours mst_failures=1" in cluster.run("scontrol", "show", "job", number)
+    wait(lambda: state(cluster, number) == "", "the finished job did not end", log)
+
+
+def out_of_time(cluster, job: Job) -> None:
+    number, out, log, _ = job
+    wait((out / "checkpoints" / "latest").exists, "two did not start", log)
+    time_is_up(cluster, number)
+    wait(lambda: "asked to stop" in hows(out), "two was not warned", log)
+    cluster.run("scontrol", "update", f"JobId={number}", "TimeLimit=60")
+    wait(lambda: len(hows(out)) > 1 and hows(out)[-1] is None, "two did not go on after its time was up", log)
+    assert "its run goes on in the next job" in log.read_text()
+    cluster.run("scancel", "--signal=TERM", "--batch", number)
+    wait(lambda: state(cluster, number) == "", "two did not stop for good", log)
+    assert set(hows(out)) == {"asked to stop"} and "asked to stop for good" in log.read_text()
+    starts = story(out)["starts"]
+    assert [start["from_step"] for start in starts[1:]] == [start["last_step"] for start in starts[:-1]]

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,18 +130,18 @@ def test_a_launchers_rank_says_a_mistake_in_one_line():
     assert child.returncode == 2 and child.stderr.splitlines()[-1].startswith("mst_scale: nope.json: no such config")
 
 
-def test_a_stopwatch_gives_each_moment_to_one_part():
-    from benchmarks.stopwatch import Stopwatch
+def test_a_stopwatch_gives_each_moment_to_one_part(monkeypatch):
+    from benchmarks import stopwatch
 
-    watch = Stopwatch(torch.device("cpu"))
-    start = time.perf_counter()
+    now = [7.0]
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    watch = stopwatch.Stopwatch(torch.device("cpu"))
     with watch.span("outer"):
-        time.sleep(0.02)
+        now[0] += 0.02
         with watch.span("inner"):
-            time.sleep(0.03)
-    whole = 1e3 * (time.perf_counter() - start)
-    assert watch.parts["inner"] >= 30 and 20 <= watch.parts["outer"] <= whole - 30
-    assert sum(watch.parts.values()) == pytest.approx(whole, abs=1)
+            now[0] += 0.03
+        now[0] += 0.01
+    assert dict(watch.parts) == pytest.approx({"outer": 30.0, "inner": 30.0, "communication": 0.0})
 
 
 @pytest.mark.parametrize(

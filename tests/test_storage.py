@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -181,6 +182,21 @@ def test_an_old_checkpoint_goes_only_when_the_newer_one_reads_back_as_written(tm
 # --- a build that was killed ---
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """Time passes for the locks only while they are waited for."""
+    passed = SimpleNamespace(seconds=0.0, then=lambda: None)
+    begun = time.time()
+
+    def sleep(seconds):
+        passed.seconds += seconds
+        passed.then()
+
+    told = SimpleNamespace(sleep=sleep, time=lambda: begun + passed.seconds, monotonic=lambda: passed.seconds)
+    monkeypatch.setattr(build_locks, "time", told)
+    return passed
+
+
 def lock_in(folder: Path, seconds_old: float) -> Path:
     lock = folder / "op" / "lock"
     lock.parent.mkdir(parents=True)
@@ -199,48 +215,38 @@ def test_the_lock_of_a_killed_build_is_removed_at_the_start_of_a_run(tmp_path):
 
 
 def with_extensions(rank, world, argv, folder):
-    """Built operators are loaded already in this process; only the look at the locks uses the folder."""
-    before, os.environ["TORCH_EXTENSIONS_DIR"] = os.environ.get("TORCH_EXTENSIONS_DIR"), folder
-    inner = build_locks.clear_stale
+    """Only the look at the locks uses this folder: operators are found, or built, where they always are."""
+    inner, build_locks.extensions_folder = build_locks.extensions_folder, lambda: Path(folder)
     try:
-        os.environ["LOCAL_RANK"] = str(rank)
         return logged_attempt(rank, world, argv)
     finally:
-        build_locks.clear_stale = inner
-        os.environ.pop("TORCH_EXTENSIONS_DIR")
-        if before is not None:
-            os.environ["TORCH_EXTENSIONS_DIR"] = before
+        build_locks.extensions_folder = inner
 
 
-def test_a_lock_in_use_stays_and_a_young_one_is_waited_for(tmp_path):
+def test_a_lock_in_use_stays_and_a_young_one_is_waited_for(tmp_path, clock):
     import subprocess
     import sys
 
     lock = lock_in(tmp_path, 3600)
-    compiler = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], cwd=lock.parent)
+    compiler = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], cwd=lock.parent)
     try:
         assert build_locks.clear(tmp_path) == [] and lock.exists(), "somebody builds there"
     finally:
         compiler.kill()
         compiler.wait()
-    lock.touch()
-    start = time.monotonic()
-    assert build_locks.clear(tmp_path, settled=1.0) == [lock] and time.monotonic() - start > 0.5
+    os.utime(lock, (build_locks.time.time(),) * 2)
+    assert build_locks.clear(tmp_path) == [lock] and 0 <= clock.seconds - build_locks.SETTLED <= 0.5
 
 
-def test_a_quiet_lock_on_a_network_file_system_is_watched_until_it_is_old_or_gone(tmp_path, monkeypatch, caplog):
+def test_a_quiet_lock_on_a_network_file_system_is_watched_until_it_is_old_or_gone(tmp_path, monkeypatch, caplog, clock):
     """Its builder may be on another machine; torch would wait for it for ever, so the start does not go on with it."""
-    import threading
-
     monkeypatch.setattr(build_locks, "_on_network", lambda path: True)
-    monkeypatch.setattr(build_locks, "SAY_AFTER", 0.0)
     caplog.set_level("INFO", "mst_scale")
-    lock = lock_in(tmp_path, build_locks.SETTLED_ON_NETWORK - 1.0)
-    start = time.monotonic()
-    assert build_locks.clear(tmp_path) == [lock] and time.monotonic() - start > 0.5
+    lock = lock_in(tmp_path, build_locks.SETTLED_ON_NETWORK - 100)
+    assert build_locks.clear(tmp_path) == [lock] and 99 < clock.seconds < 110
     assert caplog.text.count("waiting for a build on another machine") == 1
     lock.touch()
-    threading.Timer(0.7, lock.unlink).start()  # the other machine has built it
+    clock.then = lambda: lock.unlink(missing_ok=True)  # the other machine has built it
     assert build_locks.clear(tmp_path) == [] and not lock.exists()
 
 

@@ -153,7 +153,7 @@ def test_watch_draws_anew_until_the_run_ends(tmp_path, capsys):
         with (folder / "metrics.jsonl").open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rest)
 
-    thread = threading.Thread(target=train)
+    thread = threading.Thread(target=train, daemon=True)  # where the report fails there never is a page
     thread.start()
     assert main(["report", "--watch", "--every", "1", str(folder)]) == 0
     thread.join()

@@ -1,0 +1,66 @@
+"""What must each test find, whatever shell it is started from and whatever the tests before it have done?
+
+No launcher's variables, one thread, no ignored signals, no processes of a test that has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Of a scheduler, a launcher or a user around us: each would change what the code under test does. Read here, before
+# torch is imported, which looks at some of them once.
+FOREIGN = ("SLURM_", "SBATCH_", "OMPI_", "PMI_", "PMIX_", "MST_", "NCCL_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+FOREIGN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "BASH_ENV")
+OURS = ("MST_CHROMIUM", "MST_SCALE_CACHE")
+for name in list(os.environ):
+    if (name.startswith(FOREIGN) or name in FOREIGN_NAMES) and name not in OURS:
+        del os.environ[name]
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
+# What a process ignores its children ignore too, and a shell among them cannot trap it: nohup's SIGHUP, say.
+for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    """Environment and working directory are the same for every test."""
+    before, folder = dict(os.environ), Path.cwd()
+    yield
+    current = os.environ.pop("PYTEST_CURRENT_TEST", None)
+    before.pop("PYTEST_CURRENT_TEST", None)
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
+    if current is not None:
+        os.environ["PYTEST_CURRENT_TEST"] = current
+    os.chdir(folder)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Any:
+    """A run that a failed test leaves behind would take the cores from all that follow."""
+    report = yield
+    if report.failed:
+        end_all_of(f"{item.nodeid} ({call.when})")
+    return report
+
+
+def end_all_of(test: str) -> None:
+    """Kill what was started in this part of a test; pytest has put its name into their environment."""
+    from tests import forked, pool
+
+    pool.close_all()
+    forked.kill_all()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (process / "environ").read_bytes().split(b"\0")
+            if b"PYTEST_CURRENT_TEST=" + test.encode() in variables:
+                os.kill(int(process.name), signal.SIGKILL)
