@@ -232,7 +232,8 @@ class Variation:
             _check_duration(name, getattr(self, name))
 
     def resolve(self, total_steps: int) -> Schedule:
-        """The schedule of a run of `total_steps`: phase ends are rounded, and no phase that was asked for is lost."""
+        """The schedule of a run of `total_steps`: phase ends are rounded, and a phase that was asked for
+        has one step at least (where there are fewer steps than phases, the last ones have none)."""
         if total_steps < 1:
             raise ValueError(f"total_steps {total_steps} must be at least 1")
         pieces = self._pieces(total_steps)
@@ -285,12 +286,13 @@ class Variation:
             else:
                 position += length
                 end = max(math.floor(position + 0.5), begin + 1)  # half up; at least one step for what was asked
-            if end > total:
+            if math.floor(position + 0.5) > total:
                 phases = ", ".join(phase for phase, length in stated if length)
                 raise ValueError(
                     f"phases {phases} do not fit in {total} steps: shorten them, state them as shares of the run "
                     "(floats at most 1.0), or lengthen the run"
                 )
+            end = min(end, total)
             if end > begin:
                 pieces.append(Piece(phase, begin, end, self._stages(phase)))
             begin = end

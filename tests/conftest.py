@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cor
 for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
+BEGAN = time.time()
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +66,14 @@ def end_all_of(test: str) -> None:
             variables = (process / "environ").read_bytes().split(b"\0")
             if b"PYTEST_CURRENT_TEST=" + test.encode() in variables:
                 os.kill(int(process.name), signal.SIGKILL)
+
+
+def pytest_sessionfinish() -> None:
+    """Ranks that were killed leave DeepSpeed's buffers in memory, 69 MB each: ours go, where nobody uses them."""
+    left = {p for p in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*") if p.stat().st_mtime >= BEGAN}
+    for process in Path("/proc").glob("[0-9]*") if left else ():
+        with contextlib.suppress(OSError):
+            maps = (process / "maps").read_text()
+            left = {path for path in left if str(path) not in maps}
+    for path in left:
+        path.unlink(missing_ok=True)

@@ -30,7 +30,6 @@ SHRUNK = {
     "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 16, "model.context": 32, "model.vocab_size": 65,
     "train_batch_size": 4, "train_micro_batch_size_per_gpu": 1,
     "training.steps": 2, "training.warmup": 1, "training.eval_sequences": 2, "training.log_every": 1,
-    "mst.sparsity.warmup": 0.5, "mst.sparsity.ultra": 0.5, "mst.sparsity.restore": 0.0, "mst.topology.interval": 1,
     "mst.attention.stride": 8,
 }  # fmt: skip
 

@@ -196,6 +196,21 @@ def test_what_cannot_be_meant_is_refused(changes: dict, message: str):
         Variation(**changes).resolve(300)
 
 
+@pytest.mark.parametrize(
+    ("total", "phases"),
+    [
+        (1, ["warmup"]),
+        (2, ["warmup", "ultra"]),
+        (3, ["warmup", "ultra", "restore"]),
+        (4, ["warmup", "ultra", "ultra", "restore"]),
+        (14, ["warmup", *["ultra"] * 10, "restore", "dense", "dense"]),
+    ],
+)
+def test_shares_fit_in_the_shortest_run(total: int, phases: list[str]):
+    schedule = Variation().resolve(total)
+    assert [schedule.at(step).phase for step in range(total)] == phases
+
+
 def test_first_steps_of_phases():
     assert [PAPER.first_step(phase) for phase in ("warmup", "ultra", "restore", "dense", "none")] == [
         0, 10_000, 110_000, 120_000, None,
