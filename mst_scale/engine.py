@@ -8,6 +8,7 @@ The order of one optimizer step, with what the controller adds marked by *:
   * mask this rank's gradient, so that its norm is the masked gradient's
     norm, clipping; an overflow ends the step here, and the topology step stays due
     the optimizer updates master weights (an inactive weight has g = m = v = w = 0 and stays exactly 0)
+  * or, with topology.replaces_update, leaves them as they are on a topology step
   * on a topology step: prune, grow, zero what was pruned, start what has grown
     low-precision copy and gather
   * layers that compute with their masks take the new ones
@@ -180,6 +181,8 @@ class Controller:
         self.everyone.raise_first(error)
         self._compute_with_masks()
         zero_shards.around_model_step(engine, self._measured(self._before_step), self._measured(self._after_step))
+        if self.topology.replaces_update:
+            zero_shards.hold_updates(engine, lambda: self.due)
         zero_shards.after_master_update(engine, self._measured(self._after_update))
         mask_files.ride_along(engine, self)
         logger.info(

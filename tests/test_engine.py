@@ -1,6 +1,7 @@
 """Sparse training beside a DeepSpeed engine: exact on any number of ranks and any ZeRO stage."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -378,6 +379,43 @@ def test_a_scheduler_of_torch_can_be_made_of_the_optimizer_that_is_returned():
 def test_modes_that_cannot_be_right_are_refused_at_start(extra, precision, message):
     (text,) = pool.run(refused_at_start, 1, mst_config(1, 1, precision, **extra))
     assert message in text
+
+
+TORCH_ADAM = {"params": {"lr": 1e-2, "betas": [0.9, 0.95], "torch_adam": True}}
+
+
+def held_updates(rank, world, stage, precision, extra):
+    """For each step: was it a topology step, did weights that stayed active move, how many updates Adam counts."""
+    config = mst_config(stage, world, precision, topology={"replaces_update": True, "grown_moments": "zero"}, **extra)
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    controller, story = engine.mst, []
+    for step in range(12):
+        before = [(controller.shards.weight(i).clone(), m.flags().clone()) for i, m in enumerate(controller.masks)]
+        train(engine, rank, world, 1, first=step)
+        moved = False
+        for i, (mask, (weight, active)) in enumerate(zip(controller.masks, before, strict=True)):
+            stayed = (active & mask.flags()).bool()
+            moved |= not torch.equal(controller.shards.weight(i)[stayed], weight[stayed])
+        story.append((controller.changed_at == controller.step, moved, zero_shards.updates_of(controller.shards, 0)))
+    return story
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "extra"),
+    [
+        *((stage, "fp32", {"optimizer": TORCH_ADAM}) for stage in STAGES),
+        *((stage, precision, {}) for stage in STAGES for precision in ("fp32", "bf16")),
+        (2, "fp32", OFFLOAD),
+        (3, "bf16", OFFLOAD),
+    ],
+)
+def test_a_topology_step_may_replace_its_update(stage, precision, extra):
+    for story in pool.run(held_updates, 2, stage, precision, extra):
+        topology = [due for due, _, _ in story]
+        assert any(topology) and not all(topology)
+        assert [moved for _, moved, _ in story] == [not due for due in topology]
+        counts = [count for *_, count in story]
+        assert [b - a for a, b in pairwise(counts)] == [not due for due in topology[1:]]
 
 
 def refused_at_start(rank, world, config):

@@ -199,6 +199,7 @@ class TopologyConfig:
     update_decay: float = 0.5
     random_ratio: float | None = None  # R: the share of growth drawn at random; None: the policy's own (mst: 0.25)
     mest_lambda: float = 1.0
+    replaces_update: bool = False  # a topology step takes no optimizer update, as in RigL's and the authors' code
     regrow: bool = True  # a weight pruned in this very step may grow back, with its value
     grown_moments: Literal["seeded", "zero"] = "seeded"  # Adam's v of a grown weight: its squared growth gradient, or 0
     track_coverage: bool = True  # ITOP: a second bit a weight in runs that start sparse, none in the others

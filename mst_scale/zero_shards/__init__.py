@@ -26,6 +26,7 @@ from mst_scale.zero_shards.step import (
     grad_norm,
     guard_plain_step,
     has_moments,
+    hold_updates,
     loss_scale,
     scale_plain_loss,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "group_of",
     "guard_plain_step",
     "has_moments",
+    "hold_updates",
     "is_matrix",
     "load_checkpoint",
     "loss_scale",

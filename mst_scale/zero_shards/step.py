@@ -47,6 +47,25 @@ def after_master_update(engine: Any, hook: Callable[[set[int]], None]) -> None:
     base_optimizer(engine).register_step_post_hook(post)
 
 
+def hold_updates(engine: Any, when: Callable[[], bool]) -> None:
+    """While `when()`, the optimizer finds no gradients: weights, moments and its count of updates stay as they are."""
+    held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def take(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if when():
+            held.extend((p, p.grad) for group in optimizer.param_groups for p in group["params"])
+            for p, _ in held:
+                p.grad = None
+
+    def give_back(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for p, gradient in held:  # offloaded ones are DeepSpeed's own buffers
+            p.grad = gradient
+        held.clear()
+
+    base_optimizer(engine).register_step_pre_hook(take)
+    base_optimizer(engine).register_step_post_hook(give_back)
+
+
 def data_parallel_group(engine: Any) -> Any:
     """The ranks that hold the same model."""
     return engine.seq_data_parallel_group

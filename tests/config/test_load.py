@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mst_scale.choices import variation_of
 from mst_scale.config import METHODS, MODELS, RECIPES, load, to_dict
 from mst_scale.config.check import batch_shape, check
 
@@ -27,9 +28,11 @@ def test_the_papers_config():
     assert paper.deepspeed["gradient_clipping"] == 0.1
     assert batch_shape(paper.deepspeed, 8)[0] == 12 * 40  # the sequences of a step; a node holds them at once
     sparsity, topology = paper.mst.sparsity, paper.mst.topology
-    assert (sparsity.max, sparsity.stages, sparsity.warmup, sparsity.ultra, sparsity.restore) == (
-        0.96, 5, 10_000, 100_000, 10_000
-    )  # fmt: skip
+    assert (sparsity.max, sparsity.stages) == (0.96, 5)
+    schedule = variation_of(paper.mst).resolve(paper.training.steps)
+    assert [(piece.phase, piece.start) for piece in schedule.pieces] == [
+        ("warmup", 0), ("ultra", 10_000), ("restore", 110_000), ("dense", 120_000)
+    ]  # fmt: skip
     assert (topology.interval, topology.update_fraction, topology.random_ratio) == (100, 0.3, 0.25)
     assert (paper.mst.attention.pattern, paper.mst.attention.stride) == ("strided", 256)
 
