@@ -278,7 +278,9 @@ def table(rows: list[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="mst bench attention", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--device", choices=("cpu", "cuda", "all"), default="all")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda", "all"), default="all", help="where to measure (default: all)"
+    )
     parser.add_argument("--seconds", type=at_least(0.01), default=20.0, help="time for one comparison")
     parser.add_argument("--quick", action="store_true", help="lengths up to 4096")
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: torch's choice)")

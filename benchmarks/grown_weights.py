@@ -112,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--data", default="corpora/stdlib-byte", metavar="DIR")
-    parser.add_argument("--steps", type=at_least(200), default=1600)
+    parser.add_argument("--data", default="corpora/stdlib-byte", metavar="DIR", help="made if it is not there")
+    parser.add_argument("--steps", type=at_least(200), default=1600, help="of each run (default: %(default)s)")
     outputs(parser)
     options = parser.parse_args(arguments)
     with aside():

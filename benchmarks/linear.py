@@ -180,7 +180,7 @@ def table(rows: list[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     device = Parser(prog="mst bench linear", add_help=False)
-    device.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    device.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: single weights")
     where, others = device.parse_known_args(given)
     if where.device == "cuda":
         return linear_cuda.main(others)

@@ -218,9 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--blocks", type=int, nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS), metavar="D")
-    parser.add_argument("--rounds", type=at_least(2), default=30)
+    parser.add_argument("--blocks", type=int, nargs="+", choices=SIDES, default=list(SIDES), help="sides B")
+    parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS), metavar="D", help="widths d")
+    parser.add_argument("--rounds", type=at_least(2), default=30, help="pairs a product (default: %(default)s)")
     parser.add_argument("--tune", action="store_true", help="rewrite mst_scale/sparse_linear/crossover.json")
     outputs(parser)
     options = parser.parse_args(arguments)

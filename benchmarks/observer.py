@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="mst bench observer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=at_least(2), default=7)
+    parser.add_argument("--rounds", type=at_least(2), default=7, help="measured looks (default: %(default)s)")
     parser.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads")
     outputs(parser)
     options = parser.parse_args(arguments)

@@ -113,10 +113,10 @@ def table(rows: list[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="mst bench pruning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="corpora/stdlib-byte", metavar="DIR")
+    parser.add_argument("--data", default="corpora/stdlib-byte", metavar="DIR", help="made if it is not there")
     parser.add_argument("--runs", default="runs/pruning", type=Path, metavar="DIR", help="where the runs are kept")
-    parser.add_argument("--seeds", type=at_least(1), default=3)
-    parser.add_argument("--steps", type=at_least(1), default=1000)
+    parser.add_argument("--seeds", type=at_least(1), default=3, help="runs a method (default: %(default)s)")
+    parser.add_argument("--steps", type=at_least(1), default=1000, help="of each run (default: %(default)s)")
     outputs(parser)
     options = parser.parse_args(arguments)
     with aside():

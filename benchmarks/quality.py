@@ -155,11 +155,13 @@ def settings_of(options: argparse.Namespace, variants: Mapping[str, Sequence[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="mst bench quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=CONFIG, metavar="FILE")
+    parser.add_argument(
+        "--config", default=CONFIG, metavar="FILE", help="the experiment that variants vary (default: %(default)s)"
+    )
     parser.add_argument("--variants", metavar="FILE", help="JSON: name → arguments of mst_scale.pretrain")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of the variants, these")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="runs a variant")
     parser.add_argument("--runs", type=Path, metavar="FILE", help="keep runs here; what is there is not repeated")
     outputs(parser)
     options = parser.parse_args(arguments)

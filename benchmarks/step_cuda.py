@@ -89,7 +89,14 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="mst bench step --device cuda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--configs", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="C")
+    parser.add_argument(
+        "--configs",
+        nargs="+",
+        choices=list(SHAPES),
+        default=list(SHAPES),
+        metavar="C",
+        help=f"of {', '.join(SHAPES)} (default: all)",
+    )
     parser.add_argument("--rounds", type=at_least(2), default=7, help="pairs of steps (7)")
     outputs(parser)
     options = parser.parse_args(arguments)

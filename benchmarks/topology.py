@@ -205,9 +205,15 @@ def _span(ends: list[float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="mst bench topology", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2])
-    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
-    parser.add_argument("--rounds", type=at_least(2), default=5)
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2], help="processes (default: 1 2)")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=sorted(SHAPES),
+        default=list(SHAPES),
+        help="matrices of which models (default: all)",
+    )
+    parser.add_argument("--rounds", type=at_least(2), default=5, help="pairs of steps (default: %(default)s)")
     parser.add_argument("--threads", type=at_least(1), default=2, help="CPU threads, shared out among the ranks")
     outputs(parser)
     options = parser.parse_args(arguments)

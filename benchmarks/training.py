@@ -190,8 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="mst bench training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=at_least(1), default=1)
-    parser.add_argument("--rounds", type=at_least(2), default=9)
+    parser.add_argument("--ranks", type=at_least(1), default=1, help="processes (default: %(default)s)")
+    parser.add_argument("--rounds", type=at_least(2), default=9, help="pairs of stretches (default: %(default)s)")
     parser.add_argument(
         "--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads, shared by the ranks"
     )
