@@ -39,13 +39,19 @@ export MASTER_ADDR="${MASTER_ADDR:-$first}"
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
 export MST_STOPPED="$scratch/stopped"
+# And a rank of this node this one when it has found a user's mistake. srun hands on the highest of all exit codes: that
+# of a task which it ended (143), where there is one.
+export MST_REFUSED="$scratch/refused"
 
 start() {
-    rm -f "$MST_STOPPED"
+    local code=0
+    rm -f "$MST_STOPPED" "$MST_REFUSED"
     # another port for each start: the one before may still be closing its connections. From 32768 on the system gives
     # ports to any connection.
     export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 16 + MST_RESTART + ${SLURM_RESTART_COUNT:-0}) % 12000))
-    guarded "${step[@]}"
+    guarded "${step[@]}" || code=$?
+    [ ! -e "$MST_REFUSED" ] || code=2
+    return "$code"
 }
 # shellcheck disable=SC2317
 ask_to_stop() { kill -USR1 "$1" 2>/dev/null || true; } # srun hands it on to its tasks

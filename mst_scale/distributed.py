@@ -211,6 +211,9 @@ def end(error: BaseException) -> NoReturn:
     unwinds slowly, waiting for collectives, would hang the others. Only who leaves it to another rank to speak lets
     that one go first, or the launcher might end it before it has spoken.
     """
+    if exit_code(error) == 2 and "MST_REFUSED" in os.environ:  # slurm_job.sh wants to know: no restart would help
+        with contextlib.suppress(OSError), open(os.environ["MST_REFUSED"], "w"):
+            pass
     silent = isinstance(error, Elsewhere)
     if silent or (launched_rank() != 0 and not _met()):
         _linger(exit_code(error))

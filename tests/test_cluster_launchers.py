@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -281,6 +282,23 @@ def test_restarts_wait_twice_as_long_each_time_and_end(tmp_path):
     child = launch("local.sh", str(config(tmp_path)), cwd=tmp_path, PATH=tools, MST_PAUSE="400")
     child.communicate(timeout=PATIENCE)
     assert (tmp_path / "slept").read_text().split()[3:] == ["400", "600", "600"], "10 minutes at most"
+
+
+def test_a_mistake_is_not_tried_again_where_srun_has_ended_a_rank_before_it_could_say_so(tmp_path):
+    """Rank 1 is still being loaded when rank 0 finds the mistake, so srun's own code is that of the signal."""
+    rank_0 = f"{sys.executable} -m mst_scale.pretrain --deepspeed_config nowhere.json"
+    tools = programs(
+        tmp_path / "bin",
+        srun=f"echo start >> starts; {rank_0}; exit 143",
+        scontrol="echo NodeAddr=127.0.0.1",
+        squeue=":",
+    )
+    job = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    words = [str(tmp_path), "srun", "1", "3", "5", "nowhere.json"]
+    child = launch("slurm_job.sh", *words, cwd=tmp_path, PATH=tools, **job)
+    text = child.communicate(timeout=PATIENCE)[0]
+    assert child.returncode == 2 and text.count("nowhere.json: no such config file") == 1 and "again" not in text
+    assert (tmp_path / "starts").read_text() == "start\n"
 
 
 RUN = 'trap "touch asked; exit 0" TERM; touch running; while :; do read -r -t 0.1 <> <(:) || true; done'
