@@ -114,6 +114,7 @@ class Record:
             ("tokens", f"{tokens:,} in {step:,} steps"),
             ("time", clock(seconds) + (f" (since step {first_step})" if first_step else "")),
             ("metrics", str(path)),
+            ("report", f"mst report {self.out}"),
             ("tensorboard", f"tensorboard --logdir {self.out / 'tensorboard'}"),
             ("checkpoint", str(self.out / "checkpoints" / checkpoint.tag_of(step))),
         ]
