@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 logger = logging.getLogger("mst_scale")
@@ -211,9 +212,8 @@ def end(error: BaseException) -> NoReturn:
     unwinds slowly, waiting for collectives, would hang the others. Only who leaves it to another rank to speak lets
     that one go first, or the launcher might end it before it has spoken.
     """
-    if exit_code(error) == 2 and "MST_REFUSED" in os.environ:  # slurm_job.sh wants to know: no restart would help
-        with contextlib.suppress(OSError), open(os.environ["MST_REFUSED"], "w"):
-            pass
+    if exit_code(error) == 2:
+        tell_launcher("MST_REFUSED")
     silent = isinstance(error, Elsewhere)
     if silent or (launched_rank() != 0 and not _met()):
         _linger(exit_code(error))
@@ -228,6 +228,16 @@ def end(error: BaseException) -> NoReturn:
             traceback.print_exception(error)
         sys.stderr.flush()
     os._exit(exit_code(error))
+
+
+def tell_launcher(variable: str) -> None:
+    """What an exit code cannot tell slurm_job.sh: a run that was asked to stop ends with 0, like a finished one
+    (MST_STOPPED), and srun may hide the 2 of a mistake behind the code of a task that it ended (MST_REFUSED)."""
+    if name := os.environ.get(variable):
+        try:
+            Path(name).touch()
+        except OSError as error:
+            logger.error("cannot write %s (%s): the launcher does not know how the run ended", name, error)
 
 
 def _linger(code: int) -> None:

@@ -174,7 +174,7 @@ class Run:
         if stop and not last:
             if self.ranks.first:
                 self.run_file.ended("asked to stop", self.step)
-                run_file.tell_launcher()
+                distributed.tell_launcher("MST_STOPPED")
             self.record.say(f"asked to stop: step {self.step} is saved, the same command continues")
             raise SystemExit(0)
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.checkpoint import write_if_possible
-from mst_scale.distributed import logger
 
 PACKAGES = ("mst_scale", "torch", "deepspeed", "numpy", "safetensors", "triton", "mpi4py")
 SCHEDULERS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "MST_LAUNCHER", "MST_RESTART")
@@ -52,15 +51,6 @@ class RunFile:
             "config": self.config,
         }
         write_if_possible(self.path, json.dumps(content, indent=1) + "\n")
-
-
-def tell_launcher() -> None:
-    """A run that was asked to stop ends with code 0, like a finished one; slurm_job.sh queues it again."""
-    if name := os.environ.get("MST_STOPPED"):
-        try:
-            Path(name).touch()
-        except OSError as error:
-            logger.error("cannot write %s (%s): the launcher takes the run for finished", name, error)
 
 
 def read(path: Path) -> dict[str, Any]:
