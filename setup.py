@@ -25,7 +25,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["mst_scale", "mst_scale.*"]),
-    package_data={"mst_scale": ["**/*.cpp", "**/*.h", "**/*.json"]},
+    package_data={"mst_scale": ["**/*.cpp", "**/*.h", "**/*.json", "config/*.txt"]},
     install_requires=[
         "torch>=2.8",
         "deepspeed>=0.19,<0.20",

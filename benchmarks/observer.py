@@ -37,7 +37,7 @@ def run(rounds: int) -> list[Row]:
     from mst_scale import distributed
     from mst_scale.config import ModelConfig, load
     from mst_scale.models.gpt import GPT
-    from mst_scale.observer import Observer
+    from mst_scale.runs.observer import Observer
 
     ranks = distributed.init()
     folder = Path(tempfile.mkdtemp(prefix="mst-bench-"))

@@ -55,7 +55,7 @@ def pruned(run: Path) -> tuple[list[float], float]:
 
     from mst_scale.data.corpus import open_tokens
     from mst_scale.data.sampler import Sampler
-    from mst_scale.export import keep_largest, open_source, validation_loss
+    from mst_scale.hugging_face.export import keep_largest, open_source, validation_loss
     from mst_scale.mixed_growing.distribution import active_counts
 
     source = open_source(run)

@@ -59,14 +59,14 @@ VARIANTS: dict[str, list[str]] = {
 
 def one_run(words: Sequence[str], ranks: Any) -> Row:
     """A run of `mst_scale.pretrain` with these arguments, in this process; its folder is gone afterwards."""
-    from mst_scale import pretrain
-    from mst_scale.ledger import shortened
-    from mst_scale.pretrain_options import arguments, experiment_of
+    from mst_scale.costs.ledger import shortened
+    from mst_scale.pretrain import training_loop
+    from mst_scale.pretrain.options import arguments, experiment_of
 
     with tempfile.TemporaryDirectory(prefix="mst-quality-") as folder, contextlib.redirect_stdout(io.StringIO()):
         out = Path(folder) / "run"
         experiment = experiment_of(arguments([*words, "--out", str(out)]))
-        run = pretrain.Run(shortened(experiment, ranks.world_size), out, ranks)
+        run = training_loop.Run(shortened(experiment, ranks.world_size), out, ranks)
         run.prepare("never")
         run.to_the_end()
         return read(out / "metrics.jsonl")

@@ -92,7 +92,7 @@ def check_options(options: argparse.Namespace) -> None:
     """Mistakes are found before ranks are started."""
     from mst_scale.config import load
     from mst_scale.config.check import batch_shape, check
-    from mst_scale.ledger import forecast
+    from mst_scale.costs.ledger import forecast
 
     for name, least in (("rounds", 2), ("ranks", 1), ("micro", 1), ("threads", 1), ("layers", 1)):
         value = getattr(options, name)

@@ -33,7 +33,7 @@ class Bench:
         self.mst, self.dense = pair.mst, pair.dense
 
     def run(self) -> dict[str, Any]:
-        from mst_scale.ledger import forecast
+        from mst_scale.costs.ledger import forecast
 
         dtype = next(self.dense.engine.module.parameters()).dtype
         one, source = peak_flops(self.device, dtype)
@@ -100,7 +100,7 @@ class Bench:
 
     def phase(self, phase: Any) -> tuple[Row, list[Row]]:
         """(a row, what each collective took) in the middle of this phase."""
-        from mst_scale.flops import dense_step_flops, step_flops
+        from mst_scale.costs.flops import dense_step_flops, step_flops
 
         step = self.pair.enter(phase)
 

@@ -2,6 +2,12 @@
 # The environment of a run on A100 nodes, line by line; sourced by the other launchers. What you have set already
 # stays: NCCL_DEBUG=INFO bash launchers/slurm.sh … overrides one line, an edit here all runs.
 
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then # started, not sourced
+    # shellcheck source-path=SCRIPTDIR
+    source "$(dirname "$0")/help.sh"
+    help_if_asked "$0" "$@"
+fi
+
 # --- threads ---
 # Threads of each process (optimizer on the CPU, data). A node of 8 GPUs has 64 to 128 cores: 8 for each process.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"

@@ -5,6 +5,9 @@
 #   bash launchers/demo.sh --method dense --out runs/d  # the same without sparsity
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
+help_if_asked "${BASH_SOURCE[0]}" "$@"
+# shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')

@@ -2,6 +2,12 @@
 # Makes or reuses .venv with the tested versions; sourced by demo.sh and test.sh, which run from any directory.
 # Afterwards PATH begins with the environment and the working directory is the project's root.
 
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then # started, not sourced
+    # shellcheck source-path=SCRIPTDIR
+    source "$(dirname "$0")/help.sh"
+    help_if_asked "$0" "$@"
+fi
+
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 venv="$PWD/.venv"
 extras="${MST_EXTRAS:-dev,mpi}"

@@ -3,6 +3,9 @@
 #   bash launchers/figures.sh
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
+help_if_asked "${BASH_SOURCE[0]}" "$@"
+# shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 bash launchers/demo.sh

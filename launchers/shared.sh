@@ -2,6 +2,9 @@
 # What the launchers share; sourced by them. A launcher sets `start` (a function that runs the ranks and returns their
 # exit code) and `ask_to_stop` (one that lets them save and end), then calls `keep_running`.
 
+# shellcheck source-path=SCRIPTDIR
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
+[ "${BASH_SOURCE[0]}" != "$0" ] || help_if_asked "$0" "$@"
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(dirname "$here")"
 if [ -x "$root/.venv/bin/python" ]; then
@@ -19,12 +22,6 @@ healthy="${MST_HEALTHY:-3600}" # a run that lasted so many seconds has used up n
 wrong() {
     printf 'mst_scale: %s\n' "$1" >&2
     exit 2
-}
-
-# The comment at the top of a script is its help.
-help() {
-    sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$1"
-    exit 0
 }
 
 # takes NAME "$@": the value of an option; fails where there is none.

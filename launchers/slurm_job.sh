@@ -2,6 +2,7 @@
 # What slurm.sh submits: starts the ranks on the job's nodes, and requeues the job until the run is finished.
 # sbatch slurm_job.sh ROOT STARTER RANKS-PER-NODE RESTARTS REQUEUES CONFIG [arguments of mst_scale.pretrain]
 set -euo pipefail
+case "${1:-}" in --help | -h) sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0" && exit 0 ;; esac
 # Slurm runs a copy of this file, so the other scripts are found under ROOT.
 # shellcheck source=launchers/shared.sh
 source "$1/launchers/shared.sh"

@@ -4,6 +4,7 @@
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
+case "${1:-}" in --help | -h) help "${BASH_SOURCE[0]}" ;; esac
 
 if [ "$1" = python ]; then
     export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID"

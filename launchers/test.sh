@@ -4,6 +4,9 @@
 #   bash launchers/test.sh -k selection    a part of it
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
+help_if_asked "${BASH_SOURCE[0]}" "$@"
+# shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # several processes share the cores
 exec python -m pytest "$@"

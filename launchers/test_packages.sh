@@ -2,6 +2,9 @@
 # Installs the system packages that the launchers' tests can use: Slurm's daemons, an ssh server, pdsh, shellcheck.
 # Where they cannot be had (no root, no apt, no network) the tests that need them say so and are skipped.
 set -euo pipefail
+# shellcheck source-path=SCRIPTDIR
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
+help_if_asked "${BASH_SOURCE[0]}" "$@"
 packages=(munge slurmctld slurmd slurm-client openssh-server openssh-client pdsh shellcheck)
 PATH="$PATH:/usr/sbin"
 missing=""

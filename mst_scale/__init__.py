@@ -17,11 +17,11 @@ __all__ = ["initialize", "warm_start"]
 def __getattr__(name: str) -> Any:
     # DeepSpeed is imported when it is first needed: the command line and the attention kernels work without it.
     if name == "initialize":
-        from mst_scale.engine import initialize
+        from mst_scale.engine.controller import initialize
 
         return initialize
     if name == "warm_start":
-        from mst_scale.continue_from import warm_start
+        from mst_scale.checkpoints.warm_start import warm_start
 
         return warm_start
     raise AttributeError(f"module 'mst_scale' has no attribute {name!r}")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
+import stat
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from mst_scale import distributed
+from mst_scale.config.limits import refuse_unprintable, shown
 
 
 def at_least(least: int | float) -> Callable[[str], int | float]:
@@ -23,11 +27,44 @@ def at_least(least: int | float) -> Callable[[str], int | float]:
     return number
 
 
+def refuse_no_folder(option: str, path: Path) -> None:
+    """A path that is to become a folder must not run into a file, a broken link or a name that no disk takes."""
+    for place in (path, *path.parents):
+        try:
+            if stat.S_ISDIR(os.stat(place).st_mode):
+                return
+        except (FileNotFoundError, NotADirectoryError):
+            if not os.path.lexists(place):
+                continue
+        except PermissionError:
+            return  # whoever makes it says so
+        except OSError as error:
+            raise ValueError(f"{option} {shown(str(path))}: {error.strerror}; choose another folder") from None
+        raise ValueError(f"{option} {shown(str(path))}: {shown(str(place))} is no folder; choose another")
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, except that a mistake is one line, and that of several ranks only the first says it."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        for option, value in vars(found).items():
+            for text in value if isinstance(value, list) else [value]:
+                if option != "set" and isinstance(text, str | Path):  # what --set holds, the config looks at
+                    try:
+                        refuse_unprintable(f"argument {option}", str(text))
+                    except ValueError as error:
+                        self.error(str(error))
+        return found, rest
+
+    def print_help(self, file: Any = None) -> None:
+        """Once, however many ranks were asked."""
+        if distributed.launched_rank() == 0:
+            super().print_help(file)
+
     def error(self, message: str) -> NoReturn:
-        told = f"{message} ({self.prog} --help lists what there is)"
+        words = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)  # argparse repeats what was given
+        told = f"{words} ({self.prog} --help lists what there is)"
         if distributed.several():
             distributed.end(ValueError(told))
         self.exit(2, f"{self.prog}: {told}\n")

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from fnmatch import fnmatchcase
 
 from mst_scale.config import AttentionConfig, MSTConfig, TargetsConfig
+from mst_scale.config.check import require_method
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, strides_per_phase
 from mst_scale.sparsity_variation import Schedule, Variation
@@ -17,6 +18,7 @@ from mst_scale.sparsity_variation import Schedule, Variation
 
 def variation_of(mst: MSTConfig) -> Variation:
     """The sparsity schedule that a config states."""
+    require_method(mst)
     s, t = mst.sparsity, mst.topology
     return Variation(
         pattern=s.variation,
@@ -37,7 +39,8 @@ def variation_of(mst: MSTConfig) -> Variation:
 
 def stays_dense(mst: MSTConfig) -> bool:
     """Whether no weight is ever masked."""
-    return mst.sparsity.variation == "dense" or mst.sparsity.max == 0
+    require_method(mst)
+    return mst.stays_dense
 
 
 def attention_schedule_of(attention: AttentionConfig, schedule: Schedule) -> AttentionSchedule:
@@ -47,7 +50,8 @@ def attention_schedule_of(attention: AttentionConfig, schedule: Schedule) -> Att
     if attention.dense_from == "restore_end":
         dense_from: int | None = schedule.sparse_until
     elif attention.dense_from == "ultra_end":
-        dense_from = schedule.first_step("restore") or schedule.sparse_until
+        restored_from = schedule.first_step("restore")  # 0 in a run that begins with it
+        dense_from = schedule.sparse_until if restored_from is None else restored_from
     elif isinstance(attention.dense_from, float):
         dense_from = round(attention.dense_from * schedule.total_steps)
     else:

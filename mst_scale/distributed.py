@@ -8,6 +8,7 @@ gloo group (`Ranks.control`) that lives beside the training's own, so that nobod
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import math
@@ -16,6 +17,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -32,6 +34,9 @@ CONTROL_TIMEOUT = timedelta(hours=24)
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 LOWEST_PORT = 10_000  # below, the well-known services
+# A path that cannot be right, whatever the machine does.
+WRONG_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+LONGEST = 300  # characters of a library's message
 LINGER = 20.0  # s; a launcher ends all ranks when it sees that one has failed, which takes a second or two
 
 
@@ -155,6 +160,14 @@ class Votes:
         ]
 
 
+class SharedMistake(ValueError):
+    """A user's mistake that every rank raises at the same place: rank 0 alone says it."""
+
+
+class Damaged(ValueError):
+    """A file is not what was written: nobody has used anything wrongly, and still one line says it all."""
+
+
 class Elsewhere(Exception):
     """Another rank has failed and says why; this one ends with the same exit code, in silence."""
 
@@ -166,7 +179,7 @@ def init() -> Ranks:
 
     if not all(name in os.environ for name in LAUNCHER_VARIABLES):
         os.environ.update(_mpi_ranks() if _under_mpi() else _alone())
-    logger.setLevel(logging.INFO if os.environ["RANK"] == "0" else logging.ERROR)
+    speak()
     joined = not dist.is_initialized()
     if joined:
         try:
@@ -176,7 +189,7 @@ def init() -> Ranks:
         except dist.DistNetworkError as error:
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise OSError(
-                f"cannot meet the other ranks at {address} ({_first_line(error)}); "
+                f"cannot meet the other ranks at {address} ({one_line(error)}); "
                 "if the port is taken, choose another (--master_port)"
             ) from None
     return Ranks(
@@ -186,6 +199,38 @@ def init() -> Ranks:
         control=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
         joined=joined,
     )
+
+
+def speak() -> None:
+    """Messages come from rank 0, errors from every rank: on stderr, or through the logging of the program around us.
+
+    A level that somebody has given the logger stays.
+    """
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO if launched_rank() == 0 else logging.ERROR)
+    if not logger.hasHandlers():
+        logger.addHandler(_Terminal())
+
+
+class _Terminal(logging.StreamHandler[Any]):
+    """stderr as it is when a message comes; a progress line that stands there is cleared first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("mst_scale: %(message)s"))
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        pass  # logging's constructor names the stderr of that moment
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.stream.isatty():
+            self.stream.write("\r\x1b[K")
+        super().emit(record)
 
 
 def several() -> bool:
@@ -202,7 +247,9 @@ def exit_code(error: BaseException) -> int:
     """2: used wrongly, 1: it failed."""
     if isinstance(error, Elsewhere):
         return int(error.args[0])
-    return 2 if isinstance(error, ValueError) else 1
+    if isinstance(error, OSError):
+        return 2 if error.errno in WRONG_PATHS else 1
+    return 2 if isinstance(error, ValueError) and not isinstance(error, Damaged) else 1
 
 
 def end(error: BaseException) -> NoReturn:
@@ -214,7 +261,7 @@ def end(error: BaseException) -> NoReturn:
     """
     if exit_code(error) == 2:
         tell_launcher("MST_REFUSED")
-    silent = isinstance(error, Elsewhere)
+    silent = isinstance(error, Elsewhere) or (isinstance(error, SharedMistake) and launched_rank() != 0)
     if silent or (launched_rank() != 0 and not _met()):
         _linger(exit_code(error))
         silent = silent or os.environ.get("LOCAL_RANK") != "0"  # still here: this machine's mistake, and not rank 0's
@@ -223,7 +270,7 @@ def end(error: BaseException) -> NoReturn:
     with contextlib.suppress(OSError):
         if not silent and is_plain(error):
             rank = launched_rank()
-            print(f"mst_scale: {f'rank {rank}: ' if rank else ''}{_first_line(error)}", file=sys.stderr)
+            print(f"mst_scale: {f'rank {rank}: ' if rank else ''}{one_line(error)}", file=sys.stderr)
         elif not silent:
             traceback.print_exception(error)
         sys.stderr.flush()
@@ -264,13 +311,19 @@ def is_plain(error: BaseException) -> bool:
 
     A ValueError that no `raise` statement made (a wrong unpacking, say) is a defect, and its traceback is wanted.
     """
-    if "MST_TRACEBACK" in os.environ:
+    if os.environ.get("MST_TRACEBACK", "").lower() not in ("", "0", "false", "no", "off"):
         return False
-    if isinstance(error, OSError | MemoryError):
+    if isinstance(error, OSError | MemoryError) or _is_out_of_memory(error):
         return True
     frames = traceback.extract_tb(error.__traceback__)
     raised = not frames or (frames[-1].line or "").lstrip().startswith("raise")
     return isinstance(error, ValueError | ArithmeticError) and raised
+
+
+def thread_failed(failure: threading.ExceptHookArgs) -> None:
+    """A library's thread, TensorBoard's say, that the disk has refused: whoever waits for it says so, on one line."""
+    if not isinstance(failure.exc_value, OSError):
+        threading.__excepthook__(failure)
 
 
 def _met() -> bool:
@@ -279,9 +332,19 @@ def _met() -> bool:
     return dist.is_initialized()
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def _is_out_of_memory(error: BaseException) -> bool:
+    """torch says it of a GPU by a class of its own, and of the CPU in words alone."""
+    words = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says; of several lines, which only libraries write, as much as can be read at once."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    said = lines[0] if len(lines) == 1 else " ".join(lines)[:LONGEST]
+    if _is_out_of_memory(error):
+        said = f"out of memory: lower train_micro_batch_size_per_gpu or the model, or offload ({said[:LONGEST]})"
+    return said or type(error).__name__
 
 
 def _under_mpi() -> bool:

@@ -63,8 +63,14 @@ class Piece:
     stages: int = 0
 
     def stage_starts(self) -> list[int]:
-        """First step of each stage; where N does not divide the phase the lengths differ by one step."""
-        return [self.start + i * (self.stop - self.start) // self.stages for i in range(self.stages)]
+        """First step of each stage: the first t with ⌊t·N/T⌋ = i. No stage is early; a phase shorter than its stages
+        leaves some out."""
+        starts = [self.start - -i * (self.stop - self.start) // self.stages for i in range(self.stages)]
+        return sorted({start for start in starts if start < self.stop})
+
+    def progress(self, step: int) -> float:
+        """x = ⌊t/Δ⌋/N with Δ = T/N, of a staged piece."""
+        return (step - self.start) * self.stages // (self.stop - self.start) / self.stages
 
 
 @dataclass(frozen=True)
@@ -155,10 +161,12 @@ class Schedule:
             return 0.0
         if piece.phase == "ultra":
             return self.max_sparsity
-        if step >= piece.stop:  # only past the end of the run: a gradual last phase has then arrived
-            x = 1.0
+        if step >= piece.stop:  # past the end of the run: nothing is pruned that no step would train without
+            if piece.phase == "warmup":
+                return self._sparsity(piece, piece.stop - 1)
+            x = 1.0  # what has grown starts at 0 and changes nothing
         elif piece.stages:
-            x = (bisect_right(piece.stage_starts(), step) - 1) / piece.stages
+            x = piece.progress(step)
         else:
             read_at = max(piece.start, step // self.interval * self.interval)
             x = (read_at - piece.start) / (piece.stop - piece.start)
@@ -250,6 +258,19 @@ class Variation:
             update_decay=self.update_decay if self.update == "decay-n-cosine" else 1.0,
             update_until=until,
         )
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether another length of the run would be another schedule: not where all that counts is stated in steps."""
+
+        def shape(total: int) -> tuple[object, ...]:
+            schedule = self.resolve(total)
+            gradual = ("warmup", "restore")
+            pieces = [(p.phase, p.start, p.stop if p.phase in gradual else None) for p in schedule.pieces]
+            moves = self.update_fraction > 0 and self.max_sparsity > 0
+            return pieces, schedule.cosine_bounds if moves else ()
+
+        return shape(10**12) != shape(2 * 10**12)
 
     def _pieces(self, total: int) -> tuple[Piece, ...]:
         warmup, ultra, restore = (_steps(d, total) for d in (self.warmup, self.ultra, self.restore))

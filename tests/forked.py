@@ -15,7 +15,7 @@ from pathlib import Path
 from tests import tiny_run
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["mst_scale.pretrain", "mst_scale.reshape", "tests.tiny_run"])
+_context.set_forkserver_preload(["mst_scale.pretrain.training_loop", "mst_scale.checkpoints.reshape", "tests.tiny_run"])
 _started: list[mp.process.BaseProcess] = []  # and not yet ended
 
 
@@ -26,12 +26,12 @@ def _rank(environment: dict[str, str], argv: list[str], log: str, before: Callab
     os.dup2(file, 2)
     import torch
 
-    from mst_scale import pretrain
+    from mst_scale.pretrain import training_loop
 
     torch.set_num_threads(1)
     if before is not None:
         before()
-    pretrain.main(argv)
+    training_loop.main(argv)
 
 
 def start(
@@ -55,7 +55,7 @@ def start(
 
 def hold(step: int, while_there: str) -> None:
     """For `before`: the ranks go on after this step only when the file is gone, however fast the machine is."""
-    from mst_scale.pretrain import Run
+    from mst_scale.pretrain.training_loop import Run
 
     inner = Run.advance
 

@@ -9,6 +9,7 @@ any rank ends all of them: the ranks are killed and that error is raised here, s
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing as mp
 import os
 import shutil
@@ -58,6 +59,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
             return
         try:
             torch.manual_seed(0)
+            logging.getLogger("mst_scale").handlers.clear()  # of an earlier test, which may have opened it
             torch.nn.functional.linear = linear  # ZeRO-3 of an earlier test has put its own there
             if accelerator := sys.modules.get("deepspeed.accelerator"):
                 vars(accelerator.get_accelerator()).pop("is_fp16_supported", None)  # an earlier `allow_fp16`

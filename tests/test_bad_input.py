@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mst_scale import distributed, pretrain
+from mst_scale import distributed
+from mst_scale.pretrain import training_loop
 from tests import pool, tiny_run
 from tests.whole_runs import attempt
 
@@ -91,25 +92,34 @@ def out_is_a_file(folder):
 
 
 def another_model_in_out(folder):
-    done = arguments(folder, "--steps", "1")
+    done = arguments(folder, "--steps", "2")
     assert pool.run(attempt, 2, done) == [(0, "")] * 2
-    return arguments(folder, "--steps", "2", model={"n_embd": 32})
+    return arguments(folder, "--steps", "3", model={"n_embd": 32})
 
 
 def run_exists_and_resume_never(folder):
-    done = arguments(folder, "--steps", "1")
+    done = arguments(folder, "--steps", "2")
     assert pool.run(attempt, 2, done) == [(0, "")] * 2
     return [*done, "--resume", "never"]
 
 
 def all_checkpoints_damaged(folder):
-    done = arguments(folder, "--steps", "1")
+    done = arguments(folder, "--steps", "2")
     assert pool.run(attempt, 2, done) == [(0, "")] * 2
     for part in (folder / "out" / "checkpoints").rglob("*optim_states.pt"):
         data = bytearray(part.read_bytes())
         data[len(data) // 2] ^= 1
         part.write_bytes(data)
-    return arguments(folder, "--steps", "2")
+    return arguments(folder, "--steps", "3")
+
+
+def adam(folder, **params):
+    return arguments(folder, optimizer={"type": "AdamW", "params": {"lr": 1e-2, **params}})
+
+
+def loop(folder):
+    (folder / "loop").symlink_to("loop")
+    return str(folder / "loop")
 
 
 EARLY = [  # refused by each process for itself, before it looks for others
@@ -131,10 +141,53 @@ EARLY = [  # refused by each process for itself, before it looks for others
     (lambda f: arguments(f, zero_optimisation={"stage": 1}), 2, "did you mean 'zero_optimization'"),
     (lambda f: arguments(f, train_batch_size=-8), 2, "train_batch_size must be a positive integer"),
     (lambda f: arguments(f, "--method", "mst", model={"dropout": 0.1}), 2, "does not go with sparse attention"),
+    (lambda f: arguments(f, "--method", "mst", sequence_parallel_size=2), 2, "sequence_parallel_size = 2 does not go"),
+    (
+        lambda f: arguments(f, "--method", "mst", zero_optimization={"stage": 1, "new": 1}),
+        2,
+        "new = 1 is not classified",
+    ),
+    (out_is_a_file, 2, "out' is no folder; choose another"),
+    (lambda f: arguments(f, "--out", "x" * 300), 2, "File name too long"),
+    (lambda f: arguments(f, "--out", str(f / "a\nb")), 2, "argument out must not hold a line break"),
+    (lambda f: arguments(f, "--data", "a\nb"), 2, "argument data must not hold a line break"),
+    (lambda f: arguments(f, "--set", "a\nb=3"), 2, "the key must not hold a line break"),
+    (lambda f: ["--deepspeed_config", str(f / ("x" * 300))], 2, "File name too long"),
+    (lambda f: arguments(f, "--init", "./nowhere"), 2, "there is no such folder"),
+    (lambda f: arguments(f, training={"steps": 1}), 2, "training.warmup = 2 steps do not fit in training.steps = 1"),
+    (lambda f: arguments(f, "--method", "mst", "--set", "mst.sparsity.warmup=50"), 2, "do not fit in 12 steps"),
+    (lambda f: adam(f, weight_decay="x"), 2, "optimizer.params.weight_decay must be a number"),
 ]
 LATE = [  # refused by one rank, for all
+    (lambda f: arguments(f, model={"n_embd": 2**16, "n_layer": 100}), 2, "GB a process in float32, and this machine"),
+    (lambda f: adam(f, foo=1), 2, "optimizer.params.foo: AdamW has no such parameter"),
+    (lambda f: adam(f, bias_correction=3), 2, "optimizer.params.bias_correction must be true or false, not 3"),
+    (lambda f: adam(f, amsgrad=True), 2, "DeepSpeed cannot run this config: FusedAdam does not support"),
+    (lambda f: arguments(f, optimizer={"type": "AdamX"}), 2, "optimizer.type = 'AdamX': there is no such optimizer"),
+    (
+        lambda f: arguments(f, optimizer={"type": "SGD", "params": {"lr": 1, "momentum": "x"}}),
+        2,
+        "optimizer.params do not suit SGD",
+    ),
+    (
+        lambda f: arguments(f, optimizer={"type": "SGD", "params": {"lr": 1}}),
+        2,
+        "DeepSpeed cannot run this config: You are using an untested ZeRO Optimizer",
+    ),
+    (
+        lambda f: arguments(f, zero_optimization={"allgather_bucket_size": "x"}),
+        2,
+        "zero_optimization.allgather_bucket_size: Input should be a valid integer",
+    ),
+    (lambda f: arguments(f, zero_optimization={"bucket": 1}), 2, "zero_optimization.bucket: there is no such key"),
+    (lambda f: arguments(f, tensorboard={"enabled": "maybe"}), 2, "tensorboard.enabled: Input should be a valid bool"),
+    (lambda f: arguments(f, flops_profiler={"enabled": 3.7}), 2, "flops_profiler: "),
+    (lambda f: arguments(f, wandb={"enabled": True}), 2, "wandb.enabled is true, and wandb is not installed"),
+    (lambda f: arguments(f, csv_monitor={"enabled": True, "output_path": "/proc/none"}), 1, "/proc/none"),
     (lambda f: arguments(f, train_batch_size=9), 2, "does not divide into 2 processes"),
     (missing_data, 2, "does not exist"),
+    (lambda f: arguments(f, "--data", loop(f)), 2, "is a link to itself"),
+    (lambda f: arguments(f, data={"source": loop(f)}), 2, "no such file"),
     (empty_data_folder, 2, "there is no"),
     (short_data, 2, "fewer than one sequence"),
     (odd_data, 2, "odd number of bytes"),
@@ -142,18 +195,12 @@ LATE = [  # refused by one rank, for all
     (large_vocabulary_in_an_old_bin, 2, "uint16"),
     (truncated_corpus, 2, "damaged or was replaced"),
     (no_data_at_all, 2, "no data: give --data DIR"),
-    (out_is_a_file, 1, "out"),
     (another_model_in_out, 2, "has another 'model' block"),
     (run_exists_and_resume_never, 2, "holds a run already"),
     (lambda f: arguments(f, "--resume", "step00000009"), 2, "no checkpoint 'step00000009'"),
     (all_checkpoints_damaged, 1, "no checkpoint in"),
     (lambda f: arguments(f, fp16={"enabled": True}), 2, "fp16"),
     (lambda f: arguments(f, "--method", "mst", "--set", 'mst.targets.include=["no.*"]'), 2, "matches no parameter"),
-    (
-        lambda f: arguments(f, "--method", "mst", bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}),
-        2,
-        "use ZeRO-2",
-    ),
 ]  # fmt: skip
 
 
@@ -167,7 +214,7 @@ def test_refused_before_anything_starts(tmp_path, make, code, message):
     found, text = attempt(0, 1, argv)
     assert (found, len(text.splitlines())) == (code, 1), text
     assert message in text
-    assert text.startswith("mst_scale: ")
+    assert text.startswith(("mst_scale: ", "mst_scale.pretrain: "))  # argparse names the command
 
 
 @pytest.mark.parametrize(("make", "code", "message"), LATE, ids=name_of)
@@ -197,7 +244,7 @@ def test_a_forked_worker_really_leaves(monkeypatch):
                 leave(8)
         raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
-    monkeypatch.setattr(pretrain, "main", forks)
+    monkeypatch.setattr(training_loop, "main", forks)
     assert attempt(0, 1, []) == (7, "")
 
 
@@ -249,9 +296,9 @@ def fill_up(rank: int, world: int, argv: list[str], out: str, limit: int) -> tup
     """After the first checkpoint the kernel refuses files above the limit on rank 1 (RLIMIT_FSIZE: EFBIG)."""
     import resource
 
-    from mst_scale import checkpoint
+    from mst_scale.checkpoints import store
 
-    inner, calls = checkpoint.save, []
+    inner, calls = store.save, []
 
     def save(*args, **kwargs):
         calls.append(1)
@@ -260,11 +307,11 @@ def fill_up(rank: int, world: int, argv: list[str], out: str, limit: int) -> tup
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         return inner(*args, **kwargs)
 
-    checkpoint.save = save
+    store.save = save
     try:
         code, text = attempt(rank, world, argv)
     finally:
-        checkpoint.save = inner
+        store.save = inner
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     left = sorted(path.name for path in (Path(out) / "checkpoints").iterdir() if path.is_dir())
     return code, text, left
@@ -281,7 +328,7 @@ def test_a_loss_that_stays_non_finite_stops_the_run_and_spares_the_checkpoint(tm
 
 
 def poison(rank: int, world: int, argv: list[str], out: str) -> tuple[int, str, list[str]]:
-    inner = pretrain.Run._micro_batch
+    inner = training_loop.Run._micro_batch
 
     def micro_batch(self, sampler, step, index):
         tokens, targets = inner(self, sampler, step, index)
@@ -289,13 +336,38 @@ def poison(rank: int, world: int, argv: list[str], out: str) -> tuple[int, str, 
             self.engine.module.ln_f.weight.data.fill_(np.nan)
         return tokens, targets
 
-    pretrain.Run._micro_batch = micro_batch
+    training_loop.Run._micro_batch = micro_batch
     try:
         code, text = attempt(rank, world, argv)
     finally:
-        pretrain.Run._micro_batch = inner
+        training_loop.Run._micro_batch = inner
     left = sorted(path.name for path in (Path(out) / "checkpoints").iterdir() if path.is_dir())
     return code, text, left
+
+
+def test_a_run_whose_folder_is_removed_goes_on(tmp_path):
+    """TensorBoard's thread fails in there, and DeepSpeed writes to it at each step."""
+    events = {"enabled": True, "output_path": str(tmp_path / "out" / "tensorboard"), "job_name": ""}
+    argv = arguments(tmp_path, tensorboard=events, training={"save_every": 8})
+    results = pool.run(remove, 2, argv, str(tmp_path / "out"), seconds=120)
+    assert [code for code, _ in results] == [0, 0], results
+    assert "Traceback" not in "".join(text for _, text in results)
+    assert (tmp_path / "out" / "checkpoints" / "step00000012").is_dir(), "what is saved later is there"
+
+
+def remove(rank: int, world: int, argv: list[str], out: str) -> tuple[int, str]:
+    inner = training_loop.Run.advance
+
+    def advance(self):
+        inner(self)
+        if self.step == 2 and rank == 0:
+            shutil.rmtree(out)
+
+    training_loop.Run.advance = advance
+    try:
+        return attempt(rank, world, argv)
+    finally:
+        training_loop.Run.advance = inner
 
 
 def ending(error: Exception, linger: float, **environment: str) -> subprocess.Popen[str]:

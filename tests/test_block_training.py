@@ -5,8 +5,8 @@ import logging
 import pytest
 
 import mst_scale
+from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.config import METHODS, load, to_dict
-from mst_scale.inspect import inspect
 from tests import pool
 from tests.mixed_growing import block_oracle
 from tests.sparse_linear.test_training import config as gpt_config

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mst_scale import checkpoint
+from mst_scale.checkpoints import store
 from mst_scale.distributed import Ranks
 from tests import pool
 
@@ -44,9 +44,7 @@ def steps_kept(rank, world, folder, plan):
     (saved, fails, keep), ranks, found = plan, alone(), []
     for step in saved:
         try:
-            checkpoint.save(
-                Engine(step in fails), Path(folder), ranks, step=step, batch=8, micro=2, keep=keep, state={}
-            )
+            store.save(Engine(step in fails), Path(folder), ranks, step=step, batch=8, micro=2, keep=keep, state={})
         except OSError as error:
             found.append(str(error))
     return found
@@ -54,11 +52,11 @@ def steps_kept(rank, world, folder, plan):
 
 def test_the_newest_n_are_kept_and_latest_names_the_last(tmp_path):
     pool.run(steps, 1, str(tmp_path), (1, 2, 3, 4))
-    assert checkpoint.list_tags(tmp_path) == ["step00000004", "step00000003"]
+    assert store.list_tags(tmp_path) == ["step00000004", "step00000003"]
     assert (tmp_path / "latest").read_text() == "step00000004"
     manifest = json.loads((tmp_path / "step00000004" / "manifest.json").read_text())
     assert manifest["files"]["b.pt"]["bytes"] == 1000 and manifest["step"] == 4
-    assert checkpoint.damage(tmp_path / "step00000004") == []
+    assert store.damage(tmp_path / "step00000004") == []
 
 
 def test_a_failed_save_leaves_the_older_ones_and_nothing_half(tmp_path):
@@ -66,6 +64,12 @@ def test_a_failed_save_leaves_the_older_ones_and_nothing_half(tmp_path):
     assert "cannot save a checkpoint" in error and "disk full" in error
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step00000001", "step00000002"]
     assert (tmp_path / "latest").read_text() == "step00000002"
+
+
+def flip(folder, old, new):
+    path = folder / "manifest.json"
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
 
 
 @pytest.mark.parametrize(
@@ -76,13 +80,25 @@ def test_a_failed_save_leaves_the_older_ones_and_nothing_half(tmp_path):
         (lambda c: (c / "b.pt").write_text("b" * 999 + "x"), "b.pt does not match its digest"),
         (lambda c: (c / "manifest.json").unlink(), "manifest.json cannot be read"),
         (lambda c: (c / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+        (lambda c: (c / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
+        (lambda c: flip(c, "step00000001", "step00000003"), "manifest.json does not match its own digest"),
+        (lambda c: flip(c, '"batch": 8', '"batch": 9'), "manifest.json does not match its own digest"),
     ],
 )
 def test_damage_is_named(tmp_path, hurt, fault):
     pool.run(steps, 1, str(tmp_path), (1,))
     hurt(tmp_path / "step00000001")
-    (found,) = checkpoint.damage(tmp_path / "step00000001")
+    (found,) = store.damage(tmp_path / "step00000001")
     assert fault in found
+
+
+def test_a_manifest_from_before_it_had_a_digest_is_read(tmp_path):
+    pool.run(steps, 1, str(tmp_path), (1,))
+    path = tmp_path / "step00000001" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert len(manifest.pop(store.OWN_DIGEST)) == 64
+    path.write_text(json.dumps(manifest))
+    assert store.damage(path.parent) == [] and store.head(path.parent) == manifest
 
 
 def test_the_same_step_can_be_saved_again(tmp_path):
@@ -90,7 +106,7 @@ def test_the_same_step_can_be_saved_again(tmp_path):
     pool.run(steps, 1, str(tmp_path), (1, 2))
     (tmp_path / "step00000002" / "b.pt").write_text("damaged")
     pool.run(steps, 1, str(tmp_path), (2,))
-    assert checkpoint.damage(tmp_path / "step00000002") == []
+    assert store.damage(tmp_path / "step00000002") == []
 
 
 def test_what_was_just_verified_is_never_the_one_to_go(tmp_path):
@@ -98,32 +114,32 @@ def test_what_was_just_verified_is_never_the_one_to_go(tmp_path):
     pool.run(steps_kept, 1, str(tmp_path), ((1, 5), (), 2))
     (tmp_path / "step00000005" / "b.pt").write_text("damaged")
     pool.run(steps_kept, 1, str(tmp_path), ((3,), (), 1))
-    assert checkpoint.list_tags(tmp_path) == ["step00000005", "step00000003"]
-    assert checkpoint.damage(tmp_path / "step00000003") == []
+    assert store.list_tags(tmp_path) == ["step00000005", "step00000003"]
+    assert store.damage(tmp_path / "step00000003") == []
 
 
 def test_a_run_that_is_set_back_does_not_return_to_its_old_course(tmp_path):
     pool.run(steps_kept, 1, str(tmp_path), ((1, 2, 3), (), 3))
-    checkpoint.set_aside(tmp_path, 1)
-    assert checkpoint.list_tags(tmp_path) == ["step00000001"] and (tmp_path / "latest").read_text() == "step00000001"
+    store.set_aside(tmp_path, 1)
+    assert store.list_tags(tmp_path) == ["step00000001"] and (tmp_path / "latest").read_text() == "step00000001"
     aside = [tmp_path / "step00000002.aside", tmp_path / "step00000003.aside"]
-    assert all(checkpoint.damage(path) == [] for path in aside), "nothing is lost"
+    assert all(store.damage(path) == [] for path in aside), "nothing is lost"
     pool.run(steps_kept, 1, str(tmp_path), ((2,), (), 3))
     assert [path.exists() for path in aside] == [False, True], "the run has come by the first of them"
-    checkpoint.set_aside(tmp_path, 2)
-    assert checkpoint.list_tags(tmp_path) == ["step00000002", "step00000001"]
+    store.set_aside(tmp_path, 2)
+    assert store.list_tags(tmp_path) == ["step00000002", "step00000001"]
 
 
 def test_leftovers_of_killed_saves_are_not_taken_for_checkpoints(tmp_path):
     pool.run(steps, 1, str(tmp_path), (1,))
     (tmp_path / "step00000009.partial").mkdir()
     (tmp_path / "someone_elses").mkdir()
-    assert checkpoint.list_tags(tmp_path) == ["step00000001"]
-    checkpoint.sweep(tmp_path)
+    assert store.list_tags(tmp_path) == ["step00000001"]
+    store.sweep(tmp_path)
     assert not (tmp_path / "step00000009.partial").exists() and (tmp_path / "someone_elses").exists()
 
 
 def test_text_is_written_whole_or_not_at_all(tmp_path):
-    checkpoint.write_atomically(tmp_path / "t", "one")
-    checkpoint.write_atomically(tmp_path / "t", "two")
+    store.write_atomically(tmp_path / "t", "one")
+    store.write_atomically(tmp_path / "t", "two")
     assert [p.name for p in tmp_path.iterdir()] == ["t"] and (tmp_path / "t").read_text() == "two"

@@ -6,13 +6,13 @@ from mst_scale.choices import attention_schedule_of, variation_of
 from mst_scale.config import load
 
 
-def pieces(**attention):
+def pieces(method="mst", **attention):
     """(first step, kind, stride) of a run of 140 steps: warm-up to 10, ultra to 110, restoration to 120, dense."""
     raw = {
         "train_batch_size": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "training": {"steps": 140},
-        "mst": {"method": "mst", "attention": attention},
+        "mst": {"method": method, "attention": attention},
     }
     mst = load(raw).mst
     schedule = attention_schedule_of(mst.attention, variation_of(mst).resolve(140))
@@ -39,6 +39,13 @@ def pieces(**attention):
 )
 def test_the_pattern_of_every_step(attention, expected):
     assert pieces(**attention) == expected
+
+
+def test_attention_is_dense_from_the_start_where_restoration_begins_the_run():
+    """`gd` restores from step 0 on, so that its ultra phase has ended before the run."""
+    assert pieces(method="gd", stride=64, pattern="strided", dense_from="ultra_end") == [(0, "dense", 1)]
+    restored = pieces(method="gd", stride=64, pattern="strided", dense_from="restore_end")
+    assert restored == [(0, "strided", 64), (120, "dense", 1)]
 
 
 def test_a_stride_of_a_phase_must_be_one():

@@ -5,15 +5,17 @@ import torch
 from torch import nn
 
 import mst_scale
-from mst_scale.reshape import reshape
+from mst_scale.checkpoints.reshape import reshape
+from mst_scale.zero_shards.weight_files import weights_of
 from tests import pool
 from tests.test_reshape import MICRO, WithBuffer, train
+from tests.toy_engine import full, read_by_forward
 from tests.toys import deepspeed_config
 
 SAVED, END = 8, 14
 
 
-def build(world, stage, seed, threshold=0):
+def build(world, stage, seed, threshold=0, method="mst"):
     """Plain SGD has no states at all, so that a warm start loses nothing and must go on like the run it continues."""
     torch.manual_seed(seed)
     model = WithBuffer()
@@ -29,7 +31,11 @@ def build(world, stage, seed, threshold=0):
     if stage == 3:
         config["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
     config["training"] = {"steps": 24}
-    config["mst"] = {"method": "mst", "sparsity": {"max": 0.8}, "topology": {"interval": 2}}
+    config["mst"] = {"method": method, "sparsity": {"max": 0.8}, "topology": {"interval": 2}}
+    if method == "dense":
+        del config["mst"]
+    if method == "sparse":
+        config["mst"]["sparsity"]["initial"] = "magnitude"
     parameters = [p for p in model.parameters() if p.requires_grad]
     return mst_scale.initialize(model=model, model_parameters=parameters, config=config)[0]
 
@@ -72,6 +78,72 @@ def test_weights_masks_and_step_go_on_with_another_optimizer_state(tmp_path, sou
         assert found == pytest.approx(losses, rel=1e-5)  # float32 sums in another order, 6 steps
         assert then == digests, "topology steps after it choose the same weights"
         assert "before the first step" in refused
+
+
+# --- from dense training ---
+
+
+def whole_weights(engine, world):
+    shards = engine.mst.shards
+    return [full(engine, shards.weight(i), i, world) for i in range(len(shards.slices))]
+
+
+def trains_dense(rank, world, stage, folder):
+    engine = build(world, stage, 1, method="dense")
+    train(engine, rank, world, 0, SAVED)
+    engine.save_checkpoint(folder, tag="saved")
+    return train(engine, rank, world, SAVED, SAVED + 1)
+
+
+def from_dense(rank, world, stage, folder, how, method):  # noqa: PLR0917
+    engine = build(world, stage, 2, method=method)
+    if how == "module only":
+        path, _ = engine.load_checkpoint(folder, tag="saved", load_module_only=True)
+        assert path == f"{folder}/saved"
+    else:
+        mst_scale.warm_start(engine, f"{folder}/saved", anew=how == "anew")
+    masks = [full(engine, m.flags(), i, world).bool() for i, m in enumerate(engine.mst.masks)]
+    reads = [read_by_forward(engine, i, world) for i in range(len(masks))]
+    found = engine.global_steps, engine.mst.sparsity, masks, whole_weights(engine, world), reads
+    losses = train(engine, rank, world, SAVED, SAVED + 1)
+    train(engine, rank, world, SAVED + 1, SAVED + 4)
+    return *found, losses, engine.mst.sparsity
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [((2, 1), (1, 3)), ((2, 3), (2, 3)), ((1, 0), (2, 2)), ((2, 2), (2, 0)), ((2, 3), (1, 1))]
+)
+def test_sparse_training_begins_with_the_weights_of_dense_training(tmp_path, source, target):
+    (losses, *_) = pool.run(trains_dense, *source, str(tmp_path))
+    trained = weights_of(tmp_path / "saved")
+    names = [name for name, shape in trained.shapes.items() if len(shape) == 2 and name != "embed.weight"]
+    weights = [trained.read(name).flatten() for name in names]
+    for how in ("anew", "module only"):
+        for step, sparsity, _, masters, reads, first, later in pool.run(from_dense, *target, str(tmp_path), how, "mst"):
+            assert (step, sparsity) == (0, 0.0) and later > 0
+            assert all(torch.equal(a, b) for a, b in zip([*masters, *reads], weights * 2, strict=True))
+            assert first == pytest.approx(losses, rel=1e-5)  # float32 sums in another order
+    for how, method, expected in (("on", "mst", SAVED), ("anew", "sparse", 0)):
+        for step, sparsity, masks, masters, reads, _, _ in pool.run(from_dense, *target, str(tmp_path), how, method):
+            assert step == expected and sparsity == pytest.approx(0.8, abs=0.01)
+            for mask, master, read, weight in zip(masks, masters, reads, weights, strict=True):
+                assert torch.equal(master, weight * mask) and torch.equal(read, master)
+                assert weight[mask].abs().min() >= weight[~mask].abs().max(), "the largest stay"
+
+
+def loads_dense(rank, world, folder):
+    engine = build(world, 3, 2)
+    try:
+        engine.load_checkpoint(folder, tag="saved")
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_dense_checkpoint_is_refused_with_the_way_that_works(tmp_path):
+    pool.run(trains_dense, 2, 3, str(tmp_path))
+    for message in pool.run(loads_dense, 2, str(tmp_path)):
+        assert "holds no masks" in message and "mst_scale.warm_start(engine, CHECKPOINT, anew=True)" in message
 
 
 def another_model(rank, world, folder):

@@ -8,7 +8,7 @@ import pytest
 from mst_scale.choices import variation_of
 from mst_scale.config import load
 from mst_scale.config.check import batch_shape, check
-from mst_scale.ledger import forecast
+from mst_scale.costs.ledger import forecast
 from mst_scale.plan.answer import plan
 from mst_scale.plan.gpus import machine
 from tests import pool, tiny_run

@@ -8,10 +8,10 @@ import torch
 
 import mst_scale
 from mst_scale import zero_shards
+from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.config import METHODS
-from mst_scale.inspect import inspect
 from tests import pool
-from tests.toy_engine import OFFLOAD, STAGES, full, mst_config, read_by_forward, shas, train
+from tests.toy_engine import OFFLOAD, STAGES, mst_config, read_by_forward, shas, train, watched
 from tests.toys import allow_fp16, deepspeed_config, toy
 
 # --- the same masks everywhere ---
@@ -96,48 +96,8 @@ def test_the_same_weights_and_gradients_give_bit_identical_masks():
 def invariants(rank, world, config, steps):
     allow_fp16()
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
-    controller = engine.mst
-    dense_moments = "momentum" in controller.policy.reads
-    faults = []
-    places = storage(controller.shards)
-    for step in range(steps):
-        before = {m.name: m.flags() for m in controller.masks}
-        train(engine, rank, world, 1, first=step)
-        for i, mask in enumerate(controller.masks):
-            weight, states, active = controller.shards.weight(i), controller.shards.states(i), mask.flags()
-            where = f"step {step + 1}, {mask.name}"
-            if weight[~active].count_nonzero():
-                faults.append(f"{where}: an inactive weight is not exactly 0")
-            if not dense_moments and any(value[~active].count_nonzero() for value in states.values()):
-                faults.append(f"{where}: an inactive weight has a moment")
-            if controller.changed_at == step + 1 and weight[active & ~before[mask.name]].count_nonzero():
-                faults.append(f"{where}: a grown weight does not start at 0")
-            total = torch.tensor(int(active.sum()))
-            if controller.exchange.group is not None:
-                torch.distributed.all_reduce(total)
-            if int(total) != mask.active:
-                faults.append(f"{where}: {int(total)} active, {mask.active} counted")
-            if not read_by_forward(engine, i, world).eq(0)[~full(engine, active, i, world).bool()].all():
-                faults.append(f"{where}: the forward reads an inactive weight that is not 0")
-        for change in controller.changes if controller.changed_at == step + 1 else []:
-            target = dict(zip(controller.masks.names, controller_targets(controller, step + 1), strict=True))
-            if change.active != target[change.name]:
-                faults.append(f"{change.name}: {change.active} active, target {target[change.name]}")
-    if storage(controller.shards) != places:
-        faults.append("a weight lies elsewhere than at the start")
-    return faults, controller.changed_at
-
-
-def storage(shards) -> list[int]:
-    """Where master weights lie, and what the forward reads: others hold these tensors too, so none is ever rebound."""
-    reads = [getattr(p, "ds_tensor", p) for p in shards.parameters]
-    return [shards.owner(i).data_ptr() for i in range(len(shards.slices))] + [p.data_ptr() for p in reads]
-
-
-def controller_targets(controller, step):
-    from mst_scale.mixed_growing.distribution import active_counts
-
-    return active_counts(controller.shapes, controller.schedule.at(step).sparsity, controller.distribution)
+    faults, _ = watched(engine, rank, world, steps)
+    return faults, engine.mst.changed_at
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -12,17 +12,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mst_scale import checkpoint, weights
+from mst_scale.checkpoints import store
+from mst_scale.checkpoints.mask_files import read_all
+from mst_scale.checkpoints.reshape import reshape
 from mst_scale.config import ModelConfig, load
 from mst_scale.data.tokenizer import ByteTokenizer
 from mst_scale.data.tokenizer_files import merges_of, write_tokenizer
-from mst_scale.export import export, keep_largest, open_source, validation_loss
-from mst_scale.mask_files import read_all
+from mst_scale.dead_units.lines import LineFlags
+from mst_scale.dead_units.units import find_units
+from mst_scale.hugging_face.export import export, keep_largest, open_source, validation_loss
+from mst_scale.hugging_face.gpt2_names import entries
 from mst_scale.mixed_growing.bits import unpack
 from mst_scale.mixed_growing.masks import assemble
 from mst_scale.models.gpt import GPT
-from mst_scale.models.hugging_face import entries
-from mst_scale.reshape import reshape
+from mst_scale.zero_shards import weight_files
 from tests import pool, tiny_run
 from tests.saved_model import save
 from tests.whole_runs import MST, arguments, attempt
@@ -128,7 +131,7 @@ def test_pruning_keeps_the_largest_and_reports_the_loss(tmp_path_factory, tmp_pa
     assert after.zeros / after.matrices == pytest.approx(0.75, abs=1e-3)
     # the report is of what was written
     from mst_scale.data.masking import open_sampler
-    from mst_scale.models.hugging_face import from_hugging_face
+    from mst_scale.hugging_face.gpt2_names import from_hugging_face
 
     experiment = load(run / "config.json")
     model = GPT(experiment.model)
@@ -136,6 +139,22 @@ def test_pruning_keeps_the_largest_and_reports_the_loss(tmp_path_factory, tmp_pa
     sampler = open_sampler(experiment.data.dir, "val", experiment.model, experiment.training.seed)
     loss = validation_loss(model.eval(), sampler, experiment)
     assert loss == pytest.approx(after.losses["after"], rel=1e-6)
+
+
+def test_dead_units_of_what_is_exported_are_those_of_the_model_that_transformers_loads(tmp_path_factory, tmp_path):
+    """Counted there anew, in GPT-2's own layout."""
+    run = run_of(tmp_path_factory, 2, 1)
+    done = export(run, tmp_path / "hf", prune=0.95)
+    model = theirs(tmp_path / "hf")
+    parameters = dict(model.named_parameters())
+    lines = LineFlags(find_units(model)[0], {name: p.shape for name, p in parameters.items()})
+    for name in lines.shapes:
+        lines.look(name, 0, parameters[name].detach().view(-1))
+    assert {kind: list(counts) for kind, counts in lines.tally().items()} == done.dead_units
+    assert done.dead_units["mlp"][0] > 0 and {kind: n for kind, (_, n) in done.dead_units.items()} == {
+        "mlp": 64, "value": 16, "query_key": 16,
+    }  # fmt: skip
+    assert f"{done.dead_units['mlp'][0]} of 64 MLP neurons" in (tmp_path / "hf" / "README.md").read_text()
 
 
 def test_the_largest_by_hand():
@@ -182,7 +201,7 @@ RANKS = 3
 PEAK = """
 import resource, sys
 from pathlib import Path
-from mst_scale.export import export
+from mst_scale.hugging_face.export import export
 def peak():
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 first, *large = map(Path, sys.argv[1:])
@@ -243,7 +262,7 @@ def test_memory_holds_one_matrix_and_not_the_model(tmp_path):
     # the matrix, its transpose in pieces, file buffers; the files are mapped, and let go matrix by matrix
     assert max(peaks) < 4 * 4 * 4 * width * width + 8e6, f"{peaks} B for {size / 1e6:.0f} MB, stage by stage"
     for folder in folders[1:]:
-        state, whole = load_file(folder / "out" / "model.safetensors"), weights.weights_of(folder)
+        state, whole = load_file(folder / "out" / "model.safetensors"), weight_files.weights_of(folder)
         assert torch.equal(state["transformer.h.11.mlp.c_fc.weight"], whole.read("blocks.11.mlp.up.weight").t())
 
 
@@ -324,7 +343,7 @@ def test_what_is_no_model_is_refused_and_nothing_is_left(tmp_path_factory, tmp_p
     victim.write_bytes(victim.read_bytes()[:-5])
     with pytest.raises(ValueError, match="is damaged"):
         export(alone, tmp_path / "out", config=run / "config.json")
-    (alone / checkpoint.MANIFEST).unlink()
+    (alone / store.MANIFEST).unlink()
     with pytest.raises(ValueError, match="damaged or cut short"):
         export(alone, tmp_path / "out", config=run / "config.json")
     with pytest.raises(ValueError, match=r"--prune 1\.0"):
@@ -339,7 +358,7 @@ def test_what_is_no_model_is_refused_and_nothing_is_left(tmp_path_factory, tmp_p
 def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(tmp_path_factory, tmp_path, monkeypatch):
     run = run_of(tmp_path_factory, 2, 1)
     for name in ("write_model", "_losses"):
-        monkeypatch.setattr(f"mst_scale.export.{name}", lambda *_: pytest.fail("too late"))
+        monkeypatch.setattr(f"mst_scale.hugging_face.export.{name}", lambda *_: pytest.fail("too late"))
     with pytest.raises(ValueError, match="has 257 ids, and the model only 64"):
         export(run, tmp_path / "out", tokenizer="byte", prune=0.5)
     assert not list(tmp_path.glob("out*"))

@@ -1,4 +1,4 @@
-"""`mst_scale.inspect`: the masks of a checkpoint, the same for any number of ranks and any stage, or a refusal."""
+"""The masks of a checkpoint, the same for any number of ranks and any ZeRO stage, or a refusal."""
 
 import hashlib
 import json
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import mst_scale
-from mst_scale import checkpoint, mask_files
-from mst_scale.inspect import inspect
+from mst_scale.checkpoints import mask_files, store
+from mst_scale.checkpoints.mask_report import inspect
 from tests import pool
 from tests.test_mask_files import SHAPES, even, save, whole
 from tests.toys import deepspeed_config, toy, toy_batch
@@ -25,7 +25,7 @@ def sealed(folder, flags=None, ranks=2, **changes):
     (draft / "mp_rank_00_model_states.pt").write_text("weights")
     if flags is not None:
         save(draft, flags, even(ranks), **changes)
-    checkpoint.seal_alone(draft, folder, {"tag": folder.name, "step": changes.get("step", 40)})
+    store.seal_alone(draft, folder, {"tag": folder.name, "step": changes.get("step", 40)})
     return folder
 
 

@@ -68,6 +68,22 @@ def test_a_second_call_installs_nothing_and_works_from_any_directory(copy):
     assert (child.returncode, child.stderr, child.stdout.strip()) == (0, "", str(copy))
 
 
+@pytest.mark.parametrize("script", sorted(path.name for path in LAUNCHERS.glob("*.sh")))
+def test_every_launcher_prints_its_own_help_once_and_does_nothing(script, tmp_path):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "sed", "dirname"):
+        (tools / name).symlink_to(shutil.which(name))
+    child = subprocess.run(
+        [str(tools / "bash"), str(LAUNCHERS / script), "--help"],
+        env={"PATH": str(tools)}, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    first = (LAUNCHERS / script).read_text().splitlines()[1].removeprefix("# ")
+    assert (child.returncode, child.stderr) == (0, "")
+    assert child.stdout.startswith(f"{first}\n") and child.stdout.count(first) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed here")
 def test_the_scripts_are_clean():
     scripts = [*LAUNCHERS.glob("*.sh"), tiny_run.ROOT / ".ci" / "run"]

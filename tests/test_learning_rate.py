@@ -1,7 +1,7 @@
 import pytest
 
 from mst_scale.config import TrainingConfig
-from mst_scale.learning_rate import learning_rate
+from mst_scale.pretrain.learning_rate import learning_rate
 
 PAPER = TrainingConfig()
 

@@ -7,12 +7,12 @@ import torch
 
 from mst_scale.choices import attention_schedule_of
 from mst_scale.config import load
-from mst_scale.course import schedule_of, sparse_matrices, stretches
-from mst_scale.flops import dense_step_flops, step_flops
-from mst_scale.ledger import Ledger, forecast, shortened, tiny_flops, topology_flops
+from mst_scale.costs.flops import dense_step_flops, step_flops
+from mst_scale.costs.ledger import Ledger, forecast, shortened, tiny_flops, topology_flops
+from mst_scale.costs.stretches import schedule_of, sparse_matrices, stretches
+from mst_scale.engine.targets import choose_targets
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.models import GPT
-from mst_scale.targets import choose_targets
 
 RAW = {
     "train_batch_size": 4,
@@ -52,7 +52,16 @@ def step_by_step(experiment) -> dict[str, float]:
         ("dense", []),
         ("dense", ["mst.sparsity.variation=acdc"]),
         ("mst", ["mst.sparsity.max=0"]),
-        ("mst", ["training.steps=1", "mst.sparsity.warmup=0", "mst.sparsity.restore=0", "mst.sparsity.ultra=1.0"]),
+        (
+            "mst",
+            [
+                "training.steps=1",
+                "training.warmup=1",
+                "mst.sparsity.warmup=0",
+                "mst.sparsity.restore=0",
+                "mst.sparsity.ultra=1.0",
+            ],
+        ),
     ],
 )
 def test_forecast_is_the_sum_over_steps(method, overrides):

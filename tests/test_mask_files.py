@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mst_scale import mask_files
+from mst_scale.checkpoints import mask_files
 from mst_scale.mixed_growing.bits import unpack
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet, assemble
@@ -36,6 +36,9 @@ class Rider:
     schedule: str = "the same"
     granularity: object = "element"
     point: Point = Point("ultra", 0.8, 0.1)  # noqa: RUF009 (frozen)
+
+    def dead_units(self) -> dict[str, tuple[int, int]]:
+        return {"mlp": (2, 8), "value": (0, 4)}
 
 
 def whole(seed: int) -> dict[str, torch.Tensor]:
@@ -74,7 +77,7 @@ def save(folder, flags, cuts, **changes) -> dict:
     """Write all ranks' files; the head that goes into client_state."""
     everyone = riders(flags, cuts, **changes)
     for rank, rider in enumerate(everyone):
-        mask_files.write(folder, rider, rank)
+        mask_files.write(folder, rider, rank, mask_files.describe(rider))
     return mask_files.describe(everyone[0])
 
 
@@ -139,7 +142,7 @@ def test_the_bits_of_a_mask_are_on_disk_as_numpy_packs_them(tmp_path):
 def test_stage_0_writes_one_file(tmp_path):
     rider = riders(whole(1), even(1))[0]
     for rank in range(3):  # three replicas
-        mask_files.write(tmp_path, rider, rank)
+        mask_files.write(tmp_path, rider, rank, mask_files.describe(rider))
     assert [path.name for path in (tmp_path / "mst").iterdir()] == ["rank_00000.safetensors"]
 
 

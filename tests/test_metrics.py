@@ -1,7 +1,7 @@
 import json
 import math
 
-from mst_scale.metrics import MetricsFile, read
+from mst_scale.runs.metrics import MetricsFile, read
 
 
 def test_a_resumed_run_cuts_what_lies_after_its_checkpoint(tmp_path):
@@ -14,6 +14,15 @@ def test_a_resumed_run_cuts_what_lies_after_its_checkpoint(tmp_path):
     assert [row["step"] for row in read(path)] == [1, 2, 3, 4], "a torn last line is left out"
     MetricsFile(path, 2).write({"step": 3, "loss": 0.5})
     assert [(row["step"], row["loss"]) for row in read(path)] == [(1, 1.0), (2, 0.5), (3, 0.5)]
+
+
+def test_a_damaged_line_is_passed_over_and_stays(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 1}\n', '{"step": \x01}\n', "[3]\n", "\xff\n", '{"step": 2, "seconds": 4.0}\n', '{"step": 3}\n']
+    path.write_bytes("".join(lines).encode("latin-1"))
+    assert MetricsFile(path, 2).seconds == 4.0
+    assert path.read_bytes() == "".join(lines[:-1]).encode("latin-1")
+    assert [row["step"] for row in read(path)] == [1, 2]
 
 
 def test_what_is_not_a_number_is_null(tmp_path):

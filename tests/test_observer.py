@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import mst_scale
-from mst_scale import snapshots
 from mst_scale.config import load
 from mst_scale.distributed import Ranks
-from mst_scale.observer import Observer, cell_sums, phase_ends
 from mst_scale.report import from_checkpoint
+from mst_scale.runs import snapshots
+from mst_scale.runs.observer import Observer, cell_sums, phase_ends
 from mst_scale.sparsity_variation import Variation
 from tests import pool, tiny_run
 from tests.toy_engine import full, mst_config, train

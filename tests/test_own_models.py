@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import mst_scale
 from mst_scale.config import TargetsConfig
-from mst_scale.targets import choose_targets
+from mst_scale.engine.targets import choose_targets
 from tests import pool
 from tests.toys import deepspeed_config, toy, toy_batch
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mst_scale import checkpoint
+from mst_scale.checkpoints import store
 from mst_scale.config import load
-from mst_scale.ledger import forecast
+from mst_scale.costs.ledger import forecast
 from tests import forked, pool, tiny_run
 from tests.whole_runs import MST, arguments, attempt, logged_attempt, weights, without_times
 
@@ -93,6 +93,8 @@ def test_what_a_run_leaves_behind(tmp_path, stage):
     assert {(r["attention"], r["attention_stride"]) for r in rows} == {("strided", 8), ("dense", 1)}, (
         "the pattern's change shows"
     )
+    assert [row["dead_units"] for row in rows] == [sum(c["dead"] for c in row["units"].values()) for row in rows]
+    assert {kind: c["all"] for kind, c in rows[0]["units"].items()} == {"mlp": 64, "value": 16, "query_key": 16}
     layers = [row["layers"] for row in rows if "layers" in row]
     assert len(layers) >= 3 and set(layers[0]) == {
         "wte.weight", "blocks.0.attention.qkv.weight", "blocks.0.attention.proj.weight",
@@ -109,6 +111,7 @@ def test_what_a_run_leaves_behind(tmp_path, stage):
     assert (out / "checkpoints" / "latest").read_text() == "step00000012"
     assert list((tmp_path / "tb").rglob("events.out.tfevents*"))
     shown = {path.stem: path for path in (tmp_path / "csv").rglob("*.csv")}
+    assert {"mst_dead_units", "mst_dead_units_mlp", "mst_dead_units_value"} <= shown.keys()
     assert {"mst_loss", "mst_sparsity", "mst_flops", "mst_flops_causal", "mst_reduction"} <= shown.keys()
     *_, last = shown["mst_flops_dense"].read_text().split(",")
     assert float(last) == pytest.approx(rows[-1]["flops_dense"], rel=1e-6), "the dense equivalent"
@@ -157,7 +160,7 @@ def hold_in_save(started: str) -> None:
         Path(started).touch()
         time.sleep(600)
 
-    inner, checkpoint._write = checkpoint._write, write
+    inner, store._write = store._write, write
 
 
 def test_killed_at_several_moments_and_resumed_bit_for_bit(tmp_path, undisturbed):
@@ -231,18 +234,18 @@ def test_a_signal_to_one_rank_saves_on_all_and_exits_0(tmp_path, signum):
 
 def stopped_at_5(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
     """Rank 1 gets the signal while step 5 is on its way."""
-    from mst_scale import pretrain
+    from mst_scale.pretrain import training_loop
 
     def advance(run):
         if rank == 1 and run.step == 4:
             os.kill(os.getpid(), signal.SIGUSR1)
         inner(run)
 
-    inner, pretrain.Run.advance = pretrain.Run.advance, advance
+    inner, training_loop.Run.advance = training_loop.Run.advance, advance
     try:
         return attempt(rank, world, argv)
     finally:
-        pretrain.Run.advance = inner
+        training_loop.Run.advance = inner
 
 
 def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit(tmp_path, undisturbed):
@@ -355,9 +358,9 @@ def test_help_shows_how_it_is_started():
 
 
 def test_weight_decay_is_for_matrices_alone():
-    from mst_scale.before_first_step import decay_groups
     from mst_scale.config import ModelConfig
     from mst_scale.models.gpt import GPT
+    from mst_scale.pretrain.prepare import decay_groups
 
     model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=8, context=8, vocab_size=10, vocab_multiple=1, bias=True))
     decayed, others = decay_groups(model)

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from mst_scale.config import ModelConfig
-from mst_scale.export import export, open_source
-from mst_scale.flops import dense_step_flops
+from mst_scale.costs.flops import dense_step_flops
+from mst_scale.hugging_face.export import export, open_source
 from tests import pool, tiny_run
 from tests.data.texts import jsonl, make
 from tests.whole_runs import MST, attempt

@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from mst_scale.progress import ProgressLine, clock, table
+from mst_scale.runs.progress import ProgressLine, clock, table
 
 ROW = {
     "step": 20, "loss": 2.5, "tokens_per_s": 12345.6, "phase": "ultra", "sparsity": 0.8, "target_sparsity": 0.8,

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mst_scale import checkpoint, untrusted
+from mst_scale.checkpoints import store
+from mst_scale.checkpoints.reshape import reshape
 from mst_scale.evaluation.models import open_model
-from mst_scale.export import export
-from mst_scale.reshape import reshape
+from mst_scale.hugging_face.export import export
+from mst_scale.zero_shards import safe_load
 from tests import pool, tiny_run
 from tests.whole_runs import MST, arguments, attempt
 
@@ -50,8 +51,8 @@ def poison(folder: Path, pattern: str, target: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     for name in manifest["files"]:
         path = folder / name
-        manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": checkpoint.file_digest(path)}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+        manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": store.file_digest(path)}
+    (folder / "manifest.json").write_text(store.sealed(manifest))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -119,14 +120,14 @@ def test_an_enums_member_is_data_however_python_writes_it(tmp_path):
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     torch.save({"stage": ByName(ZeroStageEnum, "weights")}, tmp_path / "a.pt")
-    assert untrusted.load(tmp_path / "a.pt", [ZeroStageEnum]) == {"stage": ZeroStageEnum.weights}
+    assert safe_load.load(tmp_path / "a.pt", [ZeroStageEnum]) == {"stage": ZeroStageEnum.weights}
     for owner, name in ((ZeroStageEnum, "mro"), (dict, "fromkeys")):
         torch.save({"stage": ByName(owner, name)}, tmp_path / "b.pt")
         with pytest.raises(ValueError, match=r"holds more than data.*getattr of"):
-            untrusted.load(tmp_path / "b.pt", [ZeroStageEnum, dict])
+            safe_load.load(tmp_path / "b.pt", [ZeroStageEnum, dict])
     torch.save({"stage": ByName(ZeroStageEnum, "weights")}, tmp_path / "c.pt")
     with pytest.raises(ValueError, match=r"holds more than data.*ZeroStageEnum"):
-        untrusted.load(tmp_path / "c.pt")
+        safe_load.load(tmp_path / "c.pt")
 
 
 def renamed(content, old: str, new: str):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -114,9 +116,37 @@ def test_a_run_of_300_steps_has_the_papers_shape():
     ]
     assert schedule.interval == 4
     stages = [segment for segment in schedule.segments() if segment.phase == "restore"]
-    assert [s.start for s in stages] == [236, 240, 244, 248, 252]
+    assert [s.start for s in stages] == [236, 241, 245, 249, 253]  # 236 + 4.2 i, and none before that
     assert [s.sparsity for s in stages] == pytest.approx([0.96 * (1 - x / 5) ** 3 for x in range(5)], abs=EXACT)
     assert mean_sparsity(schedule) == pytest.approx(mean_sparsity(PAPER), abs=0.015)  # 5 warm-up levels, not 100
+
+
+@pytest.mark.parametrize("shape", ["warmup", "restore"])
+def test_a_staged_phase_is_the_equation_at_every_step(shape: str):
+    """x = ⌊t/Δ⌋/N with Δ = T/N, also where N does not divide T, or exceeds it."""
+    for length, stages in itertools.product((1, 2, 3, 4, 5, 6, 7, 21, 99), (1, 3, 5, 7)):
+        stated = {"warmup": 0, "ultra": 10, "restore": 0, shape: length}
+        schedule = Variation(**stated, warmup_shape="staged", stages=stages).resolve(length + 20)
+        start = schedule.first_step(shape)
+        assert start is not None
+        for t in range(length):
+            x = math.floor(Fraction(t) / Fraction(length, stages)) / stages
+            gone = (1 - x) ** 3
+            expected = 0.96 * (1 - gone if shape == "warmup" else gone)
+            assert schedule.at(start + t).sparsity == pytest.approx(expected, abs=EXACT), (length, stages, t)
+        at = [schedule.at(step).sparsity for step in range(start, start + length)]
+        moves = [start + i + 1 for i, (before, now) in enumerate(itertools.pairwise(at)) if before != now]
+        assert [s.start for s in schedule.segments() if s.phase == shape] == [start, *moves]
+
+
+def test_a_run_of_ten_steps_skips_no_part_of_its_way():
+    assert [round(Variation(max_sparsity=0.9).resolve(10).at(t).sparsity, 4) for t in (7, 8, 9, 10)] == [0.9, 0.9, 0, 0]
+
+
+def test_nothing_is_pruned_after_the_last_update_of_a_warmup():
+    assert list(Variation().resolve(1).topology_steps()) == []
+    schedule = Variation(warmup=1.0, ultra=0, restore=0, interval=5).resolve(20)
+    assert schedule.at(20).sparsity == schedule.at(19).sparsity and 20 not in set(schedule.topology_steps())
 
 
 def test_steps_and_shares_mix():

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mst_scale import start_from
 from mst_scale.config import ModelConfig
-from mst_scale.export import export, open_source
+from mst_scale.hugging_face import start_from
+from mst_scale.hugging_face.export import export, open_source
 from mst_scale.models.gpt import GPT
 from tests import pool, tiny_run
 from tests.saved_model import save
@@ -33,7 +33,7 @@ def gpt2(tmp_path_factory) -> Path:
 
 def arguments(folder: Path, gpt2: Path, *more: str, **blocks) -> list[str]:
     argv = ["--deepspeed_config", str(tiny_run.config(folder, **blocks)), "--out", str(folder / "out")]
-    return [*argv, "--init", str(gpt2), "--steps", "1", *more]
+    return [*argv, "--init", str(gpt2), "--steps", "1", "--set", "training.warmup=1", *more]
 
 
 @pytest.mark.parametrize(("world", "stage"), [(2, 1), (2, 3)])
@@ -52,6 +52,18 @@ def test_the_first_step_starts_from_those_weights(tmp_path, gpt2, world, stage):
     theirs = AutoModelForCausalLM.from_pretrained(gpt2).eval()
     # logits of about 10; a step of 1e-12 and sums in another order
     assert (model(tokens)[..., :300] - theirs(tokens).logits).abs().max() < 1e-4
+
+
+def test_a_sparse_run_starts_from_a_dense_run_of_ours(tmp_path):
+    """--init RUN takes the newest checkpoint's weights: the first loss is that of the run it starts from."""
+    dense = ["--deepspeed_config", str(tiny_run.config(tmp_path, zero_optimization={"stage": 3}))]
+    assert pool.run(attempt, 2, [*dense, "--out", str(tmp_path / "dense")]) == [(0, "")] * 2
+    argv = arguments(tmp_path, tmp_path / "dense", "--method", "mst", "--set", "mst.attention.pattern=dense")
+    standing = {"type": "AdamW", "params": {"lr": 1e-12, "weight_decay": 0.0}}
+    tiny_run.config(tmp_path, optimizer=standing, training={"min_lr": 0.0})
+    assert pool.run(attempt, 2, argv) == [(0, "")] * 2
+    before, after = (tiny_run.rows(tmp_path / out)[-1] for out in ("dense", "out"))
+    assert after["val_loss"] == pytest.approx(before["val_loss"], rel=1e-6)
 
 
 def test_what_does_not_fit_is_named(tmp_path, gpt2):
@@ -147,7 +159,7 @@ def test_without_a_network_one_line_says_so(monkeypatch):
         raise ConnectionError("no network\nlong story")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(OSError, match=r"--init gpt2: no such folder here, and the hub does not give it \(Connection"):
+    with pytest.raises(ValueError, match=r"--init gpt2: no such folder here, and the hub does not give it .Connect"):
         start_from.folder_of("gpt2")
 
 

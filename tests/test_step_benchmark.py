@@ -12,7 +12,7 @@ from benchmarks import machine, scaling, step, step_cuda, step_report
 from benchmarks.fitting import layers_that_fit
 from mst_scale import cli
 from mst_scale.config import load
-from mst_scale.flops import dense_step_flops
+from mst_scale.costs.flops import dense_step_flops
 from mst_scale.plan.memory import memory
 from mst_scale.plan.setting import setting_of
 from tests import pool, tiny_run

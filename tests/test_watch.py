@@ -47,7 +47,7 @@ def test_a_killed_rank_is_named_and_the_others_end(tmp_path, victim, speaker):
 
 
 def fails_alone():
-    from mst_scale.pretrain import Run
+    from mst_scale.pretrain.training_loop import Run
 
     inner = Run._update
 

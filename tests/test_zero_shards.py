@@ -205,6 +205,7 @@ class Fake(SimpleNamespace):
         ({"offload": SimpleNamespace(device="nvme", ratio=1.0)}, "NVMe: set offload_optimizer.device to cpu"),
         ({"zero": {"offload_param": SimpleNamespace(device="nvme")}}, "NVMe: set offload_param.device to cpu"),
         ({"offload": SimpleNamespace(device="cpu", ratio=0.5)}, r"ratio = 0\.5 is untested .* set it to 1\.0"),
+        ({"offload": SimpleNamespace(device="cpu", super_offload=True)}, "super_offload .* set it to false"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.masks import assemble, sha256
 from tests.toys import deepspeed_config, toy_batch
 
@@ -59,3 +60,49 @@ def read_by_forward(engine, i, world) -> torch.Tensor:
     if hasattr(parameter, "ds_tensor"):
         return full(engine, parameter.ds_tensor[: engine.mst.shards.slices[i].length], i, world)
     return parameter.data.detach().float().flatten().clone()
+
+
+def watched(engine, rank, world, steps, accumulation=1) -> tuple[list[str], list[list[str]]]:
+    """What is not exact after each of these steps, and the digests of the masks after each topology step."""
+    controller, faults, history = engine.mst, [], []
+    dense_moments = "momentum" in controller.policy.reads
+    places = storage(controller.shards)
+    for step in range(steps):
+        before = {m.name: m.flags() for m in controller.masks}
+        train(engine, rank, world, 1, accumulation=accumulation, first=step)
+        for i, mask in enumerate(controller.masks):
+            weight, states, active = controller.shards.weight(i), controller.shards.states(i), mask.flags()
+            where = f"step {step + 1}, {mask.name}"
+            if weight[~active].count_nonzero():
+                faults.append(f"{where}: an inactive weight is not exactly 0")
+            if not dense_moments and any(value[~active].count_nonzero() for value in states.values()):
+                faults.append(f"{where}: an inactive weight has a moment")
+            if controller.changed_at == step + 1 and weight[active & ~before[mask.name]].count_nonzero():
+                faults.append(f"{where}: a grown weight does not start at 0")
+            total = torch.tensor(int(active.sum()))
+            if controller.exchange.group is not None:
+                torch.distributed.all_reduce(total)
+            if int(total) != mask.active:
+                faults.append(f"{where}: {int(total)} active, {mask.active} counted")
+            if not read_by_forward(engine, i, world).eq(0)[~full(engine, active, i, world).bool()].all():
+                faults.append(f"{where}: the forward reads an inactive weight that is not 0")
+        if controller.changed_at == step + 1:
+            history.append(shas(engine, world))
+            counts = active_counts(
+                controller.shapes, controller.schedule.at(step + 1).sparsity, controller.distribution
+            )
+            target = dict(zip(controller.masks.names, counts, strict=True))
+            faults += [
+                f"{change.name}: {change.active} active, target {target[change.name]}"
+                for change in controller.changes
+                if change.active != target[change.name]
+            ]
+    if storage(controller.shards) != places:
+        faults.append("a weight lies elsewhere than at the start")
+    return faults, history
+
+
+def storage(shards) -> list[int]:
+    """Where master weights lie, and what the forward reads: others hold these tensors too, so none is ever rebound."""
+    reads = [getattr(p, "ds_tensor", p) for p in shards.parameters]
+    return [shards.owner(i).data_ptr() for i in range(len(shards.slices))] + [p.data_ptr() for p in reads]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from mst_scale import distributed, pretrain
+from mst_scale import distributed
+from mst_scale.pretrain import training_loop
 from tests import tiny_run
 
 MST = {
@@ -37,9 +38,13 @@ def attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
         raise Exited(code)
 
     os._exit = gone  # type: ignore[assignment]
+    warnings = logging.StreamHandler(stderr)  # what a run says of itself is not a complaint
+    warnings.setLevel(logging.WARNING)
+    if not logging.getLogger("mst_scale").handlers:  # `logged_attempt` listens already
+        logging.getLogger("mst_scale").addHandler(warnings)
     try:
         with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
-            pretrain.main(argv)
+            training_loop.main(argv)
         code = 0
     except Exited as exited:
         code = exited.args[0]
@@ -47,6 +52,7 @@ def attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
         code = exited.code or 0
     finally:
         os._exit = leave
+        logging.getLogger("mst_scale").removeHandler(warnings)
     return code, stderr.getvalue()
 
 

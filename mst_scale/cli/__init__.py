@@ -40,9 +40,9 @@ def main(argv: list[str] | None = None) -> int:
             distributed.end(error)
         if not distributed.is_plain(error):
             raise
-        return _say(str(error).strip() or type(error).__name__, distributed.exit_code(error))
+        return _say(distributed.one_line(error), distributed.exit_code(error))
 
 
 def _say(message: str, code: int) -> int:
-    print(f"mst: {message.splitlines()[0]}", file=sys.stderr)
+    print(f"mst: {message}", file=sys.stderr)
     return code

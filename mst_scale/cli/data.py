@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mst_scale.arguments import refuse_no_folder
+from mst_scale.config.limits import shown
+from mst_scale.data.corpus import META
+
 ABOUT = """\
 Tokenise text into a corpus folder: train.bin and val.bin (nanoGPT's layout) and meta.json.
 
@@ -94,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
         stream=args.stream,
     )
     out = Path(args.out or Path("corpora", f"{_plain(recipe.paths[0])}-{_plain(recipe.tokenizer_name)}"))
+    refuse_no_folder("--out", out)
     meta = prepare(recipe, out, workers=args.workers, force=args.force)
     print(json.dumps(meta) if args.json else _summary(out, meta))
     return 0
@@ -108,7 +113,7 @@ def _verify(args: argparse.Namespace) -> int:
     try:
         meta = verify(folder)
     except ValueError as error:
-        if not folder.is_dir():
+        if not _is_corpus(folder):
             raise
         print(f"mst: {error}", file=sys.stderr)
         return 1  # the question was right; the corpus is not
@@ -116,12 +121,26 @@ def _verify(args: argparse.Namespace) -> int:
     return 0
 
 
+def _is_corpus(folder: Path) -> bool:
+    """Whether there is one to be verified; a meta.json that cannot be read was one."""
+    try:
+        meta = json.loads((folder / META).read_bytes())
+    except (OSError, RecursionError):
+        return False
+    except ValueError:
+        return True
+    return isinstance(meta, dict) and str(meta.get("format")).startswith("mst_scale corpus")
+
+
 def _bytes(text: str) -> int:
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     try:
-        return int(float(number) * UNITS[unit])
-    except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes like 500K, 20M or 3G") from None
+        value = int(float(number) * UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        value = 0
+    if not 1 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number of bytes like 500K, 20M or 3G")
+    return value
 
 
 def _plain(name: str) -> str:

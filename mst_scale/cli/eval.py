@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mst_scale.hugging_face.hub import offline_unless_reachable
+
 ABOUT = """\
 Evaluate a model on the paper's tasks with lm-evaluation-harness (pip install 'mst_scale[eval]'), and show the result
 beside the paper's rows.
@@ -76,8 +78,9 @@ def run(args: argparse.Namespace) -> int:
         os.environ.setdefault("DS_ACCELERATOR", "cpu" if args.device == "cpu" or not _cuda() else "cuda")
     from mst_scale.evaluation.models import on_hub
 
-    if on_hub(args.model) or args.data_dir is None:
-        _offline_unless_reachable()
+    host = offline_unless_reachable() if on_hub(args.model) or args.data_dir is None else None
+    if host is not None:
+        print(f"{host} cannot be reached: only what is cached here can be used", file=sys.stderr)
     from mst_scale import distributed
 
     if not distributed.several():
@@ -89,22 +92,6 @@ def run(args: argparse.Namespace) -> int:
         distributed.end(error)
     ranks.leave()
     return code
-
-
-def _offline_unless_reachable() -> None:
-    """Without a network the hub's libraries try again for minutes; told so, they look into their cache at once."""
-    import socket
-    import urllib.parse
-    import urllib.request
-
-    address = urllib.parse.urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    if "HF_HUB_OFFLINE" in os.environ or "https" in urllib.request.getproxies():
-        return
-    try:
-        socket.create_connection((address.hostname or "", address.port or 443), timeout=10).close()
-    except OSError:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        print(f"{address.hostname} cannot be reached: only what is cached here can be used", file=sys.stderr)
 
 
 def _cuda() -> bool:

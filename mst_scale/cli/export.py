@@ -8,7 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mst_scale.arguments import refuse_no_folder
 from mst_scale.cli.data import _bytes
+from mst_scale.dead_units.kinds import in_words
 
 ABOUT = """\
 Write a folder that transformers.AutoModelForCausalLM.from_pretrained loads: config.json, model.safetensors (in parts
@@ -55,8 +57,9 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     # files only: DeepSpeed, which unpickling imports, shall not look for a GPU (and tell about it on stdout)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from mst_scale.export import export
+    from mst_scale.hugging_face.export import export
 
+    refuse_no_folder("OUT", Path(args.out))
     done = export(
         Path(args.checkpoint),
         Path(args.out),
@@ -72,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     step = "" if done.step is None else f", step {done.step:,}"
     share = f", {done.zeros / done.matrices:.2%} zeros in its sparse matrices" if done.matrices else ""
     print(f"{done.out}: {done.parameters:,} parameters in {len(done.files)} file(s){step}{share}")
+    if done.dead_units:
+        print(f"dead units (all their weights are zero): {in_words(done.dead_units)}")
     print(f"tokenizer: {done.tokenizer or 'no files; the model card says why'}")
     if done.losses:
         before, after = done.losses["before"], done.losses["after"]

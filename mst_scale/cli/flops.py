@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mst_scale.config import Experiment
-    from mst_scale.flops import Flops
+    from mst_scale.costs.flops import Flops
+    from mst_scale.costs.ledger import Forecast
     from mst_scale.hybrid_sparse_attention.pattern import Pattern
-    from mst_scale.ledger import Forecast
 
 ABOUT = """\
 FLOPs of a run by its config, before it is started: per phase and on average, per component, against a dense run and
@@ -65,15 +66,26 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found) if args.json else paper_table(found))
         return 0
     from mst_scale.config import load
-    from mst_scale.ledger import forecast, shortened
+    from mst_scale.costs.ledger import forecast, shortened
 
     if args.ranks < 1:
         raise ValueError(f"--ranks must be at least 1, not {args.ranks}")
     overrides = [*args.set, *([f"mst.like={json.dumps(args.like)}"] if args.like else [])]
     experiment = shortened(load(args.config, overrides, args.method), args.ranks)
+    if not _names_a_model(args):
+        m = experiment.model
+        default = f"GPT-2 small ({m.n_layer} layers of width {m.n_embd}, context {m.context:,})"
+        print(f"mst: {args.config} has no model block: this counts the default, {default}", file=sys.stderr)
     found = report(experiment, forecast(experiment), args)
     print(json.dumps(found) if args.json else table(found))
     return 0
+
+
+def _names_a_model(args: argparse.Namespace) -> bool:
+    from mst_scale.config import read
+
+    stated = bool(read(args.config)[1].get("model")) or any(words.startswith("model.") for words in args.set)
+    return stated or args.method == "tiny"
 
 
 # --- one config ---
@@ -81,9 +93,9 @@ def run(args: argparse.Namespace) -> int:
 
 def report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> dict[str, Any]:
     from mst_scale.config.check import batch_shape
-    from mst_scale.course import sparse_matrices
-    from mst_scale.flops import head_name
-    from mst_scale.ledger import forecast, tiny_flops, topology_flops
+    from mst_scale.costs.flops import head_name
+    from mst_scale.costs.ledger import forecast, tiny_flops, topology_flops
+    from mst_scale.costs.stretches import sparse_matrices
 
     sequences = batch_shape(experiment.deepspeed, args.ranks)[0]
     tiny = tiny_flops(experiment.model)
@@ -197,7 +209,7 @@ def _three_digits(gflops: float) -> str:
 
 
 def paper() -> dict[str, Any]:
-    from mst_scale import paper_table
+    from mst_scale.costs import paper_table
 
     bert = paper_table.bert()
     rows = []
@@ -236,7 +248,7 @@ def _row(run: Forecast, rival: Forecast) -> dict[str, float]:
 
 
 def paper_table(found: dict[str, Any]) -> str:
-    from mst_scale.paper_table import PRINTED
+    from mst_scale.costs.paper_table import PRINTED
 
     lines = [["method", "in the paper", "ours", "÷", "causal", "÷"]]
     for row in found["rows"]:

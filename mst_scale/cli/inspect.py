@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mst_scale.dead_units.kinds import in_words
+
 if TYPE_CHECKING:
-    from mst_scale.inspect import Report
+    from mst_scale.checkpoints.mask_report import Report
 
 ABOUT = """\
 Step, phase, sparsity and the mask of every sparse parameter of a checkpoint.
@@ -16,7 +18,9 @@ Step, phase, sparsity and the mask of every sparse parameter of a checkpoint.
 PATH is a checkpoint's folder, or a run's: then its newest whole checkpoint. The sha256 of a mask does not depend on how
 many ranks saved it, nor on the ZeRO stage. --json prints
 {"checkpoint", "step", "phase", "sparsity", "target_sparsity", "granularity",
-"layers": [{"name", "shape", "active", "density", "ever_active", "sha256"} …]}; a run trained without
+"layers": [{"name", "shape", "active", "density", "ever_active", "sha256"} …],
+"dead_units": {kind: [dead, all]}}
+where dead units (neurons of an MLP, channels of a head) are those whose weights are all zero. A run trained without
 sparsity has phase "dense" and no layers."""
 
 EXAMPLES = """\
@@ -40,7 +44,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mst_scale.inspect import inspect
+    from mst_scale.checkpoints.mask_report import inspect
 
     report = inspect(Path(args.path))
     print(json.dumps(report.to_dict()) if args.json else table(report))
@@ -49,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def table(report: Report) -> str:
     """Aligned columns: names to the left, numbers to the right."""
+
     head = f"{report.checkpoint}: step {report.step:,}, phase {report.phase}"
     if not report.layers:
         return f"{head}, trained without sparsity: no masks"
@@ -67,4 +72,5 @@ def table(report: Report) -> str:
     sparsity = f"{report.sparsity:.2%} sparse (target {report.target_sparsity:.2%})"
     blocks = report.granularity if isinstance(report.granularity, dict) else None
     granularity = f", in blocks of {blocks['block']} × {blocks['block']}" if blocks else ""
-    return "\n".join([f"{head}, {sparsity}{granularity}", "", *lines])
+    dead = [f"dead units: {in_words(report.dead_units)}"] if report.dead_units else []
+    return "\n".join([f"{head}, {sparsity}{granularity}", *dead, "", *lines])

@@ -57,7 +57,7 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from mst_scale.config import load
     from mst_scale.config.check import check
-    from mst_scale.ledger import shortened
+    from mst_scale.costs.ledger import shortened
     from mst_scale.plan.answer import plan
     from mst_scale.plan.gpus import machine
 

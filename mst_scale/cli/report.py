@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mst_scale.arguments import refuse_no_folder
+
 ABOUT = """\
 One page with every figure of a run, or of several runs compared: loss and perplexity over steps, FLOPs and time;
 sparsity, phases and attention; pruning, growing and the layers; weights beside their masks; a table of costs.
@@ -52,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"reports are drawn with matplotlib ({error}): pip install matplotlib") from None
 
+    if args.out is not None:
+        refuse_no_folder("--out", args.out)
     own = args.runs[0] if len(args.runs) == 1 else Path()  # a comparison is no run's own
     report = Report(args.runs, args.out or own / "report")
     if args.watch:

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mst_scale.arguments import refuse_no_folder
+
 ABOUT = """\
 Make a copy of a checkpoint that any number of ranks and any ZeRO stage can load: DeepSpeed's universal layout, with the
 masks. Weights, optimizer states, step and masks are the same to the bit.
@@ -45,8 +47,10 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     # files only: DeepSpeed, which unpickling imports, shall not look for a GPU (and tell about it on stdout)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from mst_scale.reshape import reshape
+    from mst_scale.checkpoints.reshape import reshape
 
+    if args.out is not None:
+        refuse_no_folder("OUT", Path(args.out))
     done = reshape(Path(args.path), None if args.out is None else Path(args.out))
     if args.json:
         print(json.dumps(done.to_dict()))

@@ -29,6 +29,7 @@ from pathlib import Path
 
 SHARED = Path(__file__).parent
 FLAGS = ["-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
+FLAGS += ["-fvisibility=hidden"]  # or a library would take the constants of templates from one that is loaded already
 log = logging.getLogger("mst_scale")
 
 

@@ -1,16 +1,17 @@
 // Vectors, 2^x, storage types, and the one matrix product that all tiles use.
 //
-// GCC/Clang vector types keep this free of intrinsics, except for float16: x86 compilers do not vectorise its cast, and
-// GCC before 12 has no type for it there.
+// GCC/Clang vector types keep this free of intrinsics, except for float16 (x86 compilers do not vectorise its cast, and
+// GCC before 12 has no type for it there) and for products that must be rounded alike everywhere.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__AVX512F__) || defined(__F16C__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define EXPORTED extern "C" __attribute__((visibility("default")))
 typedef int64_t i64;
 
 #if defined(__AVX512F__)
@@ -41,21 +42,46 @@ template <class T> INLINE Vec<T> load(const T* p) { return *(const typename Simd
 template <class T> INLINE void store(T* p, Vec<T> x) { *(typename Simd<T>::Unaligned*)p = x; }
 template <class T> INLINE Vec<T> splat(T x) { return x - Vec<T>{}; }
 
-// 2^x for x ≤ 0 (or a rounding error above): 2^round(x) in the exponent bits times a Taylor polynomial on [-½, ½], whose
-// remainder (½ ln 2)^(DEGREE+1) / (DEGREE+1)! is below half an ulp. NaN stays NaN, -inf gives 0.
-template <class T> INLINE Vec<T> exp2v(Vec<T> x) {
-    using S = Simd<T>;
-    constexpr double LN2 = 0.69314718055994530942;
-    const auto tiny = x < S::LEAST;  // whatever comes of these below is replaced by 0
-    const Vec<T> rounded = x + S::ROUND, r = x - (rounded - S::ROUND);
-    double c[S::DEGREE + 1];
-    c[0] = 1;
-    for (int k = 1; k <= S::DEGREE; k++) c[k] = c[k - 1] * LN2 / k;
-    Vec<T> p = splat<T>(T(c[S::DEGREE]));
-    for (int k = S::DEGREE - 1; k >= 0; k--) p = p * r + T(c[k]);
-    const auto scaled = (typename S::I)p + ((typename S::I)rounded << S::MANTISSA);
-    return tiny ? Vec<T>{} : (Vec<T>)scaled;
+// a·b + c, rounded once where x86 can. Left to itself, GCC decides that anew for each loop (tuned for AMD's it does not
+// fuse a lone chain of additions), so that the same sum would get other bits in another loop.
+#if defined(__AVX512F__)
+INLINE Vec<float> fused(Vec<float> a, Vec<float> b, Vec<float> c) {
+    return (Vec<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
+INLINE Vec<double> fused(Vec<double> a, Vec<double> b, Vec<double> c) {
+    return (Vec<double>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+}
+#elif defined(__FMA__)
+INLINE Vec<float> fused(Vec<float> a, Vec<float> b, Vec<float> c) {
+    return (Vec<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+INLINE Vec<double> fused(Vec<double> a, Vec<double> b, Vec<double> c) {
+    return (Vec<double>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+}
+#else
+template <class V> INLINE V fused(V a, V b, V c) { return a * b + c; }
+#endif
+
+// 2^(factor x) for x ≤ 0 (or a rounding error above) and factor > 0: 2^round(factor x) in the exponent bits times a Taylor
+// polynomial on [-½, ½], whose remainder (½ ln 2)^(DEGREE+1) / (DEGREE+1)! is below half an ulp. The product is not rounded
+// where there is a fused one. NaN stays NaN, -inf gives 0. Make it a local of the loop's function, which stays in registers.
+template <class T> struct Exp2 {
+    using S = Simd<T>;
+    Vec<T> factor, least;
+    INLINE explicit Exp2(T f) : factor(splat<T>(f)), least(splat<T>(S::LEAST / f)) {}
+    INLINE Vec<T> operator()(Vec<T> x) const {
+        constexpr double LN2 = 0.69314718055994530942;
+        const auto tiny = x <= least;  // whatever comes of these below is replaced by 0
+        const Vec<T> rounded = fused(x, factor, splat<T>(S::ROUND)), r = fused(x, factor, S::ROUND - rounded);
+        double c[S::DEGREE + 1];
+        c[0] = 1;
+        for (int k = 1; k <= S::DEGREE; k++) c[k] = c[k - 1] * LN2 / k;
+        Vec<T> p = splat<T>(T(c[S::DEGREE]));
+        for (int k = S::DEGREE - 1; k >= 0; k--) p = fused(p, r, splat<T>(T(c[k])));
+        const auto scaled = (typename S::I)p + ((typename S::I)rounded << S::MANTISSA);
+        return tiny ? Vec<T>{} : (Vec<T>)scaled;
+    }
+};
 // Two vectors with their blocks of S lanes exchanged: `low` is a's even blocks with b's between them, `high` the odd ones.
 // log2(WIDTH) rounds of this transpose WIDTH vectors; with an addition instead of the exchange they sum each of them.
 template <class T, int S> struct Exchange {
@@ -187,7 +213,8 @@ INLINE void convert(const float* from, half* to, i64 n) {
 }
 #endif
 
-// C (+)= A·B with A(m, k) at a[m·am + k·ak], read as scalars; rows of B and C are vectors, bk and ck apart.
+// C (+)= A·B with A(m, k) at a[m·am + k·ak], read as scalars; rows of B and C are vectors, bk and ck apart. What is added
+// to C is summed by itself first: a sum over thousands, 64 at a time, is then rounded to its last digit once in 64 terms.
 template <class T, int ROWS, int VECS>
 INLINE void block(i64 depth, const T* a, i64 am, i64 ak, const T* b, i64 bk, T* c, i64 ck, bool add) {
     constexpr int W = Simd<T>::WIDTH;
@@ -195,7 +222,7 @@ INLINE void block(i64 depth, const T* a, i64 am, i64 ak, const T* b, i64 bk, T* 
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 16
-        for (int v = 0; v < VECS; v++) total[r][v] = add ? load(c + r * ck + v * W) : Vec<T>{};
+        for (int v = 0; v < VECS; v++) total[r][v] = Vec<T>{};
     for (i64 k = 0; k < depth; k++, a += ak, b += bk) {
         Vec<T> row[VECS];
 #pragma GCC unroll 16
@@ -204,13 +231,16 @@ INLINE void block(i64 depth, const T* a, i64 am, i64 ak, const T* b, i64 bk, T* 
         for (int r = 0; r < ROWS; r++) {
             const Vec<T> x = splat<T>(a[r * am]);
 #pragma GCC unroll 16
-            for (int v = 0; v < VECS; v++) total[r][v] += x * row[v];
+            for (int v = 0; v < VECS; v++) total[r][v] = fused(x, row[v], total[r][v]);
         }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 16
-        for (int v = 0; v < VECS; v++) store(c + r * ck + v * W, total[r][v]);
+        for (int v = 0; v < VECS; v++) {
+            T* to = c + r * ck + v * W;
+            store(to, add ? load(to) + total[r][v] : total[r][v]);
+        }
 }
 template <class T, int VECS>
 void panel(i64 rows, i64 depth, const T* a, i64 am, i64 ak, const T* b, i64 bk, T* c, i64 ck, bool add) {

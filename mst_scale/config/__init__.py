@@ -14,7 +14,7 @@ from mst_scale.config.blocks import (
     TrainingConfig,
     in_steps,
 )
-from mst_scale.config.load import load, read, resolve, to_dict
+from mst_scale.config.load import load, read, resolve, states, to_dict
 from mst_scale.config.presets import METHODS, MODELS, RECIPES
 
 __all__ = [
@@ -36,5 +36,6 @@ __all__ = [
     "load",
     "read",
     "resolve",
+    "states",
     "to_dict",
 ]

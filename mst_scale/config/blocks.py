@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mst_scale.config.limits import WEIGHTS
+
 Duration = int | float
 
 
@@ -54,6 +56,12 @@ class ModelConfig:
         """Positions of a sequence that the head computes in training: every one, or as many as are masked."""
         return self.context if self.causal else max(1, round(self.mask_share * self.context))
 
+    @property
+    def weights(self) -> int:
+        """Of its matrices and its embedding."""
+        width = self.n_embd * (4 * self.n_embd + 2 * self.ffw)
+        return self.n_layer * width + (self.padded_vocab + self.context) * self.n_embd
+
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_head", "n_embd", "context", "vocab_size", "vocab_multiple"):
             if getattr(self, name) < 1:
@@ -65,6 +73,11 @@ class ModelConfig:
             )
         if self.d_ffw is not None and self.d_ffw < 1:
             raise ValueError(f"model.d_ffw must be at least 1, not {self.d_ffw}")
+        if self.weights > WEIGHTS:
+            raise ValueError(
+                f"model: {self.n_layer:,} layers of width {self.n_embd:,} come to {self.weights:.1e} weights, and none "
+                f"has more than {WEIGHTS:.0e}: lower n_layer, n_embd, d_ffw or vocab_size"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout must lie in [0, 1), not {self.dropout}")
         if not 0.0 < self.mask_share < 1.0:
@@ -82,6 +95,12 @@ class DataConfig:
     val_fraction: float | None = None  # None: 0.0005 for openwebtext, 0.02 for stdlib, else 0.01
     max_bytes: int | None = None  # stop reading the source here (raw text)
     seed: int = 2357  # of the train/validation split
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"data.seed must be at least 0, not {self.seed}")
+        if self.max_bytes is not None and self.max_bytes < 1:
+            raise ValueError(f"data.max_bytes must be at least 1, not {self.max_bytes}")
 
 
 @dataclass(frozen=True)
@@ -108,7 +127,7 @@ class TrainingConfig:
     steps: int = 140_000
     seed: int = 1337
     lr_schedule: Literal["cosine", "wsd"] = "cosine"
-    warmup: Duration = 2_000
+    warmup: Duration = 1 / 70  # of the paper's 140,000 steps: 2,000
     decay: Duration = 0.2  # wsd only: the last part of the run, over which the rate falls linearly
     min_lr: float = 6e-5
     log_every: int = 10
@@ -126,6 +145,8 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"training.steps must be at least 1, not {self.steps}")
+        if self.seed < 0:
+            raise ValueError(f"training.seed must be at least 0, not {self.seed}")
         for name in ("log_every", "keep_checkpoints", "stop_after_nonfinite", "eval_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name} must be at least 1, not {getattr(self, name)}")
@@ -139,6 +160,12 @@ class TrainingConfig:
             value = getattr(self, name)
             if value < 0 or (isinstance(value, float) and value > 1):
                 raise ValueError(f"training.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
+            if isinstance(value, int) and value > self.steps:
+                what = "never reach its peak" if name == "warmup" else "fall from the first step on"
+                raise ValueError(
+                    f"training.{name} = {value:,} steps do not fit in training.steps = {self.steps:,}: the learning "
+                    f"rate would {what}; state it as a share of the run, which follows --steps (training.{name}=0.02)"
+                )
 
 
 @dataclass(frozen=True)
@@ -202,8 +229,10 @@ class TopologyConfig:
     replaces_update: bool = False  # a topology step takes no optimizer update, as in RigL's and the authors' code
     regrow: bool = True  # a weight pruned in this very step may grow back, with its value
     grown_moments: Literal["seeded", "zero"] = "seeded"  # Adam's v of a grown weight: its squared growth gradient, or 0
+    wake_dead_units: bool = True  # where masks go: random incoming weights for units whose weights are all zero
     track_coverage: bool = True  # ITOP: a second bit a weight in runs that start sparse, none in the others
     check_every: int = 1_000  # steps between drift checks of the masks, 0: never
+    rezero: bool = False  # zero inactive weights and their states after every update: for optimizers that move them
 
     def __post_init__(self) -> None:
         if self.interval is not None and self.interval < 1:
@@ -276,7 +305,7 @@ class ComputeConfig:
 class MSTConfig:
     """Mixed Sparsity Training. `method` chooses a preset; the other blocks override it."""
 
-    method: str = "dense"
+    method: str | None = None  # a config without an mst block is dense; a block has to say
     like: str | None = None  # dense-short: the config (or run folder) whose FLOPs it spends on dense steps
     seed: int | None = None  # of the random growth; None: training.seed
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
@@ -284,8 +313,16 @@ class MSTConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     targets: TargetsConfig = field(default_factory=TargetsConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
+    allow_unclassified: list[str] = field(default_factory=list)  # keys of DeepSpeed's, let in at the user's risk
+
+    @property
+    def stays_dense(self) -> bool:
+        """Whether no weight is ever masked."""
+        return self.sparsity.variation == "dense" or self.sparsity.max == 0
 
     def __post_init__(self) -> None:
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"mst.seed must be at least 0, not {self.seed}")
         if self.method == "dense-short" and self.like is None:
             raise ValueError(
                 "method dense-short trains as many dense steps as another run's FLOPs buy: name that run's config or "

@@ -7,12 +7,20 @@ before any process group exists where that is possible.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
-from mst_scale.config.blocks import Experiment
+from mst_scale.config.blocks import Experiment, MSTConfig
+from mst_scale.config.limits import refuse_large, shown
+from mst_scale.config.support import refuse_unsupported
 
 PRECISIONS = ("fp16", "bf16")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# Keys of DeepSpeed that it takes as they come, and stumbles over later.
+FLAGS = (
+    "prescale_gradients", "wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_allgather",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "sparse_gradients", "dataloader_drop_last",
+)  # fmt: skip
+NUMBERS = {"steps_per_print": int, "gradient_predivide_factor": float}
 # Features of DeepSpeed whose optimizer step we neither need nor have tested together with sparse training.
 UNTESTED = ("hybrid_engine", "curriculum_learning", "progressive_layer_drop")
 
@@ -64,13 +72,14 @@ def largest_micro(total: int, micro: int, world_size: int) -> int:
 
 def check(experiment: Experiment) -> None:
     """Everything that can be refused without knowing the number of ranks."""
+    require_method(experiment.mst)
     ds = experiment.deepspeed
     for key in ("zero_optimization", "optimizer", *PRECISIONS, "data_types"):
         if not isinstance(ds.get(key, {}), dict):
-            raise ValueError(f"{key} must be an object, not {ds[key]!r}")
+            raise ValueError(f"{key} must be an object, not {shown(ds[key])}")
     stage = ds.get("zero_optimization", {}).get("stage", 0)
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise ValueError(f"zero_optimization.stage = {stage!r}: the stages are 0, 1, 2 and 3")
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero_optimization.stage = {shown(stage)}: the stages are 0, 1, 2 and 3")
     enabled = [name for name in PRECISIONS if ds.get(name, {}).get("enabled")]
     if len(enabled) > 1:
         raise ValueError("fp16 and bf16 are both enabled: choose one")
@@ -79,17 +88,39 @@ def check(experiment: Experiment) -> None:
     for name in UNTESTED:
         if isinstance(ds.get(name), dict) and ds[name].get("enabled", True):
             raise ValueError(f"DeepSpeed's {name!r} has not been tested with mst_scale: remove that block")
+    refuse_unsupported(ds, experiment.mst)
     for key in BATCH_KEYS:
         _positive(ds, key)
+    for key in FLAGS:
+        if not isinstance(ds.get(key, False), bool):
+            raise ValueError(f"{key} must be true or false, not {shown(ds[key])}")
+    for key, kind in NUMBERS.items():
+        value = ds.get(key, kind(1))
+        if not (_is_number(value) and isinstance(value, kind | int) and 0 < value < math.inf):
+            what = "an integer" if kind is int else "a number"
+            raise ValueError(f"{key} must be {what} above 0, not {shown(value)}")
+    kind = ds.get("data_types", {}).get("grad_accum_dtype")
+    if kind not in (None, "fp32", "fp16", "bf16"):
+        raise ValueError(f"data_types.grad_accum_dtype must be fp32, fp16 or bf16, not {shown(kind)}")
     if experiment.model.dropout and experiment.mst.attention.pattern != "dense":
         raise ValueError(
             f"model.dropout = {experiment.model.dropout} does not go with sparse attention: set it to 0, or "
             'mst.attention.pattern to "dense"'
         )
     peak_learning_rate(ds)
+    _optimizer(ds["optimizer"])
     clip = ds.get("gradient_clipping", 0.0)
-    if not isinstance(clip, int | float) or not 0 <= clip < math.inf:
-        raise ValueError(f"gradient_clipping must be a number of at least 0 (0 turns it off), not {clip!r}")
+    if not _is_number(clip) or not 0 <= clip < math.inf:
+        raise ValueError(f"gradient_clipping must be a number of at least 0 (0 turns it off), not {shown(clip)}")
+
+
+def require_method(mst: MSTConfig) -> None:
+    """Refuse an mst block that does not say what it wants: all its other words would train dense."""
+    if mst.method is None:
+        raise ValueError(
+            'the mst block names no method, so nothing would be sparse: add "method": "mst" (or --method mst), or '
+            '"dense" if that is meant'
+        )
 
 
 def peak_learning_rate(deepspeed: dict[str, Any]) -> float:
@@ -98,11 +129,32 @@ def peak_learning_rate(deepspeed: dict[str, Any]) -> float:
         raise ValueError('the config needs an optimizer: {"optimizer": {"type": "AdamW", "params": {"lr": 6e-4}}}')
     params = optimizer.get("params", {})
     if not isinstance(params, dict):
-        raise ValueError(f"optimizer.params must be an object, not {params!r}")
+        raise ValueError(f"optimizer.params must be an object, not {shown(params)}")
     rate = params.get("lr")
-    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate < math.inf:
-        raise ValueError(f"optimizer.params.lr must be a positive number, not {rate!r}")
+    if not _is_number(rate) or not 0 < rate < math.inf:
+        raise ValueError(f"optimizer.params.lr must be a positive number, not {shown(rate)}")
     return float(rate)
+
+
+def _optimizer(optimizer: dict[str, Any]) -> None:
+    """The words and numbers that optimizers share; each one's own parameters: mst_scale.pretrain.refusals."""
+    if not isinstance(optimizer.get("type"), str):
+        raise ValueError(f'optimizer.type must be a string such as "AdamW", not {shown(optimizer.get("type"))}')
+    params = optimizer.get("params", {})
+    for key in ("weight_decay", "eps"):
+        value = params.get(key, 0)
+        if not _is_number(value) or not 0 <= value < math.inf:
+            raise ValueError(f"optimizer.params.{key} must be a number of at least 0, not {shown(value)}")
+    betas = params.get("betas", [0.9, 0.95])
+    pair = isinstance(betas, list | tuple) and len(betas) == 2
+    if not pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
+        raise ValueError(
+            f"optimizer.params.betas must be two numbers in [0, 1) such as [0.9, 0.95], not {shown(betas)}"
+        )
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _positive(deepspeed: dict[str, Any], key: str) -> int | None:
@@ -110,7 +162,8 @@ def _positive(deepspeed: dict[str, Any], key: str) -> int | None:
     if value is None or value == "auto":
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} must be a positive integer, not {value!r}")
+        raise ValueError(f"{key} must be a positive integer, not {shown(value)}")
+    refuse_large(key, value)
     return value
 
 

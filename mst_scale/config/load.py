@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, MSTConfig, TrainingConfig
-from mst_scale.config.presets import DEEPSPEED_KEYS, METHODS, MODELS, RECIPES
+from mst_scale.config.limits import refuse_large, refuse_senseless, shown
+from mst_scale.config.presets import METHODS, MODELS, RECIPES
+from mst_scale.config.support import known_keys
 
 Block = TypeVar("Block")
 BLOCKS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
@@ -28,7 +30,7 @@ BLOCKS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, 
 def load(config: str | Path | dict[str, Any], overrides: Iterable[str] = (), method: str | None = None) -> Experiment:
     """The experiment in a file or dict. Later wins: the preset of its method, the file, `method`, `overrides`."""
     where, raw = read(config)
-    mst = raw.setdefault("mst", {})
+    mst = raw.get("mst", {})
     if method is not None and isinstance(mst, dict) and method != mst.get("method"):
         raw["mst"] = {**_under(mst, METHODS[_known(method, METHODS, "method", where)]), "method": method}
     for override in overrides:
@@ -51,9 +53,18 @@ def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{path}: not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except KeyError as error:
         raise ValueError(f"{path}: the key {error} stands twice in one object") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not valid JSON: nested too deep") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: a config is a JSON object, this is a {type(raw).__name__}")
     return str(path), raw
+
+
+def states(config: Experiment | str | Path | dict[str, Any], block: str, key: str) -> bool:
+    """Whether a config itself gives a key of one of our blocks a value; a resolved experiment gives them all."""
+    return isinstance(config, Experiment) or read(config)[1].get(block, {}).get(key) is not None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -68,38 +79,46 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     """`mst.sparsity.max=0.9`: the value is read as JSON where it is JSON, else as a string."""
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
-        raise ValueError(f"--set {override}: write KEY=VALUE, for example mst.sparsity.max=0.9")
+        raise ValueError(f"--set {shown(override)}: write KEY=VALUE, for example mst.sparsity.max=0.9")
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # what is no JSON, or too much of it
         value = text
     *path, last = key.split(".")
     node = raw
     for part in path:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
-            raise ValueError(f"--set {override}: {part} is {node!r}, it has no keys of its own")
+            raise ValueError(f"--set {shown(override)}: {part} is {shown(node)}, it has no keys of its own")
     node[last] = value
 
 
 def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
     """Presets filled in under what the user wrote, then every block checked."""
+    try:
+        refuse_senseless(raw)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     deepspeed = {key: value for key, value in raw.items() if key not in BLOCKS and key != "recipe"}
     ours_at_top = [*BLOCKS, "recipe"]
     for key in deepspeed:
-        near = difflib.get_close_matches(key, [*DEEPSPEED_KEYS, *ours_at_top], n=1, cutoff=0.8)
+        near = difflib.get_close_matches(key, [*known_keys(), *ours_at_top], n=1, cutoff=0.8)
         near = near or [name for name in ours_at_top if sorted(name) == sorted(key.lower())]  # "mts", "MST"
         if near and near[0] != key:
-            raise ValueError(f"{where}: unknown key {key!r}: did you mean {near[0]!r}?")
+            raise ValueError(f"{where}: unknown key {shown(key)}: did you mean {near[0]!r}?")
     ours: dict[str, Any] = {name: raw.get(name, {}) for name in BLOCKS}
     for name, block in ours.items():
         if not isinstance(block, dict):
-            raise ValueError(f"{where}: {name} must be an object, not {block!r}")
+            raise ValueError(f"{where}: {name} must be an object, not {shown(block)}")
     if "recipe" in raw:
         recipe = RECIPES[_known(raw["recipe"], RECIPES, "recipe", where)]
         ours = {name: _under(recipe.get(name, {}), block) for name, block in ours.items()}
-    method = ours["mst"].get("method", "dense")
-    ours["mst"] = _under(METHODS[_known(method, METHODS, "mst.method", where)], ours["mst"])
+    if "mst" not in raw and "recipe" not in raw:
+        ours["mst"] = {"method": "dense"}
+    method = ours["mst"].get("method")  # a block that names none is refused where a schedule is asked for
+    ours["mst"] = _under(
+        METHODS[_known("dense" if method is None else method, METHODS, "mst.method", where)], ours["mst"]
+    )
     preset = ours["model"].get("preset")
     if preset is not None:
         ours["model"] = _under(MODELS[_known(preset, MODELS, "model.preset", where)], ours["model"])
@@ -112,13 +131,15 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
 def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
     """A dict as a frozen dataclass; every key must exist and every value have its type."""
     if not isinstance(values, dict):
-        raise ValueError(f"{where}: {path} must be an object, not {values!r}")
+        raise ValueError(f"{where}: {path} must be an object, not {shown(values)}")
     hints = typing.get_type_hints(cls)
     arguments = {}
     for key, value in values.items():
         if key not in hints:
             near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
-            raise ValueError(f"{where}: unknown key '{path}.{key}': the nearest valid one is '{path}.{near[0]}'")
+            raise ValueError(
+                f"{where}: unknown key {shown(f'{path}.{key}')}: the nearest valid one is '{path}.{near[0]}'"
+            )
         arguments[key] = _typed(hints[key], value, f"{path}.{key}", where)
     try:
         return cls(**arguments)
@@ -157,8 +178,17 @@ def _typed(hint: Any, value: Any, path: str, where: str) -> Any:
         elif isinstance(value, float) and not math.isfinite(value):  # Python reads NaN and Infinity, JSON has neither
             continue
         elif isinstance(value, option):
+            if option is int:
+                _within(path, value, where)
             return value
-    raise ValueError(f"{where}: {path} must be {_describe(options)}, not {value!r}")
+    raise ValueError(f"{where}: {path} must be {_describe(options)}, not {shown(value)}")
+
+
+def _within(path: str, value: int, where: str) -> None:
+    try:
+        refuse_large(path, value)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _describe(options: tuple[Any, ...]) -> str:
@@ -193,4 +223,4 @@ def _known(name: Any, table: dict[str, Any], key: str, where: str) -> str:
     if table is METHODS and name in list(RECIPES):
         raise ValueError(f'{where}: {name!r} is a recipe, not a method: --set recipe={name}, or "recipe": "{name}"')
     near = difflib.get_close_matches(str(name), table, n=1, cutoff=0.0)[0]
-    raise ValueError(f"{where}: unknown {key} {name!r}: the nearest is {near!r} (there are {', '.join(table)})")
+    raise ValueError(f"{where}: unknown {key} {shown(name)}: the nearest is {near!r} (there are {', '.join(table)})")

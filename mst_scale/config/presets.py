@@ -66,17 +66,3 @@ RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"mst": {"method": "mst"}, "training": {"lr_schedule": "cosine"}},
     "mst-wsd": {"mst": {"method": "mst"}, "training": {"lr_schedule": "wsd"}},
 }
-
-# Top-level keys of a DeepSpeed config, to tell a slip of the pen from a key we do not know.
-DEEPSPEED_KEYS = (
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler",
-    "fp16", "bf16", "amp", "gradient_clipping", "zero_optimization", "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer", "communication_data_type", "prescale_gradients", "gradient_predivide_factor",
-    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler",
-    "activation_checkpointing", "aio", "autotuning", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet",
-    "data_types", "data_efficiency", "curriculum_learning", "checkpoint", "elasticity", "compile", "pipeline",
-    "tensor_parallel", "sequence_parallel_size", "seq_parallel_communication_data_type", "hybrid_engine",
-    "torch_autocast", "timers", "nebula", "disable_allgather", "sparse_gradients", "load_universal_checkpoint",
-    "use_node_local_storage", "dataloader_drop_last", "gradient_accumulation_dtype", "eigenvalue",
-    "progressive_layer_drop", "graph_harvesting", "use_data_before_expert_parallelism",
-)  # fmt: skip

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,9 @@ def open_tokens(
     folder = Path(folder)
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
+        if folder.is_symlink() and not folder.exists():
+            itself = os.path.realpath(folder) == os.path.abspath(folder)
+            what = f"is a link to {'itself' if itself else 'what is not there'}"
         raise ValueError(f"data folder {folder} {what}; `mst data SOURCE --out {folder}` makes a corpus")
     meta = read_meta(folder) if (folder / META).exists() else None
     if meta is None and (folder / PARTIAL).exists():
@@ -88,7 +92,7 @@ def open_tokens(
 def read_meta(folder: Path) -> dict[str, Any]:
     try:
         meta = json.loads((folder / META).read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{folder / META} is not JSON; make the corpus again (--force)") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         found = meta.get("format") if isinstance(meta, dict) else None
@@ -96,7 +100,27 @@ def read_meta(folder: Path) -> dict[str, Any]:
             f"{folder / META} has format {found!r}, not {FORMAT!r}; make the corpus again (--force), or move that file "
             "away if another program wrote it"
         )
+    if (missing := _missing(meta)) is not None:
+        raise ValueError(f"{folder / META} is damaged: {missing}; make the corpus again (--force)")
     return meta
+
+
+def _missing(meta: dict[str, Any]) -> str | None:
+    """What a meta.json lacks, or says in another type; its digests cover the ids, and nothing covers itself."""
+    kinds = {"tokenizer": str, "vocab_size": int, "end_of_text": int, "dtype": str, "splits": dict, "recipe": dict}
+    wrong = [key for key, kind in kinds.items() if type(meta.get(key)) is not kind]
+    if wrong:
+        return f"no {wrong[0]}"
+    if meta["dtype"] not in ("uint16", "uint32"):
+        return f"dtype {meta['dtype']!r}"
+    of_split = {"file": str, "tokens": int, "documents": int, "max_id": int, "sha256": str}
+    for name in ("train", "val"):
+        split = meta["splits"].get(name)
+        if not isinstance(split, dict) or any(type(split.get(key)) is not kind for key, kind in of_split.items()):
+            return f"the split {name} is not described"
+        if split["file"] != Path(split["file"]).name or "\0" in split["file"]:
+            return f"the split {name} lies outside"
+    return None
 
 
 def verify(folder: str | Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from pathlib import Path
 
@@ -100,5 +101,5 @@ def _is_saved(paths: list[str]) -> bool:
 def _is_hub_name(paths: list[str]) -> bool:
     """A single name that may be on the hub: it is neither here nor spelt like a path."""
     name = paths[0]
-    local = Path(name).expanduser().exists() or name.startswith(("~", ".")) or _kind(Path(name)) is not None
+    local = os.path.lexists(Path(name).expanduser()) or name.startswith(("~", ".")) or _kind(Path(name)) is not None
     return len(paths) == 1 and not local and HUB_NAME.fullmatch(name) is not None

@@ -18,7 +18,7 @@ from mst_scale.evaluation import harness
 from mst_scale.evaluation.evaluate import FILE, Settings, evaluate, read_documents, refuse_single_tokens
 from mst_scale.evaluation.models import Model, our_text
 from mst_scale.evaluation.tasks import Documents, choose
-from mst_scale.export import tokenizer_of
+from mst_scale.hugging_face.export import tokenizer_of
 
 
 class TasksDuringTraining:

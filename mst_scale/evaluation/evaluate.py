@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from mst_scale import checkpoint as checkpoints
+from mst_scale.checkpoints import store
 from mst_scale.distributed import Ranks, logger
 from mst_scale.evaluation import harness
 from mst_scale.evaluation.models import Model, Text
@@ -118,12 +118,12 @@ def evaluate(
         }
         say(f"{task.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in metrics.items()))
         if out is not None and first:
-            checkpoints.write_atomically(partial_of(out), as_json(result, indent=2) + "\n")
+            store.write_atomically(partial_of(out), as_json(result, indent=2) + "\n")
     for name, entry in before.items():  # tasks of an earlier evaluation of this very model stay
         result["tasks"].setdefault(name, entry)
     if out is not None and first:
         keep_another(out, result, say)
-        checkpoints.write_atomically(out, as_json(result, indent=2) + "\n")
+        store.write_atomically(out, as_json(result, indent=2) + "\n")
         partial_of(out).unlink(missing_ok=True)
     return result
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from mst_scale import checkpoint as checkpoints
+from mst_scale.checkpoints import store
 from mst_scale.data.tokenizer import chosen, is_missing, load_tokenizer, trained_with
 from mst_scale.distributed import logger
-from mst_scale.export import open_source, tokenizer_of
+from mst_scale.hugging_face.export import open_source, tokenizer_of
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -91,7 +91,7 @@ def _ours(path: Path, tokenizer: str | None, device: torch.device) -> tuple[Mode
     if not path.is_dir():
         raise ValueError(f"{path} is a file: give a run's folder, a checkpoint, or a model's folder")
     try:
-        checkpoints.locate(path)
+        store.locate(path)
     except ValueError as error:
         raise ValueError(f"{error}; nor is it a model of transformers (no config.json with a model_type)") from None
     source = open_source(path)
@@ -102,8 +102,8 @@ def _ours(path: Path, tokenizer: str | None, device: torch.device) -> tuple[Mode
         raise ValueError(f"{path}: its tokenizer {named.name} is not there any more: name it where it is (--tokenizer)")
     config = source.experiment.model
     text = our_text(named.name, config.vocab_size)
-    manifest = source.checkpoint / checkpoints.MANIFEST
-    digest = checkpoints.file_digest(manifest) if manifest.is_file() else str(source.checkpoint.resolve())
+    manifest = source.checkpoint / store.MANIFEST
+    digest = store.file_digest(manifest) if manifest.is_file() else str(source.checkpoint.resolve())
     model = source.model().to(device)
     # a checkpoint elsewhere, with a config of its own, keeps its results itself
     folder = source.run if source.run is not None else source.checkpoint

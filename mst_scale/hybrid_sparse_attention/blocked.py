@@ -5,12 +5,13 @@
 
 Each part is a `Band`: views of the rows that may be seen as extra batch dimensions (residues, blocks), in which query a
 sees an interval of keys. It is walked in blocks of queries: one product with the keys that the block can see, a mask
-where the interval's edges cut it. Forward merges the parts of a row through log-sum-exp:
+where the interval's edges cut it. Forward merges the parts of a row by their largest score and their sum:
 
-    lse = ln(e^lse_1 + e^lse_2),   out = out_1 e^(lse_1 - lse) + out_2 e^(lse_2 - lse)
+    top = max(top_1, top_2),   total_k' = total_k e^(scale (top_k - top)),   total = total_1' + total_2'
+    out = out_1 total_1' / total + out_2 total_2' / total
 
-and backward needs no gradient of lse: each part runs with the merged out and lse. Time O(n·(l + n/l)), memory for
-scores at most `SCORES` elements at once. Any device, any floating type; half types are computed in float32.
+and backward needs no gradient of either: each part runs with the merged out, top and total. Time O(n·(l + n/l)), memory
+for scores at most `SCORES` elements at once. Any device, any floating type; half types are computed in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from mst_scale.hybrid_sparse_attention.custom_op import accumulator, empty_output, sparse_operator
+from mst_scale.hybrid_sparse_attention.custom_op import Tensors3, accumulator, empty_output, sparse_operator
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
 SCORES = 1 << 22  # 16 MiB of float32 scores; backward holds two such blocks
@@ -130,10 +131,9 @@ def _tiles(band: Band, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice
         start = stop
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float, dtype: torch.dtype
-) -> torch.Tensor:
-    scores = q.to(dtype) @ k.to(dtype).transpose(-2, -1) * scale
+def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """q·k, not yet scaled: the row's largest is subtracted first."""
+    scores = q.to(dtype) @ k.to(dtype).transpose(-2, -1)
     return scores if mask is None else scores.masked_fill_(mask, -torch.inf)
 
 
@@ -144,45 +144,48 @@ def _grouped(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Tensors3:
     dtype = accumulator(q.dtype)
     out = empty_output(q)
-    total = out.zero_() if q.dtype == dtype else torch.zeros_like(out, dtype=dtype)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
+    wide = out.zero_() if q.dtype == dtype else torch.zeros_like(out, dtype=dtype)
+    top = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
+    total = torch.zeros_like(top)
     if q.numel():
-        (q5, k5), (o5, v5) = _grouped(q, k), _grouped(total, v)
-        l5 = lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)
+        (q5, k5), (o5, v5) = _grouped(q, k), _grouped(wide, v)
+        top5, total5 = (x.unflatten(1, (k.shape[1], -1)).unsqueeze(-1) for x in (top, total))
         for band in bands(pattern, q.shape[2], causal):
             qs, ks, vs = band.queries(q5), band.keys(k5), band.keys(v5)
-            merged, lses = band.queries(o5), band.queries(l5)
+            merged, tops, totals = (band.queries(x) for x in (o5, top5, total5))
             for rows, columns, mask in _tiles(band, qs, ks):
-                scores = _scores(qs[..., rows, :], ks[..., columns, :], mask, scale, dtype)
-                before = lses[..., rows, :]
-                top = torch.maximum(scores.amax(-1, keepdim=True), before)
-                base = top.masked_fill(top == -torch.inf, 0.0)  # a row that has seen no key yet: exp(-inf - 0) = 0
-                p = scores.sub_(base).exp_()
-                kept = (before - base).exp()  # e^lse of what is merged already
+                scores = _scores(qs[..., rows, :], ks[..., columns, :], mask, dtype)
+                before = tops[..., rows, :]
+                most = torch.maximum(scores.amax(-1, keepdim=True), before)
+                base = most.masked_fill(most == -torch.inf, 0.0)  # a row that has seen no key yet: exp(-inf - 0) = 0
+                p = scores.sub_(base).mul_(scale).exp_()
+                kept = (before - base).mul_(scale).exp_() * totals[..., rows, :]  # of what is merged already
                 both = kept + p.sum(-1, keepdim=True)
                 share = both.masked_fill(both == 0.0, 1.0)
                 merged[..., rows, :].mul_(kept / share).add_((p / share) @ vs[..., columns, :].to(dtype))
-                before.copy_(base + both.log())
-    if total is not out:
-        out.copy_(total)
-    return out, lse
+                before.copy_(most)
+                totals[..., rows, :] = both
+    if wide is not out:
+        out.copy_(wide)
+    return out, top, total
 
 
-def backward(
+def backward(  # noqa: PLR0917  (what `sparse_operator` saves)
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    top: torch.Tensor,
+    total: torch.Tensor,
     *,
     dout: torch.Tensor,
     pattern: Pattern,
     causal: bool,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Tensors3:
     dtype = accumulator(q.dtype)
     grads = [empty_output(x) for x in (q, k, v)]
     dq, dk, dv = (x.zero_() if x.dtype == dtype else torch.zeros_like(x, dtype=dtype) for x in grads)
@@ -190,14 +193,17 @@ def backward(
         delta = torch.einsum("bhnd,bhnd->bhn", dout.to(dtype), out.to(dtype))  # Σ_j p_ij dp_ij
         (q5, k5), (do5, v5), (dq5, dk5) = _grouped(q, k), _grouped(dout, v), _grouped(dq, dk)
         dv5, heads = dv.unsqueeze(2), (k.shape[1], -1)
-        l5, d5 = (x.unflatten(1, heads).unsqueeze(-1) for x in (lse.masked_fill(lse == -torch.inf, torch.inf), delta))
+        top = top.masked_fill(top == -torch.inf, torch.inf)  # a row that has seen no key: exp(-inf) = 0
+        inverse = 1 / total.masked_fill(total == 0.0, 1.0)
+        top5, inverse5, d5 = (x.unflatten(1, heads).unsqueeze(-1) for x in (top, inverse, delta))
         for band in bands(pattern, q.shape[2], causal):
-            qs, dos, dqs, ls, ds = (band.queries(x) for x in (q5, do5, dq5, l5, d5))
+            qs, dos, dqs, tops, inverses, ds = (band.queries(x) for x in (q5, do5, dq5, top5, inverse5, d5))
             ks, vs, dks, dvs = (band.keys(x) for x in (k5, v5, dk5, dv5))
             for rows, columns, mask in _tiles(band, qs, ks):
                 qt, dot = qs[..., rows, :].to(dtype), dos[..., rows, :].to(dtype)
                 kt = ks[..., columns, :].to(dtype)
-                p = _scores(qt, kt, mask, scale, dtype).sub_(ls[..., rows, :]).exp_()
+                p = _scores(qt, kt, mask, dtype).sub_(tops[..., rows, :]).mul_(scale).exp_()
+                p.mul_(inverses[..., rows, :])
                 dvs[..., columns, :] += (p.transpose(-2, -1) @ dot).sum_to_size(dvs[..., columns, :].shape)
                 dp = dot @ vs[..., columns, :].to(dtype).transpose(-2, -1)
                 dscores = dp.sub_(ds[..., rows, :]).mul_(p).mul_(scale)

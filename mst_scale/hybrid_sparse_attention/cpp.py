@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from mst_scale import compiled
-from mst_scale.hybrid_sparse_attention.custom_op import empty_lse, empty_output, sparse_operator
+from mst_scale.hybrid_sparse_attention.custom_op import Tensors3, empty_output, empty_row_numbers, sparse_operator
 from mst_scale.hybrid_sparse_attention.pattern import KINDS, Pattern
 
 SOURCES = Path(__file__).parent / "cpp_kernel"
@@ -31,7 +31,7 @@ class _Tensor(ctypes.Structure):
 class _Call(ctypes.Structure):
     _fields_ = [
         *((name, _Tensor) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")),
-        ("lse", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("top", "total")),
         *((name, ctypes.c_int64) for name in ("batches", "heads", "kv_heads", "length", "dim")),
         *((name, ctypes.c_int64) for name in ("dtype", "kind", "stride", "causal", "regroup", "threads")),
         ("scale", ctypes.c_double),
@@ -48,9 +48,13 @@ def library() -> ctypes.CDLL | str:
     """The loaded library, or the reason why there is none. Tried once per process."""
     loaded = compiled.load("sparse_attention", SOURCES)
     if isinstance(loaded, ctypes.CDLL):
-        for function in (loaded.hsa_forward, loaded.hsa_backward):
-            function.argtypes, function.restype = [ctypes.POINTER(_Call)], ctypes.c_int
+        declare(loaded)
     return loaded
+
+
+def declare(loaded: ctypes.CDLL) -> None:
+    for function in (loaded.hsa_forward, loaded.hsa_backward):
+        function.argtypes, function.restype = [ctypes.POINTER(_Call)], ctypes.c_int
 
 
 def why_not(device: str, dtype: torch.dtype) -> str | None:
@@ -68,10 +72,16 @@ def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 def _call(
-    function: str, pattern: Pattern, causal: bool, scale: float, lse: torch.Tensor, **tensors: torch.Tensor
+    function: str,
+    pattern: Pattern,
+    causal: bool,
+    scale: float,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    **tensors: torch.Tensor,
 ) -> None:
     loaded = library()
     assert isinstance(loaded, ctypes.CDLL), loaded
+    assert scale > 0, scale  # the largest product is the largest score
     q, k = tensors["q"], tensors["k"]
     if q.numel() == 0:
         return
@@ -79,7 +89,8 @@ def _call(
     work = q.shape[0] * q.shape[1] * q.shape[3] * pattern.pairs(length, causal)
     call = _Call(
         **{name: _Tensor(x.data_ptr(), *x.stride()[:3]) for name, x in tensors.items()},
-        lse=lse.data_ptr(),
+        top=rows[0].data_ptr(),
+        total=rows[1].data_ptr(),
         batches=q.shape[0],
         heads=q.shape[1],
         kv_heads=k.shape[1],
@@ -99,29 +110,30 @@ def _call(
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Tensors3:
     q, k, v = map(_rows_contiguous, (q, k, v))
-    out, lse = empty_output(q), empty_lse(q)
-    _call("hsa_forward", pattern, causal, scale, lse, q=q, k=k, v=v, out=out)
-    return out, lse
+    out, top, total = empty_output(q), empty_row_numbers(q), empty_row_numbers(q)
+    _call("hsa_forward", pattern, causal, scale, (top, total), q=q, k=k, v=v, out=out)
+    return out, top, total
 
 
-def backward(
+def backward(  # noqa: PLR0917  (what `sparse_operator` saves)
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    top: torch.Tensor,
+    total: torch.Tensor,
     *,
     dout: torch.Tensor,
     pattern: Pattern,
     causal: bool,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Tensors3:
     q, k, v, out, dout = map(_rows_contiguous, (q, k, v, out, dout))
     dq, dk, dv = empty_output(q), empty_output(k), empty_output(v)
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-    _call("hsa_backward", pattern, causal, scale, lse.contiguous(), **tensors)
+    _call("hsa_backward", pattern, causal, scale, (top.contiguous(), total.contiguous()), **tensors)
     return dq, dk, dv
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mst_scale.hybrid_sparse_attention.dispatch import attention
+from mst_scale.hybrid_sparse_attention.module import SelfAttention
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
 NAME = "mst_scale"
@@ -30,11 +32,29 @@ UNKNOWN = ("sliding_window", "softcap", "s_aux", "position_bias", "cache")
 log = logging.getLogger("mst_scale")
 
 
-def attach(model: Any, pattern: Pattern, backend: str = "auto") -> str | None:
-    """Make every attention layer of a transformers model follow `pattern`. Returns why not, or None when it does."""
-    config = getattr(model, "config", None)
-    if not hasattr(model, "set_attn_implementation") or config is None:
-        return "the model has no mst_scale SelfAttention layers, and is no model of transformers with an interface"
+def attach(model: nn.Module, pattern: Pattern, backend: str = "auto") -> str | None:
+    """Make every attention layer of the transformers models in `model` (itself, or parts of it) follow `pattern`.
+
+    Returns why some stays dense, or None.
+    """
+    found = list(_of_transformers(model))
+    if not found and not any(isinstance(module, SelfAttention) for module in model.modules()):
+        return "the model has no SelfAttention layers of mst_scale, and no model of transformers with an interface"
+    reasons = [_attach(part, pattern, backend) for part in found]
+    return next((reason for reason in reasons if reason), None)
+
+
+def _of_transformers(module: nn.Module) -> Iterator[Any]:
+    """The models of transformers in a module, each without the parts that are such models too."""
+    if hasattr(module, "set_attn_implementation") and hasattr(module, "config"):
+        yield module
+        return
+    for child in module.children():
+        yield from _of_transformers(child)
+
+
+def _attach(model: Any, pattern: Pattern, backend: str) -> str | None:
+    config = model.config
     if reason := _why_not(config):
         return reason
     layers = [m for m in model.modules() if hasattr(m, "is_causal") and "Attention" in type(m).__name__]

@@ -9,8 +9,8 @@ tensor cores see whole tiles:
     last      keys kl + l - 1 of earlier blocks
 
 One forward kernel (online softmax), one for dq, one for dk and dv, each launched once per part (two parts make a
-pattern). The second launch continues from the first one's out and lse; gradients add. The part with few pairs goes
-first in forward and dq, so that what is rounded to the storage type in between weighs least.
+pattern). The second launch continues from the first one's out, top and total; gradients add. The part with few pairs
+goes first in forward and dq, so that what is rounded to the storage type in between weighs least.
 
 Importing this file needs triton; dispatch.py does so only when a Triton backend is asked for.
 """
@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mst_scale.hybrid_sparse_attention.custom_op import empty_lse, empty_output, sparse_operator
+from mst_scale.hybrid_sparse_attention.custom_op import Tensors3, empty_output, empty_row_numbers, sparse_operator
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
 WINDOW, RESIDUES, BLOCK, LAST = (tl.constexpr(part) for part in range(4))
@@ -114,16 +114,17 @@ def _own(base, b, h, n, heads, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _lse2(lse, row, n):
-    """lse in units of ln 2; +inf for rows without keys and outside of the sequence, so that exp2(s - lse) is 0."""
-    value = tl.load(lse + row, mask=row < n, other=-float("inf"))
-    return tl.where(value == -float("inf"), float("inf"), value * LOG2E)
+def _softmax(top, total, row, n):
+    """top, and 1 / total; +inf for rows without keys and outside of the sequence, so that exp2(s - top) is 0."""
+    most = tl.load(top + row, mask=row < n, other=-float("inf"))
+    sum = tl.load(total + row, mask=row < n, other=0.0)
+    return tl.where(most == -float("inf"), float("inf"), most), 1.0 / tl.where(sum == 0.0, 1.0, sum)
 
 
 # ------------------------------------------------------------------------------------------------ kernels
 @triton.jit
 def _forward(
-    q, k, v, out, lse,
+    q, k, v, out, tops, totals,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     n, stride, per, heads, tiles, positions, scale,
     GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
@@ -136,7 +137,8 @@ def _forward(
     k += b * k_batch + h // GROUP * k_head
     v += b * v_batch + h // GROUP * v_head
     out = _own(out, b, h, n, heads, D)
-    lse += head * n
+    tops += head * n
+    totals += head * n
 
     position = first + tl.arange(0, QUERIES)
     row = _query_row(position, stride, per, PART)
@@ -145,33 +147,34 @@ def _forward(
         top = tl.full([QUERIES], -float("inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         sums = tl.zeros([QUERIES, WIDE], tl.float32)
-    else:  # go on from what the launch before has merged: weight 1 at lse
-        top = tl.load(lse + row, mask=row < n, other=-float("inf")) * LOG2E
-        total = tl.where(top == -float("inf"), 0.0, 1.0)
-        sums = _load(out, row, heads * D, n, D, WIDE).to(tl.float32)
+    else:  # go on from what the launch before has merged
+        top = tl.load(tops + row, mask=row < n, other=-float("inf"))
+        total = tl.load(totals + row, mask=row < n, other=0.0)
+        sums = _load(out, row, heads * D, n, D, WIDE).to(tl.float32) * total[:, None]
     low, high = _keys_of(first, tl.minimum(first + QUERIES, positions) - 1, n, stride, per, PART, CAUSAL)
     for start in range(low, high, KEYS):
         other = start + tl.arange(0, KEYS)
         key_row = _key_row(other, stride, per, PART)
         key = _load(k, key_row, k_row, n, D, WIDE)
         value = _load(v, key_row, v_row, n, D, WIDE)
-        s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
+        s = tl.dot(query, tl.trans(key), input_precision="ieee")
         seen = _seen(position[:, None], other[None, :], stride, per, PART, CAUSAL) & (key_row < n)[None, :]
         s = tl.where(seen, s, -float("inf"))
         above = tl.maximum(top, tl.max(s, 1))
         base = tl.where(above == -float("inf"), 0.0, above)
-        shrink = tl.exp2(top - base)
-        p = tl.exp2(s - base[:, None])
+        shrink = tl.exp2((top - base) * (scale * LOG2E))
+        p = tl.exp2((s - base[:, None]) * (scale * LOG2E))
         total = total * shrink + tl.sum(p, 1)
         sums = sums * shrink[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
         top = above
     _store(out, row, heads * D, n, sums / tl.where(total == 0.0, 1.0, total)[:, None], D, WIDE)
-    tl.store(lse + row, (top + tl.log2(total)) / LOG2E, mask=row < n)
+    tl.store(tops + row, top, mask=row < n)
+    tl.store(totals + row, total, mask=row < n)
 
 
 @triton.jit
 def _backward_queries(
-    q, k, v, out, lse, dout, delta, dq,
+    q, k, v, out, tops, totals, dout, delta, dq,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     n, stride, per, heads, tiles, positions, scale,
     GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
@@ -184,14 +187,15 @@ def _backward_queries(
     k += b * k_batch + h // GROUP * k_head
     v += b * v_batch + h // GROUP * v_head
     out, dout, dq = _own(out, b, h, n, heads, D), _own(dout, b, h, n, heads, D), _own(dq, b, h, n, heads, D)
-    lse += head * n
+    tops += head * n
+    totals += head * n
     delta += head * n
 
     position = first + tl.arange(0, QUERIES)
     row = _query_row(position, stride, per, PART)
     query = _load(q, row, q_row, n, D, WIDE)
     dvalue = _load(dout, row, heads * D, n, D, WIDE)
-    lse2 = _lse2(lse, row, n)
+    top, inverse = _softmax(tops, totals, row, n)
     mean = tl.sum(dvalue.to(tl.float32) * _load(out, row, heads * D, n, D, WIDE).to(tl.float32), 1)  # Σ_j p_ij dp_ij
     if FIRST:
         tl.store(delta + row, mean, mask=row < n)  # the dk, dv kernel reads it
@@ -202,9 +206,9 @@ def _backward_queries(
         key_row = _key_row(other, stride, per, PART)
         key = _load(k, key_row, k_row, n, D, WIDE)
         value = _load(v, key_row, v_row, n, D, WIDE)
-        s = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
+        s = tl.dot(query, tl.trans(key), input_precision="ieee")
         seen = _seen(position[:, None], other[None, :], stride, per, PART, CAUSAL) & (key_row < n)[None, :]
-        p = tl.where(seen, tl.exp2(s - lse2[:, None]), 0.0)
+        p = tl.where(seen, tl.exp2((s - top[:, None]) * (scale * LOG2E)) * inverse[:, None], 0.0)
         dp = tl.dot(dvalue, tl.trans(value), input_precision="ieee")
         ds = p * (dp - mean[:, None])
         sums += tl.dot(ds.to(key.dtype), key, input_precision="ieee")
@@ -216,7 +220,7 @@ def _backward_queries(
 
 @triton.jit
 def _backward_keys(
-    q, k, v, lse, dout, delta, dk, dv,
+    q, k, v, tops, totals, dout, delta, dk, dv,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     n, stride, per, key_heads, tiles, positions, scale,
     GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
@@ -246,11 +250,11 @@ def _backward_keys(
             query = _load(q + h * q_head, query_row, q_row, n, D, WIDE)
             dvalue = _load(_own(dout, b, h, n, heads, D), query_row, heads * D, n, D, WIDE)
             at = (b * heads + h) * n
-            lse2 = _lse2(lse + at, query_row, n)
+            top, inverse = _softmax(tops + at, totals + at, query_row, n)
             mean = tl.load(delta + at + query_row, mask=query_row < n, other=0.0)
-            s = tl.dot(key, tl.trans(query), input_precision="ieee") * (scale * LOG2E)
+            s = tl.dot(key, tl.trans(query), input_precision="ieee")
             seen = _seen(other[None, :], position[:, None], stride, per, PART, CAUSAL) & (row < n)[:, None]
-            p = tl.where(seen, tl.exp2(s - lse2[None, :]), 0.0)
+            p = tl.where(seen, tl.exp2((s - top[None, :]) * (scale * LOG2E)) * inverse[None, :], 0.0)
             sums_v += tl.dot(p.to(dvalue.dtype), dvalue, input_precision="ieee")
             dp = tl.dot(value, tl.trans(dvalue), input_precision="ieee")
             ds = p * (dp - mean[None, :])
@@ -338,14 +342,14 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Tensors3:
     _refuse_too_long(q)
     q, k, v = map(_readable, (q, k, v))
-    out, lse = empty_output(q), empty_lse(q)
+    out, top, total = empty_output(q), empty_row_numbers(q), empty_row_numbers(q)
     if q.numel():
         for index, part in enumerate(_parts(pattern, q.shape[2])):
-            _launch(_forward, (q, k, v, out, lse), q, k, v, pattern, causal, scale, part, index == 0, False)
-    return out, lse
+            _launch(_forward, (q, k, v, out, top, total), q, k, v, pattern, causal, scale, part, index == 0, False)
+    return out, top, total
 
 
 def backward(
@@ -353,24 +357,25 @@ def backward(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    top: torch.Tensor,
+    total: torch.Tensor,
     *,
     dout: torch.Tensor,
     pattern: Pattern,
     causal: bool,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Tensors3:
     q, k, v = map(_readable, (q, k, v))
-    out, dout, lse = _packed(out), _packed(dout), lse.contiguous()
+    out, dout, top, total = _packed(out), _packed(dout), top.contiguous(), total.contiguous()
     dq, dk, dv = empty_output(q), empty_output(k), empty_output(v)
     if q.numel():
-        delta = torch.empty_like(lse)
+        delta = torch.empty_like(top)
         parts = _parts(pattern, q.shape[2])
         for index, part in enumerate(parts):
-            tensors = (q, k, v, out, lse, dout, delta, dq)
+            tensors = (q, k, v, out, top, total, dout, delta, dq)
             _launch(_backward_queries, tensors, q, k, v, pattern, causal, scale, part, index == 0, False)
         for index, part in enumerate(reversed(parts)):  # here the first launch must write every row
-            tensors = (q, k, v, lse, dout, delta, dk, dv)
+            tensors = (q, k, v, top, total, dout, delta, dk, dv)
             _launch(_backward_keys, tensors, q, k, v, pattern, causal, scale, part, index == 0, True)
     return dq, dk, dv
 

@@ -137,6 +137,16 @@ def retain_(values: Tensor, bits: Tensor) -> None:
         words[begin:end].bitwise_and_(keep[: end - begin])
 
 
+def count_outside(values: Tensor, bits: Tensor) -> int:
+    """How many values are not 0 where a bit is clear; NaN is not 0."""
+    assert values.dim() == 1 and bits.numel() == byte_count(values.numel())
+    counts = [
+        (values[begin:end].detach().ne(0) & ~unpack_span(bits, begin, end)).count_nonzero()
+        for begin, end in spans(values.numel(), values.device)
+    ]
+    return int(torch.stack(counts).sum()) if counts else 0
+
+
 def fill_(values: Tensor, bits: Tensor, value: float) -> None:
     """Write `value` where a bit is set; values is flat and written in place."""
     assert values.dim() == 1 and bits.numel() == byte_count(values.numel())

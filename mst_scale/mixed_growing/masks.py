@@ -79,6 +79,12 @@ class LayerMask:
         """Count from now on which weights were ever alive."""
         self.ever = self.packed().clone()
 
+    def forget(self) -> None:
+        """Dense, as a new one."""
+        self.bits, self.active = None, self.numel
+        if self.ever is not None:
+            self.track_ever()
+
     def count(self) -> int:
         """Weights alive in the slice."""
         return self.length if self.bits is None else bitwise.count(self.bits)
@@ -88,6 +94,10 @@ class LayerMask:
         if self.bits is not None:
             for flat in values:
                 bitwise.retain_(flat, self.bits)
+
+    def count_inactive(self, values: Tensor) -> int:
+        """How many values of this slice are not 0 though they are not alive."""
+        return 0 if self.bits is None else bitwise.count_outside(values, self.bits)
 
     def whole(self, exchange: Exchange) -> Tensor:
         """The whole parameter's mask as bool, in its shape, from the slices of all ranks: a temporary.

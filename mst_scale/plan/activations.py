@@ -8,7 +8,8 @@ For b sequences of L tokens, width d, inner width f, h heads, vocabulary V and w
 
 and the head its input, its normalised input and the logits; their gradient stands beside them at the peak. BERT's
 blocks keep as much, and its head works on the masked positions only. Sparse attention keeps the same tensors as dense
-flash attention. With recomputation a block keeps its input alone, and one block at a time is whole.
+flash attention, and a second number per row, which is not counted. With recomputation a block keeps its input alone,
+and one block at a time is whole.
 
 `tests/plan/test_activations.py` compares `kept` with what autograd keeps. `working` was read from the modules: what is
 alive for an instant inside autograd's C++ is not seen there, and it has not been compared with a GPU's allocator.

@@ -8,7 +8,7 @@ from typing import Any
 from mst_scale.choices import stays_dense
 from mst_scale.config import Experiment
 from mst_scale.config.check import BATCH_KEYS, largest_micro
-from mst_scale.flops import dense_step_flops
+from mst_scale.costs.flops import dense_step_flops
 from mst_scale.plan.activations import activations
 from mst_scale.plan.clock import Seconds, step_seconds
 from mst_scale.plan.gpus import GB, Machine

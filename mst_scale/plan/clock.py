@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mst_scale.config import Experiment, ModelConfig
-from mst_scale.flops import forward_flops
+from mst_scale.costs.flops import forward_flops
 from mst_scale.plan.gpus import Machine
 from mst_scale.plan.memory import partition
 from mst_scale.plan.parameters import parameters

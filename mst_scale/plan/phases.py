@@ -7,8 +7,8 @@ from typing import Any
 
 from mst_scale.choices import stays_dense
 from mst_scale.config import Experiment, SparsityConfig
-from mst_scale.course import schedule_of
-from mst_scale.ledger import forecast
+from mst_scale.costs.ledger import forecast
+from mst_scale.costs.stretches import schedule_of
 from mst_scale.plan.clock import Seconds
 from mst_scale.plan.parameters import sparse_parameters
 from mst_scale.plan.skipping import skips

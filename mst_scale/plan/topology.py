@@ -12,8 +12,9 @@ them larger than 65,536 weights:
 
 Masks made of blocks send 4 bytes a block and 8 for each score that is read, instead of all that. Then, of all L sparse
 layers, 16·L for the digests, and unless mst.compute.backend is dense 8·L to agree which of them multiply with their
-masks, and one bit a weight of these. ZeRO-0 sends nothing, since replicas choose alike without a word. A drift
-check (every `topology.check_every` steps) compares digests.
+masks, and one bit a weight of these. ZeRO-0 sends nothing, since replicas choose alike without a word. A drift check
+(every `topology.check_every` steps) compares digests, and counts inactive weights that are not 0. Left out are that
+count in the update after a topology step (16·L), and that of dead units (a byte a row and column at logged rows).
 
 Only refinement depends on the weights (and a bracket that misses, which costs 16 bytes a layer once more). A layer with
 c candidates in its bracket meets λ = c/2^(b·r) others in its bin after r rounds, and is done if its k-th is the last of
@@ -32,7 +33,7 @@ from itertools import chain
 from mst_scale.choices import stays_dense
 from mst_scale.config import Experiment
 from mst_scale.config.blocks import BlockGranularity
-from mst_scale.course import grid_of, schedule_of
+from mst_scale.costs.stretches import grid_of, schedule_of
 from mst_scale.mixed_growing.distribution import Plan, active_counts, plan
 from mst_scale.mixed_growing.policies import BY_GRADIENT, Policy, policy
 from mst_scale.plan.clock import seconds
@@ -159,9 +160,9 @@ def whole_masks(masked: Sequence[Parameter]) -> list[Call]:
 
 
 def drift_check(experiment: Experiment, s: Setting) -> list[Call]:
-    """Of the ranks that share each parameter, and of replicas."""
+    """Of the ranks that share each parameter, and of replicas, which also agree on inactive weights that are not 0."""
     count = len(sparse_parameters(experiment.model, experiment.mst.targets))
-    return _all_reduces([16 * count] * (s.stage > 0) + [8 * count] * 3)
+    return _all_reduces([16 * count, 8 * count] * (s.stage > 0) + [8 * count] * 4)
 
 
 def _updates(experiment: Experiment, s: Setting, everything: Sequence[Layer]) -> Iterator[list[Layer]]:

@@ -123,7 +123,7 @@ class Report:
 
 def unambiguous(folders: Sequence[Path]) -> list[str]:
     """Names of the runs: the folder's, with its parents' where two are called the same."""
-    full = [folder.resolve() for folder in folders]
+    full = [Path(os.path.realpath(folder)) for folder in folders]
     if len(set(full)) != len(full):
         twice = next(folder for folder in full if full.count(folder) > 1)
         raise ValueError(f"{twice} is given twice")

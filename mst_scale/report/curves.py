@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from mst_scale.progress import flops_unit
 from mst_scale.report.groups import Curve, Group, Spread, smoothed, spread
 from mst_scale.report.reading import Run
 from mst_scale.report.style import (
@@ -28,6 +27,7 @@ from mst_scale.report.style import (
     steps_axis,
     time_unit,
 )
+from mst_scale.runs.progress import flops_unit
 
 WARM = 0.03  # of a run: where its loss falls so steeply that the rest would be flat beside it
 

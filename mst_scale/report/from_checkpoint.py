@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mst_scale import checkpoint as checkpoints
-from mst_scale import mask_files, snapshots
+from mst_scale.checkpoints import mask_files, store
 from mst_scale.mixed_growing import bits
 from mst_scale.mixed_growing.masks import assemble
-from mst_scale.observer import as_matrix, cell_sizes, cell_sums, describe
-from mst_scale.snapshots import Snapshot
-from mst_scale.weights import weights_of
+from mst_scale.runs import snapshots
+from mst_scale.runs.observer import as_matrix, cell_sizes, cell_sums, describe
+from mst_scale.runs.snapshots import Snapshot
+from mst_scale.zero_shards.weight_files import weights_of
 
 EMBEDDINGS = ("wte.", "wpe.", "embeddings.")  # of a dense run, whose checkpoint does not say what could be sparse
 
@@ -46,7 +46,7 @@ def look(checkpoint: Path) -> Snapshot:
         if name in drawn:
             pictures[name] = cell_sums(values, 0, shape, magnitude=True).numpy() / cell_sizes(shape)
             alive[name] = cell_sums(living, 0, shape).numpy() / cell_sizes(shape)
-    manifest = checkpoints.head(checkpoint) or {}
+    manifest = store.head(checkpoint) or {}
     step = int(manifest.get("step") or (masks.head["step"] if masks is not None else 0))
     phase = masks.head["phase"] if masks is not None else "dense"
     parameters = sum(math.prod(shape) for shape in weights.shapes.values())

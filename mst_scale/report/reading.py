@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,16 +19,17 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mst_scale import snapshots
 from mst_scale.choices import attention_schedule_of, variation_of
 from mst_scale.config import load
+from mst_scale.dead_units.kinds import KINDS
 from mst_scale.report.thinned import Thinned
+from mst_scale.runs import snapshots
 from mst_scale.sparsity_variation import Schedule
 
 SERIES = (
     "step", "seconds", "tokens", "loss", "lr", "grad_norm", "target_sparsity", "sparsity", "update_fraction",
     "attention_stride", "flops", "flops_dense", "flops_causal", "flops_dense_causal", "tokens_per_s", "step_ms",
-    "peak_memory_bytes", "pruned", "grown", "regrown",
+    "peak_memory_bytes", "pruned", "grown", "regrown", *(f"dead:{kind}" for kind in KINDS),
 )  # fmt: skip
 VALIDATION = ("step", "seconds", "tokens", "flops", "flops_causal", "val_loss")
 LAYER = ("density", "churn", "ever_active", "pruned", "grown")
@@ -138,7 +140,7 @@ class Reader:
             raise ValueError(f"there is no folder {folder}: give a run's folder (the OUT of mst_scale.pretrain)")
         if not any((folder / file).is_file() for file in ("metrics.jsonl", "config.json")):
             raise ValueError(f"{folder} is not a run: it has neither metrics.jsonl nor config.json")
-        self.folder, self.name = folder, name or folder.resolve().name
+        self.folder, self.name = folder, name or Path(os.path.realpath(folder)).name
         self.signature: tuple[int, int] | None = None
         self.kept_snapshots: dict[Path, tuple[int, snapshots.Snapshot | str]] = {}
         self.looked_at: tuple[list[str], str, snapshots.Snapshot] | None = None
@@ -206,6 +208,7 @@ class Reader:
             for what in ("pruned", "grown", "regrown"):
                 row[what] = sum(number(layer.get(what), 0.0) for layer in layers.values())
             self._take_layers(step, layers, number(row.get("sparsity"), 0.0))
+        row |= {f"dead:{kind}": share for kind, share in dead_shares(row.get("units")).items()}
         run.series.add([number(row.get(name)) for name in SERIES])
         if math.isfinite(number(row.get("val_loss"))):
             run.validation.add([number(row.get(name)) for name in VALIDATION])
@@ -303,7 +306,7 @@ class Reader:
             return
         try:
             if self.looked_at is None or self.looked_at[0] != saved:
-                from mst_scale.checkpoint import locate  # torch and DeepSpeed, which nothing else here needs
+                from mst_scale.checkpoints.store import locate  # torch and DeepSpeed, which nothing else here needs
                 from mst_scale.report.from_checkpoint import look
 
                 path = locate(self.folder)
@@ -340,6 +343,15 @@ class Reader:
             run.notes.append(f"not finished: step {run.step:,} of {run.steps:,}")
         if run.spike_count > len(run.spikes):
             run.notes.append(f"{run.spike_count} spikes of the gradient norm; the {len(run.spikes)} highest are marked")
+
+
+def dead_shares(units: Any) -> dict[str, float]:
+    """Dead units by kind as shares, as far as a row says."""
+    told = units if isinstance(units, dict) else {}
+    known = {
+        kind: counts for kind, counts in told.items() if isinstance(counts, dict) and number(counts.get("all")) > 0
+    }
+    return {kind: number(counts.get("dead")) / number(counts["all"]) for kind, counts in known.items()}
 
 
 def number(value: Any, missing: float = math.nan) -> float:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mst_scale.progress import clock, flops_unit
 from mst_scale.report.groups import Group, dotted
 from mst_scale.report.reading import Run, number
 from mst_scale.report.style import counted
+from mst_scale.runs.progress import clock, flops_unit
 
 NONE = "–"
 MOST_EVENTS = 30
@@ -40,6 +40,8 @@ def rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
             "seconds": _mean(group, lambda run: run.seconds or None),
             "tokens_per_s": _mean(group, _speed),
             "peak_memory_bytes": _mean(group, _last("peak_memory_bytes")),
+            "dead_units": _mean(group, _last("dead_units")),
+            "units": _mean(group, _units),
         }
         for group in groups
     ]
@@ -61,6 +63,7 @@ COLUMNS: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
     ("time", lambda row: _said(row["seconds"], clock)),
     ("tokens/s", lambda row: _said(row["tokens_per_s"], "{:,.0f}".format)),
     ("memory", lambda row: _said(row["peak_memory_bytes"], _bytes)),
+    ("dead units", lambda row: _said(row["dead_units"], lambda n: f"{n:,.4g} of {row['units'] or 0:,.0f}")),
 ]
 
 
@@ -103,6 +106,13 @@ def _speed(run: Run) -> float | None:
     speeds = run.series.mean("tokens_per_s")
     speeds = speeds[np.isfinite(speeds)]
     return float(np.median(speeds)) if speeds.size else None
+
+
+def _units(run: Run) -> float | None:
+    units = run.last.get("units")
+    if not isinstance(units, dict):
+        return None
+    return sum(number(counts.get("all"), 0.0) for counts in units.values() if isinstance(counts, dict))
 
 
 def _values(group: Group, value: Callable[[Run], float | None]) -> list[float]:

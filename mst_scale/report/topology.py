@@ -13,9 +13,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
+from mst_scale.dead_units.kinds import KINDS
 from mst_scale.report.reading import LAYER, Run
 from mst_scale.report.style import (
     HEIGHT,
+    LINE_STYLES,
     PHASES,
     Missing,
     Plot,
@@ -26,7 +28,7 @@ from mst_scale.report.style import (
     ratio_axis,
     steps_axis,
 )
-from mst_scale.snapshots import kind_of
+from mst_scale.runs.snapshots import kind_of
 from mst_scale.sparsity_variation import Schedule
 
 MAP = "cividis"  # one lightness scale for all kinds of colour vision
@@ -36,8 +38,8 @@ LABELS = 24  # layers that can be named beside a map
 def one_run(run: Run) -> list[Plot]:
     """Figures of the schedule and the topology of a run; keys are made unique by the caller."""
     return [
-        sparsity(run), update_fraction(run), gradient_norm(run), prune_and_grow(run), by_layer(run, "pruned"),
-        by_layer(run, "grown"), churn(run), exploration(run), densities(run),
+        sparsity(run), update_fraction(run), gradient_norm(run), prune_and_grow(run), dead_units(run),
+        by_layer(run, "pruned"), by_layer(run, "grown"), churn(run), exploration(run), densities(run),
     ]  # fmt: skip
 
 
@@ -149,6 +151,32 @@ def prune_and_grow(run: Run) -> Plot:
         "Over all layers, added up over the topology steps between two logged rows; the mean where rows are merged."
     )
     return Plot("prune-grow", caption, draw)
+
+
+def dead_units(run: Run) -> Plot:
+    def draw(figure: Figure, theme: Theme) -> None:
+        shares = {kind: run.series.mean(f"dead:{kind}") for kind in KINDS}
+        shares = {kind: share for kind, share in shares.items() if np.isfinite(share).any()}
+        if not shares:
+            raise Missing("metrics.jsonl does not count units: the run is dense, or its model's units are not known")
+        axes = figure.subplots()
+        handles = _shade(axes, run, theme)
+        lines = []
+        for i, (kind, share) in enumerate(shares.items()):
+            look: dict[str, Any] = {"color": theme.series[i], "linestyle": LINE_STYLES[i % len(LINE_STYLES)]}
+            axes.plot(run.series.last("step"), share, **look)
+            lines.append(Line2D([], [], label=KINDS[kind], **look))
+        percent_axis(axes, "dead units")
+        axes.set_ylim(0, max(0.01, 1.1 * max(float(np.nanmax(share)) for share in shares.values())))
+        axes.set_title("Dead units")
+        steps_axis(axes)
+        legend(figure, [*lines, *handles], columns=3)
+
+    caption = (
+        "Share of neurons and of channels of a head whose weights are all zero, so that no gradient reaches them; "
+        "mst.topology.wake_dead_units gives them weights where the masks go."
+    )
+    return Plot("dead-units", caption, draw)
 
 
 # --- by layer ---

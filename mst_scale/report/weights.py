@@ -13,7 +13,7 @@ from mst_scale.report.groups import Group
 from mst_scale.report.reading import Run
 from mst_scale.report.style import LINE_STYLES, PHASES, Missing, Plot, Theme, counted, legend
 from mst_scale.report.topology import MAP, block_of, short
-from mst_scale.snapshots import Matrix, Snapshot, kind_of
+from mst_scale.runs.snapshots import Matrix, Snapshot, kind_of
 
 PHASES_SHOWN = 5  # columns of a picture; a run that turns more often shows its last ones
 FEWEST = 3  # columns of the layout, so that one picture is not blown up

@@ -114,7 +114,7 @@ class CompiledIndex:
 
         The gradients are computed along with it where they are wanted, and only scaled by backward.
         """
-        loss: torch.Tensor = _CrossEntropy.apply(x, weight, targets, self)
+        loss: torch.Tensor = _CrossEntropy.apply(x, weight, targets, (self, torch.is_grad_enabled()))
         return loss
 
     def run(
@@ -176,16 +176,17 @@ class _Linear(torch.autograd.Function):
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, index: CompiledIndex
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, how: tuple[CompiledIndex, bool]
     ) -> torch.Tensor:
+        index, with_gradients = how
         wide = torch.promote_types(x.dtype, torch.float32)
         flat = x.reshape(-1, index.shape[1]).contiguous()
         targets = targets.reshape(-1).to(torch.int64).contiguous()
         if len(targets) != len(flat) or (len(targets) and int(targets.max()) >= index.shape[0]):
             raise ValueError(f"{len(flat)} tokens need as many targets below {index.shape[0]}")
         counted = targets >= 0
-        weights = (counted / counted.sum()).float()
-        wants_gradients = any(ctx.needs_input_grad)
+        weights = counted.to(wide) / counted.sum()
+        wants_gradients = with_gradients and any(ctx.needs_input_grad)  # which torch.no_grad does not change
         losses = torch.empty(len(flat), dtype=wide)
         dx = torch.empty(flat.shape, dtype=wide) if wants_gradients else None
         gradient = torch.empty(index.entries, dtype=wide) if wants_gradients else None

@@ -7,15 +7,23 @@ slices        for every sparse parameter this rank's slice, with live views of i
 checkpoints   saves that fail together, loads that read data only, universal checkpoints at every stage
 """
 
-from mst_scale.zero_shards.checkpoints import (
+from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, shape_of, whole, zero_stage
+from mst_scale.zero_shards.saving import (
     after_loading,
     errors_after_saving,
     fit_universal_checkpoints,
     load_checkpoint,
     saved_classes,
 )
-from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, shape_of, whole, zero_stage
-from mst_scale.zero_shards.slices import Shards, group_of, put_reads, shards_of, updates_of, zero_inactive
+from mst_scale.zero_shards.slices import (
+    Shards,
+    group_of,
+    put_reads,
+    refuse_arguments,
+    shards_of,
+    updates_of,
+    zero_inactive,
+)
 from mst_scale.zero_shards.step import (
     NamedCollectives,
     after_master_update,
@@ -28,6 +36,9 @@ from mst_scale.zero_shards.step import (
     has_moments,
     hold_updates,
     loss_scale,
+    optimized,
+    optimizer_name,
+    refuse_unoptimized,
     scale_plain_loss,
 )
 
@@ -50,8 +61,12 @@ __all__ = [
     "is_matrix",
     "load_checkpoint",
     "loss_scale",
+    "optimized",
+    "optimizer_name",
     "partitioned_construction",
     "put_reads",
+    "refuse_arguments",
+    "refuse_unoptimized",
     "saved_classes",
     "scale_plain_loss",
     "shape_of",

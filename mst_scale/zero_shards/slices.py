@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -173,7 +175,24 @@ def shards_of(engine: Any, parameters: dict[str, nn.Parameter]) -> Shards:
     return CutParameters(engine, parameters) if stage == 3 else FlatPartitions(engine, parameters)
 
 
+def refuse_arguments(model: nn.Module, *more: Any, **others: Any) -> None:
+    """Refuse what of `deepspeed.initialize`'s arguments, from the fifth on, masks cannot follow."""
+    given = inspect.signature(deepspeed.initialize).bind(None, model, None, None, *more, **others).arguments
+    for name in ("mpu", "mesh_param"):
+        if given.get(name) is not None:
+            raise ValueError(
+                f"{name} does not go with sparse training: gradients and shards would lie over other groups of ranks: "
+                "leave it out, or train with method dense"
+            )
+    if isinstance(model, deepspeed.PipelineModule):
+        raise ValueError(
+            "a PipelineModule does not go with sparse training: it steps by another engine, past the masks: give the "
+            "model whole, or train with method dense"
+        )
+
+
 def refuse_untested(engine: Any) -> None:
+    """Refuse what DeepSpeed has built other than masks know; what a config says is refused before (config/support)."""
     kind = type(engine.optimizer).__name__
     if kind == "BF16_Optimizer":
         raise ValueError(
@@ -215,6 +234,11 @@ def refuse_untested(engine: Any) -> None:
         raise ValueError("masks cannot follow optimizer states to NVMe: set offload_optimizer.device to cpu")
     if _on_nvme(zero.offload_param):
         raise ValueError("masks cannot follow weights to NVMe: set offload_param.device to cpu")
+    if offload is not None and getattr(offload, "super_offload", False) and stage == 3:
+        raise ValueError(
+            "offload_optimizer.super_offload hands gradients to another process before they can be masked: set it to "
+            "false"
+        )
     if offload is not None and getattr(offload, "ratio", 1.0) != 1.0:
         raise ValueError(f"offload_optimizer.ratio = {offload.ratio} is untested with sparse training: set it to 1.0")
 

@@ -17,6 +17,31 @@ def base_optimizer(engine: Any) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
+def optimizer_name(engine: Any) -> str:
+    return type(base_optimizer(engine)).__name__
+
+
+def optimized(engine: Any) -> set[int]:
+    """Ids of the model's parameters that are in a group of the optimizer."""
+    optimizer = engine.optimizer
+    named = ("bit16_groups", "bf16_groups", "fp16_groups")  # DeepSpeed's wrappers put flat copies into param_groups
+    groups = next((getattr(optimizer, name) for name in named if hasattr(optimizer, name)), None)
+    groups = [group["params"] for group in optimizer.param_groups] if groups is None else groups
+    return {id(p) for group in groups for p in group}
+
+
+def refuse_unoptimized(engine: Any, targets: dict[str, torch.nn.Parameter]) -> None:
+    """Every target is in a group of the optimizer: what no update reaches could not follow its mask."""
+    updated = optimized(engine)
+    left_out = [name for name, p in targets.items() if id(p) not in updated]
+    if left_out:
+        raise ValueError(
+            f"{left_out[0]} is to become sparse and is in no parameter group of the optimizer ({len(left_out)} of "
+            f"{len(targets)} matrices are in none): give it to model_parameters or to the optimizer, freeze it with "
+            "requires_grad_(False), or name it in mst.targets.exclude"
+        )
+
+
 def has_moments(engine: Any) -> bool:
     """Whether the optimizer averages gradients as Adam does."""
     return all("betas" in group for group in base_optimizer(engine).param_groups)

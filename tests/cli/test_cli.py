@@ -6,8 +6,24 @@ import sys
 
 import pytest
 
-from mst_scale import cli
+from mst_scale import cli, distributed
 from tests import tiny_run
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("", False), ("0", False), ("false", False), ("1", True), ("yes", True)])
+def test_tracebacks_are_shown_where_they_are_asked_for(monkeypatch, value, wanted):
+    monkeypatch.setenv("MST_TRACEBACK", value)
+    assert distributed.is_plain(OSError("gone")) != wanted
+
+
+@pytest.mark.parametrize(
+    "said", ["DefaultCPUAllocator: can't allocate memory: you tried", "CUDA out of memory.\nTried"]
+)
+def test_too_little_memory_is_one_line(said):
+    error = RuntimeError(said)
+    assert distributed.is_plain(error) and distributed.exit_code(error) == 1
+    line = distributed.one_line(error)
+    assert line.startswith("out of memory: lower train_micro_batch") and len(line.splitlines()) == 1
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
@@ -31,6 +47,7 @@ def test_the_verbs_are_listed(capsys):
     [
         [],
         ["nonsense"],
+        ["inspect", "nowhere", "a\nb"],
         ["inspect"],
         ["data", "--nonsense"],
         ["plan", "--config", "C", "--gpus", "many"],

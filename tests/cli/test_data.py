@@ -88,12 +88,22 @@ def test_verify_tells_whole_from_damaged(source: str, capsys: pytest.CaptureFixt
         (["books.jsonl", "--tokenizer", "byte", "--val-fraction", "2"], "val_fraction must lie in"),
         (["books.jsonl", "--tokenizer", "byte", "--workers", "0"], "workers must be at least 1"),
         (["--verify", "nowhere"], "does not exist"),
+        (["--verify", "."], "there is no train.bin"),
+        (["--verify", "foreign"], "has format None"),
+        (["loop", "--tokenizer", "byte"], "no such file"),
+        (["./loop", "--tokenizer", "byte"], "no such file"),
+        (["stdlib", "--out", "books.jsonl"], "'books.jsonl' is no folder; choose another"),
+        (["stdlib", "--out", "loop"], "choose another folder"),
+        (["stdlib", "--out", "x" * 300], "File name too long; choose another folder"),
         (["books.jsonl", "--verify", "nowhere"], "--verify takes a corpus folder and nothing else"),
     ],
 )
 def test_wrong_use_is_one_line_and_code_2(
     source: str, arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ):
+    Path("loop").symlink_to("loop")
+    Path("foreign").mkdir()
+    Path("foreign/meta.json").write_text("{}")
     assert main(["data", *arguments]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("mst: ") and complaint in last
@@ -107,8 +117,10 @@ def test_sizes_are_read(text: str, n_bytes: int):
     assert _bytes(text) == n_bytes
 
 
-def test_bad_sizes_are_wrong_use(source: str, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("size", ["3X", "0", "-5", "nan", "1e400", "0.1", "1e30"])
+@pytest.mark.parametrize("words", [["data", "stdlib", "--max-bytes="], ["export", "run", "out", "--shard-size="]])
+def test_bad_sizes_are_wrong_use(words: list[str], size: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as done:
-        main(["data", source, "--max-bytes", "3X"])
+        main([*words[:-1], words[-1] + size])
     assert done.value.code == 2
-    assert "'3X' is not a number of bytes like 500K, 20M or 3G" in capsys.readouterr().err
+    assert f"'{size}' is not a number of bytes like 500K, 20M or 3G" in capsys.readouterr().err

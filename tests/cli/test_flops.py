@@ -17,6 +17,18 @@ def ask(capsys, *argv: str) -> str:
     return capsys.readouterr().out
 
 
+def test_the_default_model_is_announced_and_json_stays_clean(tmp_path, capsys):
+    path = tmp_path / "c.json"
+    path.write_text('{"train_batch_size": 8, "training": {"steps": 10}}')
+    assert cli.main(["flops", "--config", str(path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["context"] == 1024
+    said = "this counts the default, GPT-2 small (12 layers of width 768, context 1,024)"
+    assert err == f"mst: {path} has no model block: {said}\n"
+    assert cli.main(["flops", "--config", str(path), "--set", "model.n_layer=2"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_the_papers_table(capsys):
     found = json.loads(ask(capsys, "--paper", "--json"))
     expected = {"dense": 874.8, "tiny": 212.7, "static": 267.7, "rigl": 267.7, "mst": 219.4}

@@ -2,8 +2,8 @@
 
 import json
 
+from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.cli import main
-from mst_scale.inspect import inspect
 from tests.test_inspect import damaged, sealed
 from tests.test_mask_files import SHAPES, whole
 
@@ -11,8 +11,9 @@ from tests.test_mask_files import SHAPES, whole
 def test_the_table_is_aligned_and_holds_each_layer(tmp_path, capsys):
     folder = sealed(tmp_path / "step00000040", whole(1))
     assert main(["inspect", str(folder)]) == 0
-    head, _, columns, *rows = capsys.readouterr().out.splitlines()
+    head, dead, _, columns, *rows = capsys.readouterr().out.splitlines()
     assert "step 40, phase ultra" in head and "(target 80.00%)" in head
+    assert dead == "dead units: 2 of 8 MLP neurons, 0 of 4 value channels"
     assert len(rows) == len(SHAPES) and "ever active" in columns
     for row, layer in zip(rows, inspect(folder).layers, strict=True):
         name, shape, active, density, ever, digest = row.split()
@@ -26,6 +27,7 @@ def test_json_is_one_object_with_the_keys_of_the_contract(tmp_path, capsys):
     assert main(["inspect", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"step", "phase", "sparsity", "layers"} <= found.keys()
+    assert found["dead_units"] == {"mlp": [2, 8], "value": [0, 4]}
     assert all({"name", "shape", "density", "sha256"} <= layer.keys() for layer in found["layers"])
 
 
@@ -38,10 +40,18 @@ def test_a_dense_checkpoint(tmp_path, capsys):
     assert (found["phase"], found["sparsity"], found["layers"]) == ("dense", 0, [])
 
 
-def test_bad_input_is_one_line_and_exit_2(tmp_path, capsys):
+def test_bad_input_is_one_line_and_damage_is_no_wrong_use(tmp_path, capsys):
     folder = sealed(tmp_path / "step00000040", whole(1))
     damaged(folder / "mst" / "rank_00001.safetensors")
-    for path, message in ((tmp_path / "nowhere", "there is no folder"), (folder, "rank_00001.safetensors")):
-        assert main(["inspect", str(path)]) == 2
+    torn = sealed(tmp_path / "step00000041", whole(1))
+    (torn / "manifest.json").write_text("{")
+    (tmp_path / "empty").mkdir()
+    cases = (("nowhere", 2, "there is no folder"), ("empty", 2, "holds no checkpoint"))
+    for name, code, message in (
+        *cases,
+        (folder.name, 1, "rank_00001.safetensors does not match its digest"),
+        (torn.name, 1, "manifest.json cannot be read"),
+    ):
+        assert main(["inspect", str(tmp_path / name)]) == code
         streams = capsys.readouterr()
         assert message in streams.err and len(streams.err.splitlines()) == 1 and not streams.out

@@ -160,13 +160,20 @@ def test_the_global_batch_stays_on_any_number_of_gpus(capsys):
         ),
         (
             ["--gpus", "8", "--set", "zero_optimization.stage=1"],
-            "fp32 beside bf16 does not run at ZeRO-1: --set zero_optimization.stage=2",
+            "use ZeRO-2, or leave grad_accum_dtype out",
         ),
         (
             ["--gpus", "8", "--set", "zero_optimization.stage=0", "--method", "dense"],
             "does not run at ZeRO-0: --set zero_optimization.stage=2, or --set data_types.grad_accum_dtype=bf16",
         ),
-        (["--gpus", "8", "--set", "zero_optimization.offload_optimizer.device=nvme"], "knows none and cpu"),
+        (
+            ["--gpus", "8", "--set", "zero_optimization.offload_optimizer.device=nvme"],
+            'masks cannot follow optimizer states to NVMe: set offload_optimizer.device to "cpu"',
+        ),
+        (
+            ["--gpus", "8", "--method", "dense", "--set", "zero_optimization.offload_optimizer.device=nvme"],
+            "knows none and cpu",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(words, message, capsys):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mst_scale import reshape as module
+from mst_scale.checkpoints import reshape as module
 from mst_scale.cli import main
 from tests.test_inspect import sealed
 from tests.test_mask_files import whole
@@ -36,9 +36,12 @@ def test_deepspeed_finds_the_copy_without_a_tag(folder, tmp_path):
 
 def test_bad_input_is_one_line_and_exit_2(folder, tmp_path, capsys):
     (tmp_path / "taken").mkdir()
+    (tmp_path / "file").touch()
     for words, message in (
         ([str(tmp_path / "nowhere")], "there is no folder"),
         ([str(folder), str(tmp_path / "taken")], "taken exists"),
+        ([str(folder), str(tmp_path / "file" / "out")], "file' is no folder; choose another"),
+        ([str(folder), str(tmp_path / ("x" * 300))], "File name too long; choose another folder"),
     ):
         assert main(["reshape", *words]) == 2
         streams = capsys.readouterr()

@@ -1,12 +1,17 @@
 import copy
+import dataclasses
 import json
+import types
+import typing
 from pathlib import Path
 
 import pytest
 
 from mst_scale.choices import variation_of
-from mst_scale.config import METHODS, MODELS, RECIPES, load, to_dict
-from mst_scale.config.check import batch_shape, check
+from mst_scale.config import METHODS, MODELS, RECIPES, in_steps, load, to_dict
+from mst_scale.config.check import BATCH_KEYS, batch_shape, check
+from mst_scale.config.limits import LARGEST
+from mst_scale.config.load import BLOCKS
 
 READY = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 MINIMAL = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -136,6 +141,26 @@ def test_model_presets_fill_in_under_the_users_keys():
         ({"training": 3}, "training must be an object"),
         ({"data": {"dir": 3}}, "data.dir must be a string or null, not 3"),
         ({"mst": {"targets": {"include": "blocks.*"}}}, "must be a list of strings"),
+        ({"model": {"n_layer": 10**9}}, "model.n_layer must be at most 1,024, not 1000000000"),
+        ({"model": {"n_embd": 2**20, "n_head": 1, "n_layer": 1000}}, r"come to 1.3e\+16 weights"),
+        ({"training": {"steps": 10**30}}, "training.steps must be a number below 2"),
+        ({"training": {"steps": 10**5000}}, "not a number of 5,000 digits"),
+        ({"training": {"steps": 10**10}}, "training.steps must be at most 10,000,000"),
+        ({"training": {"seed": 2**70}}, "training.seed must be a number below 2"),
+        ({"training": {"seed": -1}}, "training.seed must be at least 0, not -1"),
+        ({"mst": {"seed": 2**64}}, "mst.seed must be a number below 2"),
+        ({"mst": {"seed": -3}}, "mst.seed must be at least 0, not -3"),
+        ({"data": {"seed": -3}}, "data.seed must be at least 0, not -3"),
+        ({"mst": {"attention": {"stride": 10**20}}}, "mst.attention.stride must be a number below 2"),
+        ({"mst": {"attention": {"stride": 10**9}}}, "mst.attention.stride must be at most 16,777,216"),
+        ({"zero_optimization": {"reduce_bucket_size": 2**64}}, "zero_optimization.reduce_bucket_size must be a number"),
+        ({"training": {"steps": 10, "warmup": 20}}, "training.warmup = 20 steps do not fit in training.steps = 10"),
+        ({"training": {"steps": 10, "decay": 11}}, "training.decay = 11 steps do not fit"),
+        ({"data": {"dir": "a\nb"}}, r"data.dir must not hold a line break: 'a\\nb'"),
+        ({"data": {"dir": "a\0b"}}, r"data.dir must not hold the character '\\x00'"),
+        ({"tensorboard": {"output_path": "a\nb"}}, "tensorboard.output_path must not hold a line break"),
+        ({"model": {"n\nlayer": 1}}, r"the key must not hold a line break: 'n\\nlayer'"),
+        ({"data": {"dir": "\ud800"}}, r"data.dir must not hold the character '\\ud800'"),
     ],
 )
 def test_mistakes_name_the_key_and_the_cure(raw, message):
@@ -150,6 +175,9 @@ def test_mistakes_name_the_key_and_the_cure(raw, message):
         ("[1]", "a config is a JSON object"),
         ('{"mst": {"seed": 1, "seed": 2}}', "c.json: the key 'seed' stands twice in one object"),
         (None, "no such config file"),
+        ("[" * 100_000, "not valid JSON: nested too deep"),
+        ('{"a": ' * 40 + "1" + "}" * 40, "nested more than 32 deep"),
+        ('{"model": {"n_layer": 1' + "0" * 5000 + "}}", "not valid JSON: .*digits"),
     ],
 )
 def test_unreadable_files(tmp_path, text, message):
@@ -202,6 +230,10 @@ def test_batches_that_do_not_divide(ds, message):
         batch_shape(ds, 2)
 
 
+def _adam(**params):
+    return {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **params}}}
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
@@ -216,6 +248,18 @@ def test_batches_that_do_not_divide(ds, message):
         ({"optimizer": {"type": "AdamW", "params": {"lr": float("nan")}}}, "optimizer.params.lr must be a positive"),
         ({"optimizer": {"type": "AdamW", "params": 3}}, "optimizer.params must be an object, not 3"),
         ({"hybrid_engine": {"enabled": True}}, "has not been tested"),
+        ({"train_micro_batch_size_per_gpu": 10**12}, "train_micro_batch_size_per_gpu must be at most 1,000,000"),
+        ({"optimizer": {"params": {"lr": 1e-3}}}, "optimizer.type must be a string"),
+        (_adam(weight_decay="x"), "optimizer.params.weight_decay must be a number of at least 0, not 'x'"),
+        (_adam(eps=-1), "optimizer.params.eps must be a number of at least 0, not -1"),
+        (_adam(betas=[0.9]), r"optimizer.params.betas must be two numbers in \[0, 1\)"),
+        (_adam(betas=[0.9, 1.0]), r"optimizer.params.betas must be two numbers in \[0, 1\)"),
+        (_adam(betas="ab"), r"optimizer.params.betas must be two numbers"),
+        ({"gradient_clipping": True}, "gradient_clipping must be a number"),
+        ({"zero_optimization": {"stage": 1.0}}, "the stages are 0, 1, 2 and 3"),
+        ({"steps_per_print": "x"}, "steps_per_print must be an integer above 0"),
+        ({"prescale_gradients": "yes"}, "prescale_gradients must be true or false"),
+        ({"data_types": {"grad_accum_dtype": "float"}}, "data_types.grad_accum_dtype must be fp32, fp16 or bf16"),
     ],
 )
 def test_deepspeed_keys_that_cannot_be_right(extra, message):
@@ -233,3 +277,24 @@ def test_bert_presets():
     assert (tiny.arch, tiny.n_layer, tiny.n_embd, tiny.context) == ("bert", 6, 384, 512), "a small BERT, not a GPT"
     with pytest.raises(ValueError, match=r"model\.mask_share must lie in \(0, 1\), not 0.0"):
         load({"model": {"arch": "bert", "mask_share": 0}})
+
+
+def _integers(cls, path):
+    for name, hint in typing.get_type_hints(cls).items():
+        options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+        if int in options:
+            yield f"{path}.{name}"
+        for option in options:
+            if dataclasses.is_dataclass(option):
+                yield from _integers(option, f"{path}.{name}")
+
+
+def test_every_integer_has_its_largest_value_in_one_place():
+    ours = [key for block, cls in BLOCKS.items() for key in _integers(cls, block)]
+    assert sorted([*ours, *BATCH_KEYS]) == sorted(LARGEST)
+
+
+def test_a_warm_up_as_a_share_follows_the_length_of_the_run():
+    for steps in (1, 10, 140_000):
+        training = load({**MINIMAL, "training": {"steps": steps}}).training
+        assert in_steps(training.warmup, steps) == max(1, steps // 70)

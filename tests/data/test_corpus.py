@@ -73,6 +73,11 @@ def _cut(name: str, n_bytes: int):
     return cut
 
 
+def _say(folder: Path, **changed) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, **changed}))
+
+
 def _text(name: str, text: str):
     return lambda folder: (folder / name).write_text(text)
 
@@ -84,6 +89,10 @@ def _text(name: str, text: str):
         (_cut("train.bin", 2), r"train.bin has [\d,]+ bytes, but meta.json says [\d,]+ tokens of 2 bytes; .*--force"),
         (_cut("train.bin", 1), r"train.bin has [\d,]+ bytes, but meta.json"),
         (_text("meta.json", "{"), r"meta.json is not JSON; make the corpus again"),
+        (_text("meta.json", '{"format": "mst_scale corpus 1"}'), r"meta.json is damaged: no tokenizer; make the"),
+        (lambda folder: _say(folder, vocab_size="x"), r"meta.json is damaged: no vocab_size"),
+        (lambda folder: _say(folder, dtype="object"), r"meta.json is damaged: dtype 'object'"),
+        (lambda folder: _say(folder, splits={}), r"meta.json is damaged: the split train is not described"),
         (_text("meta.json", "[]"), r"meta.json has format None"),
         (_text("meta.json", '{"format": "mst_scale corpus 9"}'), r"has format 'mst_scale corpus 9', not 'mst_scale"),
     ],

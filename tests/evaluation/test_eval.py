@@ -20,7 +20,7 @@ from mst_scale.data.tokenizer import ByteTokenizer
 from mst_scale.evaluation import evaluate as module
 from mst_scale.evaluation.paper import PAPER, rows
 from mst_scale.evaluation.scorer import Score, Scorer
-from mst_scale.export import export, open_source
+from mst_scale.hugging_face.export import export, open_source
 from mst_scale.models.gpt import GPT
 from tests import tiny_run
 from tests.evaluation.calls import CONTEXT, EXAMPLES, PAIRS, PASSAGES, TEXT, evaluated, write

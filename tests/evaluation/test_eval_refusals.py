@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from mst_scale.export import export
+from mst_scale.hugging_face.export import export
 from tests.data.texts import make, rank_file
 from tests.evaluation.calls import TEXT, evaluated, refused
 
@@ -18,7 +18,7 @@ def test_wrong_use_is_one_line(run, data, capsys, tmp_path, monkeypatch):
     assert "nor is it a model of transformers" in refused(capsys, str(data), "--tasks", "lambada", *there)
     with monkeypatch.context() as patch:  # nor is the network asked for what is spelt like a path
         patch.delenv("HF_HUB_OFFLINE")
-        patch.setattr("mst_scale.cli.eval._offline_unless_reachable", lambda: pytest.fail("asks the network"))
+        patch.setattr("mst_scale.cli.eval.offline_unless_reachable", lambda: pytest.fail("asks the network"))
         assert "there is no" in refused(capsys, str(tmp_path / "none"), "--tasks", "lambada", *there)
         assert "there is no" in refused(capsys, str(tmp_path / "none"), "--tasks", "lambada")
     assert "is a file" in refused(capsys, str(data / "wikitext2.txt"), "--tasks", "lambada", *there)

@@ -1,9 +1,15 @@
+"""Fixtures of this folder's tests."""
+
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from mst_scale import compiled
+from mst_scale.hybrid_sparse_attention import cpp
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +19,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", params=["-mno-avx512f", "-mno-avx"], ids=["avx2", "sse"])
+def narrower_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel as another processor has it, built without this machine's widest vectors."""
+    folder = tmp_path_factory.mktemp("kernels")
+    library = ctypes.CDLL(str(compiled.build("sparse_attention", cpp.SOURCES, folder, [request.param, "-O0"])))
+    cpp.declare(library)
+    return library
+
+
+@pytest.fixture
+def another_processor(narrower_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp, "library", lambda: narrower_library)

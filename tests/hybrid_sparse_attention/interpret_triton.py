@@ -12,12 +12,13 @@ import sys
 import torch
 
 from mst_scale.hybrid_sparse_attention import Pattern, attention
-from tests.hybrid_sparse_attention.oracle import differentiate, inputs, reference, relative_errors
+from tests.hybrid_sparse_attention.oracle import differentiate, inputs, raised, reference, relative_errors
 
 
 def main() -> None:
     for case in json.loads(sys.stdin.read()):
         tensors = inputs(tuple(case["shape"]), case["kv_heads"], getattr(torch, case["dtype"]))
+        tensors = raised(tensors) if case["raised"] else tensors
         pattern, causal = Pattern(case["kind"], case["stride"]), case["causal"]
         results = differentiate(
             lambda q, k, v, p=pattern, c=causal: attention(q, k, v, p, c, "triton"),  # type: ignore[misc]
@@ -35,9 +36,9 @@ def unseen() -> dict[str, float]:
     q, k = q.abs(), k.clone()
     k[:, :, :3] = -torch.inf
     how = {"pattern": Pattern("strided", 8), "causal": True, "scale": 0.5}
-    out, lse = triton_kernel.forward(q, k, v, **how)
-    assert bool((lse[0, 0, :3] == -torch.inf).all())
-    _, _, dv = triton_kernel.backward(q, k, v, out, lse, dout=dout, **how)
+    out, *rows = triton_kernel.forward(q, k, v, **how)
+    assert bool((rows[0][0, 0, :3] == -torch.inf).all())
+    _, _, dv = triton_kernel.backward(q, k, v, out, *rows, dout=dout, **how)
     largest = max(float(x[0, 0, :3].abs().max()) for x in (out, dv))
     return {"unseen": largest, "finite": float(out.isfinite().all() and dv.isfinite().all())}
 

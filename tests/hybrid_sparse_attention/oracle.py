@@ -38,6 +38,26 @@ def inputs(
     ]
 
 
+def raised(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same with small whole numbers for q and k, and 2^18 added to every q·k, which the softmax does not see.
+
+    float32 holds every q·k exactly, in whatever order its terms are added: what is lost is lost after the product.
+    """
+    q, k, *others = tensors
+    q, k = q.round(), k.round()
+    q[..., 0], k[..., 0] = 2.0**18, 1.0
+    return [q, k, *others]
+
+
+def alike(length: int, dim: int, score: float) -> list[torch.Tensor]:
+    """q, k, v, dout: all rows of q are the same, all rows of k too; every pair has this score, up to rounding."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(dim, dtype=torch.float64, generator=generator) for _ in range(2))
+    k *= score * math.sqrt(dim) / (q @ k)
+    v, dout = (torch.randn(1, 2, length, dim, generator=generator) for _ in range(2))
+    return [q.float().expand(v.shape), k.float().expand(v.shape), v, dout]
+
+
 def differentiate(
     compute: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
 ) -> list[torch.Tensor]:

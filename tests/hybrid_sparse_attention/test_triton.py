@@ -31,6 +31,11 @@ INTERPRETED: list[tuple[str, int, int, bool, int, int, int, str]] = [
     ("strided", 24, 70, True, 2, 1, 128, "float32"),
     ("fixed", 24, 70, False, 1, 1, 128, "float16"),
 ]
+# the same with scores of 65,536 and a few more or less
+RAISED: list[tuple[str, int, int, bool, int, int, int, str]] = [
+    ("strided", 16, 70, True, 1, 1, 16, "float32"),
+    ("fixed", 16, 70, False, 1, 1, 16, "float32"),
+]
 
 
 def test_a_sequence_whose_offsets_do_not_fit_32_bits_is_refused():
@@ -45,9 +50,10 @@ def test_a_sequence_whose_offsets_do_not_fit_32_bits_is_refused():
 @pytest.fixture(scope="module")
 def interpreted() -> list[dict[str, float]]:
     names = ("kind", "stride", "length", "causal", "heads", "kv_heads", "dim", "dtype")
-    cases: list[dict[str, Any]] = [dict(zip(names, case, strict=True)) for case in INTERPRETED]
-    for case in cases:
+    cases: list[dict[str, Any]] = [dict(zip(names, case, strict=True)) for case in INTERPRETED + RAISED]
+    for index, case in enumerate(cases):
         case["shape"] = (1, case["heads"], case["length"], case["dim"])
+        case["raised"] = index >= len(INTERPRETED)
     said = triton_interpreter.interpret(["-m", "tests.hybrid_sparse_attention.interpret_triton"], cases)
     return [json.loads(line) for line in said.splitlines()]
 
@@ -59,6 +65,12 @@ def test_interpreted(interpreted: list[dict[str, float]], index: int) -> None:
         # p and ds are rounded to the storage type for the matrix unit: for half types one more rounding, of terms
         # that are at most as large as the result
         assert error <= (2 if "16" in INTERPRETED[index][-1] else 1) * allowed["out" if name == "out" else "grads"]
+
+
+@pytest.mark.parametrize("index", range(len(RAISED)), ids=lambda i: "-".join(map(str, RAISED[i])))
+def test_interpreted_large_scores_cost_no_digits(interpreted: list[dict[str, float]], index: int) -> None:
+    for name, error in interpreted[len(INTERPRETED) + index].items():
+        assert error <= TOLERANCE[torch.float32]["out" if name == "out" else "grads"], name
 
 
 def test_interpreted_rows_with_nothing_to_attend_are_zero(interpreted: list[dict[str, float]]) -> None:
@@ -87,10 +99,8 @@ def test_compiles_for_a_gpu(kernel: str, part: int, dtype: str, dim: int) -> Non
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
     constants = {**options, "GROUP": 2, "PART": part, "CAUSAL": part != 1, "FIRST": part % 2 == 0}
     kind = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}[dtype]
-    pointers = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), kind) | {
-        "lse": "*fp32",
-        "delta": "*fp32",
-    }
+    pointers = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), kind)
+    pointers |= dict.fromkeys(("tops", "totals", "delta"), "*fp32")
     types = pointers | {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in function.arg_names}
     source = ASTSource(function, signature, {(function.arg_names.index(n),): value for n, value in constants.items()})

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from mst_scale.config import MODELS, ModelConfig, TargetsConfig
-from mst_scale.flops import matrices
+from mst_scale.costs.flops import matrices
+from mst_scale.engine.targets import choose_targets
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
 from mst_scale.models import BERT, GPT, build
-from mst_scale.targets import choose_targets
 from tests.models.test_zero_init import compare_training
 from tests.pool import run
 
@@ -37,7 +37,7 @@ def gradients(model: BERT) -> dict[str, torch.Tensor]:
 def test_parameters_of_presets(name: str, total: int):
     from transformers import BertConfig, BertForMaskedLM
 
-    from mst_scale.models.hugging_face_bert import hugging_face_config
+    from mst_scale.hugging_face.bert_names import hugging_face_config
 
     config = ModelConfig(**MODELS[name] | {"vocab_multiple": 1})
     with torch.device("meta"):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mst_scale.config import ModelConfig
+from mst_scale.hugging_face.bert_names import entries, from_hugging_face, hugging_face_config
 from mst_scale.models import BERT
-from mst_scale.models.hugging_face_bert import entries, from_hugging_face, hugging_face_config
 from tests.models.twins import MASKED, randomised, x
 
 SMALL, theirs = MASKED.small, MASKED.theirs

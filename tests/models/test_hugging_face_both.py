@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from mst_scale.config import ModelConfig
-from mst_scale.export import export
+from mst_scale.hugging_face.export import export
 from tests.models.twins import GPT2, MASKED, Twins, randomised, x
 from tests.saved_model import save
 

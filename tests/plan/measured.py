@@ -13,12 +13,12 @@ from deepspeed.comm import comm as deepspeed_comm
 
 import mst_scale
 from mst_scale import zero_shards
-from mst_scale.before_first_step import decay_groups
 from mst_scale.config import load
 from mst_scale.mixed_growing import refinement, selection
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.models.bert import BERT
 from mst_scale.models.gpt import GPT
+from mst_scale.pretrain.prepare import decay_groups
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_gather", "reduce",
                "reduce_scatter", "_all_gather_base", "_reduce_scatter_base", "all_to_all_single")  # fmt: skip

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from mst_scale.config import load
+from mst_scale.engine.targets import choose_targets
 from mst_scale.models.bert import BERT as BERT_MODEL
 from mst_scale.models.gpt import GPT
 from mst_scale.plan.parameters import parameters, sparse_parameters
-from mst_scale.targets import choose_targets
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 8, "context": 4, "vocab_size": 10}
 BERT = {"arch": "bert"}

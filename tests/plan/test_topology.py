@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mst_scale.config import load
-from mst_scale.course import schedule_of
+from mst_scale.costs.stretches import schedule_of
 from mst_scale.mixed_growing import chance, refinement, selection
 from mst_scale.mixed_growing.blocks import Blocks
 from mst_scale.mixed_growing.distribution import active_counts
@@ -114,7 +114,7 @@ def test_it_grows_with_the_logarithm_of_the_ranks():
     assert all(a < b for a, b in pairwise(times)) and times[-1] < 0.02
     alone = topology.topology_step(experiment(), setting_of(e, 8).at_stage(0), machine("h200", 8))
     assert alone.payload == alone.masks == alone.all_reduces == 0, "replicas choose alike without a word"
-    assert alone.drift_payload == 3 * 8 * 17 and step.drift_payload == 5 * 8 * 17
+    assert alone.drift_payload == 4 * 8 * 17 and step.drift_payload == 7 * 8 * 17
     assert topology.topology_step(load({"model": MODEL}), setting, machine("h200", 8)) is None
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mst_scale import snapshots
 from mst_scale.choices import attention_schedule_of, variation_of
 from mst_scale.config import load, to_dict
+from mst_scale.runs import snapshots
 
 KINDS = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
 
@@ -72,11 +72,19 @@ def rows(resolved: dict[str, Any], until: int, every: int = 10):
             "seconds": 0.06 * step,  # evaluations and saves too
             "peak_memory_bytes": 3 * 2**30,
         }
+        if method_is_sparse(resolved):
+            dead = {"mlp": int(20 * point.sparsity), "value": 2, "query_key": 0}
+            row["units"] = {kind: {"dead": n, "all": 100} for kind, n in dead.items()}
+            row["dead_units"] = sum(dead.values())
         if step % 100 == 0 or step == until:
             row["val_loss"] = 2 + 4 * math.exp(-step / 100) + 0.01 * experiment.training.seed
         if schedule.is_topology_step(step):
             row["layers"] = {name: layer(1 - point.sparsity, rng) for name in names}
         yield row
+
+
+def method_is_sparse(resolved: dict[str, Any]) -> bool:
+    return resolved["mst"]["method"] != "dense"
 
 
 def layer(density: float, rng: np.random.Generator) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tests.whole_runs import MST, arguments, attempt
 ONE_RUN = [
     "loss-steps", "loss-flops", "loss-flops-causal", "loss-time", "perplexity-steps", "perplexity-flops",
     "perplexity-flops-causal", "perplexity-time", "throughput", "memory", "sparsity", "update-fraction",
-    "gradient-norm", "prune-grow", "layers-pruned", "layers-grown", "churn", "exploration", "densities",
+    "gradient-norm", "prune-grow", "dead-units", "layers-pruned", "layers-grown", "churn", "exploration", "densities",
     "std-layers", "std-phases",
     *(f"weights-blocks-{i}-{kind}" for i in (0, 1) for kind in (
         "attention-qkv", "attention-proj", "mlp-up", "mlp-down"
@@ -56,6 +56,7 @@ def test_a_real_run_draws_every_figure_as_page_png_and_svg(tmp_path, capsys):
     (row,) = found["runs"]
     last = tiny_run.rows(tmp_path / "out")[-1]
     assert row["step"] == row["steps"] == 30 and row["val_loss"] == last["val_loss"] and row["flops"] == last["flops"]
+    assert row["dead_units"] == last["dead_units"] == 0 and row["units"] == 2 * (64 + 16 + 16)
     assert row["reduction"] == last["flops_dense"] / last["flops"] > 1 and row["seconds"] > 0
     for figure in found["figures"]:
         for name in figure["files"]:
@@ -88,11 +89,14 @@ def test_runs_of_other_lengths_methods_and_sizes_are_compared(compared):
     names = [figure["name"] for figure in found["figures"]]
     assert {"loss-flops-causal", "perplexity-last", "std-scale"} <= set(names)
     assert {"run1-sparsity", "run3-churn", "run2-std-layers", "run1-weights-blocks-0-mlp-up"} <= set(names)
+    assert "run1-dead-units" in names and "run2-dead-units" not in names
+    assert [row["dead_units"] for row in found["runs"]][:2] == [2, None]
     assert "run2-churn" not in names, "a dense run prunes nothing"
     assert [(row["name"], len(row["runs"])) for row in found["runs"]] == [("mst", 3), ("dense", 1), ("rigl", 1)]
     assert "rigl: not finished: step 700 of 900" in found["notes"]
     text = (folder / "both" / "index.html").read_text()
     assert "mst (3 seeds)" in text and "one of 3 seeds" in text
+    assert "<th>dead units</th>" in text and "<td>2 of 300</td>" in text
     assert "<th>lambada acc</th>" in text and "<td>0.6074</td>" in text, "what mst eval has left"
     assert "spike: step 40, loss 9.5" in text and "started again from step 30" in text, "what run.json tells"
 
@@ -123,12 +127,14 @@ def test_a_run_of_which_much_is_missing_is_drawn_as_far_as_it_goes(tmp_path, cap
     ("argv", "message"),
     [
         (["nowhere"], "there is no folder nowhere"),
+        (["loop"], "there is no folder loop"),
         (["."], "is not a run"),
         (["a", "--every", "0"], "at least 1 second"),
     ],
 )
 def test_wrong_use_is_one_line(tmp_path, monkeypatch, capsys, argv, message):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
     assert main(["report", *argv]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

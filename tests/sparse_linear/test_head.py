@@ -33,7 +33,8 @@ def results(loss, x, weight):
         ((130, 40, 70), torch.float32),
         ((130, 1600, 100), torch.float32),  # two panels
         ((1, 3, 1), torch.float32),
-        ((50, 7, 3), torch.float64),
+        ((50, 7, 4), torch.float64),  # three tokens count: a third is no float32 and no float64
+        ((130, 1600, 100), torch.float64),
         ((300, 64, 64), torch.bfloat16),
         ((300, 64, 64), torch.float16),
     ],
@@ -43,6 +44,10 @@ def results(loss, x, weight):
 def test_loss_and_gradients(shape, dtype, threads, monkeypatch):
     monkeypatch.setattr(cpp, "PER_THREAD", 1)
     torch.set_num_threads(threads)
+    check(shape, dtype)
+
+
+def check(shape, dtype):
     active, weight, x, targets = case(*shape, dtype)
     index = cpp.CompiledIndex(active)
     found = results(lambda x, w: index.cross_entropy(x, w, targets), x, weight)
@@ -56,11 +61,41 @@ def test_loss_and_gradients(shape, dtype, threads, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "the same for the same threads"
 
 
-def test_evaluation_computes_no_gradients():
-    active, weight, x, targets = case(130, 40, 70)
+@pytest.mark.parametrize("spread", [1.0, 0.01], ids=["few rows dominate", "all rows are alike"])
+def test_many_rows_cost_no_digits(spread):
+    """Loss and both gradients are sums over the rows: within 4 times the error of float32 logits and torch's logsumexp
+    and products, which sum in pieces; half an ulp, which storing the loss costs anyone, is never too much."""
+    generator = torch.Generator().manual_seed(0)
+    active = torch.rand(50304, 64, generator=generator) >= 0.8
+    weight = spread * torch.randn(50304, 64, generator=generator)
+    x, targets = torch.randn(64, 64, generator=generator), torch.randint(50304, (64,), generator=generator)
     index = cpp.CompiledIndex(active)
-    with torch.no_grad():
-        loss = index.cross_entropy(x, weight, targets)
+
+    def by_logits(x, w):
+        return cross_entropy(definition(x, w, active), targets)
+
+    found = results(lambda x, w: index.cross_entropy(x, w, targets), x, weight)
+    exact, torchs = results(by_logits, x.double(), weight.double()), results(by_logits, x, weight)
+    for what, ours, theirs, truth in zip(("loss", "dx", "dw"), found, torchs, exact, strict=True):
+        error, torchs_error = (float((t.double() - truth).abs().max() / truth.abs().max()) for t in (ours, theirs))
+        assert error <= max(4 * torchs_error, 2**-24), f"{what}: {error:.1e}, torch {torchs_error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_processors(another_processor, dtype):
+    """Without this machine's widest vectors; 1100 rows are several pieces of each sum."""
+    check((1100, 3, 70), dtype)
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_evaluation_computes_no_gradients(without, monkeypatch):
+    """Also of a model in training, whose weights want gradients."""
+    active, weight, x, targets = case(130, 40, 70)
+    index, given = cpp.CompiledIndex(active), []
+    monkeypatch.setattr(index, "_call", lambda call=index._call, **values: given.append(values) or call(**values))
+    with without():
+        loss = index.cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets)
+    assert not {"dx", "gradient"} & given[0].keys()
     assert torch.allclose(loss, cross_entropy(definition(x, weight, active), targets), atol=1e-6)
 
 

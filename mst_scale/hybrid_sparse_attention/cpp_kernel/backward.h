@@ -6,9 +6,9 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
     using Base = Tiles<T, IO>;
     using typename Base::Diagonal;
     using typename Base::Matrix;
-    using Base::call, Base::plan, Base::n, Base::d, Base::wide, Base::log2e, Base::W, Base::LANES, Base::STREAM;
+    using Base::call, Base::plan, Base::n, Base::d, Base::wide, Base::factor, Base::W, Base::LANES, Base::STREAM;
     using Base::rows, Base::copy_rows, Base::transpose, Base::pieces, Base::mask, Base::diagonals, Base::dots;
-    using Base::Base, Base::whole_vectors;
+    using Base::Base, Base::whole_vectors, Base::scores;
 
     struct Scratch {
         Buffer<T> kt, vt, k, v, dk, dv, s, dp, q, dout;
@@ -19,7 +19,7 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
     };
     struct Queries {  // one query head as the backward reads it
         View<IO> q, dout;
-        const T *lse2, *delta;  // lse in units of ln 2 (+inf for a row without keys), scale · do_i·out_i
+        const T *top, *inverse, *delta;  // top (+inf for a row without keys), 1 / total, scale · do_i·out_i
         T* dq;
         i64 row;  // stride of dq
     };
@@ -27,7 +27,7 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
         const i64 padded = whole_vectors(lanes);
         copy_rows(k, r.at(b0), r.step, lanes, padded, f.k);
         copy_rows(v, r.at(b0), r.step, lanes, padded, f.v);
-        transpose(f.k, lanes, f.kt, T(call.scale) * log2e);
+        transpose(f.k, lanes, f.kt);
         transpose(f.v, lanes, f.vt, T(call.scale));
         std::fill(f.dk + 0, f.dk + padded * wide, T(0));
         std::fill(f.dv + 0, f.dv + padded * wide, T(0));
@@ -42,10 +42,12 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
             gemm<T>(count, width, d, q.data, q.row, 1, f.kt + at, LANES, f.s + at, LANES, false);
             gemm<T>(count, width, d, dout.data, dout.row, 1, f.vt + at, LANES, f.dp + at, LANES, false);
             if (!whole) mask(f.s, a, count, begin, end, lanes, interval);
+            const Exp2<T> power(factor);
             for (i64 r = 0; r < count; r++) {
-                const T lse2 = x.lse2[first + r * step], delta = x.delta[first + r * step];
+                const i64 row = first + r * step;
+                const T top = x.top[row], inverse = x.inverse[row], delta = x.delta[row];
                 for (i64 c = r * LANES + at; c < r * LANES + at + width; c += W) {
-                    const Vec<T> p = exp2v<T>(load(f.s + c) - lse2);
+                    const Vec<T> p = power(load(f.s + c) - top) * inverse;
                     store<T>(f.s + c, p);
                     store<T>(f.dp + c, p * (load(f.dp + c) - delta));
                 }
@@ -57,20 +59,17 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
         });
     }
     void backward_diagonals(Scratch& f, i64 row, i64 lanes, const Queries& x) const {
-        const T factor = T(call.scale) * log2e;
+        const Exp2<T> power(factor);
         for (const Diagonal& g : diagonals(row, lanes, -1)) {
             const i64 first = row + g.shift + g.first, count = g.last - g.first;
             const Matrix q = rows(x.q, first, 1, count, f.q), dout = rows(x.dout, first, 1, count, f.dout);
-            dots(q, {f.k + g.first * wide, wide}, count, f.s);
+            scores(f.kt + g.first, q, count, f.s);
             dots(dout, {f.v + g.first * wide, wide}, count, f.dp);
-            for (i64 r = 0; r < count; r++) {
-                f.s[r] = factor * f.s[r] - x.lse2[first + r];
-                f.dp[r] = T(call.scale) * f.dp[r] - x.delta[first + r];
-            }
             for (i64 r = 0; r < count; r += W) {
-                const Vec<T> p = exp2v<T>(load(f.s + r));
+                const i64 at = first + r;
+                const Vec<T> p = power(load(f.s + r) - load(x.top + at)) * load(x.inverse + at);
                 store<T>(f.s + r, p);
-                store<T>(f.dp + r, p * load(f.dp + r));
+                store<T>(f.dp + r, p * (T(call.scale) * load(f.dp + r) - load(x.delta + at)));
             }
             for (i64 r = 0; r < count; r++) {
                 const T p = f.s[r], ds = f.dp[r];
@@ -108,12 +107,12 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
         const View<IO> k(call.k, b, g), v(call.v, b, g);
         const Sum dk({call.dk, b, g}, in_place, several && !in_place ? n * wide : 0, wide);
         const Sum dv({call.dv, b, g}, in_place, several && !in_place ? n * wide : 0, wide);
-        Buffer<T> lse2(group * n), delta(group * n), dqs(in_place ? 0 : group * n * wide);
+        Buffer<T> top(group * n), inverse(group * n), delta(group * n), dqs(in_place ? 0 : group * n * wide);
         std::vector<Queries> queries;
         for (i64 e = 0; e < group; e++) {
             const i64 h = g * group + e;
             const View<IO> dq(call.dq, b, h), out(call.out, b, h), dout(call.dout, b, h);
-            const T* lse = (const T*)call.lse + (b * call.heads + h) * n;
+            const i64 head = (b * call.heads + h) * n, mine = e * n;
             T* to = in_place ? (T*)dq.data : dqs + e * n * wide;
             const i64 row = in_place ? dq.row : wide;
             for (i64 i = 0; i < n; i += LANES) {
@@ -121,13 +120,14 @@ template <class T, class IO> struct Backward : Tiles<T, IO> {
                 const Matrix o = rows(out, i, 1, count, f.q), x = rows(dout, i, 1, count, f.dout);
                 dots(o, x, count, f.s);
                 for (i64 r = 0; r < count; r++) {
-                    const T sum = lse[i + r];
-                    lse2[e * n + i + r] = sum == -std::numeric_limits<T>::infinity() ? -sum : sum * log2e;
-                    delta[e * n + i + r] = T(call.scale) * f.s[r];
+                    const T most = ((const T*)call.top)[head + i + r], total = ((const T*)call.total)[head + i + r];
+                    top[mine + i + r] = most == -std::numeric_limits<T>::infinity() ? -most : most;
+                    inverse[mine + i + r] = total == 0 ? T(0) : 1 / total;
+                    delta[mine + i + r] = T(call.scale) * f.s[r];
                     std::fill_n(to + (i + r) * row, wide, T(0));
                 }
             }
-            queries.push_back({{call.q, b, h}, dout, lse2 + e * n, delta + e * n, to, row});
+            queries.push_back({{call.q, b, h}, dout, top + mine, inverse + mine, delta + mine, to, row});
         }
         for (size_t p = 0; p < plan.by_key.size(); p++) {
             const Pass& pass = plan.by_key[p];

@@ -6,28 +6,29 @@ template <class T, class IO> struct Forward : Tiles<T, IO> {
     using Base = Tiles<T, IO>;
     using typename Base::Diagonal;
     using typename Base::Matrix;
-    using Base::call, Base::plan, Base::n, Base::d, Base::wide, Base::log2e, Base::W, Base::LANES, Base::STREAM;
-    using Base::rows, Base::copy_rows, Base::transpose, Base::pieces, Base::mask, Base::diagonals, Base::dots;
+    using Base::call, Base::plan, Base::n, Base::d, Base::wide, Base::factor, Base::W, Base::LANES, Base::STREAM;
+    using Base::rows, Base::copy_rows, Base::transpose, Base::pieces, Base::mask, Base::diagonals, Base::scores;
     using Base::Base, Base::whole_vectors;
 
     struct Scratch {
-        Buffer<T> natural, qt, out, s, keys, values, top, total, dots;
+        Buffer<T> natural, qt, out, s, keys, values, top, total, diagonal;
         explicit Scratch(i64 wide)
             : natural(LANES * wide), qt(LANES * wide), out(LANES * wide), s(STREAM * LANES),
               keys(std::max(STREAM, LANES) * wide), values(std::max(STREAM, LANES) * wide), top(LANES), total(LANES),
-              dots(LANES) {}
+              diagonal(LANES) {}
     };
     struct Head {  // one query head as the forward reads and writes it
         View<IO> q, k, v, out;
-        T* lse;
+        T *top, *total;
     };
     Head head(i64 b, i64 h) const {
         const i64 g = h / (call.heads / call.kv_heads);
-        T* lse = (T*)call.lse + (b * call.heads + h) * n;
-        return {{call.q, b, h}, {call.k, b, g}, {call.v, b, g}, {call.out, b, h}, lse};
+        T *top = (T*)call.top + (b * call.heads + h) * n, *total = (T*)call.total + (b * call.heads + h) * n;
+        return {{call.q, b, h}, {call.k, b, g}, {call.v, b, g}, {call.out, b, h}, top, total};
     }
     // Scores s (rows × lanes) become probabilities against the running maximum; what was summed before is rescaled.
     void soften(Scratch& f, i64 count, i64 begin, i64 end) const {
+        const Exp2<T> power(factor);
         for (i64 v = begin; v < end; v++) {
             T* s = f.s + v * W;
             const Vec<T> before = load(f.top + v * W);
@@ -38,10 +39,10 @@ template <class T, class IO> struct Forward : Tiles<T, IO> {
             }
             // a lane that has seen no key yet keeps -inf; subtract 0 there, so that exp2(-inf) = 0 and not NaN
             const Vec<T> base = top == -std::numeric_limits<T>::infinity() ? Vec<T>{} : top;
-            const Vec<T> shrink = exp2v<T>(before - base);
+            const Vec<T> shrink = power(before - base);
             Vec<T> total{};
             for (i64 r = 0; r < count; r++) {
-                const Vec<T> p = exp2v<T>(load(s + r * LANES) - base);
+                const Vec<T> p = power(load(s + r * LANES) - base);
                 store<T>(s + r * LANES, p);
                 total += p;
             }
@@ -70,7 +71,6 @@ template <class T, class IO> struct Forward : Tiles<T, IO> {
         });
     }
     void forward_diagonals(Scratch& f, i64 row, i64 lanes, const View<IO>& k, const View<IO>& v) const {
-        const T factor = T(call.scale) * log2e;
         const auto found = diagonals(row, lanes, 1);
         for (size_t at = 0; at < found.size(); at += STREAM) {
             const i64 count = std::min<i64>(STREAM, found.size() - at);
@@ -79,9 +79,9 @@ template <class T, class IO> struct Forward : Tiles<T, IO> {
                 T* s = f.s + m * LANES;
                 const i64 inside = g.last - g.first;
                 const Matrix key = rows(k, row + g.shift + g.first, 1, inside, f.keys);
-                dots({f.natural + g.first * wide, wide}, key, inside, f.dots);
+                scores(f.qt + g.first, key, inside, f.diagonal);
                 std::fill(s, s + LANES, -std::numeric_limits<T>::infinity());
-                for (i64 i = 0; i < inside; i++) s[g.first + i] = factor * f.dots[i];
+                std::copy_n(f.diagonal + 0, inside, s + g.first);
             }
             soften(f, count, 0, (lanes + W - 1) / W);
             for (i64 m = 0; m < count; m++) {
@@ -98,16 +98,16 @@ template <class T, class IO> struct Forward : Tiles<T, IO> {
     }
     void load_queries(Scratch& f, const View<IO>& q, const Rows& r, i64 a0, i64 lanes) const {
         copy_rows(q, r.at(a0), r.step, lanes, whole_vectors(lanes), f.natural);
-        transpose(f.natural, lanes, f.qt, T(call.scale) * log2e);
+        transpose(f.natural, lanes, f.qt);
     }
     void finish(Scratch& f, const Rows& r, i64 a0, i64 lanes, const Head& x) const {
         for (i64 i = 0; i < lanes; i++) {
             const i64 row = r.at(a0 + i);
-            const T total = f.total[i], inverse = total == 0 ? T(0) : 1 / total;  // no key at all: zeros, lse = -inf
+            const T total = f.total[i], inverse = total == 0 ? T(0) : 1 / total;  // no key at all: zeros, top = -inf
             T* o = f.out + i * wide;
             for (i64 c = 0; c < wide; c += W) store<T>(o + c, load(o + c) * inverse);
             convert((const T*)o, x.out.data + row * x.out.row, d);
-            x.lse[row] = (f.top[i] + std::log2(total)) / log2e;
+            x.top[row] = f.top[i], x.total[row] = total;
         }
     }
     void reset(Scratch& f) const {

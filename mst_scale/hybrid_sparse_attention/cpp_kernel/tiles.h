@@ -16,7 +16,7 @@ struct Tensor {
 };
 struct Call {
     Tensor q, k, v, out, dout, dq, dk, dv;
-    void* lse;  // (batch, heads, length), float or double
+    void *top, *total;  // (batch, heads, length), float or double: of each row max q·k and Σ exp(scale (q·k - max))
     i64 batches, heads, kv_heads, length, dim;
     i64 dtype, kind, stride, causal, regroup, threads;
     double scale;
@@ -38,7 +38,7 @@ template <class T, class IO> struct Tiles {
     const Call& call;
     const Plan plan;
     const i64 n, d, wide;  // wide: d rounded up to whole vectors; the padding is zero
-    const T log2e = T(1.44269504088896340736);
+    const T factor = T(call.scale * 1.44269504088896340736);  // exp(scale x) = 2^(factor x)
 
     explicit Tiles(const Call& c)
         : call(c), plan(make_plan(c.length, c.kind, c.stride, c.causal, c.regroup)), n(c.length), d(c.dim),
@@ -63,13 +63,13 @@ template <class T, class IO> struct Tiles {
         }
         std::fill(to + count * wide, to + padded * wide, T(0));
     }
-    // Columns of `to` (LANES apart) are the first `lanes` rows of `from`, times `factor`.
-    void transpose(const T* from, i64 lanes, T* to, T factor) const {
+    // Columns of `to` (LANES apart) are the first `lanes` rows of `from`, times `scale`.
+    void transpose(const T* from, i64 lanes, T* to, T scale = 1) const {
         for (i64 r = 0; r < lanes; r += W)
             for (i64 c = 0; c < wide; c += W) {
                 Vec<T> x[W];
 #pragma GCC unroll 16
-                for (int i = 0; i < W; i++) x[i] = factor * load(from + (r + i) * wide + c);
+                for (int i = 0; i < W; i++) x[i] = scale * load(from + (r + i) * wide + c);
                 Exchange<T, W / 2>().transpose(x);
 #pragma GCC unroll 16
                 for (int i = 0; i < W; i++) store<T>(to + (c + i) * LANES + r, x[i]);
@@ -120,7 +120,29 @@ template <class T, class IO> struct Tiles {
         }
         return found;
     }
-    // out[i] = row i of a · row i of b, for `count` rows; writes whole vectors
+    // out[i] = lane i of `columns` (LANES apart) · row i of `from`, for `count` ≤ LANES rows: with the bits that `gemm`
+    // gives, since it adds the products in the same order. Reads and writes whole vectors.
+    void scores(const T* columns, const Matrix& from, i64 count, T* out) const {
+        Vec<T> total[LANES / W] = {};
+        for (i64 c = 0; c < wide; c += W)
+            for (i64 r = 0; r < count; r += W) {
+                const T* at = from.data + r * from.row + c;
+                const i64 last = count - 1 - r;
+                Vec<T> x[W];
+                if (last >= W - 1) {
+#pragma GCC unroll 16
+                    for (int i = 0; i < W; i++) x[i] = load(at + i * from.row);
+                } else {
+                    for (int i = 0; i < W; i++) x[i] = load(at + std::min<i64>(i, last) * from.row);
+                }
+                Exchange<T, W / 2>().transpose(x);
+#pragma GCC unroll 16
+                for (int i = 0; i < W; i++)
+                    total[r / W] = fused(x[i], load(columns + (c + i) * LANES + r), total[r / W]);
+            }
+        for (i64 r = 0; r < count; r += W) store<T>(out + r, total[r / W]);
+    }
+    // out[i] = row i of a · row i of b, for `count` rows, in whatever order is fastest; writes whole vectors
     void dots(const Matrix& a, const Matrix& b, i64 count, T* out) const {
         for (i64 r = 0; r < count; r += W) {
             Vec<T> x[W];

@@ -1,11 +1,15 @@
 // What is the loss of a sparse output matrix, without its logits?
 //
-//     z = A x,   loss_t = ln Σ_r exp(z_r) - z_target,   d = (softmax(z) - onehot(target)) · weight_t
+//     z = A x,   loss_t = (max_r z_r - z_target) + ln Σ_r exp(z_r - max z),   d = (softmax(z) - onehot(target)) · weight_t
 //     dx = Aᵀ d,   g_i = Σ_t d_row x_column
 //
 // A tile of tokens at a time: its logits (rows × LANES, float) lie in a buffer of one thread, tokens across the lanes, so
 // that the softmax is vertical and nothing is transposed; both gradients are taken in the same pass over the rows, since
 // they need the same d. Each thread takes a contiguous share of the tiles and has a sum of its own for g.
+//
+// Sums over the rows are taken in pieces: a term added to a sum of 50,000 is rounded to the last digit of that sum, and
+// many small ones would be lost altogether. The maximum and Σ stay two numbers: at logits of 100 their log-sum-exp would
+// be rounded by 4e-6, which is an error of every probability.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -19,40 +23,43 @@ template <class T> struct Head {
     static constexpr i64 W = WIDTH<T>, V = VECTORS, LANES = V * W;
     const i64 count = panels(a.columns), width = panel_width(a.columns);
     const T log2e = T(1.44269504088896340736);
+    static constexpr i64 PIECE = 64 * W;  // rows of a piece of Σ exp, itself summed W rows at a time
 
-    // logits of one tile into z, and the running maximum and Σ exp over all rows
+    // logits of one tile into z, and the maximum and Σ exp(z - maximum) over all rows
     INLINE void logits(const T* x, T* z, Vec<T>* top, Vec<T>* sum) const {
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) top[v] = splat<T>(-std::numeric_limits<T>::infinity()), sum[v] = Vec<T>{};
-        for (i64 r0 = 0; r0 < a.rows; r0 += W) {
-            const i64 last = std::min(r0 + W, a.rows);
+        for (i64 first = 0; first < a.rows; first += PIECE) {
+            Vec<T> piece[V] = {};
+            logits_of_piece(first, std::min(first + PIECE, a.rows), x, z, top, sum, piece);
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) sum[v] += piece[v];
+        }
+    }
+    // the same for rows [first, end): their Σ exp into `piece`; the `sum` of rows before is scaled to the new maximum
+    INLINE void logits_of_piece(i64 first, i64 end, const T* x, T* z, Vec<T>* top, Vec<T>* sum, Vec<T>* piece) const {
+        const Exp2<T> power(log2e);
+        for (i64 r0 = first; r0 < end; r0 += W) {
+            const i64 last = std::min(r0 + W, end);
             Vec<T> most[V];
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++) most[v] = top[v];
             for (i64 r = r0; r < last; r++) {
-                Vec<T> total[V];
-#pragma GCC unroll 8
-                for (int v = 0; v < V; v++) total[v] = Vec<T>{};
+                Vec<T> logit[V];
                 for (i64 p = 0; p < count; p++) {
+                    const i64* begin = a.begin + p * a.rows + r;
                     const T* panel = x + p * width * LANES;
-                    for (i64 i = a.begin[p * a.rows + r]; i < a.begin[p * a.rows + r + 1]; i++) {
-                        const Vec<T> w = splat<T>(values[i]);
-                        const T* row = panel + a.column[i] * LANES;
-#pragma GCC unroll 8
-                        for (int v = 0; v < V; v++) total[v] += w * load(row + v * W);
-                    }
+                    add_row<V>(values, a.column, begin[0], begin[1], panel, p == 0, T(0), z + r * LANES, logit);
                 }
 #pragma GCC unroll 8
-                for (int v = 0; v < V; v++) {
-                    store(z + r * LANES + v * W, total[v]);
-                    most[v] = total[v] > most[v] ? total[v] : most[v];
-                }
+                for (int v = 0; v < V; v++) most[v] = logit[v] > most[v] ? logit[v] : most[v];
             }
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++) {
-                sum[v] *= exp2v<T>((top[v] - most[v]) * log2e), top[v] = most[v];
-                for (i64 r = r0; r < last; r++)
-                    sum[v] += exp2v<T>((load(z + r * LANES + v * W) - most[v]) * log2e);
+                const Vec<T> shrink = power(top[v] - most[v]);
+                Vec<T> block{};
+                for (i64 r = r0; r < last; r++) block += power(load(z + r * LANES + v * W) - most[v]);
+                piece[v] = piece[v] * shrink + block, sum[v] *= shrink, top[v] = most[v];
             }
         }
     }
@@ -91,17 +98,27 @@ template <class T> struct Head {
         }
     }
 
+    // a piece of dx goes to its sum, and the next one starts at zero
+    INLINE void add_piece(T* piece, T* sum, i64 count) const {
+        for (i64 i = 0; i < count; i += W) {
+            store<T>(sum + i, load(sum + i) + load(piece + i));
+            store<T>(piece + i, Vec<T>{});
+        }
+    }
+
     // losses (tokens): before weighting; with dx (tokens × columns) and g (entries) also their gradients, weighted
     template <class IO>
-    void run(const IO* x, const i64* targets, const float* weights, T* losses, T* dx, T* g) const {
+    void run(const IO* x, const i64* targets, const T* weights, T* losses, T* dx, T* g) const {
         const i64 tiles = (tokens + LANES - 1) / LANES, entries = a.row_entries[a.rows];
         Buffer<T> shares(dx ? threads * entries + 1 : 1);
 #pragma omp parallel num_threads(threads)
         {
             const i64 padded = count * ((width + W - 1) / W * W) + W;
-            Buffer<T> in(padded * LANES), out(dx ? padded * LANES : 1), z(a.rows * LANES);
-            T lse[LANES] __attribute__((aligned(64))), weight[LANES] __attribute__((aligned(64)));
-            T d[LANES] __attribute__((aligned(64)));
+            Buffer<T> in(padded * LANES), z(a.rows * LANES);
+            Buffer<T> piece(dx ? padded * LANES : 1), out(dx ? padded * LANES : 1);
+            T most[LANES] __attribute__((aligned(64))), per_exp[LANES] __attribute__((aligned(64)));
+            const Exp2<T> power(log2e);
+            T weight[LANES], d[LANES] __attribute__((aligned(64)));
 #pragma omp for schedule(static, 1)
             for (i64 share = 0; share < threads; share++) {
                 T* mine = shares + share * entries;
@@ -115,24 +132,28 @@ template <class T> struct Head {
                     logits(in, z, top, sum);
                     std::pair<i64, i64> order[LANES];  // (target, lane)
                     for (i64 t = 0; t < LANES; t++) {
-                        const T l = T(top[t / W][t % W] + std::log(sum[t / W][t % W]));
+                        const T total = sum[t / W][t % W];
                         const bool counts = t < valid && targets[at + t] >= 0;
-                        lse[t] = l, weight[t] = counts ? T(weights[at + t]) : 0;
+                        most[t] = top[t / W][t % W], weight[t] = counts ? weights[at + t] : 0;
+                        per_exp[t] = weight[t] / total;
                         order[t] = {counts ? targets[at + t] : a.rows, t};
-                        if (t < valid) losses[at + t] = counts ? l - z[targets[at + t] * LANES + t] : 0;
+                        if (t < valid)
+                            losses[at + t] = counts ? most[t] - z[targets[at + t] * LANES + t] + std::log(total) : 0;
                     }
                     if (!dx) continue;
                     std::sort(order, order + LANES);
-                    std::fill((T*)out, out + padded * LANES, T(0));
-                    i64 next = 0;
+                    std::fill(out + 0, out + padded * LANES, T(0));
+                    std::fill(piece + 0, piece + padded * LANES, T(0));
+                    i64 next = 0, added = 0;  // added: entries of all rows before the piece
                     for (i64 r = 0; r < a.rows; r++) {
                         for (i64 v = 0; v < V; v++)
-                            store(d + v * W, exp2v<T>((load(z + r * LANES + v * W) - load(lse + v * W)) * log2e) *
-                                                 load(weight + v * W));
+                            store(d + v * W, power(load(z + r * LANES + v * W) - load(most + v * W)) * load(per_exp + v * W));
                         for (; next < LANES && order[next].first == r; next++) d[order[next].second] -= weight[order[next].second];
                         for (i64 p = 0; p < count; p++)
-                            gradients(d, in + p * width * LANES, out + p * width * LANES, a.begin[p * a.rows + r],
+                            gradients(d, in + p * width * LANES, piece + p * width * LANES, a.begin[p * a.rows + r],
                                       a.begin[p * a.rows + r + 1], mine);
+                        if (r + 1 == a.rows || a.row_entries[r + 1] - added >= TERMS * a.columns)
+                            add_piece(piece, out, padded * LANES), added = a.row_entries[r + 1];
                     }
                     for (i64 c = 0; c < a.columns; c += W)
                         for (i64 v = 0; v < V; v++)

@@ -14,9 +14,9 @@ struct Call {
     const void *x, *weight, *bias, *dy;
     void *values, *y, *dx, *dw;
     i64 tokens, dtype, threads;
-    // the head: targets, -1 where a token does not count; weights of the counted losses; results in float (or double)
+    // the head: targets, -1 where a token does not count; all else in float (or double), weights: of the counted losses
     const i64* targets;
-    const float* weights;
+    const void* weights;
     void *losses, *gradient;
     double scale;
 };
@@ -52,14 +52,14 @@ template <class T, class IO> void backward(const Call& c) {
 template <class T, class IO> void head(const Call& c) {
     gather<T, IO>(c);
     Head<T>{c.matrix, (const T*)c.values, c.tokens, c.threads}.run(
-        (const IO*)c.x, c.targets, c.weights, (T*)c.losses, (T*)c.dx, (T*)c.gradient);
+        (const IO*)c.x, c.targets, (const T*)c.weights, (T*)c.losses, (T*)c.dx, (T*)c.gradient);
 }
 template <class T, class IO> void head_backward(const Call& c) {
     scatter<T, IO>(c.matrix, (const T*)c.gradient, T(c.scale), (IO*)c.dw, c.threads);
 }
 
 #define FOR_EVERY_DTYPE(name, function)                    \
-    extern "C" int name(const Call* c) {                   \
+    EXPORTED int name(const Call* c) {                     \
         switch (c->dtype) {                                \
             case 0: function<float, float>(*c); return 0;  \
             case 1: function<double, double>(*c); return 0; \
@@ -72,9 +72,9 @@ FOR_EVERY_DTYPE(sl_forward, forward)
 FOR_EVERY_DTYPE(sl_backward, backward)
 FOR_EVERY_DTYPE(sl_head, head)
 FOR_EVERY_DTYPE(sl_head_backward, head_backward)
-extern "C" i64 sl_panels(i64 columns) { return panels(columns); }
+EXPORTED i64 sl_panels(i64 columns) { return panels(columns); }
 // The arrays of both matrices are the caller's.
-extern "C" int sl_build(const uint8_t* active, const Call* c) {
+EXPORTED int sl_build(const uint8_t* active, const Call* c) {
     const auto builder = [](const Index& a) {
         return Builder{a.rows, a.columns, (i64*)a.begin, (uint16_t*)a.column, (i64*)a.row_entries};
     };

@@ -4,13 +4,15 @@
 //     sample:    G = (DYᵀ X) ⊙ M   g_i = DYᵀ[row] · Xᵀ[column_i] over tokens      the weight's gradient
 //
 // X (tokens, columns) and Y (tokens, rows) are transposed a tile of TOKENS at a time, inside the cache and in registers.
-// Every sum is taken in an order that depends on shapes alone, so that results are the same for any number of threads.
+// Every sum is taken in an order that depends on shapes alone, so that results are the same for any number of threads, and
+// in pieces, each from zero: one long running sum would be rounded to its own last digit at every term.
 #pragma once
 #include "index.h"
 #include "scratch.h"
 
 template <class T> constexpr int WIDTH = Simd<T>::WIDTH;
 constexpr int VECTORS = VECTOR_BYTES == 64 ? 4 : 8;  // of one tile: as many accumulators
+constexpr i64 TERMS = 128;                           // of one piece of a sum; adding it up costs about 2 terms
 
 // W rows of `from`, `stride` apart, as the W columns of `to`; rows past `valid` count as zero, columns past `width` too.
 template <class T, class IO> INLINE void transpose_in(const IO* from, i64 stride, i64 valid, i64 width, T* to, i64 lanes) {
@@ -72,6 +74,39 @@ INLINE void tile_in(const IO* x, i64 stride, i64 valid, i64 first, i64 count, T*
                                 to + c * LANES + v * W, LANES);
 }
 
+// total (V vectors) += Σ_i values[i] · row column[i] of the panel over entries [from, to)
+template <int V, class T>
+INLINE void add_terms(const T* values, const uint16_t* column, i64 from, i64 to, const T* panel, Vec<T>* total) {
+    constexpr i64 W = WIDTH<T>, LANES = V * W;
+    for (i64 i = from; i < to; i++) {
+        const Vec<T> w = splat<T>(values[i]);
+        const T* row = panel + column[i] * LANES;
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) total[v] += w * load(row + v * W);
+    }
+}
+// out = start + that sum, or += it if this is not the first panel; `total` is what becomes of out
+template <int V, class T>
+INLINE void add_row(const T* values, const uint16_t* column, i64 from, i64 to, const T* panel, bool first, T start, T* out,
+                    Vec<T>* total) {
+    constexpr i64 W = WIDTH<T>;
+    const i64 stop = std::min(from + TERMS, to);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) total[v] = splat<T>(start);
+    add_terms<V>(values, column, from, stop, panel, total);
+    if (!first)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) total[v] += load(out + v * W);
+    for (i64 i = stop; i < to; i += TERMS) {
+        Vec<T> piece[V] = {};
+        add_terms<V>(values, column, i, std::min(i + TERMS, to), panel, piece);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) total[v] += piece[v];
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) store(out + v * W, total[v]);
+}
+
 template <int V, class T, class IO>
 void multiply_tile(const Index& a, const T* values, const IO* x, const IO* bias, IO* y, i64 valid, i64 from, i64 to,
                    T* panel, T* sums) {
@@ -84,20 +119,11 @@ void multiply_tile(const Index& a, const T* values, const IO* x, const IO* bias,
             const i64 last = std::min(block + W, to);
             T* out = sums + (count == 1 ? 0 : block - from) * LANES;
             for (i64 r = block; r < last; r++) {
-                Vec<T> total[V];
-                T* sum = out + (r - block) * LANES;
                 T start[1] = {0};
                 if (p == 0 && bias) convert(bias + r, start, 1);
-#pragma GCC unroll 8
-                for (int v = 0; v < V; v++) total[v] = p ? load(sum + v * W) : splat<T>(start[0]);
-                for (i64 i = begin[r]; i < begin[r + 1]; i++) {
-                    const Vec<T> w = splat<T>(values[i]);
-                    const T* row = panel + a.column[i] * LANES;
-#pragma GCC unroll 8
-                    for (int v = 0; v < V; v++) total[v] += w * load(row + v * W);
-                }
-#pragma GCC unroll 8
-                for (int v = 0; v < V; v++) store(sum + v * W, total[v]);
+                Vec<T> total[V];
+                add_row<V>(values, a.column, begin[r], begin[r + 1], panel, p == 0, start[0], out + (r - block) * LANES,
+                           total);
             }
             if (p + 1 == count)
                 for (i64 v = 0; v < V; v++)

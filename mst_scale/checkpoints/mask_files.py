@@ -1,0 +1,308 @@
+"""How do masks ride in a DeepSpeed checkpoint?
+
+    <tag>/mst/rank_00000.safetensors    this rank's shards: for every sparse parameter its packed bits (and the bits of
+                                        what was ever active), with {shape, start, numel, active} beside, and a head:
+                                        step, phase, number of files, digests of the whole masks, dead units, own digest
+    client_state["mst"]                 the same head, so that masks and weights of two checkpoints cannot be mixed
+
+Shards are in flattened-parameter coordinates, so another number of ranks or another ZeRO stage re-slices them by range.
+Nothing is guessed: a checkpoint without masks, a file that is missing, short, altered or of another run is refused by
+name. The files hold no pickles, so that `mst inspect` runs nothing that a checkpoint may carry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from mst_scale.distributed import Damaged
+from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.masks import MaskSet, Shard
+from mst_scale.sparsity_variation import Point, Schedule
+
+FOLDER = "mst"
+FORMAT = "mst_scale masks 1"
+Ranges = Mapping[str, tuple[int, int]]
+"""[start, end) of flattened parameters, by name."""
+
+
+class Rider(Protocol):
+    """What of a controller rides along."""
+
+    masks: MaskSet
+    exchange: Exchange
+    everyone: Exchange
+    """All ranks that save and load together, replicas too: what fails on one fails on all."""
+    seed: int
+    settled: int
+    digests: list[int]
+    schedule: Schedule
+    granularity: dict[str, int] | str
+    """"element", or {"block": B, "min_blocks": m}."""
+
+    def masks_loaded(self) -> None: ...
+
+    def load_weights(self, checkpoint: Path) -> dict[str, Any]: ...
+
+    def dead_units(self) -> Mapping[str, tuple[int, int]]: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def point(self) -> Point: ...
+
+
+def ride_along(engine: Any, rider: Rider) -> None:
+    """From now on `engine.save_checkpoint` and `engine.load_checkpoint` carry the masks; their arguments stay."""
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+    of_save, of_load = inspect.signature(save), inspect.signature(load)
+
+    @functools.wraps(save)
+    def save_checkpoint(*args: Any, **named: Any) -> Any:
+        given = of_save.bind(*args, **named).arguments
+        tag = f"global_step{engine.global_steps}" if given.get("tag") is None else str(given["tag"])
+        folder = Path(given["save_dir"]) / tag
+        # before DeepSpeed's own files, so that its `latest` never names a checkpoint without masks
+        head = describe(rider)
+        failure = None
+        try:
+            write(folder, rider, engine.global_rank, head)
+        except (OSError, SafetensorError) as error:
+            failure = OSError(f"cannot write {file_of(folder, engine.global_rank)}: {error}")
+        rider.everyone.raise_first(failure)
+        state = {**(given.get("client_state") or {}), "mst": head}
+        return save(**{**given, "tag": tag, "client_state": state})
+
+    @functools.wraps(load)
+    def load_checkpoint(*args: Any, **named: Any) -> Any:
+        given = of_load.bind(*args, **named).arguments
+        if given.get("load_module_only"):  # at ZeRO-3 DeepSpeed's own loads nothing, and masks have to fit
+            folder, tag = Path(given["load_dir"]), given.get("tag")
+            if tag is None and (folder / "latest").is_file():
+                tag = (folder / "latest").read_text().strip()
+            if tag is not None:
+                return str(folder / tag), rider.load_weights(folder / tag)
+        path, state = load(*args, **named)
+        if path is not None:
+            restore(Path(path).parent, rider, (state or {}).get("mst"))
+            rider.masks_loaded()
+        return path, state
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+# --- writing ---
+
+
+def describe(rider: Rider) -> dict[str, Any]:
+    """The head; the same on every rank, which all ask for it together."""
+    point = rider.point
+    return {
+        "format": FORMAT,
+        "step": rider.step,
+        "settled": rider.settled,
+        "phase": str(point.phase),
+        "target_sparsity": point.sparsity,
+        "seed": rider.seed,
+        "schedule": str(rider.schedule),
+        "granularity": rider.granularity,
+        "files": 1 if rider.exchange.group is None else rider.exchange.ranks,
+        "names": rider.masks.names,
+        "digests": list(rider.digests),
+        "units": {kind: list(counts) for kind, counts in rider.dead_units().items()},
+    }
+
+
+def write(checkpoint: Path, rider: Rider, rank: int, head: Mapping[str, Any]) -> None:
+    """This rank's file under the head of all. Under ZeRO-0 every rank holds the same masks and rank 0 writes them."""
+    if rider.exchange.group is None and rank != 0:
+        return
+    tensors: dict[str, torch.Tensor] = {}
+    entries: dict[str, Any] = {}
+    for name, shard in rider.masks.shards().items():
+        entries[name] = {
+            "shape": list(shard.shape),
+            "start": shard.start,
+            "numel": shard.numel,
+            "active": shard.active,
+            "dense": shard.bits is None,
+            "counted": shard.ever is not None,
+        }
+        for what, bits in (("bits", shard.bits), ("ever", shard.ever)):
+            if bits is not None:
+                tensors[f"{name}:{what}"] = bits
+    path = file_of(checkpoint, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mine = {**head, "rank": rank, "layers": entries}
+    save_file(tensors, path, metadata={"mst": json.dumps({**mine, "sha256": digest_of(mine, tensors)})})
+
+
+def file_of(checkpoint: Path, rank: int) -> Path:
+    return checkpoint / FOLDER / f"rank_{rank:05d}.safetensors"
+
+
+def digest_of(head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(head).encode())  # a JSON round trip keeps the order of keys
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
+        digest.update(tensors[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+# --- reading ---
+
+
+@dataclass(frozen=True)
+class Masks:
+    """All masks of a checkpoint, as its ranks have written them."""
+
+    head: dict[str, Any]
+    ranks: list[dict[str, Shard]]
+
+    def shards(self, name: str) -> list[Shard]:
+        return [shards[name] for shards in self.ranks]
+
+
+def restore(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> None:
+    """Take the masks of a checkpoint, re-sliced to this rank; `state` is what its client_state says of them."""
+    failure = None
+    try:
+        found = _fitting(checkpoint, rider, state)
+        rider.masks.load(found.ranks)
+    except (ValueError, OSError) as error:
+        failure = error
+    rider.everyone.raise_first(failure)
+    assert state is not None
+    rider.settled = int(state["settled"])
+    rider.digests = rider.masks.digests(rider.exchange)
+    for name, now, then in zip(rider.masks.names, rider.digests, state["digests"], strict=True):
+        if now != then:
+            raise ValueError(f"{checkpoint / FOLDER}: the mask of {name} is not the one this checkpoint was saved with")
+
+
+def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> Masks:
+    """The masks of a checkpoint, if they are this run's."""
+    if state is None:
+        raise ValueError(
+            f"{checkpoint} holds no masks: it was saved without sparse training; begin anew from its weights (--init "
+            "RUN with another --out; in a loop of yours mst_scale.warm_start(engine, CHECKPOINT, anew=True)), or "
+            "continue it with method dense"
+        )
+    source = _with_masks(checkpoint, state)
+    found = read_all(source, {mask.name: (mask.start, mask.start + mask.length) for mask in rider.masks})
+    if found.head != dict(state):
+        raise ValueError(f"{checkpoint / FOLDER} holds the masks of another checkpoint: copy it again with its own")
+    if found.head["names"] != rider.masks.names:
+        raise ValueError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
+    before = {"granularity": "element", **found.head}  # files from before there were blocks do not say
+    for what, now in (("schedule", str(rider.schedule)), ("seed", rider.seed), ("granularity", rider.granularity)):
+        if before[what] != now:
+            raise ValueError(
+                f"{checkpoint} was trained with another {what} of sparsity: keep training.steps, the seed and the mst "
+                "block as they were, or go on dense with --method dense"
+            )
+    return found
+
+
+def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:
+    """The folder that holds a checkpoint's masks: its own, or that of the checkpoint it was made from.
+
+    DeepSpeed's ds_to_universal copies none. Those that lie beside its copy, or around it, are known by their head.
+    """
+    if (checkpoint / FOLDER).is_dir() or not (checkpoint / "zero").is_dir():
+        return checkpoint
+    for folder in (checkpoint.parent, *sorted(checkpoint.parent.iterdir())):
+        if not file_of(folder, 0).is_file():
+            continue
+        with contextlib.suppress(ValueError), _opened(file_of(folder, 0)) as file:  # a damaged one is another's
+            head = _said(file)
+            if isinstance(head, dict) and all(head.get(key) == value for key, value in state.items()):
+                return folder
+    raise ValueError(
+        f"{checkpoint} holds no masks, as DeepSpeed's ds_to_universal copies none, and they do not lie beside it: copy "
+        f"the {FOLDER} folder of the checkpoint it was made from into it, or make it with mst reshape"
+    )
+
+
+def read_all(checkpoint: Path, wanted: Ranges | None = None) -> Masks:
+    """Every rank's file, each whole and all of the same save.
+
+    With `wanted`, beside rank 0's only those that hold some of these ranges: a rank of a thousand would else read what
+    all of them have written. Together the ranks read every file, and the digests of the whole masks cover them all.
+    """
+    head, shards = read(file_of(checkpoint, 0))
+    ranks = [shards]
+    for rank in range(1, head["files"]):
+        path = file_of(checkpoint, rank)
+        if wanted is not None and not _holds(path, wanted):
+            continue
+        other, shards = read(path)
+        if other != head:
+            raise Damaged(f"{path} is of another run or step than {file_of(checkpoint, 0).name}")
+        ranks.append(shards)
+    return Masks(head, ranks)
+
+
+def _holds(path: Path, wanted: Ranges) -> bool:
+    """Whether a file says that it has some of these ranges; one that says nothing clear is to be read, and refused."""
+    with _opened(path) as file:
+        head = _said(file)
+    try:
+        entries = {name: head["layers"][name] for name in wanted if name in head["layers"]}
+        ranges = {name: (entry["start"], entry["start"] + entry["numel"]) for name, entry in entries.items()}
+        return any(begin < wanted[name][1] and wanted[name][0] < end for name, (begin, end) in ranges.items())
+    except (KeyError, TypeError):
+        return True
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    if not path.is_file():
+        raise Damaged(f"{path} is missing: copy the checkpoint again with its {FOLDER} folder")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError, ValueError) as error:
+        raise Damaged(f"{path} is damaged or cut short ({error})") from None
+
+
+def _said(file: Any) -> Any:
+    """The head in a file's metadata."""
+    return json.loads((file.metadata() or {}).get("mst", "null"))
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Shard]]:
+    """(head, shards) of a file, checked against its own digest and name."""
+    with _opened(path) as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        head = _said(file)
+    if not isinstance(head, dict) or head.get("format") != FORMAT:
+        raise Damaged(f"{path} is not a mask file of this version ({FORMAT})")
+    if head.pop("sha256", None) != digest_of(head, tensors):
+        raise Damaged(f"{path} is damaged: its contents do not match its digest")
+    rank, layers = head.pop("rank"), head.pop("layers")
+    if path.name != file_of(path, rank).name:
+        raise Damaged(f"{path} is the file of rank {rank}: it was renamed or copied from elsewhere")
+    return head, {
+        name: Shard(
+            tuple(entry["shape"]),
+            entry["start"],
+            entry["numel"],
+            entry["active"],
+            None if entry["dense"] else tensors[f"{name}:bits"],
+            tensors[f"{name}:ever"] if entry["counted"] else None,
+        )
+        for name, entry in layers.items()
+    }

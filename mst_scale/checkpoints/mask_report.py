@@ -1,0 +1,104 @@
+"""What do the masks of a checkpoint look like?
+
+Read from the mask files alone: no model is built, no pickle is opened. The digest of a layer is the SHA-256 of its
+whole mask, one bit per weight in flattened-parameter order (`numpy.packbits`), so that it is the same for any number of
+ranks and any ZeRO stage. A file that is missing, damaged or of another checkpoint is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mst_scale.checkpoints import mask_files, store
+from mst_scale.distributed import Damaged
+from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing.masks import Shard, assemble, sha256
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    name: str
+    shape: tuple[int, ...]
+    active: int
+    density: float
+    ever_active: float | None
+    """Share of weights that were active at any time; None where it was not counted, as in a run that starts dense."""
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Report:
+    checkpoint: Path
+    step: int
+    phase: str
+    """Of the step that comes next, as `metrics.jsonl` has it."""
+    sparsity: float
+    """Share of the sparse parameters' weights that are not active."""
+    target_sparsity: float
+    granularity: dict[str, int] | str | None
+    """What lives and dies together: "element", or {"block": B, "min_blocks": m}; None: trained without sparsity."""
+    layers: list[LayerReport]
+    dead_units: dict[str, list[int]] = field(default_factory=dict)
+    """[dead, all] units by kind, as they were counted when it was saved; empty where none were."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "checkpoint": str(self.checkpoint)}
+
+
+def inspect(path: Path) -> Report:
+    """The report on a checkpoint, or on the newest whole one of a run."""
+    checkpoint = store.locate(path)
+    manifest = store.head(checkpoint)
+    folder = f"{mask_files.FOLDER}/"
+    if manifest is not None:
+        faults = store.damage(checkpoint, within=folder)
+        if faults:
+            raise Damaged(f"{checkpoint}: {faults[0]}; copy it again or use another checkpoint")
+        if not any(name.startswith(folder) for name in manifest["files"]):
+            if (checkpoint / folder).exists():
+                raise Damaged(f"{checkpoint / folder} was not saved with this checkpoint: its manifest has no masks")
+            return Report(checkpoint, manifest["step"], "dense", 0.0, 0.0, None, [])
+    elif not (checkpoint / folder).exists():
+        raise ValueError(f"{checkpoint} holds no masks, and no manifest that says it was trained without")
+    masks = mask_files.read_all(checkpoint)
+    try:
+        layers = [report(name, masks.shards(name)) for name in masks.head["names"]]
+    except ValueError as error:
+        raise Damaged(f"{checkpoint}: {error}") from None
+    weights, active = sum(math.prod(layer.shape) for layer in layers), sum(layer.active for layer in layers)
+    sparsity = 1 - active / weights if weights else 0.0
+    head = masks.head
+    granularity = head.get("granularity", "element")
+    return Report(
+        checkpoint,
+        head["step"],
+        head["phase"],
+        sparsity,
+        head["target_sparsity"],
+        granularity,
+        layers,
+        head.get("units", {}),
+    )
+
+
+def report(name: str, shards: Sequence[Shard]) -> LayerReport:
+    whole = assemble(shards, name)  # refuses gaps, and bits that do not add up to the count written beside them
+    shape, active = shards[0].shape, shards[0].active
+    return LayerReport(name, shape, active, active / math.prod(shape), ever_active(shards), sha256(whole))
+
+
+def ever_active(shards: Sequence[Shard]) -> float | None:
+    """Replicas overlap: each position counts once."""
+    position = total = 0
+    for shard in sorted(shards, key=lambda shard: shard.start):
+        if shard.ever is None:
+            return None
+        fresh = max(position, shard.start)
+        if fresh < shard.start + shard.numel:
+            total += bitwise.count(bitwise.cut(shard.ever, fresh - shard.start, shard.numel))
+            position = shard.start + shard.numel
+    return total / math.prod(shards[0].shape)

@@ -1,0 +1,314 @@
+"""How does a run survive being killed at any moment?
+
+A checkpoint is a folder of DeepSpeed's own layout, `checkpoints/<tag>/`. It is written as `<tag>.partial`, digested
+file by file, sealed with a `manifest.json`, and only then renamed and named in `latest`. So a folder without `.partial`
+is whole unless a disk damaged it later, and that the digests tell. Older checkpoints go only after the newer one has
+been read back from disk and matches its digests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from mst_scale.distributed import Damaged, Elsewhere, Ranks, logger
+
+PARTIAL = ".partial"
+ASIDE = ".aside"
+MANIFEST = "manifest.json"
+OWN_DIGEST = "manifest_sha256"
+UNIVERSAL = "universal"
+"""The folder in a checkpoint that holds a copy for any number of ranks and any ZeRO stage (`mst reshape`)."""
+
+
+def tag_of(step: int) -> str:
+    return f"step{step:08d}"
+
+
+def save(
+    engine: Any, folder: Path, ranks: Ranks, *, step: int, batch: int, micro: int, keep: int, state: dict[str, Any]
+) -> float:
+    """One checkpoint on all ranks, whole or not at all; the seconds it took.
+
+    A full disk is an OSError that leaves the older ones alone. `batch` is the global batch, to be kept on other ranks,
+    and `micro` the sequences of it that a rank computes at a time.
+    """
+    start = time.monotonic()
+    tag = tag_of(step)
+    draft, final = folder / (tag + PARTIAL), folder / tag
+    ranks.on_first(lambda: _fresh(draft))
+    try:
+        ranks.together(lambda: _write(engine, folder, draft.name, {**state, "step": step}))
+        # one list for all: a network file system may show each machine another one for a while
+        names = ranks.on_first(lambda: _files(draft))
+        digests = ranks.together(lambda: _digests(draft, _share(names, ranks)))
+        ranks.on_first(lambda: None)  # every rank has read its share back
+        layout = {"ranks": ranks.world_size, "stage": int(engine.zero_optimization_stage())}
+        _seal(draft, final, digests, ranks, {"tag": tag, "step": step, "batch": batch, "micro": micro, **layout})
+    except (OSError, Elsewhere):
+        if ranks.first:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+    ranks.together(lambda: refuse_damage(final, ranks))
+    ranks.on_first(lambda: _prune(folder, keep, step))
+    seconds = time.monotonic() - start
+    logger.info("saved %s in %.1f s", final, seconds)
+    return seconds
+
+
+def newest(folder: Path, ranks: Ranks, before: int | None = None) -> str | None:
+    """The tag of the newest whole checkpoint (of a step below `before`). Damaged ones are named and passed over."""
+    for tag in ranks.on_first(lambda: list_tags(folder)):
+        if before is not None and _step_of(folder / tag) >= before:
+            continue
+        faults = ranks.together(lambda tag=tag: damage(folder / tag, ranks))  # type: ignore[misc]
+        if not ranks.any(bool(faults)):
+            return str(tag)
+        if faults:
+            logger.error("checkpoint %s is damaged: %s; trying the one before it", folder / tag, faults[0])
+    return None
+
+
+def list_tags(folder: Path) -> list[str]:
+    """Whole checkpoints, newest first, and no leftovers of killed saves."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if path.is_dir() and not path.name.endswith(PARTIAL)]
+    return [path.name for path in sorted(found, key=_step_of, reverse=True) if _step_of(path) >= 0]
+
+
+def locate(path: Path) -> Path:
+    """The checkpoint that a path means: itself, a run's newest whole one, or what DeepSpeed's `latest` names."""
+    if path.name.endswith(PARTIAL):
+        raise ValueError(f"{path} is a save that did not finish: name another checkpoint")
+    if not path.is_dir():
+        raise ValueError(f"there is no folder {path}: give a run's folder or a checkpoint's")
+    if (path / MANIFEST).is_file() or (path / "mst").is_dir() or any(path.glob("*model_states.pt")):
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    tags = [tag for tag in list_tags(folder) if (folder / tag / MANIFEST).is_file()]
+    for tag in tags:
+        faults = damage(folder / tag)
+        if not faults:
+            return folder / tag
+        logger.error("checkpoint %s is damaged: %s; trying the one before it", folder / tag, faults[0])
+    if tags:
+        raise Damaged(f"no checkpoint in {folder} is whole")
+    latest = folder / "latest"
+    if latest.is_file() and (folder / latest.read_text().strip()).is_dir():
+        return folder / latest.read_text().strip()
+    raise ValueError(f"{path} holds no checkpoint: give a run's folder, or one of its checkpoints/step…")
+
+
+def head(checkpoint: Path) -> dict[str, Any] | None:
+    """What the manifest says of the checkpoint; None where it has none (it was not saved by `pretrain`)."""
+    return _manifest(checkpoint) if (checkpoint / MANIFEST).is_file() else None
+
+
+def sealed(manifest: dict[str, Any]) -> str:
+    """The text of a manifest, with a digest over all that it says. One that was saved before there was such a digest
+    is read without: its files are covered all the same."""
+    content = {key: value for key, value in manifest.items() if key != OWN_DIGEST}
+    return json.dumps({**content, OWN_DIGEST: _digest_of(content)}, indent=1)
+
+
+def _digest_of(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        found = manifest.pop(OWN_DIGEST, None)
+        {name: (entry["bytes"] + 0, entry["sha256"] + "") for name, entry in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{path} cannot be read ({type(error).__name__}: {error})") from None
+    if found is not None and found != _digest_of(manifest):
+        raise Damaged(f"{path} does not match its own digest")
+    return dict(manifest)
+
+
+def misfit(checkpoint: Path, world_size: int, stage: int) -> str | None:
+    """Why this many ranks at this ZeRO stage cannot load it as it is; None where they can."""
+    manifest = head(checkpoint) or {}
+    saved_ranks, saved_stage = manifest.get("ranks", world_size), manifest.get("stage", stage)
+    same_files = saved_stage == stage or {saved_stage, stage} == {1, 2}
+    if same_files and (saved_ranks == world_size or stage == 0):  # at stage 0 every rank reads the one whole file
+        return None
+    return (
+        f"{checkpoint} was saved by {saved_ranks} ranks at ZeRO stage {saved_stage}, and here are {world_size} at "
+        f"stage {stage}"
+    )
+
+
+def damage(checkpoint: Path, ranks: Ranks | None = None, within: str = "") -> list[str]:
+    """What is wrong with a checkpoint's files, or those in one of its folders; each rank reads its share of them."""
+    try:
+        manifest = _manifest(checkpoint)
+    except Damaged as error:
+        return [str(error)]
+    files = {name: entry for name, entry in manifest["files"].items() if name.startswith(within)}
+    faults = []
+    for name in _share(sorted(files), ranks):
+        path = checkpoint / name
+        if not path.is_file():
+            faults.append(f"{name} is missing")
+        elif path.stat().st_size != files[name]["bytes"]:
+            faults.append(f"{name} has {path.stat().st_size} bytes of {files[name]['bytes']}")
+        elif file_digest(path) != files[name]["sha256"]:
+            faults.append(f"{name} does not match its digest")
+    return faults
+
+
+def refuse_damage(checkpoint: Path, ranks: Ranks) -> None:
+    faults = damage(checkpoint, ranks)
+    if faults:
+        raise OSError(f"checkpoint {checkpoint} is damaged: {faults[0]}")
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file, reading 1 MiB at a time."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The old text or the new one, never half of it, whatever is killed when."""
+    draft = path.with_name(path.name + PARTIAL)
+    try:
+        with draft.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def write_if_possible(path: Path, text: str) -> None:
+    """The same for what a run can do without: a full disk is said, and the run goes on."""
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        logger.error("cannot write %s (%s): the run goes on without", path, error)
+
+
+def _step_of(checkpoint: Path) -> int:
+    digits = checkpoint.name.removeprefix("step")
+    return int(digits) if checkpoint.name.startswith("step") and digits.isdigit() else -1
+
+
+def _fresh(draft: Path) -> None:
+    if draft.exists():
+        shutil.rmtree(draft)
+    draft.mkdir(parents=True)
+
+
+def _write(engine: Any, folder: Path, tag: str, state: dict[str, Any]) -> None:
+    from mst_scale import zero_shards  # and with it DeepSpeed, which `mst inspect` does without
+
+    try:
+        with zero_shards.errors_after_saving(engine):
+            engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
+    except (OSError, RuntimeError) as error:
+        raise OSError(f"cannot save a checkpoint in {folder} ({_free(folder)}): {error}") from error
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e9:.2f} GB free"
+    except OSError as error:  # the folder was removed while the run went on
+        return str(error.strerror)
+
+
+def _share(names: list[str], ranks: Ranks | None) -> list[str]:
+    return names if ranks is None else names[ranks.rank :: ranks.world_size]
+
+
+def _files(draft: Path) -> list[str]:
+    return sorted(str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file())
+
+
+def _digests(draft: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    digests = {}
+    for name in names:
+        path = draft / name
+        digests[name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):  # what is read again comes from the disk
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return digests
+
+
+def _seal(draft: Path, final: Path, digests: dict[str, Any], ranks: Ranks, head: dict[str, Any]) -> None:
+    import torch.distributed as dist
+
+    shares: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(shares, digests, group=ranks.control)
+    files = {name: entry for share in shares for name, entry in share.items()}
+
+    def rename() -> None:
+        write_atomically(draft / MANIFEST, sealed({**head, "files": files}))
+        if final.exists():  # damaged, or of a run that was set back before it
+            _remove(final)
+        os.rename(draft, final)
+        write_atomically(final.parent / "latest", final.name)
+
+    ranks.on_first(rename)
+
+
+def seal_alone(draft: Path, final: Path, about: dict[str, Any]) -> None:
+    """Seal a checkpoint that one process has written."""
+    write_atomically(draft / MANIFEST, sealed({**about, "files": _digests(draft, _files(draft))}))
+    os.rename(draft, final)
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Take the checkpoints after `step`, to which a run was set back, out of its way: they are of another course.
+
+    Or they are damaged. They stay as `<tag>.aside` until the run has come by their step again.
+    """
+    later = [tag for tag in list_tags(folder) if _step_of(folder / tag) > step]
+    for tag in later:
+        shutil.rmtree(folder / (tag + ASIDE), ignore_errors=True)
+        os.rename(folder / tag, folder / (tag + ASIDE))
+    if later:
+        write_if_possible(folder / "latest", list_tags(folder)[0])
+        logger.info("the run continues from step %d: %s set aside as *%s", step, ", ".join(later), ASIDE)
+
+
+def _prune(folder: Path, keep: int, step: int) -> None:
+    """`step` was just verified: it and the newest before it stay."""
+    past = [tag for tag in list_tags(folder) if _step_of(folder / tag) <= step]
+    for tag in past[keep:]:
+        _remove(folder / tag)
+    for path in folder.glob("*" + ASIDE):
+        if _step_of(path.with_suffix("")) <= step:
+            _remove(path)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Renamed first: a removal that is killed half-way leaves no folder that looks whole."""
+    doomed = checkpoint.with_name(f"{checkpoint.name}.old{PARTIAL}")
+    os.rename(checkpoint, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed saves have left behind."""
+    if folder.is_dir():
+        for leftover in folder.glob("*" + PARTIAL):
+            shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink()

@@ -1,0 +1,111 @@
+"""How does a run go on where its optimizer states cannot come along?
+
+`mst reshape` carries the states of Adam and its like to other ranks and ZeRO stages. For another optimizer, or a model
+with frozen parameters, `warm_start` takes from the checkpoint what does not depend on either: fp32 weights, frozen
+parameters and buffers, masks, step, and the learning-rate schedule's place. The optimizer begins anew, as at step 0.
+A checkpoint without masks (of dense training) gets those that the schedule asks for at its step, by magnitude. With
+`anew` the weights alone are taken, and the run begins at step 0 of its own schedule: from dense to sparse training.
+
+Called after `mst_scale.initialize`, before the first step, with the mst block and training.steps of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mst_scale import zero_shards
+from mst_scale.checkpoints import mask_files, store
+from mst_scale.distributed import Damaged, logger
+from mst_scale.zero_shards.weight_files import Weights, opened, rank_of, weights_of
+
+
+def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> int:
+    """Continue from the weights and masks of a checkpoint's folder, with a fresh optimizer. Returns its step.
+
+    `anew`: take its weights alone and begin at step 0, with the masks that this run begins with.
+    """
+    source = Path(checkpoint)
+    if engine.global_steps:
+        raise ValueError("warm_start comes before the first step: this engine has taken some")
+    state = take_weights(engine, source)
+    if anew:
+        engine.mst.begin_with_these_weights()
+        logger.info("%s: its weights are taken; the run begins at step 0", source)
+        return 0
+    masked = (source / mask_files.FOLDER).is_dir()
+    if masked and not engine.mst.idle:
+        mask_files.restore(source, engine.mst, mask_files.read(mask_files.file_of(source, 0))[0])
+    engine.global_steps = int(state["global_steps"])
+    engine.global_samples = int(state["global_samples"])
+    if engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
+        _place(engine.lr_scheduler, state["lr_scheduler"], zero_shards.base_optimizer(engine))
+    if masked:
+        engine.mst.masks_loaded()
+    else:
+        engine.mst.begin_with_these_weights()
+    what = "weights, masks and" if masked else "weights (it has no masks) and"
+    logger.info("%s: %s step %d are taken over; the optimizer begins anew", source, what, engine.global_steps)
+    return int(engine.global_steps)
+
+
+def take_weights(engine: Any, source: Path) -> dict[str, Any]:
+    """Put weights, frozen parameters and buffers of a checkpoint into the engine, whichever ZeRO stage and number of
+    ranks have saved it. Returns what its first file holds beside them."""
+    if faults := store.damage(source) if store.head(source) else []:
+        raise Damaged(f"{source} is damaged: {faults[0]}")
+    trained = weights_of(source)
+    files = sorted(source.glob("*_model_states.pt"))
+    state = opened(files[0])
+    _fill(engine, source, trained, _untrained(files, state))
+    return dict(state)
+
+
+def _place(scheduler: Any, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Rates lie in the optimizer's groups, so they have to be put there again."""
+    scheduler.load_state_dict(state)
+    if hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's own, which keep only this
+        scheduler.step(scheduler.last_batch_iteration)
+        return
+    for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+
+
+def _untrained(files: list[Path], state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Frozen parameters and buffers. Stage 3 cuts the former evenly over the ranks' files."""
+    found = {**(state["module"] or {}), **state.get("mst_buffers", {})}
+    ranks = [opened(path).get("frozen_param_fragments") or {} for path in sorted(files, key=rank_of)]
+    for name, shape in (state.get("frozen_param_shapes") or {}).items():
+        if len(ranks) > 1 or name not in found:
+            flat = torch.cat([fragments[name].view(-1) for fragments in ranks])
+            found[name] = flat[: shape.numel()].view(shape)
+    return found
+
+
+def _fill(engine: Any, source: Path, trained: Weights, untrained: dict[str, torch.Tensor]) -> None:
+    parameters = dict(engine.module.named_parameters())
+    for name, parameter in parameters.items():
+        shape = trained.shapes.get(name) or (tuple(untrained[name].shape) if name in untrained else None)
+        if shape != tuple(zero_shards.shape_of(parameter)):
+            here = tuple(zero_shards.shape_of(parameter))
+            raise ValueError(f"{source}: {name} has shape {shape} there and {here} in this model")
+    learning = {name: p for name, p in parameters.items() if p.requires_grad}
+    shards = zero_shards.shards_of(engine, learning)
+
+    def read(name: str, start: int, end: int) -> torch.Tensor:
+        if name in trained.shapes:
+            return trained.span(name, start, end)
+        return untrained[name].view(-1)[start:end].float()
+
+    with torch.no_grad():
+        for i, part in enumerate(shards.slices):
+            if part.length:
+                shards.weight(i).copy_(read(part.name, part.start, part.start + part.length))
+        for name, parameter in parameters.items():
+            zero_shards.put_reads(engine, parameter, partial(read, name))
+        for name, buffer in engine.module.named_buffers():
+            if name in untrained:
+                buffer.copy_(untrained[name])

@@ -1,0 +1,106 @@
+"""Refuses what no experiment can mean: numbers beyond sense, deep nesting, characters that break a line.
+
+The one place with the largest value of every integer key. The smallest stand with the blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from typing import Any
+
+MILLION = 10**6
+SEED = 2**63 - 1  # torch and numpy take a signed 64-bit number
+STEPS = 10**7  # seventy times the paper's
+TOKENS = 2**24  # of a sequence or a vocabulary; sixteen million
+DEPTH = 32  # of objects and lists within each other
+WEIGHTS = 10**14  # of a model; the largest known have 10^12
+SHOWN = 80  # characters of a value in a message
+
+# Several times what the largest known runs state. Durations are held to training.steps besides.
+LARGEST: dict[str, int] = {
+    "model.n_layer": 1024,
+    "model.n_head": 2**16,
+    "model.n_embd": 2**20,
+    "model.d_ffw": 2**22,
+    "model.context": TOKENS,
+    "model.vocab_size": TOKENS,
+    "model.vocab_multiple": 2**20,
+    "data.max_bytes": 2**60,
+    "data.seed": SEED,
+    "training.steps": STEPS,
+    "training.seed": SEED,
+    "training.warmup": STEPS,
+    "training.decay": STEPS,
+    "training.log_every": SEED,
+    "training.eval_every": SEED,
+    "training.eval_sequences": 10 * MILLION,
+    "training.save_every": SEED,
+    "training.keep_checkpoints": MILLION,
+    "training.look_every": SEED,
+    "training.stop_after_nonfinite": STEPS,
+    "training.spike.window": MILLION,
+    "training.spike.skip": STEPS,
+    "training.spike.max_rollbacks": STEPS,
+    "mst.seed": SEED,
+    "mst.sparsity.warmup": STEPS,
+    "mst.sparsity.ultra": STEPS,
+    "mst.sparsity.restore": STEPS,
+    "mst.sparsity.stages": 1000,
+    "mst.sparsity.turn": STEPS,
+    "mst.topology.interval": STEPS,
+    "mst.topology.granularity.block": 128,
+    "mst.topology.granularity.min_blocks": MILLION,
+    "mst.topology.check_every": SEED,
+    "mst.attention.stride": TOKENS,
+    "mst.attention.phase_strides.dense": TOKENS,
+    "mst.attention.phase_strides.warmup": TOKENS,
+    "mst.attention.phase_strides.ultra": TOKENS,
+    "mst.attention.phase_strides.restore": TOKENS,
+    "mst.attention.dense_from": STEPS,
+    "train_batch_size": 100 * MILLION,
+    "train_micro_batch_size_per_gpu": MILLION,
+    "gradient_accumulation_steps": MILLION,
+}
+
+
+def refuse_large(key: str, value: int) -> None:
+    if value > LARGEST[key]:
+        raise ValueError(f"{key} must be at most {LARGEST[key]:,}, not {shown(value)}")
+
+
+def refuse_senseless(raw: dict[str, Any]) -> None:
+    """Whatever a config holds, DeepSpeed's part too. Iterative: recursion ends before a deep file does."""
+    left: list[tuple[Any, str, int]] = [(raw, "", 0)]
+    while left:
+        value, path, depth = left.pop()
+        if depth > DEPTH:
+            raise ValueError(f"{shown(path)}: nested more than {DEPTH} deep")
+        if isinstance(value, dict):
+            for key in value:
+                if not isinstance(key, str):
+                    raise ValueError(f"{shown(key)}: keys must be strings")
+                refuse_unprintable("the key", key)
+            left += [(inner, f"{path}.{key}".lstrip("."), depth + 1) for key, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            left += [(inner, path, depth + 1) for inner in value]
+        elif isinstance(value, str):
+            refuse_unprintable(path, value)
+        elif isinstance(value, int) and abs(value) > SEED:
+            raise ValueError(f"{path} must be a number below 2^63, not {shown(value)}")
+
+
+def refuse_unprintable(what: str, text: str) -> None:
+    """Line breaks, other control characters, and what is not valid Unicode: no message and no file could hold them."""
+    for character in text:
+        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
+            name = "a line break" if character in "\n\r" else f"the character {character!a}"
+            raise ValueError(f"{what} must not hold {name}: {shown(text)}")
+
+
+def shown(value: Any) -> str:
+    """A value in a message: on one line, and not without end."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**SHOWN:
+        return f"a number of {math.floor(abs(value).bit_length() * math.log10(2)):,} digits"
+    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"

@@ -1,0 +1,7 @@
+"""What a run costs in FLOPs, before it starts and while it goes.
+
+flops         the formulas, in two accountings
+stretches     a run by its config: stretches of steps that cost the same
+ledger        a forecast from stretches; what a run has really spent
+paper_table   the paper's table
+"""

@@ -1,0 +1,199 @@
+"""How many FLOPs does a run cost, before it starts and while it goes?
+
+`forecast` adds up a config's run beforehand, stretch by stretch; `Ledger` adds up, step by step, what a run has really
+used: the active weights of each matrix and the attention pattern. Both count in two accountings (`flops`)
+and stand beside the same number of dense steps, so that
+
+    reduction = FLOPs of dense steps / FLOPs of these steps
+
+`shortened` turns it round: how many dense steps do the FLOPs of another run buy?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from mst_scale.config import MODELS, Experiment, ModelConfig, TrainingConfig, load
+from mst_scale.config.check import global_batch
+from mst_scale.costs.flops import Flops, dense_step_flops, step_flops
+from mst_scale.costs.stretches import Stretch, schedule_of, stretches
+from mst_scale.distributed import logger
+from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
+from mst_scale.mixed_growing.policies import policy
+
+Both = dict[str, Flops]
+"""FLOPs of one sequence, forward and backward, by accounting."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Neighbouring stretches of one phase; sparsity and FLOPs are means over its steps."""
+
+    name: str
+    start: int
+    stop: int
+    sparsity: float
+    patterns: tuple[Pattern, ...]
+    flops: Both
+
+    @property
+    def steps(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will cost by its config. FLOPs are those of one sequence; `mean` is over all steps."""
+
+    steps: int
+    phases: tuple[Phase, ...]
+    mean: Both
+    dense: Both
+
+    def reduction(self, accounting: str = "paper") -> float:
+        return self.dense[accounting].total / self.mean[accounting].total
+
+    def dense_steps(self, accounting: str = "paper") -> float:
+        """How many dense steps of the same model and batch cost as much as the whole run."""
+        return self.steps / self.reduction(accounting)
+
+
+def forecast(experiment: Experiment, *, dense_head: bool = False) -> Forecast:
+    """The run of a config. `dense_head` asks what it would be if the head were left out of the sparse matrices."""
+    model, parts = experiment.model, []
+    for stretch in stretches(experiment, dense_head=dense_head):
+        cost = {a: step_flops(model, stretch.density, stretch.pattern, a) for a in ACCOUNTINGS}
+        parts.append((stretch, cost))
+    phases = [_phase(list(group)) for _, group in groupby(parts, key=lambda part: part[0].phase)]
+    return Forecast(
+        steps=experiment.training.steps,
+        phases=tuple(phases),
+        mean=_mean([(phase.steps, phase.flops) for phase in phases]),
+        dense={a: dense_step_flops(model, a) for a in ACCOUNTINGS},
+    )
+
+
+def _phase(parts: Sequence[tuple[Stretch, Both]]) -> Phase:
+    first, last = parts[0][0], parts[-1][0]
+    return Phase(
+        name=first.phase,
+        start=first.start,
+        stop=last.stop,
+        sparsity=math.fsum(s.steps * s.sparsity for s, _ in parts) / (last.stop - first.start),
+        patterns=tuple(dict.fromkeys(s.pattern for s, _ in parts)),
+        flops=_mean([(s.steps, flops) for s, flops in parts]),
+    )
+
+
+def _mean(parts: Sequence[tuple[int, Both]]) -> Both:
+    total = sum(steps for steps, _ in parts)
+    return {a: sum((steps / total * flops[a] for steps, flops in parts), Flops()) for a in ACCOUNTINGS}
+
+
+def tiny_flops(model: ModelConfig) -> Both:
+    """The paper's small dense model in this model's place: what `--method tiny` trains."""
+    shape: dict[str, Any] = {**asdict(model), **MODELS["tiny"], "preset": "tiny", "d_ffw": None}
+    tiny = ModelConfig(**shape)
+    return {a: dense_step_flops(tiny, a) for a in ACCOUNTINGS}
+
+
+def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
+    """(how many, what they add to the mean step): a dense backward pass of the matrices in place of the sparse one.
+
+    Growth by gradient (and prune scores that read it) need the gradient of every weight: 2 · forward of what is masked,
+    on each topology step, or on each sparse step where growth follows a running mean of gradients. An upper bound: the
+    gradient of the activations, half of it, is sparse on those steps too. The selection itself is not counted.
+    """
+    topology, model = experiment.mst.topology, experiment.model
+    chosen = policy(topology.policy, random_share=topology.random_ratio)
+    schedule = schedule_of(experiment)
+    every = "momentum" in chosen.reads
+    due = set() if every or "gradient" not in chosen.reads or not chosen.exchange else set(schedule.topology_steps())
+    dense, count, extra = dense_step_flops(model), 0, Flops()
+    for stretch in stretches(experiment):
+        if not stretch.sparsity:
+            continue
+        steps = stretch.steps if every else sum(s + 1 in due for s in range(stretch.start, stretch.stop))
+        masked = dense + -1.0 * step_flops(model, stretch.density)  # the attention of both cancels
+        count, extra = count + steps, extra + steps * 2 / 3 * masked
+    return count, 1 / schedule.total_steps * extra
+
+
+class Ledger:
+    """What a run has spent so far, in both accountings, and what as many dense steps would have cost.
+
+    `state` goes into the checkpoint and `load` takes it back: sums are of the same numbers in the same order, so that a
+    resumed run's are those of one that was never stopped, to the bit.
+    """
+
+    def __init__(self, model: ModelConfig, sequences: int):
+        self.model, self.sequences = model, sequences
+        self.spent = dict.fromkeys(ACCOUNTINGS, 0.0)
+        self.dense = dict.fromkeys(ACCOUNTINGS, 0.0)
+        self._dense_step = {a: sequences * dense_step_flops(model, a).total for a in ACCOUNTINGS}
+        self._step = self._dense_step
+        self._of: tuple[Pattern, dict[str, float]] | None = None
+
+    def add(self, pattern: Pattern, densities: dict[str, float]) -> None:
+        """One step with these shares of active weights and this attention."""
+        if self._of != (pattern, densities):  # the same from one topology step to the next: counted once
+            self._of = (pattern, densities)
+            self._step = {a: self.sequences * step_flops(self.model, densities, pattern, a).total for a in ACCOUNTINGS}
+        for a in ACCOUNTINGS:
+            self.spent[a] += self._step[a]
+            self.dense[a] += self._dense_step[a]
+
+    def row(self) -> dict[str, float]:
+        """For the metrics: FLOPs spent, their dense equivalent, and the reduction so far."""
+        return {
+            **self.state(),
+            "reduction": self.dense["paper"] / self.spent["paper"],
+            "reduction_causal": self.dense["causal"] / self.spent["causal"],
+        }
+
+    def state(self) -> dict[str, float]:
+        return {
+            "flops": self.spent["paper"],
+            "flops_dense": self.dense["paper"],
+            "flops_causal": self.spent["causal"],
+            "flops_dense_causal": self.dense["causal"],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        if missing := self.state().keys() - state.keys():
+            raise ValueError(f"the checkpoint does not say {', '.join(sorted(missing))}: an older version has saved it")
+        self.spent = {"paper": state["flops"], "causal": state["flops_causal"]}
+        self.dense = {"paper": state["flops_dense"], "causal": state["flops_dense_causal"]}
+
+
+def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
+    """The same experiment; with method `dense-short`, as long as its dense steps cost what the run of `mst.like` does.
+
+    In the paper's accounting, to the nearest step. Durations of the learning rate that are stated in steps keep their
+    share of the run.
+    """
+    if experiment.mst.like is None:
+        return experiment
+    path = Path(experiment.mst.like)
+    like = load(path / "config.json" if path.is_dir() else path)
+    if like.mst.like is not None:
+        raise ValueError(f"{path}: is a dense-short run itself: name the sparse run's config")
+    budget = like.training.steps * global_batch(like.deepspeed, ranks) * forecast(like).mean["paper"].total
+    step = global_batch(experiment.deepspeed, ranks) * dense_step_flops(experiment.model).total
+    steps = max(1, round(budget / step))
+    logger.info("dense-short: %d dense steps cost what the %d steps of %s do", steps, like.training.steps, path)
+    return replace(experiment, training=_squeezed(experiment.training, steps))
+
+
+def _squeezed(training: TrainingConfig, steps: int) -> TrainingConfig:
+    def fit(duration: int | float) -> int | float:
+        if isinstance(duration, float) or duration == 0:
+            return duration
+        return max(1, round(duration * steps / training.steps))
+
+    return replace(training, steps=steps, warmup=fit(training.warmup), decay=fit(training.decay))

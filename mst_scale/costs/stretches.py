@@ -1,0 +1,86 @@
+"""What will a run be like from its first step to its last, as far as its config says?
+
+Stretches of steps that cost the same: one phase, one attention pattern, and the share of each sparse matrix that is
+active. No model is built and DeepSpeed is not needed; in training the engine does what is foreseen here. Blocks of
+weights count as whole blocks, also at a matrix's edges, and `min_blocks` as the fewest that it can mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mst_scale.choices import attention_schedule_of, chosen_names, stays_dense, variation_of
+from mst_scale.config.blocks import Experiment, TopologyConfig
+from mst_scale.costs.flops import Matrix, head_name, matrices
+from mst_scale.hybrid_sparse_attention.pattern import Pattern
+from mst_scale.mixed_growing.distribution import active_counts
+from mst_scale.sparsity_variation import Schedule
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps [start, stop) that cost the same: one phase, one sparsity, one attention pattern."""
+
+    start: int
+    stop: int
+    phase: str
+    sparsity: float  # the target over all sparse matrices together
+    pattern: Pattern
+    density: dict[str, float]  # share of active weights of every sparse matrix
+
+    @property
+    def steps(self) -> int:
+        return self.stop - self.start
+
+
+def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[Stretch]:
+    """The whole run, in order: the forward pass after s optimizer steps belongs to the stretch that holds s.
+
+    `dense_head` leaves the head out of what the config makes sparse.
+    """
+    schedule = schedule_of(experiment)
+    sparse = [m for m in sparse_matrices(experiment) if not (dense_head and m.name == head_name(experiment.model))]
+    grids = [grid_of((m.outputs, m.inputs), experiment.mst.topology) for m in sparse]
+    attention = attention_schedule_of(experiment.mst.attention, schedule)
+    turns = [start for start, _ in attention.pieces]
+    for segment in schedule.segments():
+        shapes = [grid.shape for grid in grids]
+        counts = active_counts(shapes, segment.sparsity, experiment.mst.sparsity.distribution) if sparse else []
+        density = {
+            matrix.name: max(count, grid.least) / (grid.shape[0] * grid.shape[1])
+            for matrix, grid, count in zip(sparse, grids, counts, strict=True)
+        }
+        inside = [turn for turn in turns if segment.start < turn < segment.stop]
+        for start, stop in zip([segment.start, *inside], [*inside, segment.stop], strict=True):
+            yield Stretch(start, stop, segment.phase, segment.sparsity, attention.pattern_at(start), density)
+
+
+class Grid(NamedTuple):
+    """The elements of a matrix that targets count, weights or blocks, and the fewest that stay."""
+
+    shape: tuple[int, ...]
+    least: int
+
+
+def grid_of(shape: tuple[int, ...], topology: TopologyConfig) -> Grid:
+    if isinstance(topology.granularity, str):
+        return Grid(shape, 0)
+    side, least = topology.granularity.block, topology.granularity.min_blocks
+    down, across = -(-shape[0] // side), -(-shape[1] // side)
+    return Grid((down, across), max(down * min(least, across), across * min(least, down)))
+
+
+def schedule_of(experiment: Experiment) -> Schedule:
+    return variation_of(experiment.mst).resolve(experiment.training.steps)
+
+
+def sparse_matrices(experiment: Experiment) -> list[Matrix]:
+    """The matrices of our own model that become sparse: what `targets.choose_targets` picks from the built one."""
+    if stays_dense(experiment.mst):
+        return []
+    targets = experiment.mst.targets
+    able = [m for m in matrices(experiment.model) if m.name != head_name(experiment.model) or targets.lm_head]
+    chosen = set(chosen_names([m.name for m in able], targets))
+    return [m for m in able if m.name in chosen]

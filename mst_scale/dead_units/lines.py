@@ -1,0 +1,83 @@
+"""Which lines (rows or columns) of a matrix hold anything but zeros, put together from slices of it in any order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mst_scale.dead_units.kinds import Tally
+from mst_scale.dead_units.units import Lines, Units, tally
+from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing.exchange import Exchange
+
+
+class LineFlags:
+    """One bool for each line that matters to some units; slices of the parameters are shown to it one by one."""
+
+    def __init__(self, units: Sequence[Units], shapes: Mapping[str, Sequence[int]]):
+        parts = [part for some in units for factor in some.factors for part in factor.parts]
+        self.units, self.parts = units, parts
+        self.shapes = {part.name: tuple(shapes[part.name]) for part in parts}
+        self.found = {
+            place: torch.zeros(self.shapes[place[0]][place[1]], dtype=torch.bool)
+            for place in dict.fromkeys((part.name, part.axis) for part in parts)
+        }
+
+    def look(self, name: str, start: int, values: Tensor) -> None:
+        """Values [start, start + n) of a flattened parameter; one that no unit has is passed over."""
+        for (of, axis), flags in self.found.items():
+            if of == name:
+                flags.logical_or_(nonzero_lines(values, start, self.shapes[name], axis).cpu())
+
+    def merge(self, exchange: Exchange) -> None:
+        """Add what all ranks have seen: one all-reduce of a byte a line, over all matrices together."""
+        if not self.found:
+            return
+        joined = exchange.max(torch.cat(list(self.found.values())).to(torch.uint8)).bool()
+        pieces = joined.split([flags.numel() for flags in self.found.values()])
+        self.found = dict(zip(self.found, pieces, strict=True))
+
+    @property
+    def nonzero(self) -> dict[Lines, Tensor]:
+        return {part: self.found[part.name, part.axis] for part in self.parts}
+
+    def tally(self) -> Tally:
+        return tally(self.units, self.nonzero)
+
+
+def nonzero_lines(values: Tensor, start: int, shape: Sequence[int], axis: int) -> Tensor:
+    """bool for each row (axis 0) or column (axis 1): whether the slice [start, start + n) has a nonzero value of it."""
+    columns = math.prod(shape[1:])
+    found = torch.zeros(shape[axis], dtype=torch.bool, device=values.device)
+    span = bitwise.CPU_SPAN if values.device.type == "cpu" else bitwise.DEVICE_SPAN
+    position, end = start, start + values.numel()
+    while position < end:
+        row, column = divmod(position, columns)
+        rows = min((end - position) // columns, max(1, span // columns))
+        if column or not rows:  # a part of one row
+            rows, stop = 1, min(end, (row + 1) * columns)
+        else:
+            stop = position + rows * columns
+        piece = values[position - start : stop - start].view(rows, -1)
+        some = piece.abs().amax(1 - axis) != 0  # six times as fast on a CPU as (piece != 0).any(…); a NaN is not 0
+        first = row if axis == 0 else column
+        found[first : first + some.numel()] |= some
+        position = stop
+    return found
+
+
+def positions(lines: Tensor, axis: int, shape: Sequence[int], start: int, length: int) -> Iterator[Tensor]:
+    """Where the slice [start, start + length) has values of these lines, int64, a span at a time; `lines` is bool."""
+    columns = math.prod(shape[1:])
+    for a, b in bitwise.spans(length, lines.device):
+        flat = torch.arange(start + a, start + b, device=lines.device)
+        line = flat // columns if axis == 0 else flat % columns
+        yield lines[line].nonzero().view(-1) + a
+
+
+def joined(pieces: Iterable[Tensor], device: torch.device) -> Tensor:
+    found = list(pieces)
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=device)

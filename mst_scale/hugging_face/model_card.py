@@ -1,0 +1,93 @@
+"""What should someone who finds an exported model know about it?
+
+`README.md` as the Hugging Face hub shows it: how the model was trained, its losses, what its sparsity saved, how to
+load it. Every figure comes from the run's own files; what they do not hold is left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mst_scale.config import Experiment
+from mst_scale.runs.metrics import read
+
+LOADING = """\
+```python
+from transformers import {loader}
+
+model = {loader}.from_pretrained("PATH_OF_THIS_FOLDER")
+```"""
+
+
+def text(experiment: Experiment, run: Path | None, exported: dict[str, Any], tokenizer_note: str) -> str:
+    rows = [f"| {name} | {value} |" for name, value in figures(experiment, run, exported)]
+    causal = experiment.model.causal
+    loader = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"
+    architecture = "GPT-2" if causal else "BERT"
+    name = experiment.model.preset or experiment.model.arch.upper()
+    lines = [
+        "---",
+        "library_name: transformers",
+        f"pipeline_tag: {'text-generation' if causal else 'fill-mask'}",
+        f"tags: [mst_scale, {'gpt2' if causal else 'bert'}]",
+        "---",
+        "",
+        f"# {name}, trained with mst_scale ({experiment.mst.method})",
+        "",
+        "| | |",
+        "|---|---|",
+        *rows,
+        "",
+        f"The architecture is {architecture}'s. FLOPs are counted in the paper's accounting, training as it was",
+        "computed against the same steps computed dense."
+        + ("" if experiment.model.bias else " The model has no biases: they are 0."),
+        "",
+        LOADING.format(loader=loader),
+        "",
+    ]
+    if not causal:
+        lines += [f"[MASK] is the tokenizer's, or id {experiment.model.vocab_size - 1} where it has none.", ""]
+    if tokenizer_note:
+        lines += [f"This folder has {tokenizer_note}.", ""]
+    return "\n".join(lines)
+
+
+def figures(experiment: Experiment, run: Path | None, exported: dict[str, Any]) -> list[tuple[str, str]]:
+    """(name, value) pairs, from the run's metrics up to the exported step."""
+    model = experiment.model
+    shape = f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, context {model.context}"
+    table = [("model", f"{shape}, vocabulary {model.vocab_size:,}"), ("method", str(experiment.mst.method))]
+    step = exported["step"]
+    last: dict[str, Any] = {}
+    validated: dict[str, Any] = {}
+    if run is not None and (run / "metrics.jsonl").is_file():
+        for row in read(run / "metrics.jsonl"):
+            if step is None or row["step"] <= step:
+                last, validated = row, row if row.get("val_loss") is not None else validated
+    if step is not None:
+        table.append(("steps", f"{step:,} of {experiment.training.steps:,}"))
+    if last:
+        table.append(("tokens", f"{last['tokens']:,}"))
+    if last.get("attention", "dense") != "dense":
+        pattern = f"{last['attention']}, stride {last['attention_stride']}"
+        table.append(("attention", f"trained {pattern} so far; here it is dense"))
+    if last.get("loss") is not None:
+        table.append(("training loss", f"{last['loss']:.4f}"))
+    if validated:
+        table.append(("validation loss", f"{validated['val_loss']:.4f} (step {validated['step']:,})"))
+    if last.get("flops"):
+        table.append(
+            ("FLOPs", f"{last['flops']:.3g}, {last['flops_dense'] / last['flops']:.2f} times fewer than dense")
+        )
+    if exported["matrices"]:
+        zeros = (
+            f"{exported['zeros'] / exported['matrices']:.2%} of the {exported['matrices']:,} weights that may be sparse"
+        )
+        table.append(("zeros", zeros))
+    if exported["dead_units"]:
+        table.append(("units whose weights are all zero", exported["dead_units"]))
+    if exported["losses"]:
+        before, after = exported["losses"]["before"], exported["losses"]["after"]
+        table.append(("validation loss before and after pruning", f"{before:.4f}, {after:.4f}"))
+    return table

@@ -1,0 +1,144 @@
+"""How does a run start from weights that are there already (`--init`)?
+
+From a GPT-2 in a folder with config.json and safetensors (as transformers and `mst export` write them), from a name on
+the hub (`gpt2` is OpenAI's checkpoint), or from a run of ours, dense or sparse: its newest whole checkpoint. The run
+takes the shape of that model. Rank 0 reads the weights; DeepSpeed spreads them, under ZeRO-3 one parameter at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from mst_scale import zero_shards
+from mst_scale.checkpoints import store
+from mst_scale.config import ModelConfig
+from mst_scale.hugging_face.gpt2_names import from_hugging_face, hugging_face_config
+from mst_scale.hugging_face.hub import offline_unless_reachable
+from mst_scale.models.gpt import GPT
+from mst_scale.zero_shards.weight_files import weights_of
+
+FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
+# What our GPT computes and cannot compute otherwise: these keys of a config.json must say so, or be left out.
+SAME = ("activation_function", "layer_norm_epsilon", "scale_attn_weights")
+NEVER = ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention", "quantization_config")
+# The keys of the `model` block that the weights decide.
+SHAPE = ("n_layer", "n_head", "n_embd", "d_ffw", "context", "vocab_size", "bias", "tied_head")
+
+
+def folder_of(name: str) -> Path:
+    """The folder that a name means, downloaded from the hub if it is none here."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"--init {name}: there is no such folder")
+    offline_unless_reachable()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except Exception as error:  # no network, no such name: each has its own class
+        raise ValueError(
+            f"--init {name}: no such folder here, and the hub does not give it ({type(error).__name__}): check the "
+            "name and the network, or name a folder with its config.json and model.safetensors"
+        ) from None
+
+
+def model_keys(folder: Path) -> dict[str, Any]:
+    """The keys of the `model` block that such a model has."""
+    if (ours := _run(folder)) is not None:
+        if ours["arch"] != "gpt":
+            raise ValueError(f"{folder}: --init takes a GPT, and this run trains a {ours['arch']!r}")
+        return {key: ours[key] for key in SHAPE}
+    raw = _config(folder)
+    theirs = {**hugging_face_config(ModelConfig()), "scale_attn_weights": True}
+    for key in SAME:
+        if raw.get(key, theirs[key]) != theirs[key]:
+            raise ValueError(f"{folder}: its {key} is {raw[key]!r}, and our GPT has {theirs[key]!r}")
+    for key in NEVER:
+        if raw.get(key):
+            raise ValueError(f"{folder}: its {key} is {json.dumps(raw[key])}, which our GPT does not compute")
+    return {
+        "n_layer": raw["n_layer"],
+        "n_head": raw["n_head"],
+        "n_embd": raw["n_embd"],
+        "d_ffw": raw.get("n_inner"),
+        "context": raw.get("n_positions", raw.get("n_ctx")),
+        "vocab_size": raw["vocab_size"],
+        "bias": raw.get("mst_scale", {}).get("bias", True),
+        "tied_head": raw.get("tie_word_embeddings", True),
+    }
+
+
+def _run(folder: Path) -> dict[str, Any] | None:
+    """The model block of a run of ours; None where the folder is none."""
+    try:
+        model = json.loads((folder / "config.json").read_text())["model"]
+        return dict(model) if (folder / "checkpoints").is_dir() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+        if raw["model_type"] != "gpt2":
+            raise ValueError(f"{path}: --init takes a GPT-2, and this is {raw['model_type']!r}")
+        missing = [key for key in ("n_layer", "n_head", "n_embd", "vocab_size") if key not in raw]
+    except (OSError, KeyError, TypeError, json.JSONDecodeError):
+        what = "has no config.json of transformers with a model_type, and is no run of ours"
+        raise ValueError(f"{folder} {what}: --init takes a GPT-2 or a run's folder") from None
+    if missing:
+        raise ValueError(f"{path} does not say {missing[0]}: it is not whole")
+    return dict(raw)
+
+
+def read(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """The weights under our names, checked against the shape that is asked for."""
+    found = _of_gpt2(folder, config) if _run(folder) is None else _of_run(folder)
+    with torch.device("meta"):
+        shapes = {name: tuple(parameter.shape) for name, parameter in GPT(config).named_parameters()}
+    for name, shape in shapes.items():
+        if name not in found:
+            raise ValueError(f"{folder} has no weights of {name}: it is of another model")
+        if (theirs := tuple(found[name].shape)) != shape:
+            raise ValueError(f"{folder}: {name} has shape {theirs}, and by its config.json {shape}: they do not belong")
+    return found
+
+
+def _of_run(folder: Path) -> dict[str, torch.Tensor]:
+    weights = weights_of(store.locate(folder))
+    return {name: weights.read(name) for name in weights.shapes}
+
+
+def _of_gpt2(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} has no *.safetensors: save the model with transformers' save_pretrained")
+    state: dict[str, torch.Tensor] = {}
+    for path in files:
+        try:
+            state.update(load_file(path))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is damaged or cut short ({error})") from None
+    try:
+        return from_hugging_face(state, config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+
+
+def fill(model: torch.nn.Module, state: dict[str, torch.Tensor] | None) -> None:
+    """Put what `read` gave into a model that is not yet trained; ranks other than the first pass None. A collective."""
+    for name, parameter in model.named_parameters():
+        with zero_shards.whole(parameter) as writable, torch.no_grad():
+            if writable and state is not None:
+                parameter.copy_(state[name])

@@ -1,0 +1,11 @@
+"""Pretraining: the loop, and what it needs before its first step.
+
+training_loop   every step as a list; __main__ is the command (python -m mst_scale.pretrain)
+options         which experiment the command line asks for
+refusals        what DeepSpeed, torch or the machine would refuse later
+prepare         token files, first weights, the engine
+resume          from which checkpoint a run continues, on which batch
+learning_rate   the rate of a step
+spikes          spikes of the loss
+build_locks     locks that a killed build has left
+"""

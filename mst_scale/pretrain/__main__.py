@@ -1,0 +1,11 @@
+"""The command: python -m mst_scale.pretrain, also under deepspeed, torchrun and mpirun."""
+
+from mst_scale import distributed
+from mst_scale.pretrain.training_loop import main
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SystemExit as finished:
+        distributed.leave(finished.code)
+    distributed.leave(0)

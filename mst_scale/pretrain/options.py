@@ -1,0 +1,78 @@
+"""Which experiment do the options of `mst_scale.pretrain` ask for, and where do its files go?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from mst_scale.arguments import Parser, refuse_no_folder
+from mst_scale.choices import attention_schedule_of
+from mst_scale.config import Experiment, load, read
+from mst_scale.config.check import check
+from mst_scale.costs.stretches import schedule_of
+from mst_scale.distributed import logger
+from mst_scale.pretrain import resume
+
+
+def arguments(argv: list[str] | None = None, description: str | None = None) -> argparse.Namespace:
+    parser = Parser(
+        prog="mst_scale.pretrain", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="the experiment (ds_configs/*.json)")
+    parser.add_argument("--method", metavar="M", help="dense, mst, rigl, static, …: overrides mst.method")
+    parser.add_argument("--like", metavar="C", help="for dense-short: the run (config or folder) whose FLOPs it spends")
+    parser.add_argument("--data", metavar="DIR", help="a folder with train.bin and val.bin: overrides data.dir")
+    parser.add_argument("--out", metavar="DIR", help="where the run's files go (default: runs/<config>-<method>)")
+    parser.add_argument("--steps", type=int, metavar="N", help="overrides training.steps")
+    parser.add_argument("--init", metavar="M", help="start from weights: gpt2, a folder of transformers, or a run")
+    parser.add_argument("--eval-tasks", metavar="A,B", help="evaluate these tasks with the validation loss (mst eval)")
+    parser.add_argument("--eval-every", type=int, metavar="N", help="overrides training.eval_every")
+    parser.add_argument("--eval-data", metavar="DIR", help="the tasks' files (default: from the hub)")
+    parser.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
+    parser.add_argument("--resume", default="auto", metavar="auto|never|TAG", help="continue from a checkpoint of OUT")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    return parser.parse_args(argv)
+
+
+def experiment_of(args: argparse.Namespace) -> Experiment:
+    overrides = list(args.set)
+    if args.steps is not None:
+        overrides = [*_fitted(args), *overrides, f"training.steps={args.steps}"]
+    if args.like is not None:
+        overrides.append(f"mst.like={json.dumps(args.like)}")
+    if args.data is not None:
+        overrides += [f"data.dir={json.dumps(args.data)}", "data.source=null"]
+    for key in ("init", "eval_tasks", "eval_every", "eval_data"):
+        if getattr(args, key) is not None:
+            overrides.append(f"training.{key}={json.dumps(getattr(args, key))}")
+    experiment = load(args.deepspeed_config, overrides, args.method)
+    if experiment.training.init is not None:
+        experiment = resume.with_shape_of(experiment, experiment.training.init, out_of(args, experiment))
+    if args.steps is not None and experiment.mst.like is not None:
+        raise ValueError(f"method dense-short is as long as the FLOPs of {experiment.mst.like} last: leave out --steps")
+    check(experiment)
+    refuse_no_folder("--out", out_of(args, experiment))
+    attention_schedule_of(experiment.mst.attention, schedule_of(experiment))  # phases that do not fit are refused here
+    return experiment
+
+
+def _fitted(args: argparse.Namespace) -> list[str]:
+    """Durations of the learning rate that the file states in steps, and that --steps leaves no room for: each keeps its
+    share of the run."""
+    training = read(args.deepspeed_config)[1].get("training", {})
+    total = training.get("steps") if isinstance(training, dict) else None
+    fitted: list[str] = []
+    if not isinstance(total, int) or args.steps < 1:
+        return fitted
+    for name in ("warmup", "decay"):
+        stated = training.get(name)
+        said = any(words.startswith(f"training.{name}=") for words in args.set)
+        if type(stated) is int and args.steps < stated <= total and not said:
+            fitted.append(f"training.{name}={max(1, round(stated * args.steps / total))}")
+            logger.warning("training.%s: %d of %d steps become %s", name, stated, total, fitted[-1].partition("=")[2])
+    return fitted
+
+
+def out_of(args: argparse.Namespace, experiment: Experiment) -> Path:
+    return Path(args.out or f"runs/{Path(args.deepspeed_config).stem}-{experiment.mst.method}")

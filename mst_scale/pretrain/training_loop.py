@@ -1,0 +1,382 @@
+"""Pretrain a GPT or BERT with DeepSpeed: the training loop, readable as one list.
+
+    deepspeed --num_accelerators 2 --module mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
+    torchrun --nproc_per_node 2 -m mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
+    mpirun -n 2 python -m mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
+
+Each step is a pure function of (weights, optimizer state, seed, step): batches, learning rate, dropout and topology ask
+the step's number, never a generator's state. That is why a killed run continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mst_scale import distributed, zero_shards
+from mst_scale.checkpoints import store
+from mst_scale.config import Experiment, to_dict
+from mst_scale.config.check import batch_shape, peak_learning_rate
+from mst_scale.costs.ledger import Ledger, shortened
+from mst_scale.data.masking import open_sampler
+from mst_scale.data.sampler import Sampler
+from mst_scale.dead_units.kinds import in_words
+from mst_scale.distributed import Ranks, Verdict, logger
+from mst_scale.pretrain import build_locks, prepare, refusals, resume
+from mst_scale.pretrain.learning_rate import learning_rate
+from mst_scale.pretrain.options import arguments, experiment_of, out_of
+from mst_scale.pretrain.spikes import Spikes, batch_number
+from mst_scale.randomness import counter_hash
+from mst_scale.runs import run_file
+from mst_scale.runs.observer import Observer
+from mst_scale.runs.out_lock import OutLock
+from mst_scale.runs.record import Record, state_of
+from mst_scale.watch import Watch
+
+FAILED_SAVES = 3  # in a row, after which a run stops
+
+
+class Run:
+    """One experiment on its ranks, from its first step or from a checkpoint to its last."""
+
+    def __init__(self, experiment: Experiment, out: Path, ranks: Ranks):
+        self.experiment, self.out, self.ranks = experiment, out, ranks
+        self.training = experiment.training
+        self.peak = peak_learning_rate(experiment.deepspeed)
+        self.checkpoints = out / "checkpoints"
+        self.nonfinite = self.failed_saves = 0
+        self.save_seconds: float | None = None  # of a save since the last row
+        self.spikes = Spikes(self.training.spike)
+        self.rollbacks = 0
+        self.skipped: list[int] = []  # batches that rollbacks have left out
+        self.asked_to_stop = False
+
+    # --- before the first step ---
+
+    def prepare(self, how: str) -> None:
+        """Data, model, engine, checkpoint: whatever can be refused is refused here."""
+        source = resume.choose(self.out, how, self.ranks)
+        self.ranks.on_first(lambda: resume.refuse_another_model(self.out, self.experiment))
+        world_size = self.ranks.world_size
+        if source is not None:
+            self.experiment = self.ranks.together(lambda: resume.with_batch_of(self.experiment, source, world_size))
+        shape = self.ranks.together(lambda: batch_shape(self.experiment.deepspeed, world_size))
+        self.batch, self.micro, self.accumulation = shape
+        self.ranks.together(lambda: refusals.refuse(self.experiment, world_size))
+        self.ledger = Ledger(self.experiment.model, self.batch)
+        loadable = None if source is None else self._loadable(source)
+        folder = self.ranks.on_first(lambda: prepare.corpus(self.experiment.data))
+        self.train, self.val = self.ranks.together(lambda: (self._open(folder, "train"), self._open(folder, "val")))
+        self.tasks = prepare.tasks(self.experiment, self.out, self.micro, self.ranks)
+        start = prepare.initial_weights(self.experiment, self.ranks) if source is None else None
+        self.engine = self.ranks.together(lambda: prepare.built_engine(self.experiment, self.out, start))
+        self.device = next(self.engine.module.parameters()).device
+        self.step = 0
+        if loadable is not None:
+            left_out = self.ranks.on_first(lambda: run_file.rollbacks(self.out / "run.json"))
+            self.rollbacks, self.skipped = len(left_out), sorted({batch for some in left_out for batch in some})
+        layers = {} if loadable is None else self._load(*loadable)
+        self._describe(source)
+        self.votes = distributed.Votes(self.ranks)
+        self.observer = Observer(self.engine, self.experiment, self.out, self.ranks, self.step)
+        self.record = Record(
+            self.out,
+            self.experiment,
+            batch=self.batch,
+            step=self.step,
+            monitor=self.engine.monitor,
+            first=self.ranks.first,
+            layers=layers,
+        )
+
+    def _open(self, folder: str, split: str) -> Sampler:
+        return open_sampler(folder, split, self.experiment.model, self.training.seed, check_ids=self.ranks.first)
+
+    def _loadable(self, source: Path) -> tuple[Path, bool]:
+        return resume.loadable(source, self.ranks, zero_shards.zero_stage(self.experiment.deepspeed))
+
+    def _load(self, path: Path, universal: bool) -> dict[str, Any]:
+        """The weights, states and place of a checkpoint; what its topology steps have come to since the last row."""
+        state = self.ranks.together(lambda: zero_shards.load_checkpoint(self.engine, path, universal))
+        self.step = int(state["step"])
+        self.ranks.together(lambda: self.ledger.load(state))
+        self.spikes = Spikes(self.training.spike, state.get("losses", ()))
+        self.skipped = sorted({*self.skipped, *state.get("skipped", ())})
+        how = ", reshaped" if universal else ""
+        logger.info("continuing %s from step %d%s", self.out, self.step, how)
+        return dict(state.get("layers", {}))
+
+    def _describe(self, source: Path | None) -> None:
+        hosts: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(hosts, socket.gethostname(), group=self.ranks.control)
+
+        def describe() -> None:
+            self.out.mkdir(parents=True, exist_ok=True)
+            store.sweep(self.checkpoints)
+            store.set_aside(self.checkpoints, self.step)
+            config = to_dict(self.experiment)
+            store.write_if_possible(self.out / "config.json", json.dumps(config, indent=2) + "\n")
+            mst_seed = self.experiment.mst.seed
+            start = run_file.about(
+                from_step=self.step,
+                checkpoint=None if source is None else str(source),
+                ranks=self.ranks.world_size,
+                hosts=hosts,
+                batch={"sequences": self.batch, "micro": self.micro, "accumulation": self.accumulation},
+                seeds={"training": self.training.seed, "mst": self.training.seed if mst_seed is None else mst_seed},
+            )
+            self.run_file = run_file.RunFile(self.out / "run.json", config, start)
+
+        self.ranks.on_first(describe)
+
+    def _happened(self, what: str, **more: Any) -> None:
+        """Into run.json."""
+        if self.ranks.first:
+            self.run_file.happened(what, **more)
+
+    # --- the loop ---
+
+    def to_the_end(self) -> None:
+        """Every step that is left."""
+        while self.step < self.training.steps:
+            self.advance()
+        self.record.close()
+
+    def advance(self) -> None:
+        """One optimizer step, and what is due after it: a logged row, an evaluation, a checkpoint, the end."""
+        t = self.training
+        self.ledger.add(self.engine.mst.pattern, self.engine.mst.densities())  # of the masks this step computes with
+        loss = self._update()
+        self.step += 1
+        self.record.gather(self.engine.mst)
+        if woken := self.engine.mst.woken:
+            self._happened("woke dead units", step=self.step, units=in_words(woken))
+        last = self.step == t.steps
+        logs, evaluates, saves = (
+            last or bool(every and self.step % every == 0) for every in (t.log_every, t.eval_every, t.save_every)
+        )
+        # reading the loss waits for the device, which DeepSpeed's gradient norm has just done anyway
+        verdicts = self.votes.cast(self.step, self.asked_to_stop, float(loss), wait=logs or evaluates or saves)
+        for verdict in verdicts:
+            if (bad := self._judge(verdict)) is not None and self._roll_back(bad):
+                return
+        stop = any(verdict.stop for verdict in verdicts)
+        if logs or evaluates:
+            self._log(loss, evaluates)
+        self.observer.after(self.step, self.step * self.batch)
+        if (saves or stop) and not self.nonfinite:
+            self.record.close()
+            self._save(final=stop or last)
+        if self.nonfinite and (stop or last):
+            self._refuse_nonfinite()
+        if stop and not last:
+            if self.ranks.first:
+                self.run_file.ended("asked to stop", self.step)
+                distributed.tell_launcher("MST_STOPPED")
+            self.record.say(f"asked to stop: step {self.step} is saved, the same command continues")
+            raise SystemExit(0)
+
+    def _judge(self, verdict: Verdict) -> int | None:
+        """What a step's loss says; the step to be undone, if one is."""
+        spike, rolls = self.training.spike, self.training.spike.action == "rollback"
+        self.nonfinite = self.nonfinite + 1 if verdict.nonfinite else 0
+        if self.nonfinite >= self.training.stop_after_nonfinite:
+            if not rolls or self.rollbacks >= spike.max_rollbacks:
+                self._refuse_nonfinite()
+            return verdict.step - self.nonfinite + 1
+        bound = self.spikes.bound()
+        if verdict.nonfinite or not self.spikes.begins(verdict.loss):
+            return None
+        self.record.say(f"step {verdict.step}: the loss jumps to {verdict.loss:.4f} (a spike above {bound:.4f})")
+        self._happened("spike", step=verdict.step, loss=verdict.loss, bound=bound)
+        return verdict.step if rolls and self.rollbacks < spike.max_rollbacks else None
+
+    def _roll_back(self, bad: int) -> bool:
+        """Go back to the newest whole checkpoint before step `bad`, and leave out the batch that it read."""
+        self.votes.drain()  # of a step that is undone too
+        tag = store.newest(self.checkpoints, self.ranks, before=bad)
+        if tag is None:
+            if self.nonfinite:
+                self._refuse_nonfinite()
+            self.record.say(f"there is no checkpoint from before step {bad} to go back to: the run goes on")
+            return False
+        number, here = batch_number(bad - 1, self.skipped), self.step
+        self.record.layers = self._load(*self._loadable(self.checkpoints / tag))
+        self.ranks.on_first(lambda: store.set_aside(self.checkpoints, self.step))
+        first = max(batch_number(self.step, self.skipped), number - self.training.spike.skip + 1)
+        left_out = list(range(first, number + 1))
+        self.skipped = sorted({*self.skipped, *left_out})
+        self.rollbacks += 1
+        self.nonfinite = 0
+        self._happened("rolled back", from_step=here, to_step=self.step, skipped=left_out)
+        self.record.rewind(self.step)
+        self.observer.rewind(self.step)
+        self.record.say(f"back to step {self.step}, without the data of batch {', '.join(map(str, left_out))}")
+        return True
+
+    def _log(self, loss: torch.Tensor, evaluates: bool) -> None:
+        row = {
+            "step": self.step,
+            "tokens": self.step * self.batch * self.experiment.model.context,
+            "loss": self._mean(loss),
+            "lr": learning_rate(self.step - 1, self.peak, self.training),
+            "grad_norm": zero_shards.grad_norm(self.engine),
+            **state_of(self.engine.mst),
+            **self.ledger.row(),
+            **self.record.pace(self.step),
+        }
+        if self.save_seconds is not None:
+            row["save_s"], self.save_seconds = self.save_seconds, None
+        if evaluates:
+            row["val_loss"] = self.evaluate()
+            row |= {} if self.tasks is None else self.tasks.at(self.engine, self.step)
+        self.record.write(row)
+
+    def _mean(self, loss: torch.Tensor) -> float:
+        mean = loss.double().cpu()
+        dist.all_reduce(mean, group=self.ranks.control)
+        return float(mean) / self.ranks.world_size
+
+    def _update(self) -> torch.Tensor:
+        """One optimizer step on the global batch; the mean loss of this rank's micro-batches, still on the device."""
+        rate = learning_rate(self.step, self.peak, self.training)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        total = torch.zeros((), device=self.device)
+        number = batch_number(self.step, self.skipped)
+        for k in range(self.accumulation):
+            micro_batch = k * self.ranks.world_size + self.ranks.rank  # its place in the global batch
+            tokens, targets = self._micro_batch(self.train, number, micro_batch)
+            if self.experiment.model.dropout:
+                torch.manual_seed(counter_hash(self.training.seed, "dropout", self.step, micro_batch))
+            loss = self.engine(tokens, targets)
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.detach()
+        return total / self.accumulation
+
+    def _micro_batch(self, sampler: Sampler, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, targets = sampler.batch(step, range(index * self.micro, (index + 1) * self.micro))
+        if self.device.type == "cuda":  # a copy from pageable memory may wait for all that the device has yet to do
+            tokens, targets = tokens.pin_memory(), targets.pin_memory()
+        return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean validation loss over fixed sequences, the same for any number of ranks.
+
+        Micro-batches are dealt out in turn; a rank without one left runs an idle forward, because under ZeRO-3 every
+        forward is a collective.
+        """
+        self.engine.eval()
+        count = -(-self.training.eval_sequences // self.micro)
+        losses = torch.zeros(count, dtype=torch.float64)
+        for start in range(0, count, self.ranks.world_size):
+            index = start + self.ranks.rank
+            tokens, targets = self._micro_batch(self.val, 0, min(index, count - 1))
+            loss = self.engine(tokens, targets)
+            if index < count:
+                losses[index] = loss.double().cpu()
+        dist.all_reduce(losses, group=self.ranks.control)  # each entry has one owner: the sum adds zeros to it
+        self.engine.train()
+        return float(losses.mean())
+
+    def _refuse_nonfinite(self) -> None:
+        if self.nonfinite:
+            rate = learning_rate(self.step - 1, self.peak, self.training)
+            message = (
+                f"the loss was not a finite number in {self.nonfinite} steps in a row up to step {self.step} (learning "
+                f"rate {rate:.3g}); the checkpoints in {self.checkpoints} are from before: lower the learning rate or "
+                "look at the data, then resume"
+            )
+            self.ranks.refuse(FloatingPointError(message))
+
+    def _save(self, final: bool) -> None:
+        """A save that fails before the end costs nothing but itself: the run goes on and saves again when it is due."""
+        state = {
+            **self.ledger.state(),
+            "losses": list(self.spikes.losses),
+            "skipped": self.skipped,
+            "layers": self.record.layers,
+        }
+        keep = self.training.keep_checkpoints
+        try:
+            self.save_seconds = store.save(
+                self.engine, self.checkpoints, self.ranks,
+                step=self.step, batch=self.batch, micro=self.micro, keep=keep, state=state,
+            )  # fmt: skip
+            self.failed_saves = 0
+        except (OSError, distributed.Elsewhere) as error:
+            self.failed_saves += 1
+            if final or self.failed_saves >= FAILED_SAVES:
+                raise
+            if isinstance(error, OSError):
+                logger.error("%s", error)
+            logger.error("step %d is not saved: the run goes on and will try again", self.step)
+            self._happened("failed save", step=self.step, why=str(error) if isinstance(error, OSError) else "elsewhere")
+
+
+def main(argv: list[str] | None = None) -> None:
+    watch = Watch()
+    try:
+        _main(argv, watch)
+    except SystemExit:
+        _end_quietly(watch)
+        raise
+    except BaseException as error:
+        watch.explain(error)
+        distributed.end(error)
+    _end_quietly(watch)
+
+
+def _end_quietly(watch: Watch) -> None:
+    """What is done is not undone by a second signal, which would find Python without its handlers."""
+    watch.close()
+    for name in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(name, signal.SIG_IGN)
+
+
+def _main(argv: list[str] | None, watch: Watch) -> None:
+    # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: true, and nothing a user can act on
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    threading.excepthook = distributed.thread_failed
+    args = arguments(argv, __doc__)
+    experiment = experiment_of(args)
+    ranks = distributed.init()
+    watch.start(ranks)
+    build_locks.clear_stale(ranks)
+    out = out_of(args, experiment)
+    lock = OutLock(out)
+    try:
+        ranks.on_first(lambda: lock.take(resume.restarted()))
+        _train(args, experiment, out, ranks)
+    finally:
+        lock.release()
+
+
+def _train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks) -> None:
+    began_on = resume.ranks_at_first(out, ranks)
+    run = ranks.together(lambda: Run(shortened(experiment, began_on), out, ranks))
+
+    def ask_to_stop(signum: int, frame: Any) -> None:
+        run.asked_to_stop = True
+
+    for name in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(name, ask_to_stop)
+    run.prepare(args.resume)
+    start, first = time.monotonic(), run.step
+    run.to_the_end()
+    if ranks.first:
+        run.run_file.ended("finished", run.step)
+        run.record.say(run.record.summary(run.step, time.monotonic() - start, first))
+    ranks.leave()

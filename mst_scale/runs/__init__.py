@@ -1,0 +1,11 @@
+"""What a run leaves for people and for its next start to read.
+
+metrics           metrics.jsonl, a row a logged step
+record            a row into metrics.jsonl, TensorBoard and the progress line; the table at the end
+progress          the line on the terminal
+observer          looks at weights and masks while a model trains: histograms, pictures, snapshots
+snapshots         small pictures of weights at the ends of phases
+run_file          run.json: versions, hosts, every start and what happened
+out_lock          one run at a time in a folder
+optional_writes   what a full disk may cost
+"""

@@ -1,0 +1,255 @@
+"""How are the weights of a sharded model looked at while it trains, for the report and for TensorBoard?
+
+Each rank reduces its own slices to a few sums (moments, picture cells, histogram bins) and one small all-reduce a kind
+adds them up: no weight leaves its rank, whatever the ZeRO stage. Nothing is written to the model and no random number
+is drawn, so a run that is looked at trains bit for bit like one that is not.
+
+Phase ends are kept (`snapshots.py`). TensorBoard gets pictures and histograms every `training.look_every` steps, but
+only while all looks together have taken less than 1 % of the time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mst_scale import zero_shards
+from mst_scale.config import Experiment
+from mst_scale.distributed import Ranks, logger
+from mst_scale.engine.targets import choose_targets
+from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.runs import snapshots
+from mst_scale.runs.optional_writes import Dispensable
+from mst_scale.runs.snapshots import Matrix, Snapshot
+from mst_scale.sparsity_variation import Schedule
+
+SHARE = 0.01  # of the training time, for what TensorBoard sees
+BINS = 65  # odd: zeros fall into the middle one, from which the dead are taken out
+
+
+class Observer:
+    """Looks at the weights of one run; every method is called on all ranks alike."""
+
+    def __init__(self, engine: Any, experiment: Experiment, out: Path, ranks: Ranks, step: int):
+        self.engine, self.out, self.ranks = engine, out, ranks
+        self.every = experiment.training.look_every
+        self.schedule: Schedule = engine.mst.schedule
+        self.keep_at = phase_ends(self.schedule)
+        self.disk = Dispensable()
+        self.started, self.spent = time.monotonic(), 0.0
+        self.parameters = sum(math.prod(zero_shards.shape_of(p)) for p in engine.module.parameters())
+        self.shards = self._shards(experiment)
+        ranks.on_first(lambda: snapshots.cut(out, step))
+        if step == 0:
+            self._keep(0)
+
+    def _shards(self, experiment: Experiment) -> zero_shards.Shards | None:
+        mst = self.engine.mst
+        if not mst.idle:
+            self.exchange = mst.exchange
+            return mst.shards
+        try:
+            shards = zero_shards.shards_of(self.engine, choose_targets(self.engine.module, experiment.mst.targets))
+        except ValueError as error:
+            logger.info("no snapshots of weights are kept: %s", error)
+            return None
+        self.exchange = Exchange(shards.group, self.engine.device)
+        return shards
+
+    def rewind(self, step: int) -> None:
+        """The run goes back to `step`: what was kept after it goes."""
+        self.ranks.on_first(lambda: snapshots.cut(self.out, step))
+
+    def after(self, step: int, samples: int) -> None:
+        """What is due after this finished step."""
+        if step in self.keep_at:
+            self._keep(step)
+        if self.every and step % self.every == 0:
+            self._show(samples)
+
+    def _keep(self, step: int) -> None:
+        if self.shards is None:
+            return
+        phase = self.schedule.at(max(0, step - 1)).phase
+        snapshot = self.look(step, phase)
+        if self.ranks.first:
+            self.disk.attempt("snapshots of the weights", lambda: snapshots.save(self.out, snapshot))
+
+    def _show(self, samples: int) -> None:
+        """Pictures and histograms in TensorBoard, through the writer of DeepSpeed's monitor."""
+        tensorboard = getattr(self.engine.monitor, "tb_monitor", None)
+        writer = getattr(tensorboard, "summary_writer", None)
+        start = time.monotonic()
+        affordable = self.spent <= SHARE * (start - self.started)
+        if self.shards is None or not self.ranks.any(writer is not None and affordable):
+            return
+        snapshot = self.look(0, "")
+        histograms = self._histograms({m.name: m.largest for m in snapshot.matrices})
+        if writer is not None:
+            self.disk.attempt("TensorBoard's pictures", lambda: draw(writer, snapshot, histograms, samples))
+        self.spent += time.monotonic() - start
+
+    # --- looking ---
+
+    def look(self, step: int, phase: str) -> Snapshot:
+        """The weights as they are, the same on every rank."""
+        assert self.shards is not None
+        slices = self.shards.slices
+        alive = [self._alive(i) for i in range(len(slices))]
+        moments = torch.zeros(len(slices), 2, dtype=torch.float64)
+        largest = torch.zeros(len(slices), dtype=torch.float64)
+        for i, part in enumerate(slices):
+            if part.length:
+                weight = self.shards.weight(i)
+                moments[i, 0] = weight.sum(dtype=torch.float64)
+                moments[i, 1] = torch.linalg.vector_norm(weight, dtype=torch.float64).square()
+                low, high = weight.aminmax()
+                largest[i] = torch.maximum(-low, high)
+        shown = snapshots.pictured([part.name for part in slices])
+        drawn = [i for i, part in enumerate(slices) if part.name in shown]
+        cells = []
+        for i in drawn:
+            matrix = as_matrix(slices[i].shape)
+            cells.append(cell_sums(self.shards.weight(i), slices[i].start, matrix, magnitude=True))
+            cells.append(cell_sums(self._flags(i), slices[i].start, matrix))
+        moments = self.exchange.sum(moments)
+        largest = self.exchange.max(largest)
+        flat = torch.cat([c.flatten() for c in cells]) if cells else torch.zeros(0)
+        flat = self.exchange.sum(flat)
+        matrices = [
+            describe(part.name, as_matrix(part.shape), alive[i], moments[i].tolist(), float(largest[i]))
+            for i, part in enumerate(slices)
+        ]
+        pictures: list[dict[str, np.ndarray]] = [{}, {}]
+        position = 0
+        for i in drawn:
+            shape = as_matrix(slices[i].shape)
+            rows, columns = snapshots.grid(shape)
+            sizes = cell_sizes(shape)
+            for target in pictures:
+                whole = flat[position : position + rows * columns].view(rows, columns).numpy()
+                target[slices[i].name] = whole / sizes
+                position += rows * columns
+        mst = self.engine.mst
+        return Snapshot(step, phase, mst.sparsity, self.parameters, matrices, pictures[0], pictures[1])
+
+    def _histograms(self, largest: dict[str, float]) -> dict[str, tuple[list[float], list[float]]]:
+        """(edges, counts) of the living weights of each pictured matrix."""
+        assert self.shards is not None
+        slices = self.shards.slices
+        shown = set(snapshots.pictured([part.name for part in slices]))
+        drawn = [i for i, part in enumerate(slices) if part.name in shown]
+        counts = torch.zeros(len(drawn), BINS, dtype=torch.float64)
+        for row, i in enumerate(drawn):
+            top = largest[slices[i].name] or 1.0
+            if slices[i].length:
+                counts[row] = torch.histc(self.shards.weight(i), BINS, -top, top).double().cpu()
+        counts = self.exchange.sum(counts)
+        found = {}
+        for row, i in enumerate(drawn):
+            name, top = slices[i].name, largest[slices[i].name] or 1.0
+            counts[row, BINS // 2] -= math.prod(slices[i].shape) - self._alive(i)
+            found[name] = (np.linspace(-top, top, BINS + 1).tolist(), counts[row].tolist())
+        return found
+
+    def _alive(self, i: int) -> int:
+        """Living weights of the whole parameter."""
+        assert self.shards is not None
+        masks = self.engine.mst.masks
+        part = self.shards.slices[i]
+        return int(masks[part.name].active) if len(masks) else math.prod(part.shape)
+
+    def _flags(self, i: int) -> Tensor:
+        """This rank's slice of the mask; one byte a weight, for as long as one picture is made."""
+        assert self.shards is not None
+        masks, part = self.engine.mst.masks, self.shards.slices[i]
+        if len(masks) and not masks[part.name].dense:
+            return masks[part.name].flags()
+        return torch.ones(part.length, dtype=torch.bool, device=self.shards.weight(i).device)
+
+
+def draw(writer: Any, snapshot: Snapshot, histograms: dict[str, tuple[list[float], list[float]]], at: int) -> None:
+    """What `_show` has found, into TensorBoard's file."""
+    for name, cells in snapshot.weights.items():
+        top = float(cells.max()) or 1.0
+        sides = np.concatenate([cells / top, np.ones((cells.shape[0], 2)), snapshot.alive[name]], axis=1)
+        writer.add_image(f"mst_weights_and_mask/{name}", sides[None], at)
+    moments = {m.name: m for m in snapshot.matrices}
+    for name, (edges, counts) in histograms.items():
+        matrix = moments[name]
+        count, total = matrix.active, matrix.mean * math.prod(matrix.shape)
+        squares = count * matrix.std_active**2 + total**2 / max(1, count)
+        writer.add_histogram_raw(
+            f"mst_living_weights/{name}", min=edges[0], max=edges[-1], num=count, sum=total,
+            sum_squares=squares, bucket_limits=edges[1:], bucket_counts=counts, global_step=at,
+        )  # fmt: skip
+    writer.flush()
+
+
+def phase_ends(schedule: Schedule) -> set[int]:
+    """Finished steps whose weights are kept: the last of each phase, before the topology moves on to the next."""
+    return {piece.stop - 1 for piece in schedule.pieces[:-1]} | {schedule.total_steps}
+
+
+def describe(name: str, shape: tuple[int, int], active: int, sums: list[float], largest: float) -> Matrix:
+    """`sums`: of the weights, and of their squares."""
+    total, squares = sums
+
+    def std(count: int) -> float:
+        return math.sqrt(max(0.0, squares / count - (total / count) ** 2)) if count else 0.0
+
+    numel = math.prod(shape)
+    return Matrix(name, shape, active, total / numel, std(numel), std(active), largest)
+
+
+def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """A parameter of more dimensions is one row per output."""
+    return shape[0], math.prod(shape[1:])
+
+
+def cell_sums(flat: Tensor, start: int, shape: tuple[int, int], magnitude: bool = False) -> Tensor:
+    """Sums over the cells of a picture of what a slice [start, start + n) of a matrix, flattened, holds of it.
+
+    Cell (a, b) covers the rows r with ⌊r·R/rows⌋ = a and the columns with ⌊c·C/cols⌋ = b. Two products with 0/1
+    matrices, a span of rows at a time: a few MB of temporaries on a CPU.
+    """
+    (rows, cols), (high, wide) = shape, snapshots.grid(shape)
+    device = flat.device
+    total = torch.zeros(high, wide, device=device)
+    if not flat.numel():
+        return total.cpu()
+    across = _belongs(0, cols, cols, wide, device)
+    end = start + flat.numel()
+    span = bitwise.CPU_SPAN if device.type == "cpu" else bitwise.DEVICE_SPAN
+    step = max(1, span // cols)
+    first, last = start // cols, -(-end // cols)
+    for r in range(first, last, step):
+        until = min(r + step, last)
+        block = torch.zeros((until - r) * cols, device=device)
+        begin, stop = max(start, r * cols), min(end, until * cols)
+        block[begin - r * cols : stop - r * cols] = flat[begin - start : stop - start]
+        if magnitude:
+            block.abs_()
+        total += _belongs(r, until, rows, high, device).T @ (block.view(-1, cols) @ across)
+    return total.cpu()
+
+
+def _belongs(first: int, last: int, length: int, cells: int, device: torch.device) -> Tensor:
+    """(last - first, cells): 1 where row first + i lies in the cell."""
+    index = torch.arange(first, last, device=device) * cells // length
+    return torch.nn.functional.one_hot(index, cells).to(torch.float32)
+
+
+def cell_sizes(shape: tuple[int, int]) -> np.ndarray:
+    """Weights in each cell."""
+    high, wide = snapshots.grid(shape)
+    down = np.bincount(np.arange(shape[0]) * high // shape[0], minlength=high)
+    across = np.bincount(np.arange(shape[1]) * wide // shape[1], minlength=wide)
+    return np.outer(down, across)

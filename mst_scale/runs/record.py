@@ -1,0 +1,165 @@
+"""What does a run leave for people to read?
+
+A row a logged step in `metrics.jsonl`, the same numbers in TensorBoard, one line on the terminal, a table at the end.
+What topology steps do to each layer between two rows is added up and rides in the next one.
+"""
+
+from __future__ import annotations
+
+import io
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mst_scale.checkpoints import store
+from mst_scale.config import Experiment
+from mst_scale.dead_units.kinds import Tally, total
+from mst_scale.mixed_growing.evolve import Change
+from mst_scale.runs.metrics import MetricsFile, read
+from mst_scale.runs.optional_writes import Dispensable
+from mst_scale.runs.progress import ProgressLine, clock, table
+
+Row = dict[str, Any]
+
+
+class Record:
+    """Every rank has one and gathers; the first rank writes."""
+
+    def __init__(
+        self,
+        out: Path,
+        experiment: Experiment,
+        *,
+        batch: int,
+        step: int,
+        monitor: Any,
+        first: bool,
+        layers: dict[str, Row],
+    ):
+        self.out, self.batch, self.context = out, batch, experiment.model.context
+        self.monitor, self.first = monitor, first
+        self.layers = layers
+        self.disk = Dispensable()
+        self.window, self.window_start = step, time.monotonic()
+        if first:
+            self.metrics = MetricsFile(out / "metrics.jsonl", step)
+            self.started = time.monotonic() - self.metrics.seconds
+        self.line = ProgressLine(experiment.training.steps, step, sys.stdout if first else io.StringIO())
+
+    def gather(self, mst: Any) -> None:
+        """Add up what topology steps do to each layer between two rows."""
+        if mst.changed_at != mst.step:
+            return
+        for change in mst.changes:
+            now, before = describe(change), self.layers.get(change.name, {})
+            for count in ("pruned", "grown", "regrown", "churn"):
+                now[count] += before.get(count, 0)
+            self.layers[change.name] = now
+
+    def pace(self, step: int) -> Row:
+        """Time a step since the last row, and memory."""
+        seconds = (time.monotonic() - self.window_start) / (step - self.window)
+        speed = {"tokens_per_s": self.batch * self.context / seconds, "step_ms": 1e3 * seconds}
+        return {**speed, "peak_memory_bytes": peak_memory()}
+
+    def write(self, row: Row) -> None:
+        """The row, with what topology steps since the last one have come to."""
+        if self.layers:
+            row["layers"], self.layers = self.layers, {}
+        if self.first:
+            row["seconds"] = round(time.monotonic() - self.started, 3)  # evaluations and saves too, not stops
+            self.disk.attempt("metrics.jsonl", lambda: self.metrics.write(row))
+            self.disk.attempt("TensorBoard's numbers", lambda: self._monitor(row))
+            self.line.show(row)
+        self.window, self.window_start = row["step"], time.monotonic()
+
+    def _monitor(self, row: Row) -> None:
+        samples = row["step"] * self.batch
+        events = [
+            (f"mst/{name}", value, samples)
+            for name, value in row.items()
+            if isinstance(value, int | float) and name not in ("step", "tokens")
+        ]
+        for kind, counts in row.get("units", {}).items():
+            events.append((f"mst_dead_units/{kind}", counts["dead"], samples))
+        for layer, values in row.get("layers", {}).items():
+            events += [(f"mst_{name}/{layer}", value, samples) for name, value in values.items() if value is not None]
+        if self.monitor.enabled:
+            self.monitor.write_events(events)
+
+    def rewind(self, step: int) -> None:
+        """The run goes back to `step`: what was written after it goes."""
+        if self.first:
+            self.metrics = MetricsFile(self.out / "metrics.jsonl", step)
+        self.window, self.window_start = step, time.monotonic()
+
+    def say(self, message: str) -> None:
+        self.line.say(message)
+
+    def close(self) -> None:
+        self.line.close()
+
+    def summary(self, step: int, seconds: float, first_step: int) -> str:
+        """The table at the end, from what stands in metrics.jsonl."""
+        last: Row = {}
+        validated: Row = {}
+        path = self.out / "metrics.jsonl"
+        for row in read(path) if path.exists() else ():
+            last, validated = row, row if "val_loss" in row else validated
+        tokens = step * self.batch * self.context
+        rows = [
+            ("train loss", f"{last['loss']:.4f}" if last else "–"),
+            ("validation loss", f"{validated['val_loss']:.4f}" if validated else "–"),
+            ("tokens", f"{tokens:,} in {step:,} steps"),
+            ("time", clock(seconds) + (f" (since step {first_step})" if first_step else "")),
+            ("metrics", str(path)),
+            ("report", f"mst report {self.out}"),
+            ("tensorboard", f"tensorboard --logdir {self.out / 'tensorboard'}"),
+            ("checkpoint", str(self.out / "checkpoints" / store.tag_of(step))),
+        ]
+        return table(rows)
+
+
+def peak_memory() -> int:
+    """Bytes that this rank has held at most: tensors on its GPU, or the whole process where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def state_of(mst: Any) -> Row:
+    """Where a run stands in its schedule."""
+    return {
+        **units_row(mst.dead_units()),
+        "phase": mst.point.phase,
+        "target_sparsity": mst.point.sparsity,
+        "sparsity": mst.sparsity,
+        "update_fraction": mst.point.update_fraction,
+        "attention": mst.pattern.kind,
+        "attention_stride": mst.pattern.stride,
+    }
+
+
+def units_row(counts: Tally) -> Row:
+    """Units whose weights are all zero, in sum and by kind; nothing where none are known."""
+    if not counts:
+        return {}
+    parts = {kind: {"dead": dead, "all": count} for kind, (dead, count) in counts.items()}
+    return {"dead_units": total(counts)[0], "units": parts}
+
+
+def describe(change: Change) -> Row:
+    """A layer's last topology step."""
+    return {
+        "density": change.active / change.numel,
+        "pruned": change.pruned,
+        "grown": change.grown,
+        "regrown": change.regrown,
+        "churn": change.churn,
+        "ever_active": None if change.ever_active is None else change.ever_active / change.numel,
+    }

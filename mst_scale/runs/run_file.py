@@ -1,0 +1,115 @@
+"""What must be known to explain a run later?
+
+`run.json` in the run's folder: the resolved config, and for each start the time, command, versions, state of the source
+tree, hosts, ranks, seeds and the step it continued from; how each start ended; what happened on the way (rollbacks,
+failed saves, changes of the number of ranks). Rank 0 writes it whole each time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mst_scale.checkpoints.store import write_if_possible
+
+PACKAGES = ("mst_scale", "torch", "deepspeed", "numpy", "safetensors", "triton", "mpi4py")
+SCHEDULERS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "MST_LAUNCHER", "MST_RESTART")
+
+
+class RunFile:
+    """The file of a run, and the start that is under way."""
+
+    def __init__(self, path: Path, config: dict[str, Any], start: dict[str, Any]):
+        self.path = path
+        before = read(path)
+        self.starts = [*before.get("starts", []), start]
+        self.events: list[dict[str, Any]] = before.get("events", [])
+        self.config = config
+        self.write()
+
+    def happened(self, what: str, **more: Any) -> None:
+        self.events.append({"time": now(), "start": len(self.starts) - 1, "what": what, **more})
+        self.write()
+
+    def ended(self, how: str, step: int) -> None:
+        self.starts[-1].update(ended=now(), how=how, last_step=step)
+        self.write()
+
+    def write(self) -> None:
+        """Never a reason to stop: what a full disk refuses rides in the next write."""
+        content = {
+            "restarts": len(self.starts) - 1,
+            "starts": self.starts,
+            "events": self.events,
+            "config": self.config,
+        }
+        write_if_possible(self.path, json.dumps(content, indent=1) + "\n")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Empty where there is none, or it is from another hand."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def rollbacks(path: Path) -> list[list[int]]:
+    """The batches that each rollback has left out."""
+    return [event["skipped"] for event in read(path).get("events", []) if event.get("what") == "rolled back"]
+
+
+def about(**more: Any) -> dict[str, Any]:
+    """This start, as the first rank sees it."""
+    return {
+        "time": now(),
+        "command": command(),
+        "folder": os.getcwd(),
+        "versions": versions(),
+        "git": git_state(Path(__file__).resolve().parents[2]),
+        "job": {name: os.environ[name] for name in SCHEDULERS if name in os.environ},
+        **more,
+    }
+
+
+def command() -> list[str]:
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(root: Path) -> dict[str, Any] | None:
+    """Commit and changed files of the source tree; None where it is not a checkout of its own."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "HEAD").strip()
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no").splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit, "changed": [line[3:] for line in changed]}
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-c", f"safe.directory={root}", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -1,0 +1,75 @@
+"""What may a checkpoint from elsewhere do to the machine that reads it? Nothing but be data.
+
+A `.pt` file is a pickle, and a pickle can call any function when it is opened. torch's `weights_only` opens tensors,
+numbers, strings and containers of them, and refuses the rest by name; of DeepSpeed's own classes the few that its
+checkpoints hold are allowed. DeepSpeed itself opens them without that protection, so while it loads for us, its
+`torch.load` is this one. Not covered: a training loop of your own that calls `engine.load_checkpoint`, because its
+`client_state` may hold objects of yours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mst_scale.distributed import Damaged, one_line
+
+
+def load(path: Path, classes: Sequence[Any] = (), mmap: bool = False) -> Any:
+    """What is in the file, on the CPU; a ValueError that names it if that is not data."""
+    try:
+        with _refusing(), _allowing(classes):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except OSError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{path}: {one_line(error)}") from None
+    except Exception as error:  # whatever a reader of pickles and archives may trip over
+        raise Damaged(f"{path} is damaged or cut short ({one_line(error)})") from None
+
+
+@contextlib.contextmanager
+def data_only(classes: Sequence[Any]) -> Iterator[None]:
+    """Within, every `torch.load` of this process opens data only, whatever its caller asks for."""
+    inner = torch.load
+
+    @functools.wraps(inner)
+    def guarded(*arguments: Any, **options: Any) -> Any:
+        return inner(*arguments, **{**options, "weights_only": True})
+
+    torch.load = guarded
+    try:
+        with _refusing(), _allowing(classes):
+            yield
+    finally:
+        torch.load = inner
+
+
+def _allowing(classes: Sequence[Any]) -> Any:
+    """torch takes them back at the end, also those that were allowed around it: only what is new is handed over."""
+    allowed = torch.serialization.get_safe_globals()
+    wanted = [*classes, (_member, "builtins.getattr")]
+    return torch.serialization.safe_globals([found for found in wanted if found not in allowed])
+
+
+def _member(owner: Any, name: Any) -> Any:
+    """In place of `getattr`, by which early Pythons 3.11 (Debian 12 has one) write an Enum's member: that alone."""
+    if isinstance(owner, enum.EnumMeta) and name in owner.__members__:
+        return owner[name]
+    raise pickle.UnpicklingError(f"Unsupported global: getattr of {owner!r:.80}")
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        reason = next((line for line in str(error).splitlines() if "GLOBAL" in line or "global" in line), str(error))
+        raise ValueError(f"the checkpoint holds more than data, and is not opened: {reason.strip()}") from None

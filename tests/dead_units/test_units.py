@@ -1,0 +1,163 @@
+"""Which units a model has, and the rule by which one is dead, held against autograd: all of a dead unit's gradients are
+exactly zero and filling what `to_fill` says changes nothing but that."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from mst_scale.config.blocks import ModelConfig
+from mst_scale.dead_units.kinds import in_words
+from mst_scale.dead_units.lines import LineFlags, nonzero_lines, positions
+from mst_scale.dead_units.units import find_units
+from mst_scale.models import build
+
+
+def ours(**more):
+    return build(ModelConfig(n_layer=1, n_head=2, n_embd=8, context=6, vocab_size=17, vocab_multiple=1, **more))
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=6, vocab_size=17))
+
+
+def llama():
+    shape = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, vocab_size=17, max_position_embeddings=6, **shape))
+
+
+MODELS = {
+    "gpt": (ours, {"mlp": 32, "value": 8, "query_key": 8}),
+    "gpt with biases": (lambda: ours(bias=True), {"mlp": 32, "value": 8, "query_key": 8}),
+    "bert": (lambda: ours(arch="bert", bias=True), {"mlp": 32, "value": 8, "query_key": 8}),
+    "transformers gpt2": (gpt2, {"mlp": 32, "value": 8, "query_key": 8}),
+    "transformers llama": (llama, {"mlp": 12, "value": 4}),
+}
+
+
+def made(name):
+    torch.manual_seed(1)
+    model = MODELS[name][0]().eval()
+    for parameter in model.parameters():  # biases too
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def zero(model, factor, unit):
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for part in factor.parts:
+            lines = line_numbers(part, unit)
+            parameters[part.name].data.index_fill_(part.axis, lines, 0.0)
+
+
+def line_numbers(part, unit):
+    return torch.tensor(
+        [part.first + (unit // part.width * part.group + i) * part.width + unit % part.width for i in range(part.group)]
+    )
+
+
+def flags(model):
+    parameters = dict(model.named_parameters())
+    found = LineFlags(find_units(model)[0], {name: p.shape for name, p in parameters.items()})
+    for name in found.shapes:
+        found.look(name, 0, parameters[name].detach().view(-1))
+    return found
+
+
+def loss_of(model):
+    tokens = torch.arange(12).view(2, 6) % 17
+    out = model(tokens)
+    logits = out if torch.is_tensor(out) else out.logits
+    return nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), (tokens.view(-1) * 5 + 1) % 17)
+
+
+def largest_gradient(model, factor, unit):
+    parameters = dict(model.named_parameters())
+    return max(
+        float(parameters[p.name].grad.index_select(p.axis, line_numbers(p, unit)).abs().max()) for p in factor.parts
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_unit_is_dead_exactly_when_none_of_its_gradients_is_nonzero(name):
+    """Every set of zero factors, each in a unit of its own; the dead ones wake without a trace in the loss."""
+    model = made(name)
+    units, left_out = find_units(model)
+    assert {u.kind: u.count for u in units} == MODELS[name][1] and not left_out
+    cases = []
+    for some in units:
+        for subset in range(2 ** len(some.factors)):
+            chosen = [k for k in range(len(some.factors)) if subset >> k & 1]
+            unit = len([case for case in cases if case[0] is some])
+            if unit >= some.count:
+                continue
+            cases.append((some, unit, chosen))
+            for k in chosen:
+                zero(model, some.factors[k], unit)
+    before = loss_of(model)
+    before.backward()
+    found = flags(model)
+    for some, unit, chosen in cases:
+        sizes = [largest_gradient(model, factor, unit) for factor in some.factors]
+        is_dead = bool(some.dead(some.zero_factors(found.nonzero))[unit])
+        assert is_dead == (max(sizes) == 0) == (len(chosen) >= 2), (some.kind, chosen, sizes)
+    dead = {kind: count for kind, (count, _) in found.tally().items()}
+    expected = {u.kind: sum(c[0] is u and len(c[2]) >= 2 for c in cases) for u in units}
+    assert dead == expected and all(expected.values())
+
+    parameters = dict(model.named_parameters())
+    for some in units:
+        fill = some.to_fill(some.zero_factors(found.nonzero)) & some.dead(some.zero_factors(found.nonzero))
+        for factor, mine in zip(some.factors, fill, strict=True):
+            part = factor.weight
+            lines = part.spread(mine, parameters[part.name].shape[part.axis]).nonzero().view(-1)
+            if len(lines):
+                shape = list(parameters[part.name].shape)
+                shape[part.axis] = len(lines)
+                parameters[part.name].data.index_copy_(part.axis, lines, 0.3 * torch.randn(shape))
+    model.zero_grad()
+    after = loss_of(model)
+    after.backward()
+    assert torch.equal(after, before), "bit for bit"
+    assert not any(count for count, _ in flags(model).tally().values())
+    for some, unit, _ in cases:
+        assert max(largest_gradient(model, factor, unit) for factor in some.factors) > 0
+
+
+def test_what_cannot_be_counted_is_left_out_with_the_reason():
+    model = gpt2()
+    model.transformer.h[0].mlp.act = nn.Sigmoid()
+    units, left_out = find_units(model)
+    assert {u.kind for u in units} == {"value", "query_key"} and "does not pass 0 as 0" in left_out[0]
+    model.transformer.h[0].mlp.act = nn.ReLU()  # no slope: a row at zero is dead whatever its column
+    assert "mlp" not in {u.kind for u in find_units(model)[0]}
+    model = ours()
+    model.blocks[0].mlp.up.weight.requires_grad_(False)
+    units, left_out = find_units(model)
+    assert {u.kind for u in units} == {"value", "query_key"} and "frozen" in left_out[0]
+    assert find_units(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))) == ([], [])
+
+
+def test_any_cut_shows_the_same_lines():
+    generator = torch.Generator().manual_seed(3)
+    for shape in ((7, 5), (1, 9), (9,), (6, 2)):
+        matrix = torch.where(torch.rand(shape, generator=generator) < 0.2, 1.0, 0.0)
+        flat, as_rows = matrix.view(-1), matrix.view(shape[0], -1)
+        for axis in range(len(shape)):
+            whole = as_rows.bool().any(1 - axis)
+            for start in range(flat.numel() + 1):
+                for stop in (start, start + 1, start + 4, flat.numel()):
+                    part = flat[start:stop]
+                    only = torch.zeros_like(flat)
+                    only[start:stop] = part
+                    expected = only.view_as(as_rows).bool().any(1 - axis)
+                    assert torch.equal(nonzero_lines(part, start, shape, axis), expected)
+                    of_lines = torch.zeros_like(as_rows, dtype=torch.bool)
+                    of_lines.index_fill_(axis, whole.nonzero().view(-1), True)
+                    where = of_lines.view(-1)[start:stop].nonzero().view(-1)
+                    assert torch.equal(torch.cat([*positions(whole, axis, shape, start, len(part)), where[:0]]), where)
+
+
+def test_said_in_words():
+    assert in_words({"mlp": (17, 512), "value": (14, 1280)}) == "17 of 512 MLP neurons, 14 of 1,280 value channels"
