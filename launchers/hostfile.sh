@@ -127,8 +127,6 @@ ask_nodes() {
         at "$i" bash "$here/node.sh" --stop "$job" || true
     done
 }
-ask_to_stop() { # again and again, for a node that is still being reached hears nothing; once is enough for the others
-    ask_nodes
-    ({ while sleep 10 && kill -0 "$1" 2>/dev/null; do ask_nodes; done } </dev/null >/dev/null 2>&1 &)
-}
+ask_to_stop() { ask_nodes; }
+remind() { ask_nodes; }
 keep_running

@@ -61,4 +61,5 @@ if [ -n "$dry_run" ]; then
 fi
 start() { guarded setsid "${command[@]}"; }
 ask_to_stop() { kill -USR1 "$1" 2>/dev/null || true; } # mpirun hands it on to the ranks
+remind() { ask_to_stop "$1"; }
 keep_running

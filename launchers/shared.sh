@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # What the launchers share; sourced by them. A launcher sets `start` (a function that runs the ranks and returns their
-# exit code) and `ask_to_stop` (one that lets them save and end), then calls `keep_running`.
+# exit code) and `ask_to_stop` (one that lets them save and end), then calls `keep_running`. Where ranks are not below the
+# child, it replaces `remind`, which asks again.
 
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
@@ -165,7 +166,18 @@ stop_child() {
         kill -TERM "$child" 2>/dev/null || true
     else
         ask_to_stop "$child" || true
+        keep_asking "$child"
     fi
+}
+# Who was still being reached has heard nothing; who has heard it is not disturbed by hearing it again.
+keep_asking() {
+    ({ while sleep "${MST_ASK_AGAIN:-10}" && kill -0 "$1"; do remind "$1"; done } </dev/null >/dev/null 2>&1 &)
+}
+remind() {
+    local pids
+    pids="$(ranks_below "$1")"
+    # shellcheck disable=SC2086
+    [ -z "$pids" ] || kill -USR1 $pids
 }
 # The first signal lets the ranks save; a second Ctrl-C does not wait for them. It must not fail: a trap that does would
 # end the launcher.

@@ -56,6 +56,8 @@ start() {
 }
 # shellcheck disable=SC2317
 ask_to_stop() { kill -USR1 "$1" 2>/dev/null || true; } # srun hands it on to its tasks
+# shellcheck disable=SC2317
+remind() { ask_to_stop "$1"; }
 
 # The failures of this job's earlier starts, kept in its comment: Slurm's own count has the preemptions in it.
 comment="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%k || true)"

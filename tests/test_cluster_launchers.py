@@ -21,7 +21,9 @@ HOSTILE = 'it\'s "a" run; $(touch hostile) `touch hostile` & 10%n %h'
 
 
 def launch(script: str, *words: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
-    environment = tiny_run.environment(MST_PAUSE="1", OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    environment = tiny_run.environment(
+        MST_PAUSE="1", PYTHONFAULTHANDLER="1", OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"
+    )
     launchers = cwd / "launchers" if (cwd / "launchers").is_dir() else LAUNCHERS
     return subprocess.Popen(
         ["bash", str(launchers / script), *words],
@@ -30,9 +32,33 @@ def launch(script: str, *words: str, cwd: Path, **more: str) -> subprocess.Popen
 
 
 def finish(child: subprocess.Popen[str]) -> str:
-    text = child.communicate(timeout=PATIENCE)[0]
+    try:
+        text = child.communicate(timeout=PATIENCE)[0]
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"the run does not end:\n{what_hangs(child)}") from None
     assert child.returncode == 0, text[-3000:]
     return text
+
+
+def what_hangs(child: subprocess.Popen[str]) -> str:
+    """The processes, what the ranks have caught and where each of their threads is, and the end of what was said."""
+    seen = subprocess.run(["ps", "-eo", "pid,ppid,stat,etimes,args", "--forest"], capture_output=True, check=False)
+    signals = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"mst_scale.pretrain" in (process / "cmdline").read_bytes():
+                lines = (process / "status").read_text().splitlines()
+                signals += [process.name, *(line for line in lines if line.startswith(("State", "Sig", "Shd")))]
+                if b"RANK=" in (process / "environ").read_bytes():
+                    os.kill(int(process.name), signal.SIGABRT)  # Python's faulthandler writes every thread's stack
+        except OSError:
+            continue
+    try:
+        said = child.communicate(timeout=30)[0]
+    except subprocess.TimeoutExpired:
+        child.kill()
+        said = "(its output does not end either)"
+    return "\n".join([seen.stdout.decode(), *signals, said[-6000:]])
 
 
 def shown(script: str, *words: str, cwd: Path, code: int = 0, **more: str) -> str:
@@ -315,6 +341,18 @@ def test_no_signal_is_lost_before_the_run_has_begun(tmp_path):
     (tmp_path / "go").touch()
     text = child.communicate(timeout=PATIENCE)[0]
     assert child.returncode == 143 and "starts again" not in text and not (tmp_path / "running").exists()
+
+
+def test_a_run_that_has_not_heard_is_asked_again(tmp_path):
+    deaf = (
+        'trap "touch heard" USR1; touch running; until [ -e heard ]; do read -r -t 0.1 <> <(:) || true; done; rm heard'
+    )
+    hears = 'trap "touch asked; exit 0" USR1; while :; do read -r -t 0.1 <> <(:) || true; done'
+    tools = programs(tmp_path / "bin", mpirun=f'[ "$1" = --version ] && echo Open MPI && exit\n{deaf}\n{hears}')
+    child = launch("mpi.sh", str(config(tmp_path)), cwd=tmp_path, PATH=tools, MST_ASK_AGAIN="0.3")
+    wait_for_file(tmp_path / "running", child)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(timeout=PATIENCE) == 0 and (tmp_path / "asked").exists()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGTERM])
