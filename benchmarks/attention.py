@@ -28,7 +28,7 @@ from benchmarks import memory
 from benchmarks.machine import machine
 from benchmarks.page import Row, outputs, tell
 from benchmarks.timing import Run, for_seconds, middle_half, versus
-from mst_scale.arguments import Parser, at_least
+from mst_scale.distributed.parser import Parser, at_least
 from mst_scale.hybrid_sparse_attention import Pattern, attention
 from mst_scale.hybrid_sparse_attention.dispatch import choose
 

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.machine import machine
 from benchmarks.page import LOSSES, Row, aside, grid, outputs, tell
-from mst_scale.arguments import Parser, at_least
+from mst_scale.distributed.parser import Parser, at_least
 
 INTERVAL, WARM, RATE = 40, 100, 3e-3
 

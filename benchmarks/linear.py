@@ -27,7 +27,7 @@ from benchmarks import linear_cuda
 from benchmarks.machine import machine
 from benchmarks.page import Row, outputs, tell
 from benchmarks.timing import Run, for_seconds, middle_half, versus
-from mst_scale.arguments import Parser, at_least
+from mst_scale.distributed.parser import Parser, at_least
 from mst_scale.sparse_linear import cpp, crossovers
 from mst_scale.sparse_linear.mkl import MKLIndex
 

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.page import Row, outputs, tell
 from benchmarks.timing import Run, in_rounds
-from mst_scale.arguments import Parser, at_least
+from mst_scale.distributed.parser import Parser, at_least
 
 SIDES = (16, 32, 64, 128)
 SPARSITIES = (0.8, 0.9, 0.96)

@@ -26,7 +26,7 @@ from benchmarks.machine import machine
 from benchmarks.page import Row, aside, grid, outputs, tell
 from benchmarks.timing import in_rounds, middle_half
 from benchmarks.training import MASKED_MODEL, config
-from mst_scale.arguments import Parser, at_least
+from mst_scale.distributed.parser import Parser, at_least
 
 ASKED = 0.01
 EVERY, PHASE = 500, 10_000

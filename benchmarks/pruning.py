@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.machine import machine
 from benchmarks.page import LOSSES, Row, aside, grid, outputs, tell
-from mst_scale.arguments import Parser, at_least
+from mst_scale.distributed.parser import Parser, at_least
 
 ROOT = Path(__file__).parents[1]
 METHODS = ("dense", "mst")

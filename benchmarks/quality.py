@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.machine import machine
 from benchmarks.page import LOSSES, Row, aside, grid, outputs, tell
-from mst_scale.arguments import Parser
+from mst_scale.distributed.parser import Parser
 
 CONFIG = "ds_configs/demo.json"
 # A GPT of 0.4 M weights in its layers; every run has the same sparsity: min_blocks = 0, and blocks tile every matrix.

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks import step
 from benchmarks.machine import machine
 from benchmarks.page import Row, grid, outputs, tell
-from mst_scale.arguments import Parser, at_least
+from mst_scale.distributed.parser import Parser, at_least
 
 KINDS = ("weak", "strong")
 SIDES = {"ours": "MST", "rival": "dense"}

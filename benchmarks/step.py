@@ -37,7 +37,7 @@ from benchmarks.page import aside, outputs
 from benchmarks.step_phases import Bench
 from benchmarks.step_report import markdown, table
 from benchmarks.step_sides import Pair
-from mst_scale.arguments import Parser
+from mst_scale.distributed.parser import Parser
 
 
 def here(options: argparse.Namespace) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from benchmarks.machine import machine
 from benchmarks.page import Row, grid, outputs, tell
-from mst_scale.arguments import Parser, at_least
+from mst_scale.distributed.parser import Parser, at_least
 
 NO_DEVICE = "not measured: no CUDA device"
 

@@ -35,7 +35,7 @@ from benchmarks.machine import machine
 from benchmarks.page import Row, grid, outputs, tell
 from benchmarks.timing import Run, ends, in_rounds, seconds_of, versus
 from benchmarks.topology_ways import SHAPES, State, kthvalue, naive, ours
-from mst_scale.arguments import Parser, at_least
+from mst_scale.distributed.parser import Parser, at_least
 from mst_scale.mixed_growing.exchange import Exchange
 
 NAIVE, KTHVALUE = "scores all-reduced, full topk per matrix", "kthvalue + compare per matrix"

@@ -13,19 +13,17 @@ import mst_scale
 ROOT = Path(mst_scale.__file__).parent
 LAYERS = {
     "compiled": 1,
-    "config": 1,
     "distributed": 1,
     "randomness": 1,
-    "sparsity_variation": 1,
-    "arguments": 2,
-    "data": 2,
+    "config": 2,
     "hybrid_sparse_attention": 2,
     "mixed_growing": 2,
     "sparse_linear": 2,
-    "watch": 2,
+    "sparsity_variation": 2,
     "zero_shards": 2,
     "checkpoints": 3,
     "choices": 3,
+    "data": 3,
     "models": 3,
     "costs": 4,
     "dead_units": 4,
@@ -37,8 +35,8 @@ LAYERS = {
     "evaluation": 8,
     "cli": 9,
     "pretrain": 9,
-    "__main__": 10,
     "__init__": 10,
+    "__main__": 10,
 }
 FILES = sorted(ROOT.rglob("*.py"))
 

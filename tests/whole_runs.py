@@ -29,7 +29,7 @@ class Exited(BaseException):
 
 def attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
     """Run `pretrain` in this process: (exit code, what it wrote to stderr). No launcher is there to end a rank."""
-    distributed.LINGER = 0.0
+    distributed.exits.LINGER = 0.0
     stderr, leave, mine = io.StringIO(), os._exit, os.getpid()
 
     def gone(code: int) -> None:

@@ -11,7 +11,7 @@ import os
 import sys
 
 from mst_scale import distributed
-from mst_scale.arguments import Parser
+from mst_scale.distributed.parser import Parser
 
 VERBS = ("data", "flops", "plan", "inspect", "report", "reshape", "export", "eval", "bench")
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mst_scale.arguments import refuse_no_folder
-from mst_scale.config.limits import shown
 from mst_scale.data.corpus import META
+from mst_scale.distributed import shown
+from mst_scale.distributed.parser import refuse_no_folder
 
 ABOUT = """\
 Tokenise text into a corpus folder: train.bin and val.bin (nanoGPT's layout) and meta.json.

@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mst_scale.arguments import refuse_no_folder
 from mst_scale.cli.data import _bytes
 from mst_scale.dead_units.kinds import in_words
+from mst_scale.distributed.parser import refuse_no_folder
 
 ABOUT = """\
 Write a folder that transformers.AutoModelForCausalLM.from_pretrained loads: config.json, model.safetensors (in parts

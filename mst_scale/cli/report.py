@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mst_scale.arguments import refuse_no_folder
+from mst_scale.distributed.parser import refuse_no_folder
 
 ABOUT = """\
 One page with every figure of a run, or of several runs compared: loss and perplexity over steps, FLOPs and time;

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mst_scale.arguments import refuse_no_folder
+from mst_scale.distributed.parser import refuse_no_folder
 
 ABOUT = """\
 Make a copy of a checkpoint that any number of ranks and any ZeRO stage can load: DeepSpeed's universal layout, with the

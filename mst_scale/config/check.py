@@ -10,8 +10,9 @@ import math
 from typing import Any, TypeGuard
 
 from mst_scale.config.blocks import Experiment, MSTConfig
-from mst_scale.config.limits import refuse_large, shown
+from mst_scale.config.limits import refuse_large
 from mst_scale.config.support import refuse_unsupported
+from mst_scale.distributed import shown
 
 PRECISIONS = ("fp16", "bf16")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

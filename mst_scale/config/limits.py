@@ -5,9 +5,9 @@ The one place with the largest value of every integer key. The smallest stand wi
 
 from __future__ import annotations
 
-import math
-import unicodedata
 from typing import Any
+
+from mst_scale.distributed.errors import refuse_unprintable, shown
 
 MILLION = 10**6
 SEED = 2**63 - 1  # torch and numpy take a signed 64-bit number
@@ -15,7 +15,6 @@ STEPS = 10**7  # seventy times the paper's
 TOKENS = 2**24  # of a sequence or a vocabulary; sixteen million
 DEPTH = 32  # of objects and lists within each other
 WEIGHTS = 10**14  # of a model; the largest known have 10^12
-SHOWN = 80  # characters of a value in a message
 
 # Several times what the largest known runs state. Durations are held to training.steps besides.
 LARGEST: dict[str, int] = {
@@ -88,19 +87,3 @@ def refuse_senseless(raw: dict[str, Any]) -> None:
             refuse_unprintable(path, value)
         elif isinstance(value, int) and abs(value) > SEED:
             raise ValueError(f"{path} must be a number below 2^63, not {shown(value)}")
-
-
-def refuse_unprintable(what: str, text: str) -> None:
-    """Line breaks, other control characters, and what is not valid Unicode: no message and no file could hold them."""
-    for character in text:
-        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
-            name = "a line break" if character in "\n\r" else f"the character {character!a}"
-            raise ValueError(f"{what} must not hold {name}: {shown(text)}")
-
-
-def shown(value: Any) -> str:
-    """A value in a message: on one line, and not without end."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**SHOWN:
-        return f"a number of {math.floor(abs(value).bit_length() * math.log10(2)):,} digits"
-    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"

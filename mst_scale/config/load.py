@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, MSTConfig, TrainingConfig
-from mst_scale.config.limits import refuse_large, refuse_senseless, shown
+from mst_scale.config.limits import refuse_large, refuse_senseless
 from mst_scale.config.presets import METHODS, MODELS, RECIPES
 from mst_scale.config.support import known_keys
+from mst_scale.distributed import shown
 
 Block = TypeVar("Block")
 BLOCKS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}

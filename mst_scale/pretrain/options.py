@@ -6,12 +6,12 @@ import argparse
 import json
 from pathlib import Path
 
-from mst_scale.arguments import Parser, refuse_no_folder
 from mst_scale.choices import attention_schedule_of
 from mst_scale.config import Experiment, load, read
 from mst_scale.config.check import check
 from mst_scale.costs.stretches import schedule_of
 from mst_scale.distributed import logger
+from mst_scale.distributed.parser import Parser, refuse_no_folder
 from mst_scale.pretrain import resume
 
 

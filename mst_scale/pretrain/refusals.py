@@ -20,7 +20,7 @@ import torch
 from pydantic import ValidationError
 
 from mst_scale.config import Experiment
-from mst_scale.config.limits import shown
+from mst_scale.distributed import shown
 
 HERE, THEIRS = Path(__file__).parents[1], Path(deepspeed.__file__).parent
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "csv_monitor": None}

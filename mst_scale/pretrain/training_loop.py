@@ -31,7 +31,7 @@ from mst_scale.costs.ledger import Ledger, shortened
 from mst_scale.data.masking import open_sampler
 from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units.kinds import in_words
-from mst_scale.distributed import Ranks, Verdict, logger
+from mst_scale.distributed import Ranks, Verdict, Watch, logger
 from mst_scale.pretrain import build_locks, prepare, refusals, resume
 from mst_scale.pretrain.learning_rate import learning_rate
 from mst_scale.pretrain.options import arguments, experiment_of, out_of
@@ -41,7 +41,6 @@ from mst_scale.runs import run_file
 from mst_scale.runs.observer import Observer
 from mst_scale.runs.out_lock import OutLock
 from mst_scale.runs.record import Record, state_of
-from mst_scale.watch import Watch
 
 FAILED_SAVES = 3  # in a row, after which a run stops
 

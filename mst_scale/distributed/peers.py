@@ -1,4 +1,4 @@
-"""Which rank has gone, and who tells the others?
+"""Notices a rank that has gone, and tells the others.
 
 A rank that is killed leaves the others in a collective that may wait for it for ever. So every rank keeps one TCP
 connection to rank 0, in a thread of its own. A process that ends closes its sockets, whatever ended it, and a machine
@@ -25,7 +25,9 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from mst_scale.distributed import Elsewhere, Ranks, logger
+from mst_scale.distributed.errors import Elsewhere
+from mst_scale.distributed.group import Ranks
+from mst_scale.distributed.messages import logger
 
 MEET_SECONDS = 60.0
 NEWS_SECONDS = 3.0  # from a collective's failure to the news of the lost rank

@@ -1,4 +1,4 @@
-"""What does a wrong option cost? One line that names the way out, exit code 2, and no page of usage."""
+"""A parser of options whose every mistake costs one line that names the way out, on one rank, and exit code 2."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mst_scale import distributed
-from mst_scale.config.limits import refuse_unprintable, shown
+from mst_scale.distributed.errors import refuse_unprintable, shown
+from mst_scale.distributed.exits import end
+from mst_scale.distributed.launch import launched_rank, several
 
 
 def at_least(least: int | float) -> Callable[[str], int | float]:
@@ -59,12 +60,12 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file: Any = None) -> None:
         """Once, however many ranks were asked."""
-        if distributed.launched_rank() == 0:
+        if launched_rank() == 0:
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
         words = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)  # argparse repeats what was given
         told = f"{words} ({self.prog} --help lists what there is)"
-        if distributed.several():
-            distributed.end(ValueError(told))
+        if several():
+            end(ValueError(told))
         self.exit(2, f"{self.prog}: {told}\n")

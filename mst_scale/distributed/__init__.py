@@ -1,0 +1,43 @@
+"""Ranks that speak with one voice.
+
+launch     what the launcher has told this process; a port to meet at
+messages   of rank 0, on stderr
+errors     one line and an exit code for what went wrong
+exits      how a rank ends so that everybody learns why
+group      the ranks together: decide, raise, leave
+votes      what all ranks say of a step, without waiting
+peers      which rank has gone, told to the others
+parser     a wrong option is one line, on one rank
+"""
+
+from mst_scale.distributed.errors import Damaged, Elsewhere, SharedMistake, exit_code, is_plain, one_line, shown
+from mst_scale.distributed.exits import end, leave, tell_launcher, thread_failed
+from mst_scale.distributed.group import Ranks, init
+from mst_scale.distributed.launch import free_port, launched_rank, several
+from mst_scale.distributed.messages import logger, speak
+from mst_scale.distributed.peers import Watch
+from mst_scale.distributed.votes import Verdict, Votes
+
+__all__ = [
+    "Damaged",
+    "Elsewhere",
+    "Ranks",
+    "SharedMistake",
+    "Verdict",
+    "Votes",
+    "Watch",
+    "end",
+    "exit_code",
+    "free_port",
+    "init",
+    "is_plain",
+    "launched_rank",
+    "leave",
+    "logger",
+    "one_line",
+    "several",
+    "shown",
+    "speak",
+    "tell_launcher",
+    "thread_failed",
+]

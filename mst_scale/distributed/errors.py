@@ -1,0 +1,81 @@
+"""What went wrong, in one line, and which exit code says so: 2 for wrong use, 1 for a failure."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import traceback
+import unicodedata
+from typing import Any
+
+# A path that cannot be right, whatever the machine does.
+WRONG_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+SHOWN = 80  # characters of a value in a message
+LONGEST = 300  # characters of a library's message
+
+
+class SharedMistake(ValueError):
+    """A user's mistake that every rank raises at the same place: rank 0 alone says it."""
+
+
+class Damaged(ValueError):
+    """A file is not what was written: nobody has used anything wrongly, and still one line says it all."""
+
+
+class Elsewhere(Exception):
+    """Another rank has failed and says why; this one ends with the same exit code, in silence."""
+
+
+def exit_code(error: BaseException) -> int:
+    """2: used wrongly, 1: it failed."""
+    if isinstance(error, Elsewhere):
+        return int(error.args[0])
+    if isinstance(error, OSError):
+        return 2 if error.errno in WRONG_PATHS else 1
+    return 2 if isinstance(error, ValueError) and not isinstance(error, Damaged) else 1
+
+
+def is_plain(error: BaseException) -> bool:
+    """Whether one line says it all: the machine refused, or a `raise` somewhere found what a user should change.
+
+    A ValueError that no `raise` statement made (a wrong unpacking, say) is a defect, and its traceback is wanted.
+    """
+    if os.environ.get("MST_TRACEBACK", "").lower() not in ("", "0", "false", "no", "off"):
+        return False
+    if isinstance(error, OSError | MemoryError) or _is_out_of_memory(error):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    raised = not frames or (frames[-1].line or "").lstrip().startswith("raise")
+    return isinstance(error, ValueError | ArithmeticError) and raised
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """torch says it of a GPU by a class of its own, and of the CPU in words alone."""
+    words = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says; of several lines, which only libraries write, as much as can be read at once."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    said = lines[0] if len(lines) == 1 else " ".join(lines)[:LONGEST]
+    if _is_out_of_memory(error):
+        said = f"out of memory: lower train_micro_batch_size_per_gpu or the model, or offload ({said[:LONGEST]})"
+    return said or type(error).__name__
+
+
+def shown(value: Any) -> str:
+    """A value in a message: on one line, and not without end."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**SHOWN:
+        return f"a number of {math.floor(abs(value).bit_length() * math.log10(2)):,} digits"
+    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+
+
+def refuse_unprintable(what: str, text: str) -> None:
+    """Line breaks, other control characters, and what is not valid Unicode: no message and no file could hold them."""
+    for character in text:
+        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
+            name = "a line break" if character in "\n\r" else f"the character {character!a}"
+            raise ValueError(f"{what} must not hold {name}: {shown(text)}")

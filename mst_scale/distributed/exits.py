@@ -1,0 +1,85 @@
+"""How a rank ends so that the launcher, the other ranks and the user learn why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mst_scale.distributed.errors import Elsewhere, SharedMistake, exit_code, is_plain, one_line
+from mst_scale.distributed.launch import launched_rank
+from mst_scale.distributed.messages import logger
+
+LINGER = 20.0  # s; a launcher ends all ranks when it sees that one has failed, which takes a second or two
+
+
+def end(error: BaseException) -> NoReturn:
+    """Say on one line what a user did wrong or what the machine refused; anything else is ours, with a traceback.
+
+    Before the ranks have met, each finds the same mistake for itself and rank 0 says it. Leaves at once: a rank that
+    unwinds slowly, waiting for collectives, would hang the others. Only who leaves it to another rank to speak lets
+    that one go first, or the launcher might end it before it has spoken.
+    """
+    if exit_code(error) == 2:
+        tell_launcher("MST_REFUSED")
+    silent = isinstance(error, Elsewhere) or (isinstance(error, SharedMistake) and launched_rank() != 0)
+    if silent or (launched_rank() != 0 and not _met()):
+        _linger(exit_code(error))
+        silent = silent or os.environ.get("LOCAL_RANK") != "0"  # still here: this machine's mistake, and not rank 0's
+    with contextlib.suppress(OSError):  # a log on a full disk, a terminal that was closed
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        if not silent and is_plain(error):
+            rank = launched_rank()
+            print(f"mst_scale: {f'rank {rank}: ' if rank else ''}{one_line(error)}", file=sys.stderr)
+        elif not silent:
+            traceback.print_exception(error)
+        sys.stderr.flush()
+    os._exit(exit_code(error))
+
+
+def tell_launcher(variable: str) -> None:
+    """What an exit code cannot tell slurm_job.sh: a run that was asked to stop ends with 0, like a finished one
+    (MST_STOPPED), and srun may hide the 2 of a mistake behind the code of a task that it ended (MST_REFUSED)."""
+    if name := os.environ.get(variable):
+        try:
+            Path(name).touch()
+        except OSError as error:
+            logger.error("cannot write %s (%s): the launcher does not know how the run ended", name, error)
+
+
+def _linger(code: int) -> None:
+    """Wait to be ended by the launcher; srun hands on the highest of all exit codes, so ours is no signal's (143)."""
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: os._exit(code))
+    time.sleep(LINGER)
+
+
+def leave(code: Any) -> NoReturn:
+    """Done. The process groups are not taken apart, for their threads may abort a process that is done; mpirun alone
+    wants a word of farewell, or it calls a finished run a failed one."""
+    code = code if isinstance(code, int) else int(code is not None)
+    if code == 0 and "mpi4py.MPI" in sys.modules:
+        sys.modules["mpi4py.MPI"].Finalize()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def thread_failed(failure: threading.ExceptHookArgs) -> None:
+    """A library's thread, TensorBoard's say, that the disk has refused: whoever waits for it says so, on one line."""
+    if not isinstance(failure.exc_value, OSError):
+        threading.__excepthook__(failure)
+
+
+def _met() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_initialized()

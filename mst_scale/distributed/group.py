@@ -1,0 +1,128 @@
+"""The ranks of a run as one group: how they meet, decide together and raise together.
+
+Ranks are found in the launcher's environment (`deepspeed`, `torchrun`), through mpi4py under `mpirun`, or there is
+just this process. A decision or an error of one rank reaches all of them through a small gloo group (`Ranks.control`)
+that lives beside the training's own, so that nobody waits for a rank that has given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+from mst_scale.distributed.errors import Elsewhere, exit_code, one_line
+from mst_scale.distributed.launch import complete_environment
+from mst_scale.distributed.messages import logger, speak
+
+T = TypeVar("T")
+# Preparing a corpus on one rank may take hours while the others wait; a rank that dies is noticed by its launcher.
+CONTROL_TIMEOUT = timedelta(hours=24)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who we are among how many."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    control: Any  # a gloo process group for flags and small objects
+    joined: bool = True  # the process group is ours to leave
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def on_first(self, what: Callable[[], T]) -> T:
+        """`what()` on rank 0 alone; its result, or its error, on every rank."""
+        return self._share(self._attempt(what) if self.first else None, source=0)
+
+    def together(self, what: Callable[[], T]) -> T:
+        """`what()` on every rank; if it fails anywhere, it fails everywhere, and the lowest such rank says why."""
+        import torch.distributed as dist
+
+        value, error = self._attempt(what)
+        verdicts: list[Any] = [None] * self.world_size
+        dist.all_gather_object(verdicts, error, group=self.control)
+        for rank, verdict in enumerate(verdicts):
+            if verdict is not None:
+                self._fail(verdict, rank)
+        return value
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise what all ranks have come to see alike: rank 0 says it."""
+        self._fail(error, 0)
+
+    def any(self, flag: bool) -> bool:
+        import torch
+        import torch.distributed as dist
+
+        votes = torch.tensor(int(flag))
+        dist.all_reduce(votes, group=self.control)
+        return bool(votes)
+
+    def leave(self) -> None:
+        """All are done: end together."""
+        import torch.distributed as dist
+
+        self.any(False)
+        if self.joined:
+            dist.destroy_process_group()
+
+    def _attempt(self, what: Callable[[], T]) -> tuple[Any, Exception | None]:
+        try:
+            return what(), None
+        except Exception as error:
+            if not isinstance(error, ValueError | OSError):
+                error.add_note(traceback.format_exc()) if hasattr(error, "add_note") else None
+            return None, error
+
+    def _share(self, outcome: tuple[Any, Exception | None] | None, source: int) -> Any:
+        import torch.distributed as dist
+
+        box = [outcome]
+        dist.broadcast_object_list(box, src=source, group=self.control)
+        assert box[0] is not None
+        value, error = box[0]
+        if error is not None:
+            self._fail(error, source)
+        return value
+
+    def _fail(self, error: Exception, rank: int) -> NoReturn:
+        if rank == self.rank:
+            raise error
+        raise Elsewhere(exit_code(error))
+
+
+def init() -> Ranks:
+    """Join the process group that the launcher prepared; without a launcher, be the only rank."""
+    import deepspeed.comm as ds_comm
+    import torch.distributed as dist
+
+    complete_environment()
+    speak()
+    joined = not dist.is_initialized()
+    if joined:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()) as said:  # stdout may be JSON: no place for greetings
+                ds_comm.init_distributed(verbose=False, auto_mpi_discovery=False)
+            logger.debug("%s", said.getvalue())
+        except dist.DistNetworkError as error:
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise OSError(
+                f"cannot meet the other ranks at {address} ({one_line(error)}); "
+                "if the port is taken, choose another (--master_port)"
+            ) from None
+    return Ranks(
+        rank=dist.get_rank(),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        world_size=dist.get_world_size(),
+        control=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
+        joined=joined,
+    )

@@ -1,0 +1,70 @@
+"""What a launcher has told this process: its rank, how many there are, where they meet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+LOWEST_PORT = 10_000  # below, the well-known services
+
+
+def several() -> bool:
+    """Whether a launcher has started this process beside others."""
+    return int(os.environ["WORLD_SIZE"]) > 1 if "WORLD_SIZE" in os.environ else _under_mpi()
+
+
+def launched_rank() -> int:
+    """This process's rank as the launcher gave it, also before the ranks have met."""
+    return int(next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), 0))
+
+
+def complete_environment() -> None:
+    """Give this process the variables of a launcher where none has: those that mpi4py finds, or of one rank alone."""
+    if not all(name in os.environ for name in LAUNCHER_VARIABLES):
+        os.environ.update(_mpi_ranks() if _under_mpi() else _alone())
+
+
+def _under_mpi() -> bool:
+    return any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"))
+
+
+def _alone() -> dict[str, str]:
+    return dict(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "127.0.0.1", str(free_port())), strict=True))
+
+
+def _mpi_ranks() -> dict[str, str]:
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        raise ValueError("under mpirun the ranks are found through mpi4py: pip install 'mst_scale[mpi]'") from None
+    world = MPI.COMM_WORLD
+    hosts = world.allgather(MPI.Get_processor_name())
+    rank = world.Get_rank()
+    # One host needs no name service; several meet at rank 0's name.
+    address = "127.0.0.1" if len(set(hosts)) == 1 else socket.getfqdn()
+    address, port = world.bcast((address, free_port()) if rank == 0 else None, root=0)
+    local_rank = hosts[:rank].count(hosts[rank])
+    values = (str(rank), str(local_rank), str(world.Get_size()), address, str(port))
+    return dict(zip(LAUNCHER_VARIABLES, values, strict=True))
+
+
+def free_port() -> int:
+    """A port for the ranks to meet at, seconds from now: none that the system may give to any connection meanwhile."""
+    for port in random.SystemRandom().sample(range(LOWEST_PORT, _first_of_the_systems()), 50):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"no port from {LOWEST_PORT} on is free: name one (--master_port)")
+
+
+def _first_of_the_systems() -> int:
+    """Where the ports begin that connections are given (Linux; elsewhere those that IANA has set aside for that)."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first = int(file.read().split()[0])
+        if first >= 2 * LOWEST_PORT:
+            return first
+    return 49152
