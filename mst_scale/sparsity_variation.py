@@ -1,6 +1,6 @@
-"""How sparse should the network be at a given step, and how much of its topology may change?
+"""PART 1, Sparsity Variation: how sparse the network is at a step, and how much of its topology may change.
 
-Part 1 of Mixed Sparsity Training. A step number s counts finished optimizer steps: `at(s)` is what the forward
+A step number s counts finished optimizer steps: `at(s)` is what the forward
 pass after s optimizer steps runs with, and `is_topology_step(s)` says whether the s-th optimizer step ends with
 the topology step that brings the masks to `at(s)`. What `at(0)` asks for is set up before training.
 
@@ -17,7 +17,7 @@ the topology interval. The update fraction is a piecewise cosine; piece i runs f
     ζ_t = ζ_i/2 · (1 + cos(π · (t − T_{i−1}) / (T_i − T_{i−1}))),   T_1 = T_W + T_U, then every Δ_R
 
 Durations are stated in steps (int) or as a share of the run (float in [0, 1]): 1 is one step, 1.0 the whole run.
-`Variation` is the statement, `Variation.resolve(total_steps)` the `Schedule`: a frozen value without history.
+`SparsityConfig` is what a user states, its `schedule(total_steps, …)` the `Schedule`: a frozen value without history.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, Protocol
 
 Duration = int | float
 """Steps if int, share of the run if float."""
@@ -85,8 +86,6 @@ class Schedule:
     """T_0 < T_1 < …: ends of the cosine pieces; empty means a constant update fraction while sparse."""
     update_fraction: float
     update_decay: float
-    update_until: int
-    """First step from which no connection is exchanged any more (RigL's T_end)."""
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
@@ -174,7 +173,7 @@ class Schedule:
         return self.max_sparsity * (1.0 - cubic if piece.phase == "warmup" else cubic)
 
     def _update_fraction(self, piece: Piece, step: int) -> float:
-        if piece.phase == "dense" or step >= self.update_until:
+        if piece.phase == "dense" or step >= self.total_steps:
             return 0.0
         if not self.cosine_bounds:
             return self.update_fraction
@@ -186,107 +185,103 @@ class Schedule:
         return amplitude / 2 * (1 + math.cos(math.pi * (step - begin) / (end - begin)))
 
 
-PATTERNS = ("sv", "dense", "sparse", "sd", "dsd", "gd", "gmp", "acdc")
-UPDATES = ("1-cosine", "2-cosine", "n-cosine", "decay-n-cosine", "constant")
+class Moves(Protocol):
+    """What the schedule reads of `mst.topology`: how often connections move, and how many of them."""
+
+    @property
+    def interval(self) -> int | None: ...
+
+    @property
+    def update_schedule(self) -> str: ...
+
+    @property
+    def update_fraction(self) -> float: ...
+
+    @property
+    def update_decay(self) -> float: ...
 
 
 @dataclass(frozen=True)
-class Variation:
-    """A schedule as stated, before the length of the run is known. The defaults are the paper's preset.
+class SparsityConfig:
+    """The block `mst.sparsity`: how sparse, when; and how a global sparsity is spread over layers.
 
-    pattern   phases, in order (T_W = warmup, T_U = ultra, T_R = restore; the rest of the run follows the last)
-    sv        warm-up T_W, ultra T_U, restoration T_R, dense
-    dense     dense
-    sparse    ultra (static, SET, RigL, MEST)
-    sd        ultra T_W + T_U, dense
-    dsd       dense T_W, ultra T_U, dense
-    gd        restoration T_W + T_U + T_R, dense
-    gmp       warm-up T_W, ultra
-    acdc      dense T_W, then ultra and dense in turns of `turn` steps within T_U, then ultra
+    variation   phases, in order (T_W = warmup, T_U = ultra, T_R = restore; the rest of the run follows the last)
+    sv          warm-up T_W, ultra T_U, restoration T_R, dense
+    dense       dense
+    sparse      ultra (static, SET, RigL, MEST)
+    sd          ultra T_W + T_U, dense
+    dsd         dense T_W, ultra T_U, dense
+    gd          restoration T_W + T_U + T_R, dense
+    gmp         warm-up T_W, ultra
+    acdc        dense T_W, then ultra and dense in turns of `turn` steps within T_U, then ultra
     """
 
-    pattern: str = "sv"
-    max_sparsity: float = 0.96
-    warmup: Duration = 1 / 14
+    variation: Literal["dense", "sparse", "sd", "dsd", "gd", "sv", "gmp", "acdc"] = "sv"
+    max: float = 0.96
+    warmup: Duration = 1 / 14  # of the paper's 140,000 steps: 10,000
     ultra: Duration = 10 / 14
     restore: Duration = 1 / 14
     stages: int = 5
-    warmup_shape: str = "continuous"
-    restore_shape: str = "staged"
-    turn: Duration = 1 / 14
-    interval: int | None = None
-    """Steps between topology steps; None: 100, or a fifth of the shortest gradual phase where that is less."""
-    update: str = "decay-n-cosine"
-    update_fraction: float = 0.3
-    update_decay: float = 0.5
-    update_until: Duration = 1.0
+    turn: Duration = 1 / 14  # acdc: the length of its sparse and dense phases
+    warmup_moves: Literal["continuous", "staged"] = "continuous"
+    restore_moves: Literal["continuous", "staged"] = "staged"
+    distribution: Literal["erdos-renyi", "erk", "uniform"] = "erdos-renyi"
+    initial: Literal["magnitude", "random"] = "random"  # the first topology of runs that start sparse
 
     def __post_init__(self) -> None:
-        _one_of("pattern", self.pattern, PATTERNS)
-        _one_of("update", self.update, UPDATES)
-        _one_of("warmup_shape", self.warmup_shape, ("continuous", "staged"))
-        _one_of("restore_shape", self.restore_shape, ("continuous", "staged"))
-        if not 0 <= self.max_sparsity < 1:
-            raise ValueError(f"max_sparsity {self.max_sparsity} must lie in [0, 1)")
-        if not 0 <= self.update_fraction <= 1:
-            raise ValueError(f"update_fraction {self.update_fraction} must lie in [0, 1]")
-        if not 0 <= self.update_decay <= 1:
-            raise ValueError(f"update_decay {self.update_decay} must lie in [0, 1]")
+        if not 0.0 <= self.max < 1.0:
+            raise ValueError(f"mst.sparsity.max must lie in [0, 1), not {self.max}")
         if self.stages < 1:
-            raise ValueError(f"stages {self.stages} must be at least 1")
-        if self.interval is not None and (isinstance(self.interval, bool) or self.interval < 1):
-            raise ValueError(f"interval {self.interval} must be a whole number of steps, at least 1")
-        for name in ("warmup", "ultra", "restore", "turn", "update_until"):
-            _check_duration(name, getattr(self, name))
+            raise ValueError(f"mst.sparsity.stages must be at least 1, not {self.stages}")
+        for name in ("warmup", "ultra", "restore", "turn"):
+            value = getattr(self, name)
+            if value < 0 or (isinstance(value, float) and value > 1):
+                raise ValueError(f"mst.sparsity.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
 
-    def resolve(self, total_steps: int) -> Schedule:
+    def schedule(self, total_steps: int, moves: Moves) -> Schedule:
         """The schedule of a run of `total_steps`: phase ends are rounded, and a phase that was asked for
         has one step at least (where there are fewer steps than phases, the last ones have none)."""
         if total_steps < 1:
             raise ValueError(f"total_steps {total_steps} must be at least 1")
         pieces = self._pieces(total_steps)
         gradual = [p.stop - p.start for p in pieces if p.phase in ("warmup", "restore")]
-        interval = self.interval or max(1, min([DEFAULT_INTERVAL, *(length // 5 for length in gradual)]))
-        until = round(_steps(self.update_until, total_steps))
+        interval = moves.interval or max(1, min([DEFAULT_INTERVAL, *(length // 5 for length in gradual)]))
         return Schedule(
             total_steps=total_steps,
             interval=interval,
-            max_sparsity=self.max_sparsity,
+            max_sparsity=self.max,
             pieces=pieces,
-            cosine_bounds=self._cosine_bounds(pieces, until),
-            update_fraction=self.update_fraction,
-            update_decay=self.update_decay if self.update == "decay-n-cosine" else 1.0,
-            update_until=until,
+            cosine_bounds=self._cosine_bounds(pieces, moves.update_schedule),
+            update_fraction=moves.update_fraction,
+            update_decay=moves.update_decay if moves.update_schedule == "decay-n-cosine" else 1.0,
         )
 
-    @property
-    def depends_on_length(self) -> bool:
+    def depends_on_length(self, moves: Moves) -> bool:
         """Whether another length of the run would be another schedule: not where all that counts is stated in steps."""
 
         def shape(total: int) -> tuple[object, ...]:
-            schedule = self.resolve(total)
+            schedule = self.schedule(total, moves)
             gradual = ("warmup", "restore")
             pieces = [(p.phase, p.start, p.stop if p.phase in gradual else None) for p in schedule.pieces]
-            moves = self.update_fraction > 0 and self.max_sparsity > 0
-            return pieces, schedule.cosine_bounds if moves else ()
+            return pieces, schedule.cosine_bounds if moves.update_fraction > 0 and self.max > 0 else ()
 
         return shape(10**12) != shape(2 * 10**12)
 
     def _pieces(self, total: int) -> tuple[Piece, ...]:
         warmup, ultra, restore = (_steps(d, total) for d in (self.warmup, self.ultra, self.restore))
-        if self.pattern == "sv":
+        if self.variation == "sv":
             stated = [("warmup", warmup), ("ultra", ultra), ("restore", restore), ("dense", None)]
-        elif self.pattern == "dense":
+        elif self.variation == "dense":
             stated = [("dense", None)]
-        elif self.pattern == "sparse":
+        elif self.variation == "sparse":
             stated = [("ultra", None)]
-        elif self.pattern == "sd":
+        elif self.variation == "sd":
             stated = [("ultra", warmup + ultra), ("dense", None)]
-        elif self.pattern == "dsd":
+        elif self.variation == "dsd":
             stated = [("dense", warmup), ("ultra", ultra), ("dense", None)]
-        elif self.pattern == "gd":
+        elif self.variation == "gd":
             stated = [("restore", warmup + ultra + restore), ("dense", None)]
-        elif self.pattern == "gmp":
+        elif self.variation == "gmp":
             stated = [("warmup", warmup), ("ultra", None)]
         else:
             turn = _steps(self.turn, total)
@@ -321,37 +316,23 @@ class Variation:
         return tuple(pieces)
 
     def _stages(self, phase: str) -> int:
-        shape = {"warmup": self.warmup_shape, "restore": self.restore_shape}.get(phase, "continuous")
-        return self.stages if shape == "staged" else 0
+        moves = {"warmup": self.warmup_moves, "restore": self.restore_moves}.get(phase, "continuous")
+        return self.stages if moves == "staged" else 0
 
-    def _cosine_bounds(self, pieces: tuple[Piece, ...], until: int) -> tuple[int, ...]:
+    def _cosine_bounds(self, pieces: tuple[Piece, ...], update_schedule: str) -> tuple[int, ...]:
         sparse = [piece for piece in pieces if piece.phase != "dense"]
-        if self.update == "constant" or not sparse:
+        if update_schedule == "constant" or not sparse:
             return ()
         end = sparse[-1].stop
         bounds = {0, end}
         restore = sparse[-1] if sparse[-1].phase == "restore" else None
-        if restore and self.update != "1-cosine":
+        if restore and update_schedule != "1-cosine":
             bounds.add(restore.start)
-            if self.update != "2-cosine":
+            if update_schedule != "2-cosine":
                 # Δ_R is T_R/N whether restoration is staged or continuous
                 bounds.update(Piece("restore", restore.start, restore.stop, self.stages).stage_starts())
-        return tuple(sorted({min(bound, until) for bound in bounds}))
+        return tuple(sorted(bounds))
 
 
 def _steps(duration: Duration, total: int) -> float:
     return duration * total if isinstance(duration, float) else float(duration)
-
-
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} {value!r} is unknown: choose from {', '.join(choices)}")
-
-
-def _check_duration(name: str, value: Duration) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} {value!r} must be steps (int) or a share of the run (float)")
-    if value < 0:
-        raise ValueError(f"{name} {value} must not be negative")
-    if isinstance(value, float) and value > 1:
-        raise ValueError(f"{name} {value} as a float is a share of the run, at most 1.0: write steps as an int")

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from mst_scale.choices import variation_of
 from mst_scale.config import load
 from mst_scale.config.check import batch_shape, check
 from mst_scale.costs.ledger import forecast
@@ -49,7 +48,7 @@ def test_every_model_has_its_file():
 def test_it_loads_and_can_run(name):
     experiment = load(FOLDER / f"{name}.json")
     check(experiment)
-    schedule = variation_of(experiment.mst).resolve(experiment.training.steps)
+    schedule = experiment.schedule
     assert schedule.max_sparsity == experiment.mst.sparsity.max
     assert [piece.phase for piece in schedule.pieces] == ["warmup", "ultra", "restore", "dense"]
     if name == "demo":

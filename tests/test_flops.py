@@ -9,8 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from mst_scale.config import MODELS, ModelConfig
 from mst_scale.costs.flops import Flops, dense_step_flops, forward_flops, matrices, step_flops
 from mst_scale.hybrid_sparse_attention import Pattern
+from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.models import GPT
-from mst_scale.sparsity_variation import Variation
+from mst_scale.sparsity_variation import SparsityConfig
 
 SMALL = ModelConfig()  # GPT-2 small, 1024 tokens, 50304 rows
 TINY = ModelConfig(**MODELS["tiny"])
@@ -26,7 +27,7 @@ def test_the_papers_table():
 
 def mst_mean(accounting: str = "paper", head: bool = True) -> float:
     """Mean FLOPs of a step over the paper's run: HSA until step 120,000, then dense attention."""
-    run = Variation(warmup=10_000, ultra=100_000, restore=10_000, interval=100).resolve(140_000)
+    run = SparsityConfig(warmup=10_000, ultra=100_000, restore=10_000).schedule(140_000, TopologyConfig(interval=100))
 
     def cost(segment) -> float:
         density: float | dict[str, float] = 1 - segment.sparsity
@@ -57,7 +58,7 @@ BERT = ModelConfig(**MODELS["bert-base"])
 def bert_mean(stride: int = 128, **changes: float) -> float:
     """The reduction over the paper's schedule; stride = context/4 as in the paper."""
     model, pattern = dataclasses.replace(BERT, **changes), Pattern("strided", stride)
-    run = Variation(warmup=10_000, ultra=100_000, restore=10_000, interval=100).resolve(140_000)
+    run = SparsityConfig(warmup=10_000, ultra=100_000, restore=10_000).schedule(140_000, TopologyConfig(interval=100))
     mean = run.mean(
         lambda s: step_flops(model, 1 - s.sparsity, pattern if s.start < 120_000 else Pattern("dense")).total
     )

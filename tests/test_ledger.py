@@ -5,11 +5,10 @@ import json
 import pytest
 import torch
 
-from mst_scale.choices import attention_schedule_of
 from mst_scale.config import load
 from mst_scale.costs.flops import dense_step_flops, step_flops
 from mst_scale.costs.ledger import Ledger, forecast, shortened, tiny_flops, topology_flops
-from mst_scale.costs.stretches import schedule_of, sparse_matrices, stretches
+from mst_scale.costs.stretches import sparse_matrices, stretches
 from mst_scale.engine.targets import choose_targets
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.models import GPT
@@ -26,8 +25,8 @@ ACCOUNTINGS = ("paper", "causal")
 
 def step_by_step(experiment) -> dict[str, float]:
     """Every step on its own, from the schedules themselves: the definition of what `forecast` adds up in stretches."""
-    schedule = schedule_of(experiment)
-    attention = attention_schedule_of(experiment.mst.attention, schedule)
+    schedule = experiment.schedule
+    attention = experiment.attention_schedule
     sparse = sparse_matrices(experiment)
     total = dict.fromkeys(ACCOUNTINGS, 0.0)
     for step in range(experiment.training.steps):
@@ -160,7 +159,7 @@ def test_topology_steps_by_hand():
 def test_topology_steps_cost_only_what_is_masked():
     """Counted step by step for MST: step s reads the gradient of the forward pass after s - 1 steps."""
     experiment = load(RAW)
-    schedule, sparse = schedule_of(experiment), sparse_matrices(experiment)
+    schedule, sparse = experiment.schedule, sparse_matrices(experiment)
     count, total = 0, 0.0
     for s in schedule.topology_steps():
         sparsity = schedule.at(s - 1).sparsity

@@ -11,10 +11,11 @@ import torch
 import mst_scale
 from mst_scale.config import load
 from mst_scale.distributed import Ranks
+from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.report import from_checkpoint
 from mst_scale.runs import snapshots
 from mst_scale.runs.observer import Observer, cell_sums, phase_ends
-from mst_scale.sparsity_variation import Variation
+from mst_scale.sparsity_variation import SparsityConfig
 from tests import pool, tiny_run
 from tests.toy_engine import full, mst_config, train
 from tests.toys import toy
@@ -158,7 +159,7 @@ def test_slices_add_up_wherever_they_are_cut(monkeypatch):
 
 
 def test_phase_ends_are_the_last_steps_of_each_phase():
-    schedule = Variation().resolve(140_000)
+    schedule = SparsityConfig().schedule(140_000, TopologyConfig())
     assert phase_ends(schedule) == {9_999, 109_999, 119_999, 140_000}
     assert [schedule.at(step).phase for step in sorted(phase_ends(schedule))] == ["warmup", "ultra", "restore", "dense"]
 

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,6 +208,7 @@ def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) ->
     if found.head["names"] != rider.masks.names:
         raise ValueError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
     before = {"granularity": "element", **found.head}  # files from before there were blocks do not say
+    before["schedule"] = re.sub(r", update_until=\d+", "", before["schedule"])  # and said this, which was the run's end
     for what, now in (("schedule", str(rider.schedule)), ("seed", rider.seed), ("granularity", rider.granularity)):
         if before[what] != now:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""What can a user say about an experiment?
+"""What a user can say of an experiment: four frozen blocks beside the DeepSpeed config, in the same JSON file.
 
-Four frozen blocks beside the DeepSpeed config, in the same JSON file: `model`, `data`, `training` and `mst`. Each
+`model`, `data` and `training` stand here, `mst` in method.py, and its own blocks with the parts they speak to. Each
 field's default is the paper's GPT-2 small where the paper states one. Durations are given either in steps (an
 integer) or as a share of the run (a float in (0, 1)), so that a 300-step run has the shape of a 140,000-step one.
 """
@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mst_scale.config.limits import WEIGHTS
-
-Duration = int | float
+from mst_scale.config.method import MSTConfig
+from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule
+from mst_scale.sparsity_variation import Duration, Schedule
 
 
 def in_steps(duration: Duration, total: int) -> int:
@@ -169,170 +170,6 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
-class SparsityConfig:
-    """Sparsity Variation: how sparse, when; and how a global sparsity is spread over layers."""
-
-    variation: Literal["dense", "sparse", "sd", "dsd", "gd", "sv", "gmp", "acdc"] = "sv"
-    max: float = 0.96
-    warmup: Duration = 1 / 14  # of the paper's 140,000 steps: 10,000
-    ultra: Duration = 10 / 14
-    restore: Duration = 1 / 14
-    stages: int = 5
-    turn: Duration = 1 / 14  # acdc: the length of its sparse and dense phases
-    warmup_moves: Literal["continuous", "staged"] = "continuous"
-    restore_moves: Literal["continuous", "staged"] = "staged"
-    distribution: Literal["erdos-renyi", "erk", "uniform"] = "erdos-renyi"
-    initial: Literal["magnitude", "random"] = "random"  # the first topology of runs that start sparse
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.max < 1.0:
-            raise ValueError(f"mst.sparsity.max must lie in [0, 1), not {self.max}")
-        if self.stages < 1:
-            raise ValueError(f"mst.sparsity.stages must be at least 1, not {self.stages}")
-        for name in ("warmup", "ultra", "restore", "turn"):
-            value = getattr(self, name)
-            if value < 0 or (isinstance(value, float) and value > 1):
-                raise ValueError(f"mst.sparsity.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
-
-
-BLOCK_SIDES = (4, 8, 16, 32, 64, 128)  # the GPU's kernels take 16 and more; 4 and 8 are there to compare with
-
-
-@dataclass(frozen=True)
-class BlockGranularity:
-    """Whole blocks of `block` × `block` weights live and die together."""
-
-    block: int = 16
-    min_blocks: int = 2  # alive in every block row and column; 0: no such bound
-
-    def __post_init__(self) -> None:
-        if self.block not in BLOCK_SIDES:
-            raise ValueError(
-                f"mst.topology.granularity.block must be one of {', '.join(map(str, BLOCK_SIDES))}, not {self.block}"
-            )
-        if self.min_blocks < 0:
-            raise ValueError(f"mst.topology.granularity.min_blocks must be at least 0, not {self.min_blocks}")
-
-
-@dataclass(frozen=True)
-class TopologyConfig:
-    """Mixed-Growing: how often the topology moves, how far, and by which scores."""
-
-    interval: int | None = None  # None: 100 steps, or a fifth of the shortest gradual phase where that is less
-    policy: Literal["mst", "rigl", "set", "mest", "snfs", "static", "gmp"] = "mst"
-    granularity: Literal["element"] | BlockGranularity = "element"
-    update_fraction: float = 0.3
-    update_schedule: Literal["constant", "1-cosine", "2-cosine", "n-cosine", "decay-n-cosine"] = "decay-n-cosine"
-    update_decay: float = 0.5
-    random_ratio: float | None = None  # R: the share of growth drawn at random; None: the policy's own (mst: 0.25)
-    mest_lambda: float = 1.0
-    replaces_update: bool = False  # a topology step takes no optimizer update, as in RigL's and the authors' code
-    regrow: bool = True  # a weight pruned in this very step may grow back, with its value
-    grown_moments: Literal["seeded", "zero"] = "seeded"  # Adam's v of a grown weight: its squared growth gradient, or 0
-    wake_dead_units: bool = True  # where masks go: random incoming weights for units whose weights are all zero
-    track_coverage: bool = True  # ITOP: a second bit a weight in runs that start sparse, none in the others
-    check_every: int = 1_000  # steps between drift checks of the masks, 0: never
-    rezero: bool = False  # zero inactive weights and their states after every update: for optimizers that move them
-
-    def __post_init__(self) -> None:
-        if self.interval is not None and self.interval < 1:
-            raise ValueError(f"mst.topology.interval must be at least 1, not {self.interval}")
-        for name in ("mest_lambda", "check_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"mst.topology.{name} must be at least 0, not {getattr(self, name)}")
-        for name in ("update_fraction", "random_ratio", "update_decay"):
-            if not 0.0 <= (getattr(self, name) or 0.0) <= 1.0:
-                raise ValueError(f"mst.topology.{name} must lie in [0, 1], not {getattr(self, name)}")
-
-
-@dataclass(frozen=True)
-class PhaseStrides:
-    """A stride of its own for a phase; None: the pattern's."""
-
-    dense: int | None = None
-    warmup: int | None = None
-    ultra: int | None = None
-    restore: int | None = None
-
-    def __post_init__(self) -> None:
-        for phase, stride in vars(self).items():
-            if stride is not None and stride < 1:
-                raise ValueError(f"mst.attention.phase_strides.{phase} must be at least 1, not {stride}")
-
-
-@dataclass(frozen=True)
-class AttentionConfig:
-    """Hybrid Sparse Attention: the pattern while weights are sparse, and when it turns dense."""
-
-    pattern: Literal["dense", "strided", "fixed"] = "strided"
-    stride: int = 256
-    phase_strides: PhaseStrides = field(default_factory=PhaseStrides)
-    dense_from: Literal["ultra_end", "restore_end"] | Duration = "restore_end"
-    backend: Literal["auto", "dense", "cpp", "triton", "blocked", "definition"] = "auto"  # while pairs are left out
-
-    def __post_init__(self) -> None:
-        if self.stride < 1:
-            raise ValueError(f"mst.attention.stride must be at least 1, not {self.stride}")
-        start = self.dense_from
-        if not isinstance(start, str) and (start < 0 or (isinstance(start, float) and start > 1)):
-            raise ValueError(
-                f"mst.attention.dense_from = {start}: give 'ultra_end', 'restore_end', steps (an integer) or a share "
-                "of the run (0…1)"
-            )
-        if self.backend == "dense" and self.pattern != "dense":
-            raise ValueError(
-                'mst.attention.backend = "dense" computes every pair: leave it out, or set pattern to "dense"'
-            )
-
-
-@dataclass(frozen=True)
-class TargetsConfig:
-    """Which parameters may become sparse: globs on their names. Norms, biases and embeddings never do."""
-
-    include: list[str] = field(default_factory=lambda: ["*"])
-    exclude: list[str] = field(default_factory=list)
-    lm_head: bool = True  # the head too, even where it is tied to the embedding (the paper's 4x needs it)
-
-
-@dataclass(frozen=True)
-class ComputeConfig:
-    """What the layers compute with while they are sparse. `dense` multiplies zeros: it saves FLOPs on paper only."""
-
-    backend: Literal["auto", "dense", "cpu", "block"] = "auto"  # see mst_scale.sparse_linear.dispatch
-
-
-@dataclass(frozen=True)
-class MSTConfig:
-    """Mixed Sparsity Training. `method` chooses a preset; the other blocks override it."""
-
-    method: str | None = None  # a config without an mst block is dense; a block has to say
-    like: str | None = None  # dense-short: the config (or run folder) whose FLOPs it spends on dense steps
-    seed: int | None = None  # of the random growth; None: training.seed
-    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
-    topology: TopologyConfig = field(default_factory=TopologyConfig)
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    targets: TargetsConfig = field(default_factory=TargetsConfig)
-    compute: ComputeConfig = field(default_factory=ComputeConfig)
-    allow_unclassified: list[str] = field(default_factory=list)  # keys of DeepSpeed's, let in at the user's risk
-
-    @property
-    def stays_dense(self) -> bool:
-        """Whether no weight is ever masked."""
-        return self.sparsity.variation == "dense" or self.sparsity.max == 0
-
-    def __post_init__(self) -> None:
-        if self.seed is not None and self.seed < 0:
-            raise ValueError(f"mst.seed must be at least 0, not {self.seed}")
-        if self.method == "dense-short" and self.like is None:
-            raise ValueError(
-                "method dense-short trains as many dense steps as another run's FLOPs buy: name that run's config or "
-                "folder with --like C, or as mst.like"
-            )
-        if self.like is not None and self.method != "dense-short":
-            raise ValueError(f"mst.like goes with method dense-short, not with {self.method}: leave it out")
-
-
-@dataclass(frozen=True)
 class Experiment:
     """One resolved experiment: our four blocks, and the DeepSpeed config that stood beside them."""
 
@@ -341,3 +178,13 @@ class Experiment:
     training: TrainingConfig
     mst: MSTConfig
     deepspeed: dict[str, Any]
+
+    @property
+    def schedule(self) -> Schedule:
+        """Phase, sparsity and update fraction of every step."""
+        return self.mst.schedule(self.training.steps)
+
+    @property
+    def attention_schedule(self) -> AttentionSchedule:
+        """The attention pattern of every step."""
+        return self.mst.attention_schedule(self.training.steps)

@@ -1,4 +1,4 @@
-"""Can this experiment run at all, on this many ranks?
+"""Refuses an experiment that cannot run at all, or not on this many ranks.
 
 DeepSpeed finds most of these mistakes too, on every rank at once and deep in a traceback. Here each costs one line,
 before any process group exists where that is possible.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, TypeGuard
 
-from mst_scale.config.blocks import Experiment, MSTConfig
+from mst_scale.config.blocks import Experiment
 from mst_scale.config.limits import refuse_large
 from mst_scale.config.support import refuse_unsupported
 from mst_scale.distributed import shown
@@ -22,7 +22,7 @@ FLAGS = (
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "sparse_gradients", "dataloader_drop_last",
 )  # fmt: skip
 NUMBERS = {"steps_per_print": int, "gradient_predivide_factor": float}
-# Features of DeepSpeed whose optimizer step we neither need nor have tested together with sparse training.
+# Features of DeepSpeed that our training loop does not go with, in dense runs either; for sparse ones config/support says more.
 UNTESTED = ("hybrid_engine", "curriculum_learning", "progressive_layer_drop")
 
 
@@ -73,7 +73,7 @@ def largest_micro(total: int, micro: int, world_size: int) -> int:
 
 def check(experiment: Experiment) -> None:
     """Everything that can be refused without knowing the number of ranks."""
-    require_method(experiment.mst)
+    experiment.mst.require_method()
     ds = experiment.deepspeed
     for key in ("zero_optimization", "optimizer", *PRECISIONS, "data_types"):
         if not isinstance(ds.get(key, {}), dict):
@@ -113,15 +113,6 @@ def check(experiment: Experiment) -> None:
     clip = ds.get("gradient_clipping", 0.0)
     if not _is_number(clip) or not 0 <= clip < math.inf:
         raise ValueError(f"gradient_clipping must be a number of at least 0 (0 turns it off), not {shown(clip)}")
-
-
-def require_method(mst: MSTConfig) -> None:
-    """Refuse an mst block that does not say what it wants: all its other words would train dense."""
-    if mst.method is None:
-        raise ValueError(
-            'the mst block names no method, so nothing would be sparse: add "method": "mst" (or --method mst), or '
-            '"dense" if that is meant'
-        )
 
 
 def peak_learning_rate(deepspeed: dict[str, Any]) -> float:

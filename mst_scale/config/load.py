@@ -18,8 +18,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, MSTConfig, TrainingConfig
+from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, TrainingConfig
 from mst_scale.config.limits import refuse_large, refuse_senseless
+from mst_scale.config.method import MSTConfig
 from mst_scale.config.presets import METHODS, MODELS, RECIPES
 from mst_scale.config.support import known_keys
 from mst_scale.distributed import shown

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mst_scale.config.blocks import MSTConfig
+from mst_scale.config.method import MSTConfig
 
 TABLE = Path(__file__).with_name("deepspeed_support.txt")
 VERDICTS = ("exact", "harmless", "refused", "untested")

@@ -21,7 +21,7 @@ from typing import Any
 from mst_scale.config import MODELS, Experiment, ModelConfig, TrainingConfig, load
 from mst_scale.config.check import global_batch
 from mst_scale.costs.flops import Flops, dense_step_flops, step_flops
-from mst_scale.costs.stretches import Stretch, schedule_of, stretches
+from mst_scale.costs.stretches import Stretch, stretches
 from mst_scale.distributed import logger
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
 from mst_scale.mixed_growing.policies import policy
@@ -111,7 +111,7 @@ def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
     """
     topology, model = experiment.mst.topology, experiment.model
     chosen = policy(topology.policy, random_share=topology.random_ratio)
-    schedule = schedule_of(experiment)
+    schedule = experiment.schedule
     every = "momentum" in chosen.reads
     due = set() if every or "gradient" not in chosen.reads or not chosen.exchange else set(schedule.topology_steps())
     dense, count, extra = dense_step_flops(model), 0, Flops()

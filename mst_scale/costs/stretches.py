@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mst_scale.choices import attention_schedule_of, chosen_names, stays_dense, variation_of
-from mst_scale.config.blocks import Experiment, TopologyConfig
+from mst_scale.config import Experiment
 from mst_scale.costs.flops import Matrix, head_name, matrices
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
+from mst_scale.mixed_growing.config import TopologyConfig, fewest, grid_shape
 from mst_scale.mixed_growing.distribution import active_counts
-from mst_scale.sparsity_variation import Schedule
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,10 @@ def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[S
 
     `dense_head` leaves the head out of what the config makes sparse.
     """
-    schedule = schedule_of(experiment)
+    schedule = experiment.schedule
     sparse = [m for m in sparse_matrices(experiment) if not (dense_head and m.name == head_name(experiment.model))]
     grids = [grid_of((m.outputs, m.inputs), experiment.mst.topology) for m in sparse]
-    attention = attention_schedule_of(experiment.mst.attention, schedule)
+    attention = experiment.attention_schedule
     turns = [start for start, _ in attention.pieces]
     for segment in schedule.segments():
         shapes = [grid.shape for grid in grids]
@@ -67,20 +66,15 @@ class Grid(NamedTuple):
 def grid_of(shape: tuple[int, ...], topology: TopologyConfig) -> Grid:
     if isinstance(topology.granularity, str):
         return Grid(shape, 0)
-    side, least = topology.granularity.block, topology.granularity.min_blocks
-    down, across = -(-shape[0] // side), -(-shape[1] // side)
-    return Grid((down, across), max(down * min(least, across), across * min(least, down)))
-
-
-def schedule_of(experiment: Experiment) -> Schedule:
-    return variation_of(experiment.mst).resolve(experiment.training.steps)
+    grid = grid_shape(shape, topology.granularity.block)
+    return Grid(grid, fewest(grid, topology.granularity.min_blocks))
 
 
 def sparse_matrices(experiment: Experiment) -> list[Matrix]:
     """The matrices of our own model that become sparse: what `targets.choose_targets` picks from the built one."""
-    if stays_dense(experiment.mst):
+    if experiment.mst.stays_dense:
         return []
     targets = experiment.mst.targets
     able = [m for m in matrices(experiment.model) if m.name != head_name(experiment.model) or targets.lm_head]
-    chosen = set(chosen_names([m.name for m in able], targets))
+    chosen = set(targets.choose([m.name for m in able]))
     return [m for m in able if m.name in chosen]

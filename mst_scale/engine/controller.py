@@ -33,7 +33,6 @@ from packaging.version import Version
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files, warm_start
-from mst_scale.choices import attention_schedule_of, stays_dense, variation_of
 from mst_scale.config import Experiment, load, states
 from mst_scale.config.support import refuse_unsupported
 from mst_scale.dead_units.kinds import Tally
@@ -94,7 +93,7 @@ def initialize(
     experiment = configs[0] if isinstance(configs[0], Experiment) else load(configs[0])
     _require_length(configs[0], experiment)
     notes = refuse_unsupported(experiment.deepspeed, experiment.mst)
-    if not stays_dense(experiment.mst):
+    if not experiment.mst.stays_dense:
         zero_shards.refuse_arguments(model, *more, **others)
     speak()
     for note in notes:
@@ -117,8 +116,7 @@ def initialize(
 
 def _require_length(config: Experiment | dict[str, Any] | str | Path, experiment: Experiment) -> None:
     """Phases are shares of a run: a loop of the user's has to say how long it will be."""
-    shares = variation_of(experiment.mst).depends_on_length
-    shares |= experiment.mst.attention.pattern != "dense" and isinstance(experiment.mst.attention.dense_from, float)
+    shares = experiment.mst.depends_on_length
     if shares and not states(config, "training", "steps"):
         raise ValueError(
             "how many optimizer steps will the run take? The phases of sparsity are shares of it: add "
@@ -134,8 +132,8 @@ class Controller:
         self.engine = engine
         self.topology = mst.topology
         self.seed = training.seed if mst.seed is None else mst.seed
-        self.schedule: Schedule = variation_of(mst).resolve(training.steps)
-        self.attention = attention_schedule_of(mst.attention, self.schedule)
+        self.schedule: Schedule = mst.schedule(training.steps)
+        self.attention = mst.attention_schedule(training.steps)
         self.policy = policy(
             mst.topology.policy,
             random_share=mst.topology.random_ratio,
@@ -150,7 +148,7 @@ class Controller:
         self.changed_at = 0
         self.masks = MaskSet([])
         self.span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a stopwatch of whoever measures us
-        self.idle = stays_dense(mst)
+        self.idle = mst.stays_dense
         self.attention_backend = mst.attention.backend
         self.attended = 0  # layers that follow the pattern
         if not self.idle:
@@ -373,7 +371,7 @@ class Controller:
             raise SharedMistake(
                 f"{zero_shards.optimizer_name(self.engine)} moves weights that have no gradient: {sum(moved)} masked "
                 f"weights are not 0 after step {self.step}, {moved[worst]} of them in {self.masks.names[worst]}; "
-                "choose an optimizer that leaves them (AdamW with eps > 0, SGD, Lion), keep your own code off them, or "
+                "choose an optimizer that leaves them (AdamW with eps > 0, SGD, Adagrad), keep your own code off them, or "
                 "set mst.topology.rezero to true, which zeroes them and their optimizer states after every update"
             )
 

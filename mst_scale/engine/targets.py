@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from mst_scale.choices import chosen_names
 from mst_scale.config import TargetsConfig
 from mst_scale.distributed import logger
 from mst_scale.zero_shards import shape_of
@@ -28,7 +27,7 @@ def choose_targets(model: nn.Module, targets: TargetsConfig) -> dict[str, nn.Par
         if p.requires_grad and sum(side > 1 for side in shape_of(p)) > 1 and id(p) not in norms
         if (targets.lm_head if p is head else id(p) not in embeddings)
     }
-    return {name: matrices[name] for name in chosen_names(matrices, targets)}
+    return {name: matrices[name] for name in targets.choose(matrices)}
 
 
 def _head_of(model: nn.Module) -> nn.Parameter | None:

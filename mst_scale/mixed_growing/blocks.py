@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mst_scale.mixed_growing import bits as bitwise
 from mst_scale.mixed_growing import evolve as weights
+from mst_scale.mixed_growing.config import fewest, grid_shape
 from mst_scale.mixed_growing.distribution import plan
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
@@ -45,12 +46,11 @@ class Blocks:
     least: int
 
     def grid_shape(self, shape: Sequence[int]) -> tuple[int, int]:
-        return Grid.of(shape, self.side).shape
+        return grid_shape(shape, self.side)
 
     def at_least(self, shape: Sequence[int]) -> int:
         """The fewest blocks that can give each row and column its least."""
-        down, across = self.grid_shape(shape)
-        return max(down * min(self.least, across), across * min(self.least, down))
+        return fewest(self.grid_shape(shape), self.least)
 
     def evolve(
         self,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing.config import grid_shape
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.scores import INFINITY_KEY
 
@@ -40,7 +41,7 @@ class Grid:
     @property
     def shape(self) -> tuple[int, int]:
         """Block rows and block columns."""
-        return -(-self.rows // self.side), -(-self.columns // self.side)
+        return grid_shape((self.rows, self.columns), self.side)
 
     @property
     def numel(self) -> int:

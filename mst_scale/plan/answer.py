@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mst_scale.choices import stays_dense
 from mst_scale.config import Experiment
 from mst_scale.config.check import BATCH_KEYS, largest_micro
 from mst_scale.costs.flops import dense_step_flops
@@ -57,7 +56,7 @@ class Plan:
 
     @property
     def sparse_parameters(self) -> int:
-        if stays_dense(self.experiment.mst):
+        if self.experiment.mst.stays_dense:
             return 0
         return sum(p.numel for p in sparse_parameters(self.experiment.model, self.experiment.mst.targets))
 
@@ -202,7 +201,7 @@ def _setting(experiment: Experiment, gpus: int) -> Setting:
     if gpus < 1:
         raise ValueError(f"--gpus must be at least 1, not {gpus}")
     setting = setting_of(_shared(experiment, gpus), gpus)
-    sparse, beside = not stays_dense(experiment.mst), f"{setting.accumulate} beside {setting.precision}"
+    sparse, beside = not experiment.mst.stays_dense, f"{setting.accumulate} beside {setting.precision}"
     if setting.separate_accumulation and (setting.stage == 0 or (setting.stage == 1 and sparse)):
         raise ValueError(
             f"data_types.grad_accum_dtype = {beside} does not run at ZeRO-{setting.stage}: "

@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mst_scale.choices import stays_dense, variation_of
 from mst_scale.config import Experiment
 from mst_scale.plan.activations import Activations, activations
 from mst_scale.plan.fetching import fetches
@@ -144,13 +143,13 @@ def sub_groups(found: list[Parameter], s: Setting) -> list[list[Parameter]]:
 
 def _sparse(experiment: Experiment, s: Setting) -> Sparse:
     mst = experiment.mst
-    if stays_dense(mst):
+    if mst.stays_dense:
         return Sparse()
     masked = sparse_parameters(experiment.model, mst.targets)
     shares = [(p.numel, p.numel if s.stage == 0 else -(-p.numel // s.ranks)) for p in masked]
     kept = FP32 * sum(share for _, share in shares)  # dense gradients
     lists = LISTED_BYTES * sum(share if numel <= LISTED_WHOLE else int(LISTED * share) for numel, share in shares)
-    starts_sparse = variation_of(mst).resolve(experiment.training.steps).at(0).sparsity > 0
+    starts_sparse = mst.schedule(experiment.training.steps).at(0).sparsity > 0
     bits = 1 + (mst.topology.track_coverage and starts_sparse)
     return Sparse(bits * sum(-(-share // 8) for _, share in shares), kept + lists)
 

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from mst_scale.choices import chosen_names
 from mst_scale.config import ModelConfig, TargetsConfig
 
 TOKEN_TYPES = 2  # of BERT
@@ -72,4 +71,4 @@ def sparse_parameters(model: ModelConfig, targets: TargetsConfig) -> list[Parame
         candidates.pop(head, None)
     elif model.tied_head:
         candidates = {p.name: p for p in parameters(model) if p.name == head} | candidates
-    return [candidates[name] for name in chosen_names(candidates, targets)]
+    return [candidates[name] for name in targets.choose(candidates)]

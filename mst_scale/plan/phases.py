@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mst_scale.choices import stays_dense
-from mst_scale.config import Experiment, SparsityConfig
+from mst_scale.config import Experiment
 from mst_scale.costs.ledger import forecast
-from mst_scale.costs.stretches import schedule_of
 from mst_scale.plan.clock import Seconds
 from mst_scale.plan.parameters import sparse_parameters
 from mst_scale.plan.skipping import skips
+from mst_scale.sparsity_variation import SparsityConfig
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,9 @@ def of_tokens(experiment: Experiment, tokens: float, batch: int) -> Experiment:
 def skips_masked_weights(experiment: Experiment, precision: str) -> bool:
     """Whether any of the matrix products skips what is masked, in the sparsest phase."""
     mst = experiment.mst
-    if stays_dense(mst):
+    if mst.stays_dense:
         return False
-    found, most = sparse_parameters(experiment.model, mst.targets), schedule_of(experiment).max_sparsity
+    found, most = sparse_parameters(experiment.model, mst.targets), experiment.schedule.max_sparsity
     return any(skips(experiment, precision, p.shape, most) for p in found)
 
 

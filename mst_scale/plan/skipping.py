@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 
-from mst_scale.choices import stays_dense
 from mst_scale.config import Experiment
-from mst_scale.config.blocks import BlockGranularity
+from mst_scale.mixed_growing.config import BlockGranularity
 from mst_scale.sparse_linear.crossovers import SMALLEST, crossover
 
 SIDES = (16, 32, 64, 128)  # of the block kernels, which a test holds these to
@@ -22,7 +21,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def check_backend(experiment: Experiment) -> None:
     """Refuse what a run on GPUs refuses."""
     mst = experiment.mst
-    if stays_dense(mst):
+    if mst.stays_dense:
         return
     if mst.compute.backend == "cpu":
         raise ValueError("mst.compute.backend = cpu multiplies CPU tensors: plan with --set mst.compute.backend=auto")

@@ -30,10 +30,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from mst_scale.choices import stays_dense
 from mst_scale.config import Experiment
-from mst_scale.config.blocks import BlockGranularity
-from mst_scale.costs.stretches import grid_of, schedule_of
+from mst_scale.costs.stretches import grid_of
+from mst_scale.mixed_growing.config import BlockGranularity
 from mst_scale.mixed_growing.distribution import Plan, active_counts, plan
 from mst_scale.mixed_growing.policies import BY_GRADIENT, Policy, policy
 from mst_scale.plan.clock import seconds
@@ -97,7 +96,7 @@ def policy_of(experiment: Experiment) -> Policy:
 
 def layers(experiment: Experiment, step: int) -> list[Layer]:
     """What the topology step at the end of optimizer step `step` does."""
-    mst, schedule, chosen = experiment.mst, schedule_of(experiment), policy_of(experiment)
+    mst, schedule, chosen = experiment.mst, experiment.schedule, policy_of(experiment)
     found = sparse_parameters(experiment.model, mst.targets)
     grids = [grid_of(p.shape, mst.topology) for p in found]
     now, then = schedule.at(step), schedule.at(step - 1)
@@ -287,7 +286,7 @@ def typical_step(schedule: Schedule) -> int | None:
 
 def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> TopologyStep | None:
     """One in the middle of the run's sparsest phase; None for a run without any."""
-    step = None if stays_dense(experiment.mst) else typical_step(schedule_of(experiment))
+    step = None if experiment.mst.stays_dense else typical_step(experiment.schedule)
     if step is None:
         return None
     found = calls(experiment, s, step)

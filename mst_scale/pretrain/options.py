@@ -6,10 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from mst_scale.choices import attention_schedule_of
 from mst_scale.config import Experiment, load, read
 from mst_scale.config.check import check
-from mst_scale.costs.stretches import schedule_of
 from mst_scale.distributed import logger
 from mst_scale.distributed.parser import Parser, refuse_no_folder
 from mst_scale.pretrain import resume
@@ -53,7 +51,7 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
         raise ValueError(f"method dense-short is as long as the FLOPs of {experiment.mst.like} last: leave out --steps")
     check(experiment)
     refuse_no_folder("--out", out_of(args, experiment))
-    attention_schedule_of(experiment.mst.attention, schedule_of(experiment))  # phases that do not fit are refused here
+    experiment.mst.attention_schedule(experiment.training.steps)  # phases that do not fit are refused here
     return experiment
 
 

@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mst_scale.choices import attention_schedule_of, variation_of
 from mst_scale.config import load
 from mst_scale.dead_units.kinds import KINDS
 from mst_scale.report.thinned import Thinned
@@ -262,13 +261,13 @@ class Reader:
             return
         try:
             experiment = load(run.config)
-            run.schedule = variation_of(experiment.mst).resolve(experiment.training.steps)
+            run.schedule = experiment.schedule
         except (ValueError, TypeError) as error:
             run.notes.append(f"config.json is not one of this version ({error}): phases are known from the rows alone")
             return
         if not run.series.rows:
             return
-        attention = attention_schedule_of(experiment.mst.attention, run.schedule)
+        attention = experiment.attention_schedule
         starts = {piece.start for piece in run.schedule.pieces} | {start for start, _ in attention.pieces}
         starts = {start for start in starts if start < run.step}
         if len(starts) > MAX_SPANS:

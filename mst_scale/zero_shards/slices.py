@@ -192,7 +192,11 @@ def refuse_arguments(model: nn.Module, *more: Any, **others: Any) -> None:
 
 
 def refuse_untested(engine: Any) -> None:
-    """Refuse what DeepSpeed has built other than masks know; what a config says is refused before (config/support)."""
+    """Refuse what DeepSpeed has built other than masks know.
+
+    What the config of a sparse run says is refused before (config/support). This looks at the engine itself: at what
+    became of "auto" and of arguments, and at dense runs that take their weights from a checkpoint.
+    """
     kind = type(engine.optimizer).__name__
     if kind == "BF16_Optimizer":
         raise ValueError(

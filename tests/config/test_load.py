@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mst_scale.choices import variation_of
 from mst_scale.config import METHODS, MODELS, RECIPES, in_steps, load, to_dict
 from mst_scale.config.check import BATCH_KEYS, batch_shape, check
 from mst_scale.config.limits import LARGEST
@@ -34,7 +33,7 @@ def test_the_papers_config():
     assert batch_shape(paper.deepspeed, 8)[0] == 12 * 40  # the sequences of a step; a node holds them at once
     sparsity, topology = paper.mst.sparsity, paper.mst.topology
     assert (sparsity.max, sparsity.stages) == (0.96, 5)
-    schedule = variation_of(paper.mst).resolve(paper.training.steps)
+    schedule = paper.schedule
     assert [(piece.phase, piece.start) for piece in schedule.pieces] == [
         ("warmup", 0), ("ultra", 10_000), ("restore", 110_000), ("dense", 120_000)
     ]  # fmt: skip

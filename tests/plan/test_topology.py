@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mst_scale.config import load
-from mst_scale.costs.stretches import schedule_of
 from mst_scale.mixed_growing import chance, refinement, selection
 from mst_scale.mixed_growing.blocks import Blocks
 from mst_scale.mixed_growing.distribution import active_counts
@@ -122,7 +121,7 @@ def test_the_step_it_speaks_of():
     """The middle of the sparsest phase; where nothing moves there, the last step that did; none for a static mask."""
     for method, some in (("mst", True), ("gmp", True), ("static", False)):
         e = load({"model": MODEL, "training": {"steps": 1000}, "mst": {"method": method}})
-        schedule = schedule_of(e)
+        schedule = e.schedule
         step = topology.typical_step(schedule)
         assert (step is not None) == some
         if step is not None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from mst_scale.choices import attention_schedule_of, variation_of
 from mst_scale.config import load, to_dict
 from mst_scale.runs import snapshots
 
@@ -43,8 +42,8 @@ def write(folder: Path, method: str = "mst", *, until: int | None = None, **abou
 
 def rows(resolved: dict[str, Any], until: int, every: int = 10):
     experiment = load(resolved)
-    schedule = variation_of(experiment.mst).resolve(experiment.training.steps)
-    attention = attention_schedule_of(experiment.mst.attention, schedule)
+    schedule = experiment.schedule
+    attention = experiment.attention_schedule
     rng = np.random.default_rng(experiment.training.seed)
     names = layer_names(resolved)
     flops = dense = 0.0
@@ -102,7 +101,7 @@ def layer_names(resolved: dict[str, Any]) -> list[str]:
 
 def pictures(resolved: dict[str, Any]):
     experiment = load(resolved)
-    schedule = variation_of(experiment.mst).resolve(experiment.training.steps)
+    schedule = experiment.schedule
     rng = np.random.default_rng(7)
     names, width = layer_names(resolved), resolved["model"]["n_embd"]
     for step in (0, *(piece.stop - 1 for piece in schedule.pieces[:-1]), schedule.total_steps):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from mst_scale.choices import attention_schedule_of, variation_of
 from mst_scale.config import load
 
 
@@ -15,7 +14,7 @@ def pieces(method="mst", **attention):
         "mst": {"method": method, "attention": attention},
     }
     mst = load(raw).mst
-    schedule = attention_schedule_of(mst.attention, variation_of(mst).resolve(140))
+    schedule = mst.attention_schedule(140)
     return [(start, pattern.kind, pattern.stride) for start, pattern in schedule.pieces]
 
 

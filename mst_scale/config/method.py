@@ -1,0 +1,91 @@
+"""The block `mst`: Mixed Sparsity Training as a user states it, and what its words come to in a run of some length.
+
+Each part of the method owns its own block; here they are one. Values and arithmetic only, without torch and without a
+model, so that a plan or a table starts at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mst_scale.config.targets import TargetsConfig
+from mst_scale.hybrid_sparse_attention.config import AttentionConfig
+from mst_scale.hybrid_sparse_attention.pattern import Pattern
+from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, strides_per_phase
+from mst_scale.mixed_growing.config import TopologyConfig
+from mst_scale.sparse_linear.config import ComputeConfig
+from mst_scale.sparsity_variation import Schedule, SparsityConfig
+
+
+@dataclass(frozen=True)
+class MSTConfig:
+    """Mixed Sparsity Training. `method` chooses a preset; the other blocks override it."""
+
+    method: str | None = None  # a config without an mst block is dense; a block has to say
+    like: str | None = None  # dense-short: the config (or run folder) whose FLOPs it spends on dense steps
+    seed: int | None = None  # of the random growth; None: training.seed
+    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    targets: TargetsConfig = field(default_factory=TargetsConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    allow_unclassified: list[str] = field(default_factory=list)  # keys of DeepSpeed's, let in at the user's risk
+
+    def __post_init__(self) -> None:
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"mst.seed must be at least 0, not {self.seed}")
+        if self.method == "dense-short" and self.like is None:
+            raise ValueError(
+                "method dense-short trains as many dense steps as another run's FLOPs buy: name that run's config or "
+                "folder with --like C, or as mst.like"
+            )
+        if self.like is not None and self.method != "dense-short":
+            raise ValueError(f"mst.like goes with method dense-short, not with {self.method}: leave it out")
+
+    @property
+    def stays_dense(self) -> bool:
+        """Whether no weight is ever masked."""
+        self.require_method()
+        return self.sparsity.variation == "dense" or self.sparsity.max == 0
+
+    def require_method(self) -> None:
+        """Refuse a block that does not say what it wants: all its other words would train dense."""
+        if self.method is None:
+            raise ValueError(
+                'the mst block names no method, so nothing would be sparse: add "method": "mst" (or --method mst), or '
+                '"dense" if that is meant'
+            )
+
+    def schedule(self, total_steps: int) -> Schedule:
+        """Phase, sparsity and update fraction of every step of a run."""
+        self.require_method()
+        return self.sparsity.schedule(total_steps, self.topology)
+
+    def attention_schedule(self, total_steps: int) -> AttentionSchedule:
+        """The pattern of every step: the config's, until attention turns dense."""
+        attention, schedule = self.attention, self.schedule(total_steps)
+        if attention.pattern == "dense":
+            return AttentionSchedule()
+        if attention.dense_from == "restore_end":
+            dense_from: int | None = schedule.sparse_until
+        elif attention.dense_from == "ultra_end":
+            restored_from = schedule.first_step("restore")  # 0 in a run that begins with it
+            dense_from = schedule.sparse_until if restored_from is None else restored_from
+        elif isinstance(attention.dense_from, float):
+            dense_from = round(attention.dense_from * total_steps)
+        else:
+            dense_from = attention.dense_from
+        of_phase = vars(attention.phase_strides)
+        pieces = [
+            (piece.start, Pattern(attention.pattern, of_phase[piece.phase] or attention.stride))
+            for piece in schedule.pieces
+            if dense_from is None or piece.start < dense_from
+        ]
+        return strides_per_phase(pieces if dense_from is None else [*pieces, (dense_from, Pattern("dense"))])
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether another length of the run would be another schedule: not where all that counts is stated in steps."""
+        self.require_method()
+        shares = self.attention.pattern != "dense" and isinstance(self.attention.dense_from, float)
+        return shares or self.sparsity.depends_on_length(self.topology)

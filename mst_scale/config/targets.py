@@ -1,0 +1,36 @@
+"""Which parameters may become sparse, in a user's words: the block `mst.targets`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True)
+class TargetsConfig:
+    """Which parameters may become sparse: globs on their names. Norms, biases and embeddings never do."""
+
+    include: list[str] = field(default_factory=lambda: ["*"])
+    exclude: list[str] = field(default_factory=list)
+    lm_head: bool = True  # the head too, even where it is tied to the embedding (the paper's 4x needs it)
+
+    def choose(self, names: Collection[str]) -> list[str]:
+        """Those of the matrices' names that match an `include` glob and no `exclude` glob, in their order."""
+        for glob in self.include + self.exclude:
+            if not any(fnmatchcase(name, glob) for name in names):
+                near = difflib.get_close_matches(glob, names, n=1, cutoff=0.0)
+                raise ValueError(
+                    f"mst.targets: {glob!r} matches no parameter that can be sparse; the nearest is "
+                    f"{near[0] if near else 'none: the model has no matrices'!r}"
+                )
+        chosen = [
+            name
+            for name in names
+            if any(fnmatchcase(name, glob) for glob in self.include)
+            and not any(fnmatchcase(name, glob) for glob in self.exclude)
+        ]
+        if not chosen:
+            raise ValueError("mst.targets: every parameter that could be sparse is excluded; use method dense instead")
+        return chosen

@@ -1,0 +1,46 @@
+"""What a user can say of Hybrid Sparse Attention: the block `mst.attention`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class PhaseStrides:
+    """A stride of its own for a phase; None: the pattern's."""
+
+    dense: int | None = None
+    warmup: int | None = None
+    ultra: int | None = None
+    restore: int | None = None
+
+    def __post_init__(self) -> None:
+        for phase, stride in vars(self).items():
+            if stride is not None and stride < 1:
+                raise ValueError(f"mst.attention.phase_strides.{phase} must be at least 1, not {stride}")
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Hybrid Sparse Attention: the pattern while weights are sparse, and when it turns dense."""
+
+    pattern: Literal["dense", "strided", "fixed"] = "strided"
+    stride: int = 256
+    phase_strides: PhaseStrides = field(default_factory=PhaseStrides)
+    dense_from: Literal["ultra_end", "restore_end"] | int | float = "restore_end"
+    backend: Literal["auto", "dense", "cpp", "triton", "blocked", "definition"] = "auto"  # while pairs are left out
+
+    def __post_init__(self) -> None:
+        if self.stride < 1:
+            raise ValueError(f"mst.attention.stride must be at least 1, not {self.stride}")
+        start = self.dense_from
+        if not isinstance(start, str) and (start < 0 or (isinstance(start, float) and start > 1)):
+            raise ValueError(
+                f"mst.attention.dense_from = {start}: give 'ultra_end', 'restore_end', steps (an integer) or a share "
+                "of the run (0…1)"
+            )
+        if self.backend == "dense" and self.pattern != "dense":
+            raise ValueError(
+                'mst.attention.backend = "dense" computes every pair: leave it out, or set pattern to "dense"'
+            )

@@ -1,0 +1,68 @@
+"""What a user can say of Mixed-Growing: the block `mst.topology`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+BLOCK_SIDES = (4, 8, 16, 32, 64, 128)  # the GPU's kernels take 16 and more; 4 and 8 are there to compare with
+
+
+@dataclass(frozen=True)
+class BlockGranularity:
+    """Whole blocks of `block` × `block` weights live and die together."""
+
+    block: int = 16
+    min_blocks: int = 2  # alive in every block row and column; 0: no such bound
+
+    def __post_init__(self) -> None:
+        if self.block not in BLOCK_SIDES:
+            raise ValueError(
+                f"mst.topology.granularity.block must be one of {', '.join(map(str, BLOCK_SIDES))}, not {self.block}"
+            )
+        if self.min_blocks < 0:
+            raise ValueError(f"mst.topology.granularity.min_blocks must be at least 0, not {self.min_blocks}")
+
+
+@dataclass(frozen=True)
+class TopologyConfig:
+    """Mixed-Growing: how often the topology moves, how far, and by which scores."""
+
+    interval: int | None = None  # None: 100 steps, or a fifth of the shortest gradual phase where that is less
+    policy: Literal["mst", "rigl", "set", "mest", "snfs", "static", "gmp"] = "mst"
+    granularity: Literal["element"] | BlockGranularity = "element"
+    update_fraction: float = 0.3
+    update_schedule: Literal["constant", "1-cosine", "2-cosine", "n-cosine", "decay-n-cosine"] = "decay-n-cosine"
+    update_decay: float = 0.5
+    random_ratio: float | None = None  # R: the share of growth drawn at random; None: the policy's own (mst: 0.25)
+    mest_lambda: float = 1.0
+    replaces_update: bool = False  # a topology step takes no optimizer update, as in RigL's and the authors' code
+    regrow: bool = True  # a weight pruned in this very step may grow back, with its value
+    grown_moments: Literal["seeded", "zero"] = "seeded"  # Adam's v of a grown weight: its squared growth gradient, or 0
+    wake_dead_units: bool = True  # where masks go: random incoming weights for units whose weights are all zero
+    track_coverage: bool = True  # ITOP: a second bit a weight in runs that start sparse, none in the others
+    check_every: int = 1_000  # steps between drift checks of the masks, 0: never
+    rezero: bool = False  # zero inactive weights and their states after every update: for optimizers that move them
+
+    def __post_init__(self) -> None:
+        if self.interval is not None and self.interval < 1:
+            raise ValueError(f"mst.topology.interval must be at least 1, not {self.interval}")
+        for name in ("mest_lambda", "check_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"mst.topology.{name} must be at least 0, not {getattr(self, name)}")
+        for name in ("update_fraction", "random_ratio", "update_decay"):
+            if not 0.0 <= (getattr(self, name) or 0.0) <= 1.0:
+                raise ValueError(f"mst.topology.{name} must lie in [0, 1], not {getattr(self, name)}")
+
+
+def grid_shape(shape: Sequence[int], side: int) -> tuple[int, int]:
+    """Block rows and columns of a matrix; those at its edges may be narrower."""
+    return -(-shape[0] // side), -(-math.prod(shape[1:]) // side)
+
+
+def fewest(grid: tuple[int, int], min_blocks: int) -> int:
+    """The fewest blocks that give every block row and column its least."""
+    down, across = grid
+    return max(down * min(min_blocks, across), across * min(min_blocks, down))
