@@ -22,7 +22,7 @@ FLAGS = (
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "sparse_gradients", "dataloader_drop_last",
 )  # fmt: skip
 NUMBERS = {"steps_per_print": int, "gradient_predivide_factor": float}
-# Features of DeepSpeed that our training loop does not go with, in dense runs either; of sparse ones, support.py says more.
+# Features of DeepSpeed that our loop does not go with, in dense runs either (of sparse runs support.py says more).
 UNTESTED = ("hybrid_engine", "curriculum_learning", "progressive_layer_drop")
 
 

@@ -371,7 +371,7 @@ class Controller:
             raise SharedMistake(
                 f"{zero_shards.optimizer_name(self.engine)} moves weights that have no gradient: {sum(moved)} masked "
                 f"weights are not 0 after step {self.step}, {moved[worst]} of them in {self.masks.names[worst]}; "
-                "choose an optimizer that leaves them (AdamW with eps > 0, SGD, Adagrad), keep your own code off them, or set "
+                "choose one that leaves them (AdamW with eps > 0, SGD, Adagrad), keep your own code off them, or set "
                 "mst.topology.rezero to true, which zeroes them and their optimizer states after every update"
             )
 
