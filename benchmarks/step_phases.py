@@ -182,7 +182,7 @@ class Bench:
         """Milliseconds that a topology step of this phase takes longer than an ordinary one (median of 3), if any."""
         mst = self.mst.engine.mst
         due = next((s for s in range(step + 1, phase.stop) if mst.schedule.is_topology_step(s)), None)
-        if mst.idle or due is None:
+        if not mst.masks_weights or due is None:
             return None, []
 
         def at_topology_step() -> None:

@@ -17,7 +17,7 @@ __all__ = ["initialize", "warm_start"]
 def __getattr__(name: str) -> Any:
     # DeepSpeed is imported when it is first needed: the command line and the attention kernels work without it.
     if name == "initialize":
-        from mst_scale.engine.controller import initialize
+        from mst_scale.engine.api import initialize
 
         return initialize
     if name == "warm_start":

@@ -5,6 +5,7 @@ import torch
 
 import mst_scale
 from mst_scale import zero_shards
+from mst_scale.engine import second_moments
 from tests import pool
 from tests.mixed_growing import oracle
 from tests.toy_engine import OFFLOAD, STAGES, full, mst_config, read_by_forward, train
@@ -70,7 +71,7 @@ def overflow(rank, world, stage, precision, extra):
             loss = loss * float("inf")
         engine.backward(loss)
         engine.step()
-        events.append((controller.changed_at, controller.sparsity > 0, len(controller.kept)))
+        events.append((controller.changed_at, controller.sparsity > 0, controller.under_way is None))
     return events, engine.skipped_steps, zero_shards.updates_of(controller.shards, 0)
 
 
@@ -87,9 +88,9 @@ def test_an_overflow_puts_the_topology_step_off_to_the_next_boundary(stage, prec
     for events, skipped, updates in pool.run(overflow, 2, stage, precision, extra):
         empty = stage == 0 and precision != "fp32"  # FP16_Optimizer begins with an update by nothing
         assert skipped == 1 and updates == 6 + empty, "Adam has not counted the bad step"
-        assert events[1] == (0, False, 0)
-        assert events[2] == (0, False, 0), "no topology step on a bad gradient, and its statistics are dropped"
-        assert events[3] == (4, True, 0), "but on the next"
+        assert events[1] == (0, False, True)
+        assert events[2] == (0, False, True), "no topology step on a bad gradient, and its statistics are dropped"
+        assert events[3] == (4, True, True), "but on the next"
         assert events[5][0] == 6, "then by the schedule again"
 
 
@@ -152,15 +153,14 @@ def seeds(rank, world, stage):
     config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.6}
     engine, *_ = mst_scale.initialize(model=model, model_parameters=groups, config=config)
     controller, found = engine.mst, {}
-    seed = controller._seed_second_moment
+    seed = second_moments.seed
 
-    def spied(i, v, change):
-        where = change.grown_indices()
-        usual = controller.kept[i][where].square().clamp(min=change.gradient_mean_square)
-        seed(i, v, change)
-        found[change.name] = (v[where] / usual).tolist()
+    def spied(shards, i, grown, *, gradient, mean_square, clip_factor):
+        usual = gradient[grown].square().clamp(min=mean_square)
+        seed(shards, i, grown, gradient=gradient, mean_square=mean_square, clip_factor=clip_factor)
+        found[shards.slices[i].name] = (shards.states(i)["exp_avg_sq"][grown] / usual).tolist()
 
-    controller._seed_second_moment = spied
+    second_moments.seed = spied
     train(engine, rank, world, 2)
     return {name: found[name] for name in betas}, zero_shards.updates_of(controller.shards, 0)
 

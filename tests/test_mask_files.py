@@ -16,6 +16,7 @@ from mst_scale.mixed_growing.bits import unpack
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet, assemble
 from mst_scale.sparsity_variation import Point
+from mst_scale.zero_shards.saving import carry_along
 from tests import pool
 
 SHAPES = {"a.weight": (5, 7), "b.weight": (3, 11), "c.weight": (2, 2)}
@@ -197,7 +198,8 @@ class Engine:
 def saved_where_rank_1_has_no_space(rank: int, world: int, folder: str) -> str:
     engine, rider = Engine(rank), riders(whole(1), even(world))[rank]
     rider.exchange = rider.everyone = Exchange(dist.group.WORLD)
-    mask_files.ride_along(engine, rider)
+    rider.saving = lambda folder: mask_files.save(folder, rider, rank)
+    carry_along(engine, rider)
     engine.save_checkpoint(folder, "first")
     if rank == 1:
         mask_files.file_of(Path(folder) / "second", 1).mkdir(parents=True)  # nothing can be written there

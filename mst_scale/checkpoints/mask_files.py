@@ -1,4 +1,4 @@
-"""How do masks ride in a DeepSpeed checkpoint?
+"""The masks' own files in a DeepSpeed checkpoint.
 
     <tag>/mst/rank_00000.safetensors    this rank's shards: for every sparse parameter its packed bits (and the bits of
                                         what was ever active), with {shape, start, numel, active} beside, and a head:
@@ -13,9 +13,7 @@ name. The files hold no pickles, so that `mst inspect` runs nothing that a check
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -39,7 +37,7 @@ Ranges = Mapping[str, tuple[int, int]]
 
 
 class Rider(Protocol):
-    """What of a controller rides along."""
+    """Whose masks are saved and restored: what of a controller goes with them."""
 
     masks: MaskSet
     exchange: Exchange
@@ -52,10 +50,6 @@ class Rider(Protocol):
     granularity: dict[str, int] | str
     """"element", or {"block": B, "min_blocks": m}."""
 
-    def masks_loaded(self) -> None: ...
-
-    def load_weights(self, checkpoint: Path) -> dict[str, Any]: ...
-
     def dead_units(self) -> Mapping[str, tuple[int, int]]: ...
 
     @property
@@ -65,46 +59,19 @@ class Rider(Protocol):
     def point(self) -> Point: ...
 
 
-def ride_along(engine: Any, rider: Rider) -> None:
-    """From now on `engine.save_checkpoint` and `engine.load_checkpoint` carry the masks; their arguments stay."""
-    save, load = engine.save_checkpoint, engine.load_checkpoint
-    of_save, of_load = inspect.signature(save), inspect.signature(load)
-
-    @functools.wraps(save)
-    def save_checkpoint(*args: Any, **named: Any) -> Any:
-        given = of_save.bind(*args, **named).arguments
-        tag = f"global_step{engine.global_steps}" if given.get("tag") is None else str(given["tag"])
-        folder = Path(given["save_dir"]) / tag
-        # before DeepSpeed's own files, so that its `latest` never names a checkpoint without masks
-        head = describe(rider)
-        failure = None
-        try:
-            write(folder, rider, engine.global_rank, head)
-        except (OSError, SafetensorError) as error:
-            failure = OSError(f"cannot write {file_of(folder, engine.global_rank)}: {error}")
-        rider.everyone.raise_first(failure)
-        state = {**(given.get("client_state") or {}), "mst": head}
-        return save(**{**given, "tag": tag, "client_state": state})
-
-    @functools.wraps(load)
-    def load_checkpoint(*args: Any, **named: Any) -> Any:
-        given = of_load.bind(*args, **named).arguments
-        if given.get("load_module_only"):  # at ZeRO-3 DeepSpeed's own loads nothing, and masks have to fit
-            folder, tag = Path(given["load_dir"]), given.get("tag")
-            if tag is None and (folder / "latest").is_file():
-                tag = (folder / "latest").read_text().strip()
-            if tag is not None:
-                return str(folder / tag), rider.load_weights(folder / tag)
-        path, state = load(*args, **named)
-        if path is not None:
-            restore(Path(path).parent, rider, (state or {}).get("mst"))
-            rider.masks_loaded()
-        return path, state
-
-    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
-
-
 # --- writing ---
+
+
+def save(checkpoint: Path, rider: Rider, rank: int) -> dict[str, Any]:
+    """Write the masks into a checkpoint's folder, on all ranks together; the head, for its client_state."""
+    head = describe(rider)
+    failure = None
+    try:
+        write(checkpoint, rider, rank, head)
+    except (OSError, SafetensorError) as error:
+        failure = OSError(f"cannot write {file_of(checkpoint, rank)}: {error}")
+    rider.everyone.raise_first(failure)
+    return head
 
 
 def describe(rider: Rider) -> dict[str, Any]:

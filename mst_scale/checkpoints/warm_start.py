@@ -1,4 +1,4 @@
-"""How does a run go on where its optimizer states cannot come along?
+"""Continues a run, or begins one, from a checkpoint's weights without its optimizer states.
 
 `mst reshape` carries the states of Adam and its like to other ranks and ZeRO stages. For another optimizer, or a model
 with frozen parameters, `warm_start` takes from the checkpoint what does not depend on either: fp32 weights, frozen
@@ -36,15 +36,13 @@ def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> in
         engine.mst.begin_with_these_weights()
         logger.info("%s: its weights are taken; the run begins at step 0", source)
         return 0
-    masked = (source / mask_files.FOLDER).is_dir()
-    if masked and not engine.mst.idle:
-        mask_files.restore(source, engine.mst, mask_files.read(mask_files.file_of(source, 0))[0])
     engine.global_steps = int(state["global_steps"])
     engine.global_samples = int(state["global_samples"])
     if engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
         _place(engine.lr_scheduler, state["lr_scheduler"], zero_shards.base_optimizer(engine))
+    masked = (source / mask_files.FOLDER).is_dir()
     if masked:
-        engine.mst.masks_loaded()
+        engine.mst.take_masks(source)
     else:
         engine.mst.begin_with_these_weights()
     what = "weights, masks and" if masked else "weights (it has no masks) and"

@@ -1,5 +1,9 @@
-"""Mixed Sparsity Training beside a DeepSpeed engine.
+"""Mixed Sparsity Training beside a DeepSpeed engine: the three parts joined in its optimizer step.
 
-targets      which parameters become sparse
-controller   `initialize`, and the order of one training step
+api             `initialize`
+targets         which parameters become sparse
+controller      `engine.mst`: the run's place on its schedule, and its attention pattern
+sparse          the same with masks: the order of one training step
+moved_weights   inactive weights stay 0, or the run stops
+second_moments  what a grown weight starts with
 """

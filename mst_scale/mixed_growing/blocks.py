@@ -1,6 +1,6 @@
-"""How does the topology take a step in blocks of B × B weights?
+"""The topology's step in blocks of B × B weights.
 
-As it does in weights: a layer's blocks are the weights of a smaller matrix, and their scores are L1 norms, Σ|w| to
+It is the step in weights: a layer's blocks are the weights of a smaller matrix, and their scores are L1 norms, Σ|w| to
 prune and Σ|g| to grow, where g is the mean gradient of the whole batch. `evolve` then prunes and grows blocks by the
 same rules: counts (targets are numbers of blocks), ties to the lower block, random growth keyed by (seed, step, layer).
 A narrow block at a ragged edge competes with the norm it has: its product costs as much as that of a full one.
@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from mst_scale.mixed_growing import bits as bitwise
 from mst_scale.mixed_growing import evolve as weights
-from mst_scale.mixed_growing.config import fewest, grid_shape
+from mst_scale.mixed_growing.config import BlockGranularity, fewest, grid_shape
 from mst_scale.mixed_growing.distribution import plan
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
@@ -36,6 +37,22 @@ from mst_scale.mixed_growing.policies import BY_WEIGHT, Policy
 from mst_scale.mixed_growing.scores import Scores, peak_keys
 
 ALONE = Exchange()  # blocks' scores are the same on every rank
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Granularity in single weights."""
+
+    side: ClassVar[int] = 1
+
+    def grid_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape)
+
+    def at_least(self, shape: Sequence[int]) -> int:
+        return 0
+
+    evolve = staticmethod(weights.evolve)
+    sparsify = staticmethod(weights.sparsify)
 
 
 @dataclass(frozen=True)
@@ -112,6 +129,11 @@ class Blocks:
             if view.layer.mask.ever is not None:
                 view.layer.mask.ever.zero_()
         return [view.commit(change, None) for view, change in zip(views, changes, strict=True)]
+
+
+def granularity_of(stated: Literal["element"] | BlockGranularity) -> Elements | Blocks:
+    """What lives and dies together, as a config states it."""
+    return Elements() if isinstance(stated, str) else Blocks(stated.block, stated.min_blocks)
 
 
 class _View:

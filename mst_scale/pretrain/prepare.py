@@ -13,7 +13,7 @@ from mst_scale import zero_shards
 from mst_scale.config import DataConfig, Experiment
 from mst_scale.data.prepare import ensure
 from mst_scale.distributed import Ranks, logger
-from mst_scale.engine import controller
+from mst_scale.engine.api import initialize
 from mst_scale.hugging_face import start_from
 from mst_scale.models import build
 from mst_scale.pretrain import refusals
@@ -70,7 +70,7 @@ def built_engine(experiment: Experiment, out: Path, start: Any) -> Any:
         deepspeed.checkpointing.configure(None, deepspeed_config=experiment.deepspeed)
     monitored = _with_monitors(experiment, out)
     with refusals.in_deepspeeds_words():
-        built, *_ = controller.initialize(model=model, model_parameters=decay_groups(model), config=monitored)
+        built, *_ = initialize(model=model, model_parameters=decay_groups(model), config=monitored)
     _spare_the_run(built.monitor)
     return built
 

@@ -52,7 +52,7 @@ class Observer:
 
     def _shards(self, experiment: Experiment) -> zero_shards.Shards | None:
         mst = self.engine.mst
-        if not mst.idle:
+        if mst.masks_weights:
             self.exchange = mst.exchange
             return mst.shards
         try:

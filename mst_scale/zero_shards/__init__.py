@@ -1,17 +1,20 @@
-"""Where does DeepSpeed keep what we need? The only package that reads its internals (0.19.x).
+"""The seam to DeepSpeed (0.19.x): the only package that reads its insides, live and on disk.
 
+versions      which DeepSpeed and which torch
+hooks         every change to a live engine, in one ordered list
 parameters    construction under ZeRO-3, full shapes, filling what is cut up
-step          the optimizer step: its hooks, its norm and loss scale, what stage 0 lacks
+step          the optimizer step: where it is hooked, its norm and loss scale, what stage 0 lacks
 slices        for every sparse parameter this rank's slice, with live views of its master weight, reduced gradient
               and optimizer states, at every stage; what cannot be right is refused
-checkpoints   saves that fail together, loads that read data only, universal checkpoints at every stage
+saving        saves that fail together, loads that carry masks, universal checkpoints at every stage
+safe_load     checkpoints are data, and run nothing
+weight_files  where a checkpoint's weights lie on disk
 """
 
+from mst_scale.zero_shards.hooks import HOOKS, Follower, install
 from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, shape_of, whole, zero_stage
 from mst_scale.zero_shards.saving import (
-    after_loading,
     errors_after_saving,
-    fit_universal_checkpoints,
     load_checkpoint,
     saved_classes,
 )
@@ -26,38 +29,34 @@ from mst_scale.zero_shards.slices import (
 )
 from mst_scale.zero_shards.step import (
     NamedCollectives,
-    after_master_update,
     around_model_step,
     base_optimizer,
     clip_factor,
     data_parallel_group,
     grad_norm,
-    guard_plain_step,
     has_moments,
-    hold_updates,
     loss_scale,
     optimized,
     optimizer_name,
     refuse_unoptimized,
-    scale_plain_loss,
 )
+from mst_scale.zero_shards.versions import check_versions
 
 __all__ = [
+    "HOOKS",
+    "Follower",
     "NamedCollectives",
     "Shards",
-    "after_loading",
-    "after_master_update",
     "around_model_step",
     "base_optimizer",
+    "check_versions",
     "clip_factor",
     "data_parallel_group",
     "errors_after_saving",
-    "fit_universal_checkpoints",
     "grad_norm",
     "group_of",
-    "guard_plain_step",
     "has_moments",
-    "hold_updates",
+    "install",
     "is_matrix",
     "load_checkpoint",
     "loss_scale",
@@ -68,7 +67,6 @@ __all__ = [
     "refuse_arguments",
     "refuse_unoptimized",
     "saved_classes",
-    "scale_plain_loss",
     "shape_of",
     "shards_of",
     "updates_of",

@@ -1,4 +1,4 @@
-"""How does DeepSpeed save and load, and what does it need help with?"""
+"""DeepSpeed's saves and loads: what fails is told on every rank, what rides along is carried, every stage loads."""
 
 from __future__ import annotations
 
@@ -72,17 +72,50 @@ def load_checkpoint(engine: Any, checkpoint: Path, universal: bool = False) -> d
     return dict(state)
 
 
-def after_loading(engine: Any, hook: Callable[[], None]) -> None:
-    """Call `hook` after each `engine.load_checkpoint`."""
+def after_loading(engine: Any, hook: Callable[[Path], None]) -> None:
+    """Call `hook` with a checkpoint's folder after each `engine.load_checkpoint` that has found one."""
     load = engine.load_checkpoint
 
     @functools.wraps(load)
-    def load_checkpoint(*args: Any, **others: Any) -> Any:
-        loaded = load(*args, **others)
-        hook()
-        return loaded
+    def load_checkpoint(*args: Any, **named: Any) -> Any:
+        path, state = load(*args, **named)
+        if path is not None:
+            hook(Path(path).parent)
+        return path, state
 
     engine.load_checkpoint = load_checkpoint
+
+
+def carry_along(engine: Any, follower: Any) -> None:
+    """From now on `engine.save_checkpoint` and `engine.load_checkpoint` carry the follower's masks; their arguments
+    stay."""
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+    of_save, of_load = inspect.signature(save), inspect.signature(load)
+
+    @functools.wraps(save)
+    def save_checkpoint(*args: Any, **named: Any) -> Any:
+        given = of_save.bind(*args, **named).arguments
+        tag = f"global_step{engine.global_steps}" if given.get("tag") is None else str(given["tag"])
+        # before DeepSpeed's own files, so that its `latest` never names a checkpoint without masks
+        head = follower.saving(Path(given["save_dir"]) / tag)
+        state = {**(given.get("client_state") or {}), "mst": head}
+        return save(**{**given, "tag": tag, "client_state": state})
+
+    @functools.wraps(load)
+    def load_checkpoint(*args: Any, **named: Any) -> Any:
+        given = of_load.bind(*args, **named).arguments
+        if given.get("load_module_only"):  # at ZeRO-3 DeepSpeed's own loads nothing, and masks have to fit
+            folder, tag = Path(given["load_dir"]), given.get("tag")
+            if tag is None and (folder / "latest").is_file():
+                tag = (folder / "latest").read_text().strip()
+            if tag is not None:
+                return str(folder / tag), follower.load_weights(folder / tag)
+        path, state = load(*args, **named)
+        if path is not None:
+            follower.loaded(Path(path).parent, (state or {}).get("mst"))
+        return path, state
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 
 
 def fit_universal_checkpoints(engine: Any) -> None:

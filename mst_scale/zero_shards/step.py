@@ -1,4 +1,4 @@
-"""How does DeepSpeed take an optimizer step, and where do we come in?"""
+"""DeepSpeed's optimizer step: where it can be hooked, its norm and scale, and what it lacks at stage 0."""
 
 from __future__ import annotations
 
@@ -137,6 +137,11 @@ def _norm_scale(engine: Any) -> float:
 # --- what stage 0 lacks ---
 
 
+def steps_plainly(engine: Any, _: Any = None) -> bool:
+    """Whether DeepSpeed calls the client's optimizer itself: stage 0 in fp32."""
+    return base_optimizer(engine) is engine.optimizer and engine.mpu is None
+
+
 def guard_plain_step(engine: Any) -> None:
     """Stage 0 in fp32: DeepSpeed calls the client's optimizer itself. Give that step what its own optimizers have.
 
@@ -144,8 +149,6 @@ def guard_plain_step(engine: Any) -> None:
     not finite is skipped and reported as overflow.
     """
     optimizer: Any = engine.optimizer
-    if base_optimizer(engine) is not optimizer or engine.mpu is not None:
-        return
     step, clip = optimizer.step, engine.gradient_clipping()
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
     engine.clip_fp32_gradients = lambda: None  # done below, where the norm is kept
@@ -164,14 +167,17 @@ def guard_plain_step(engine: Any) -> None:
     optimizer.step = types.MethodType(guarded, optimizer)  # torch's schedulers, made later, want a method to wrap
 
 
+def scales_plainly(engine: Any, _: Any = None) -> bool:
+    """Whether a loss scale is at work without ZeRO."""
+    return engine.fp16_enabled() and not engine.zero_optimization()
+
+
 def scale_plain_loss(engine: Any) -> None:
     """Stage 0 in fp16: DeepSpeed 0.19.8 divides gradients by the loss scale without having multiplied the loss by it.
 
     Small gradients would underflow, the norm and its clipping would be off by the scale. What goes into backward is
     multiplied here, unless it is already: a later version may do so itself.
     """
-    if engine.zero_optimization() or not engine.fp16_enabled():
-        return
     inner = engine.backward
 
     def backward(loss: torch.Tensor, *args: Any, **others: Any) -> Any:

@@ -129,7 +129,7 @@ def gradients_step_by_step(rank, world, raw, accumulation):
     """What reaches the optimizer: every target's whole gradient, before masking, at each step."""
     engine = build(raw)
     controller, seen = engine.mst, []
-    inner = controller._before_step
+    inner = controller.before_step
 
     def record():
         due = controller._is_due(controller.step + 1)
@@ -140,7 +140,7 @@ def gradients_step_by_step(rank, world, raw, accumulation):
         seen.append((due, dict(zip(controller.masks.names, outside, strict=True)), [int(o.sum()) for o in inactive]))
         inner()
 
-    controller._before_step = record
+    controller.before_step = record
     from mst_scale import zero_shards
 
     zero_shards.around_model_step(engine, record, lambda: None)

@@ -1,0 +1,74 @@
+"""`mst_scale.initialize`: the arguments and results of `deepspeed.initialize`, and an engine that trains sparsely."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+from mst_scale import zero_shards
+from mst_scale.config import Experiment, load, states
+from mst_scale.config.support import refuse_unsupported
+from mst_scale.distributed import logger, speak
+from mst_scale.engine.controller import Controller
+from mst_scale.engine.sparse import SparseController
+
+zero_shards.check_versions()
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    *more: Any,
+    config: Experiment | dict[str, Any] | str | Path | None = None,
+    config_params: dict[str, Any] | str | None = None,
+    **others: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize`, its arguments in its order, for a config that may hold our blocks.
+
+    The config may also be `config_params` or `args.deepspeed_config`, as there. Returns (engine, optimizer, loader,
+    lr_scheduler); `engine.mst` is the controller.
+    """
+    of_args = getattr(args, "deepspeed_config", None)
+    configs = [given for given in (config, config_params, of_args) if given is not None]
+    if model is None or len(configs) != 1:
+        what = "a model" if model is None else f"one config, not {len(configs) or 'none'}"
+        raise ValueError(f"mst_scale.initialize needs {what}: initialize(model=…, config=…), or args.deepspeed_config")
+    if of_args is not None:  # DeepSpeed would read the file itself, our blocks and presets unseen
+        args = copy.copy(args)
+        args.deepspeed_config = None
+    experiment = configs[0] if isinstance(configs[0], Experiment) else load(configs[0])
+    _require_length(configs[0], experiment)
+    notes = refuse_unsupported(experiment.deepspeed, experiment.mst)
+    if not experiment.mst.stays_dense:
+        zero_shards.refuse_arguments(model, *more, **others)
+    speak()
+    for note in notes:
+        logger.warning("%s", note)
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        args,
+        model,
+        optimizer,
+        model.parameters() if model_parameters is None else model_parameters,
+        *more,
+        config=experiment.deepspeed,
+        **others,
+    )
+    engine.mst = (Controller if experiment.mst.stays_dense else SparseController)(engine, experiment)
+    zero_shards.install(engine, engine.mst)
+    engine.mst.describe()
+    return engine, optimizer, loader, scheduler
+
+
+def _require_length(config: Experiment | dict[str, Any] | str | Path, experiment: Experiment) -> None:
+    """Phases are shares of a run: a loop of the user's has to say how long it will be."""
+    if experiment.mst.depends_on_length and not states(config, "training", "steps"):
+        raise ValueError(
+            "how many optimizer steps will the run take? The phases of sparsity are shares of it: add "
+            '"training": {"steps": N} to the config'
+        )

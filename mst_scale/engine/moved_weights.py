@@ -1,0 +1,54 @@
+"""Counts inactive weights that an optimizer has moved; more than none stops the run on all ranks.
+
+A masked weight has no gradient and no moment, and is taken to stay exactly 0. That is the optimizer's to keep. So the
+first updates of a start are looked at, the first one after each topology step (it leaves what it pruned at 0, maybe
+with a momentum somewhere), and those with a drift check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mst_scale import zero_shards
+from mst_scale.distributed import SharedMistake
+from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.masks import LayerMask, MaskSet
+
+FIRST = 3  # updates of a start
+
+
+class MovedWeights:
+    """The count on this rank, and the verdict of all."""
+
+    def __init__(self, engine: Any, masks: MaskSet, exchange: Exchange, everyone: Exchange):
+        self.engine, self.masks = engine, masks
+        self.exchange, self.everyone = exchange, everyone
+        self.left = FIRST  # updates to be looked at yet
+        self.looks = False  # at the step under way
+        self.found: dict[int, int] = {}
+
+    def begin_step(self, checked: bool) -> None:
+        """`checked`: masks are checked for drift after this step."""
+        self.looks = not self.masks.dense and (self.left > 0 or checked)
+
+    def look(self, i: int, mask: LayerMask, weight: torch.Tensor) -> None:
+        self.found[i] = mask.count_inactive(weight)
+
+    def refuse(self, step: int, check_drift: Callable[[], None]) -> None:
+        """One small all-reduce for all layers."""
+        local = torch.tensor([self.found.get(i, 0) for i in range(len(self.masks))], dtype=torch.int64)
+        self.found.clear()
+        self.left = max(0, self.left - 1)
+        moved = self.everyone.max(self.exchange.sum(local)).tolist()
+        if any(moved):
+            check_drift()  # a mask that has lost a bit would look like a weight that has moved
+            worst = max(range(len(moved)), key=moved.__getitem__)
+            raise SharedMistake(
+                f"{zero_shards.optimizer_name(self.engine)} moves weights that have no gradient: {sum(moved)} masked "
+                f"weights are not 0 after step {step}, {moved[worst]} of them in {self.masks.names[worst]}; choose one "
+                "that leaves them (AdamW with eps > 0, SGD, Adagrad), keep your own code off them, or set "
+                "mst.topology.rezero to true, which zeroes them and their optimizer states after every update"
+            )

@@ -1,0 +1,30 @@
+"""What Adam's second moment starts with where a weight grows.
+
+Adam divides by √v̂, v̂ = v / (1 - β₂ᵗ), and t counts all its updates: a weight that grows with v = 0 would take first
+updates up to √(1 - β₁)²/(1 - β₂) times too large. v = (1 - β₂ᵗ)·max(g², mean g² of the layer) makes them start at
+(1 - β₁) of a usual update and rise as the first moment fills.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mst_scale import zero_shards
+
+
+def seed(
+    shards: zero_shards.Shards,
+    i: int,
+    grown: torch.Tensor,
+    *,
+    gradient: torch.Tensor,
+    mean_square: float,
+    clip_factor: float,
+) -> None:
+    """Give weights that have grown at these places the moment they would have had, had their growth gradient been the
+    usual one."""
+    beta2 = zero_shards.group_of(shards, i)["betas"][1]
+    warm = 1.0 - beta2 ** zero_shards.updates_of(shards, i)
+    size = gradient[grown].square_().clamp_(min=mean_square)
+    v = shards.states(i)["exp_avg_sq"]
+    v[grown] = size.mul_(clip_factor * clip_factor * warm).to(v.dtype)

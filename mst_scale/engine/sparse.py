@@ -1,0 +1,373 @@
+"""Masks beside a DeepSpeed engine: the order of one optimizer step, readable as a list.
+
+What is added to DeepSpeed's own step is marked by *:
+
+    reduced gradients are at hand
+  * on a topology step keep this rank's dense gradient
+  * mask this rank's gradient, so that its norm is the masked gradient's
+    norm, clipping; an overflow ends the step here, and the topology step stays due
+    the optimizer updates master weights (an inactive weight has g = m = v = w = 0 and stays exactly 0)
+  * or, with topology.replaces_update, leaves them as they are on a topology step
+  * every so often count what the optimizer has moved though it is inactive: more than nothing is refused
+  * on a topology step: prune, grow, zero what was pruned, start what has grown, wake what no gradient reaches
+    low-precision copy and gather
+  * layers that compute with their masks take the new ones
+  * drift check every so often; the attention pattern of the next step
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mst_scale import zero_shards
+from mst_scale.checkpoints import mask_files
+from mst_scale.config import Experiment
+from mst_scale.dead_units.kinds import Tally
+from mst_scale.dead_units.live import LiveUnits
+from mst_scale.distributed import logger
+from mst_scale.engine import moved_weights, second_moments
+from mst_scale.engine.controller import Controller
+from mst_scale.engine.targets import choose_targets
+from mst_scale.mixed_growing.blocks import Elements, granularity_of
+from mst_scale.mixed_growing.distribution import active_counts
+from mst_scale.mixed_growing.evolve import Change, Layer
+from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.masks import LayerMask, MaskSet
+from mst_scale.mixed_growing.policies import policy
+from mst_scale.sparse_linear import SparseLayers
+
+
+@dataclass
+class TopologyStep:
+    """A topology step under way: what it goes by, and what it has done so far."""
+
+    step: int
+    targets: list[int]
+    """How many elements of each parameter shall be active."""
+    update_fraction: float
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    """This rank's dense ones, in true units, by parameter."""
+    changes: list[Change] = field(default_factory=list)
+
+
+class SparseController(Controller):
+    """Mixed Sparsity Training beside one DeepSpeed engine."""
+
+    masks_weights = True
+
+    def __init__(self, engine: Any, experiment: Experiment):
+        super().__init__(engine, experiment)
+        mst = experiment.mst
+        self.topology, self.distribution = mst.topology, mst.sparsity.distribution
+        self.seed = experiment.training.seed if mst.seed is None else mst.seed
+        self.policy = policy(
+            mst.topology.policy,
+            random_share=mst.topology.random_ratio,
+            mest_share=mst.topology.mest_lambda if mst.topology.policy == "mest" else None,
+        )
+        if "momentum" in self.policy.reads and not zero_shards.has_moments(engine):
+            raise ValueError(
+                f"mst.topology.policy = {self.topology.policy} grows by Adam's first moment, and this optimizer has "
+                "none: choose AdamW, or another policy"
+            )
+        self.masks_states = "momentum" not in self.policy.reads  # snfs averages dense gradients in Adam's own moment
+        stated = mst.topology.granularity
+        self.granularity: dict[str, int] | str = stated if isinstance(stated, str) else asdict(stated)
+        self.elements = granularity_of(stated)
+        targets = choose_targets(engine.module, mst.targets)
+        zero_shards.refuse_unoptimized(engine, targets)
+        self.shards = zero_shards.shards_of(engine, targets)
+        self.exchange = Exchange(self.shards.group, engine.device, zero_shards.NamedCollectives("mst"))
+        group, named = zero_shards.data_parallel_group(engine), zero_shards.NamedCollectives("mst_drift")
+        self.everyone = Exchange(group, engine.device, named)
+        self.units = LiveUnits(engine, self.seed)
+        device = self.shards.weight(0).device
+        self.masks = MaskSet(LayerMask(s.name, s.shape, s.start, s.length, device) for s in self.shards.slices)
+        self.shapes = [self.elements.grid_shape(s.shape) for s in self.shards.slices]  # in elements
+        # a run that starts dense has had every weight active: the share is 1, and no bit need be kept to know it
+        self.counts_coverage = self.topology.track_coverage and self.schedule.at(0).sparsity > 0
+        if self.counts_coverage:
+            for mask in self.masks:
+                mask.track_ever()
+        self.moved = moved_weights.MovedWeights(engine, self.masks, self.exchange, self.everyone)
+        self.under_way: TopologyStep | None = None
+        self.updated = False  # at the step under way: an overflow leaves it so
+        self.settled = 0  # the last step whose topology work is done
+        self.initial = mst.sparsity.initial
+        if self.schedule.at(0).sparsity:
+            self._make_sparse(self.schedule.at(0).sparsity, self.initial)
+        self.digests = self.masks.digests(self.exchange)
+        self.layers = self._layers(targets, mst.compute.backend)
+        self._compute_with_masks()
+        self._warn_of_few_blocks()
+
+    def _layers(self, targets: dict[str, torch.nn.Parameter], backend: str) -> SparseLayers:
+        shapes, layers, error = {s.name: s.shape for s in self.shards.slices}, None, None
+        try:
+            layers = SparseLayers(self.engine.module, targets, shapes, backend, self.elements.side)
+        except ValueError as met:  # of this rank's device, say
+            error = met
+        self.everyone.raise_first(error)
+        assert layers is not None
+        return layers
+
+    # --- one step ---
+
+    @property
+    def follows_steps(self) -> bool:
+        return True
+
+    def before_step(self) -> None:
+        with self.span("masking"):
+            step = self.step + 1
+            self.updated = False
+            self.under_way = self._begin(step) if self._is_due(step) else None
+            every = self.topology.check_every
+            self.moved.begin_step(bool(every and step % every == 0))
+            if self.under_way is None and self.masks.dense:
+                return
+            scale = zero_shards.loss_scale(self.engine)
+            for i, mask in enumerate(self.masks):
+                gradient = self.shards.gradient(i)
+                if gradient is None:  # the loss does not depend on this parameter
+                    gradient = torch.zeros(mask.length, device=mask.device)
+                if self.under_way is not None:
+                    kept = gradient.detach().to(torch.float32, copy=True).div_(scale)
+                    self.under_way.gradients[i] = kept
+                    if not kept.isfinite().all():
+                        continue  # not masked, so that DeepSpeed's own check sees it and all ranks skip this step
+                if self.masks_states and not mask.dense:
+                    mask.retain_(gradient)
+                    self.shards.put_gradient(i, gradient)
+            if self.under_way is not None and self.topology.wake_dead_units:
+                self._plan_waking(self.under_way)
+
+    def holds_update(self) -> bool:
+        return self.topology.replaces_update and self.under_way is not None
+
+    def after_update(self, tensors: Collection[int]) -> None:
+        with self.span("masking" if self.under_way is None else "topology"):
+            self.updated = True
+            rezero = self.topology.rezero or not self.masks_states
+            if self.under_way is None and (self.masks.dense or not (rezero or self.moved.looks)):
+                return
+            masks = list(self.masks)
+            here = [i for i in range(len(masks)) if id(self.shards.owner(i)) in tensors]
+            for i in here:
+                if rezero:  # moments are dense, or the optimizer moves weights without a gradient
+                    masks[i].retain_(self.shards.weight(i))
+                elif self.moved.looks:
+                    self.moved.look(i, masks[i], self.shards.weight(i))
+                if self.topology.rezero and self.masks_states:
+                    masks[i].retain_(*self.shards.states(i).values())
+            if self.under_way is not None:
+                self.under_way.changes += self._evolve(self.under_way, here)
+
+    def after_step(self) -> None:
+        with self.span("masking" if self.under_way is None else "topology"):
+            under_way, self.under_way = self.under_way, None
+            if self.updated and self.moved.looks:
+                self.moved.refuse(self.step, self.check_drift)
+            if self.masks.dense and self.step >= self.schedule.sparse_until:
+                for mask in self.masks:
+                    mask.ever = None
+            self.units.finish(self.updated)
+            if self.updated or under_way is None:  # an overflow leaves the topology step due at the next boundary
+                self.settled = self.step
+            if self.updated and under_way is not None:
+                self.changes = [self._at_rest(change) for change in under_way.changes]
+                self.changed_at = under_way.step
+                self.moved.left = max(self.moved.left, 1)
+                self.digests = self.masks.digests(self.exchange)
+                self._compute_with_masks()
+            self._ask_for_dense_gradients()
+            every = self.topology.check_every
+            if every and self.step % every == 0 and not self.masks.dense:
+                self.check_drift()
+        super().after_step()
+
+    def _is_due(self, step: int) -> bool:
+        """Whether this step changes the topology, or makes up for one that was skipped."""
+        return any(self.schedule.is_topology_step(s) for s in range(self.settled + 1, step + 1))
+
+    def _begin(self, step: int) -> TopologyStep:
+        point = self.schedule.at(step)
+        return TopologyStep(step, active_counts(self.shapes, point.sparsity, self.distribution), point.update_fraction)
+
+    def _plan_waking(self, under_way: TopologyStep) -> None:
+        pairs = zip(self.masks, self.shapes, under_way.targets, strict=True)
+        full = {mask.name for mask, shape, count in pairs if count == math.prod(shape)}
+        self.units.plan_waking(under_way.step, full, {mask.name for mask in self.masks if not mask.dense})
+
+    def _evolve(self, under_way: TopologyStep, here: list[int]) -> list[Change]:
+        """Prune and grow these parameters to the target of the step that is being taken."""
+        masks = list(self.masks)
+        states = {i: self.shards.states(i) for i in here}
+        layers = [
+            Layer(
+                masks[i],
+                under_way.targets[i],
+                self.shards.weight(i),
+                under_way.gradients[i],
+                states[i].get("exp_avg"),
+            )
+            for i in here
+        ]
+        changes = self.elements.evolve(
+            layers,
+            policy=self.policy,
+            update_fraction=under_way.update_fraction,
+            seed=self.seed,
+            step=under_way.step,
+            exchange=self.exchange,
+            regrow=self.topology.regrow,
+        )
+        for i, change in zip(here, changes, strict=True):
+            masks[i].retain_(self.shards.weight(i))
+            if self.masks_states:
+                masks[i].retain_(*states[i].values())
+                if self.topology.grown_moments == "seeded" and "exp_avg_sq" in states[i]:
+                    self._seed_moments(i, change, under_way.gradients[i])
+            self.units.wake(change.name)
+        return changes
+
+    def _seed_moments(self, i: int, change: Change, gradient: torch.Tensor) -> None:
+        """What wakes starts like what grows."""
+        if change.gradient_mean_square is None:
+            return
+        grown = change.grown_indices()
+        if (woken := self.units.starting(change.name)).numel():
+            grown = torch.cat([grown, woken]).unique()
+        if grown.numel():
+            second_moments.seed(
+                self.shards,
+                i,
+                grown,
+                gradient=gradient,
+                mean_square=change.gradient_mean_square,
+                clip_factor=zero_shards.clip_factor(self.engine),
+            )
+
+    def _at_rest(self, change: Change) -> Change:
+        """The counts stay, the bits (two a weight) go."""
+        counted = self.counts_coverage or not self.topology.track_coverage
+        ever = change.ever_active if counted else change.numel
+        return replace(change, pruned_bits=None, grown_bits=None, ever_active=ever)
+
+    # --- layers that compute with their masks ---
+
+    def _compute_with_masks(self) -> None:
+        """Give the layers that multiply with their masks the ones of now; the same on every rank.
+
+        A layer's bits are brought together, one layer at a time, in an all-reduce of 1/8 byte a weight. Ranks that
+        differ in threads or compiler may choose differently: what is dense on one is dense on all of them.
+        """
+        chosen = [self.layers.choose(mask.name, 1 - mask.active / mask.numel) for mask in self.masks]
+        if self.layers.products:
+            dense = self.exchange.max(torch.tensor([backend == "dense" for backend in chosen], dtype=torch.int64))
+            chosen = ["dense" if one else own for one, own in zip(dense.tolist(), chosen, strict=True)]
+        for mask, backend in zip(self.masks, chosen, strict=True):
+            self.layers.set_mask(mask.name, None if backend == "dense" else mask.whole(self.exchange), backend)
+        self._ask_for_dense_gradients()
+
+    def _ask_for_dense_gradients(self) -> None:
+        """Growth reads dense gradients of every micro-batch of a topology step; snfs averages those of all steps."""
+        self.layers.dense_gradients(not self.masks_states or self._is_due(self.step + 1))
+
+    # --- checkpoints ---
+
+    def saving(self, checkpoint: Path) -> dict[str, Any]:
+        return mask_files.save(checkpoint, self, self.engine.global_rank)
+
+    def loaded(self, checkpoint: Path, state: dict[str, Any] | None) -> None:
+        mask_files.restore(checkpoint, self, state)
+        self._masks_replaced()
+
+    def take_masks(self, checkpoint: Path) -> None:
+        mask_files.restore(checkpoint, self, mask_files.read(mask_files.file_of(checkpoint, 0))[0])
+        self._masks_replaced()
+
+    def begin_with_these_weights(self) -> None:
+        """Those of a start follow mst.sparsity.initial, later ones keep the largest weights, which training has
+        sorted."""
+        for mask in self.masks:
+            mask.forget()
+        self.settled = self.step
+        if self.point.sparsity:
+            self._make_sparse(self.point.sparsity, "magnitude" if self.step else self.initial)
+        self.digests = self.masks.digests(self.exchange)
+        self._masks_replaced()
+
+    def _masks_replaced(self) -> None:
+        """Masks, and the step, have come from elsewhere.
+
+        Moments that did not come along (load_optimizer_states=False) are of the masks before: they would move weights
+        that are inactive now.
+        """
+        self.moved.left = moved_weights.FIRST
+        if self.masks_states:
+            for i, mask in enumerate(self.masks):
+                mask.retain_(*self.shards.states(i).values())
+        self._compute_with_masks()
+        self._follow_pattern()
+
+    def _make_sparse(self, sparsity: float, how: str) -> None:
+        """A topology for weights that have none, in master weights and in what the forward reads."""
+        counts = active_counts(self.shapes, sparsity, self.distribution)
+        layers = [Layer(m, counts[i], self.shards.weight(i)) for i, m in enumerate(self.masks)]
+        self.elements.sparsify(layers, how=how, seed=self.seed, exchange=self.exchange)
+        for i, mask in enumerate(self.masks):
+            mask.retain_(self.shards.weight(i))
+            zero_shards.zero_inactive(self.shards, i, mask.flags())
+
+    def check_drift(self) -> None:
+        """Stop on all ranks if a mask is no longer what the last topology step left. One small all-reduce."""
+        self.masks.check_drift(self.digests, self.exchange, self.everyone)
+
+    # --- what others read ---
+
+    def dead_units(self) -> Tally:
+        return self.units.count()
+
+    @property
+    def woken(self) -> Tally:
+        return {} if self.units.woken_at != self.step else self.units.woken
+
+    def sparsity_in_words(self) -> str:
+        phases = ", ".join(f"{piece.phase} from step {piece.start}" for piece in self.schedule.pieces)
+        side = self.elements.side
+        in_blocks = "" if isinstance(self.elements, Elements) else f" in blocks of {side} × {side}"
+        trained = sum(math.prod(zero_shards.shape_of(p)) for p in self.engine.module.parameters())
+        weights, bits = sum(m.numel for m in self.masks), 1 + self.counts_coverage
+        return (
+            f"{len(self.masks)} matrices with {weights:,} of {trained:,} parameters become up to "
+            f"{100 * self.schedule.max_sparsity:.3g} % sparse{in_blocks} by policy {self.policy.name}; {phases}, of "
+            f"{self.schedule.total_steps}; masks take {sum(m.length for m in self.masks) * bits // 8:,} bytes a rank"
+        )
+
+    def _warn_of_few_blocks(self) -> None:
+        """Layers that `min_blocks` keeps denser than the sparsity asked for."""
+        if isinstance(self.elements, Elements):
+            return
+        counts = active_counts(self.shapes, self.schedule.max_sparsity, self.distribution)
+        least = [self.elements.at_least(mask.shape) for mask in self.masks]
+        short = [i for i in range(len(counts)) if least[i] > counts[i]]
+        if short:
+            logger.warning(
+                "min_blocks = %d keeps %d of %d parameters denser than %.0f %% sparsity asks for: %s has %d × %d "
+                "blocks and keeps %d or more of them instead of %d; smaller blocks or fewer min_blocks would reach it",
+                self.elements.least,
+                len(short),
+                len(counts),
+                100 * self.schedule.max_sparsity,
+                self.masks.names[short[0]],
+                *self.shapes[short[0]],
+                least[short[0]],
+                counts[short[0]],
+            )

@@ -1,0 +1,141 @@
+"""Every place where a live DeepSpeed engine is changed, in the order in which it is done.
+
+A later hook wraps what an earlier one has put in. Each names the part of DeepSpeed it changes, the behaviour that it
+counts on, and the versions in which that was seen; tests/zero_shards/test_hooks.py fails when DeepSpeed behaves
+otherwise. Two more last for one call: `saving.errors_after_saving` and `safe_load.data_only`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mst_scale.zero_shards import saving, step
+
+
+class Follower(Protocol):
+    """Who follows an engine's steps, saves and loads."""
+
+    @property
+    def follows_steps(self) -> bool:
+        """Whether anything changes between steps."""
+
+    @property
+    def masks_weights(self) -> bool:
+        """Whether updates are masked, and masks ride in checkpoints."""
+
+    def before_step(self) -> None:
+        """Gradients are reduced and not yet clipped."""
+
+    def holds_update(self) -> bool:
+        """Whether this step leaves weights and moments as they are."""
+
+    def after_update(self, tensors: set[int]) -> None:
+        """The optimizer has updated these master tensors (ids); what the forward reads is not yet written."""
+
+    def after_step(self) -> None:
+        """The step is over, taken or skipped."""
+
+    def saving(self, checkpoint: Path) -> dict[str, Any]:
+        """Write what rides along into a checkpoint's folder; what is returned goes into its client_state."""
+
+    def loaded(self, checkpoint: Path, state: dict[str, Any] | None) -> None:
+        """Weights and states are loaded; `state` is what `saving` returned then, None where nobody rode along."""
+
+    def load_weights(self, checkpoint: Path) -> dict[str, Any]:
+        """Take a checkpoint's weights alone; what else its client_state holds."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    name: str
+    changes: str
+    """What of the engine it replaces or wraps."""
+    because: str
+    """How DeepSpeed behaves without it, or what it counts on."""
+    seen_in: str
+    """Versions of DeepSpeed."""
+    applies: Callable[[Any, Follower], bool]
+    install: Callable[[Any, Follower], None]
+
+
+def _always(engine: Any, follower: Follower) -> bool:
+    return True
+
+
+HOOKS = (
+    Hook(
+        "plain step",
+        "optimizer.step and engine.clip_fp32_gradients",
+        "stage 0 in fp32 records no gradient norm, and takes steps with gradients that are not finite",
+        "0.19",
+        step.steps_plainly,
+        lambda engine, _: step.guard_plain_step(engine),
+    ),
+    Hook(
+        "plain loss",
+        "engine.backward",
+        "stage 0 in fp16 divides gradients by the loss scale and has not multiplied the loss by it",
+        "0.19",
+        step.scales_plainly,
+        lambda engine, _: step.scale_plain_loss(engine),
+    ),
+    Hook(
+        "universal checkpoints",
+        "engine.load_checkpoint",
+        "stage 0 loads none; stage 3 gives all parameter groups the first one's settings; buffers are not loaded",
+        "0.19",
+        _always,
+        lambda engine, _: saving.fit_universal_checkpoints(engine),
+    ),
+    Hook(
+        "step",
+        "engine._take_model_step",
+        "it runs once an accumulation boundary, with reduced gradients, before clipping",
+        "0.19",
+        lambda _, follower: follower.follows_steps,
+        lambda engine, follower: step.around_model_step(engine, follower.before_step, follower.after_step),
+    ),
+    Hook(
+        "held update",
+        "the optimizer's step hooks",
+        "an optimizer that finds no gradient changes nothing, not even its count of updates",
+        "0.19",
+        lambda _, follower: follower.masks_weights,
+        lambda engine, follower: step.hold_updates(engine, follower.holds_update),
+    ),
+    Hook(
+        "update",
+        "the optimizer's step hook",
+        "it is called after master weights are updated and before they are copied and gathered, not after an overflow",
+        "0.19",
+        lambda _, follower: follower.masks_weights,
+        lambda engine, follower: step.after_master_update(engine, follower.after_update),
+    ),
+    Hook(
+        "checkpoints",
+        "engine.save_checkpoint and engine.load_checkpoint",
+        "client_state is saved and given back; at stage 3 load_module_only loads nothing",
+        "0.19",
+        lambda _, follower: follower.masks_weights,
+        saving.carry_along,
+    ),
+    Hook(
+        "loading",
+        "engine.load_checkpoint",
+        "another step may be another attention pattern",
+        "0.19",
+        lambda _, follower: follower.follows_steps and not follower.masks_weights,
+        lambda engine, follower: saving.after_loading(engine, lambda path: follower.loaded(path, None)),
+    ),
+)
+
+
+def install(engine: Any, follower: Follower) -> list[str]:
+    """Install the hooks that apply, in their order; their names."""
+    chosen = [hook for hook in HOOKS if hook.applies(engine, follower)]
+    for hook in chosen:
+        hook.install(engine, follower)
+    return [hook.name for hook in chosen]
