@@ -17,6 +17,7 @@ from mst_scale.mixed_growing.evolve import Layer, evolve
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import POLICIES
+from mst_scale.shard import Shard
 
 SPARSITY, ZETA, RANDOM_SHARE = 0.96, 0.3, POLICIES["mst"].random_share
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ class State:
                 self.weights[i].mul_(mask)
                 self.masks.append(mask)
             begin, end = rank * size // ranks, (rank + 1) * size // ranks
-            sharded = LayerMask(f"matrix{i}", shape, begin, end - begin, CPU)
+            sharded = LayerMask(Shard.of_range(f"matrix{i}", shape, begin, end - begin), CPU)
             sharded.set_flags(mask[begin:end], target)
             self.layers.append(Layer(sharded, target, self.weights[i][begin:end], self.gradients[i][begin:end]))
         self.bits = [layer.mask.bits.clone() for layer in self.layers if layer.mask.bits is not None]

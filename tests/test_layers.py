@@ -15,6 +15,7 @@ LAYERS = {
     "compiled": 1,
     "distributed": 1,
     "randomness": 1,
+    "shard": 1,
     "hybrid_sparse_attention": 2,
     "mixed_growing": 2,
     "sparse_linear": 2,

@@ -15,6 +15,7 @@ from mst_scale.checkpoints import mask_files
 from mst_scale.mixed_growing.bits import unpack
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet, assemble
+from mst_scale.shard import Shard
 from mst_scale.sparsity_variation import Point
 from mst_scale.zero_shards.saving import carry_along
 from tests import pool
@@ -63,7 +64,7 @@ def masks_of(flags: dict[str, torch.Tensor], cuts: list[list[int]], rank: int) -
     layers = []
     for (name, mask), cut in zip(flags.items(), cuts, strict=True):
         begin, end = cut[rank], cut[rank + 1]
-        layer = LayerMask(name, SHAPES[name], begin, end - begin, CPU)
+        layer = LayerMask(Shard.of_range(name, SHAPES[name], begin, end - begin), CPU)
         layer.set_flags(mask[begin:end], int(mask.sum()))
         layer.track_ever()
         layers.append(layer)

@@ -40,7 +40,7 @@ def train(engine, rank, world, steps, *, accumulation=1, first=0):
 def shas(engine, world) -> list[str]:
     """sha256 of each whole mask, from the shards of all ranks."""
     gathered = [None] * world
-    torch.distributed.all_gather_object(gathered, engine.mst.masks.shards())
+    torch.distributed.all_gather_object(gathered, engine.mst.masks.stored())
     ranks = gathered if engine.mst.exchange.group is not None else gathered[:1]
     return [sha256(assemble([shards[name] for shards in ranks], name)) for name in engine.mst.masks.names]
 

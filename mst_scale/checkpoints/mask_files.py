@@ -27,7 +27,8 @@ from safetensors.torch import save_file
 
 from mst_scale.distributed import Damaged
 from mst_scale.mixed_growing.exchange import Exchange
-from mst_scale.mixed_growing.masks import MaskSet, Shard
+from mst_scale.mixed_growing.masks import MaskSet, StoredMask
+from mst_scale.shard import Shard
 from mst_scale.sparsity_variation import Point, Schedule
 
 FOLDER = "mst"
@@ -99,16 +100,16 @@ def write(checkpoint: Path, rider: Rider, rank: int, head: Mapping[str, Any]) ->
         return
     tensors: dict[str, torch.Tensor] = {}
     entries: dict[str, Any] = {}
-    for name, shard in rider.masks.shards().items():
+    for name, mask in rider.masks.stored().items():
         entries[name] = {
-            "shape": list(shard.shape),
-            "start": shard.start,
-            "numel": shard.numel,
-            "active": shard.active,
-            "dense": shard.bits is None,
-            "counted": shard.ever is not None,
+            "shape": list(mask.shard.shape),
+            "start": mask.shard.start,
+            "numel": mask.shard.length,
+            "active": mask.active,
+            "dense": mask.bits is None,
+            "counted": mask.ever is not None,
         }
-        for what, bits in (("bits", shard.bits), ("ever", shard.ever)):
+        for what, bits in (("bits", mask.bits), ("ever", mask.ever)):
             if bits is not None:
                 tensors[f"{name}:{what}"] = bits
     path = file_of(checkpoint, rank)
@@ -137,9 +138,9 @@ class Masks:
     """All masks of a checkpoint, as its ranks have written them."""
 
     head: dict[str, Any]
-    ranks: list[dict[str, Shard]]
+    ranks: list[dict[str, StoredMask]]
 
-    def shards(self, name: str) -> list[Shard]:
+    def shards(self, name: str) -> list[StoredMask]:
         return [shards[name] for shards in self.ranks]
 
 
@@ -252,7 +253,7 @@ def _said(file: Any) -> Any:
     return json.loads((file.metadata() or {}).get("mst", "null"))
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Shard]]:
+def read(path: Path) -> tuple[dict[str, Any], dict[str, StoredMask]]:
     """(head, shards) of a file, checked against its own digest and name."""
     with _opened(path) as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
@@ -265,10 +266,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Shard]]:
     if path.name != file_of(path, rank).name:
         raise Damaged(f"{path} is the file of rank {rank}: it was renamed or copied from elsewhere")
     return head, {
-        name: Shard(
-            tuple(entry["shape"]),
-            entry["start"],
-            entry["numel"],
+        name: StoredMask(
+            Shard.of_range(name, entry["shape"], entry["start"], entry["numel"]),
             entry["active"],
             None if entry["dense"] else tensors[f"{name}:bits"],
             tensors[f"{name}:ever"] if entry["counted"] else None,

@@ -16,7 +16,7 @@ from typing import Any
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.distributed import Damaged
 from mst_scale.mixed_growing import bits as bitwise
-from mst_scale.mixed_growing.masks import Shard, assemble, sha256
+from mst_scale.mixed_growing.masks import StoredMask, assemble, sha256
 
 
 @dataclass(frozen=True)
@@ -85,20 +85,21 @@ def inspect(path: Path) -> Report:
     )
 
 
-def report(name: str, shards: Sequence[Shard]) -> LayerReport:
+def report(name: str, shards: Sequence[StoredMask]) -> LayerReport:
     whole = assemble(shards, name)  # refuses gaps, and bits that do not add up to the count written beside them
-    shape, active = shards[0].shape, shards[0].active
+    shape, active = shards[0].shard.shape, shards[0].active
     return LayerReport(name, shape, active, active / math.prod(shape), ever_active(shards), sha256(whole))
 
 
-def ever_active(shards: Sequence[Shard]) -> float | None:
+def ever_active(shards: Sequence[StoredMask]) -> float | None:
     """Replicas overlap: each position counts once."""
     position = total = 0
-    for shard in sorted(shards, key=lambda shard: shard.start):
-        if shard.ever is None:
+    for mask in sorted(shards, key=lambda mask: mask.shard.start):
+        shard = mask.shard
+        if mask.ever is None:
             return None
         fresh = max(position, shard.start)
-        if fresh < shard.start + shard.numel:
-            total += bitwise.count(bitwise.cut(shard.ever, fresh - shard.start, shard.numel))
-            position = shard.start + shard.numel
-    return total / math.prod(shards[0].shape)
+        if fresh < shard.stop:
+            total += bitwise.count(bitwise.cut(mask.ever, fresh - shard.start, shard.length))
+            position = shard.stop
+    return total / shards[0].shard.numel

@@ -88,7 +88,7 @@ class SparseController(Controller):
         self.everyone = Exchange(group, engine.device, named)
         self.units = LiveUnits(engine, self.seed)
         device = self.shards.weight(0).device
-        self.masks = MaskSet(LayerMask(s.name, s.shape, s.start, s.length, device) for s in self.shards.slices)
+        self.masks = MaskSet(LayerMask(shard, device) for shard in self.shards.slices)
         self.shapes = [self.elements.grid_shape(s.shape) for s in self.shards.slices]  # in elements
         # a run that starts dense has had every weight active: the share is 1, and no bit need be kept to know it
         self.counts_coverage = self.topology.track_coverage and self.schedule.at(0).sparsity > 0

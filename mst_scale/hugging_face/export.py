@@ -45,6 +45,7 @@ from mst_scale.mixed_growing.evolve import Layer, sparsify
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.models import build
+from mst_scale.shard import Shard
 from mst_scale.zero_shards.weight_files import Weights, weights_of
 
 PIECE = 1 << 20  # values at a time of what is copied as it stands: 4 MiB
@@ -276,7 +277,7 @@ class _Writer:
 
 def keep_largest(matrix: torch.Tensor, count: int) -> None:
     """Zero all but the `count` largest magnitudes; ties go to the lower flat index."""
-    mask = LayerMask("weight", tuple(matrix.shape), 0, matrix.numel(), matrix.device)
+    mask = LayerMask(Shard.whole("weight", matrix.shape), matrix.device)
     flat = matrix.detach().view(-1)
     sparsify([Layer(mask, count, flat)], how="magnitude", seed=0, exchange=Exchange())
     mask.retain_(flat)

@@ -29,12 +29,13 @@ from mst_scale.mixed_growing.distribution import plan
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
-from mst_scale.mixed_growing.grid import CPU, Grid, Slice, l1_norms
+from mst_scale.mixed_growing.grid import CPU, BlockedShard, Grid, l1_norms
 from mst_scale.mixed_growing.least import must_stay
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.permutation import Permutation
 from mst_scale.mixed_growing.policies import BY_WEIGHT, Policy
 from mst_scale.mixed_growing.scores import Scores, peak_keys
+from mst_scale.shard import Shard
 
 ALONE = Exchange()  # blocks' scores are the same on every rank
 
@@ -143,14 +144,14 @@ class _View:
         mask = layer.mask
         self.layer, self.least = layer, blocks.least
         self.grid = Grid.of(mask.shape, blocks.side)
-        self.slice = Slice(self.grid, mask.start, mask.length, mask.device)
+        self.blocked = BlockedShard(self.grid, mask.shard, mask.device)
         self.target = layer.target
         self.norms: dict[str, Tensor] = {}
         self.protected: Tensor | None = None
         self.mask: LayerMask
 
     def new_mask(self) -> LayerMask:
-        mask = LayerMask(self.layer.mask.name, self.grid.shape, 0, self.grid.numel, CPU)
+        mask = LayerMask(Shard.whole(self.layer.mask.name, self.grid.shape), CPU)
         if self.layer.mask.ever is not None:
             mask.track_ever()
         return mask
@@ -158,9 +159,9 @@ class _View:
     def counts(self) -> Tensor:
         """Weights alive in the slice's part of each block, and 2^16 times those that ever were."""
         mask = self.layer.mask
-        counts = self.slice.count(mask.bits)
+        counts = self.blocked.count(mask.bits)
         if mask.ever is not None:
-            counts += self.slice.count(mask.ever) << 16
+            counts += self.blocked.count(mask.ever) << 16
         return counts.to(torch.int32)  # a block has at most 2^14 weights
 
     def take(self, counts: Tensor) -> None:
@@ -208,19 +209,19 @@ class _View:
     def commit(self, change: Change, gradient_mean_square: float | None) -> Change:
         """Give the weights' mask the blocks' bits."""
         if change.pruned_bits is None or change.grown_bits is None:
-            return replace(change, length=self.slice.length)
+            return replace(change, length=self.blocked.shard.length)
         mask, flags = self.layer.mask, self.mask.flags()
         mask.set_bits(self._spread(flags), int(self.grid.sizes()[flags].sum()))
         return replace(
             change,
-            length=self.slice.length,
+            length=self.blocked.shard.length,
             pruned_bits=self._spread(bitwise.unpack(change.pruned_bits, self.grid.numel)),
             grown_bits=self._spread(bitwise.unpack(change.grown_bits, self.grid.numel)),
             gradient_mean_square=gradient_mean_square if change.by_score + change.by_random else None,
         )
 
     def _spread(self, flags: Tensor) -> Tensor:
-        return self.grid.spread(flags, self.slice.start, self.slice.length, self.slice.device)
+        return self.grid.spread(flags, self.blocked.shard.start, self.blocked.shard.length, self.blocked.device)
 
 
 def _read_masks(views: Sequence[_View], exchange: Exchange) -> None:
@@ -245,7 +246,7 @@ def _read_scores(what: str, views: Sequence[_View], peaks: Sequence[int], exchan
     if not views:
         return
     values = [getattr(view.layer, what) for view in views]
-    norms = l1_norms([view.slice for view in views], values, peaks, exchange)
+    norms = l1_norms([view.blocked for view in views], values, peaks, exchange)
     for view, norm in zip(views, norms, strict=True):
         view.norms[what] = norm
 

@@ -27,8 +27,8 @@ def select_at_random(requests: Sequence[Request], *, key: Sequence[int | str], e
 
     def decide(asked: list[tuple[int, Request]]) -> list[Tensor]:
         requests = [request for _, request in asked]
-        orders = {r.name: Permutation(r.numel, *key, r.name, device=r.device) for r in requests}
-        whole = [(0, orders[r.name].places) for r in requests]
+        orders = {r.shard.name: Permutation(r.shard.numel, *key, r.shard.name, device=r.device) for r in requests}
+        whole = [(0, orders[r.shard.name].places) for r in requests]
         brackets = []
         for request, (_, places) in zip(requests, whole, strict=True):
             slack = SIGMAS * math.sqrt(request.want) + SLACK
@@ -37,7 +37,7 @@ def select_at_random(requests: Sequence[Request], *, key: Sequence[int | str], e
             brackets.append((low, min(places, math.ceil((request.want + slack) * per_candidate))))
 
         def split(request: Request, whole: Range, bracket: Range) -> Parts:
-            return _split_places(request, orders[request.name], bracket)
+            return _split_places(request, orders[request.shard.name], bracket)
 
         return bracketed(requests, whole, brackets, split, exchange)
 
@@ -51,10 +51,10 @@ def _split_places(request: Request, order: Permutation, bracket: Range) -> Parts
     is less work on this rank. Both give the same lists.
     """
     low, high = bracket
-    below = bitwise.zeros(request.length, request.device)
+    below = bitwise.zeros(request.shard.length, request.device)
     keys: list[Tensor] = []
     where: list[Tensor] = []
-    asking = request.candidates * request.length // request.numel  # candidates to expect in this slice
+    asking = request.candidates * request.shard.length // request.shard.numel  # candidates to expect in this slice
 
     def sort_in(place: Tensor, at: Tensor) -> None:
         first = place < low
@@ -65,20 +65,20 @@ def _split_places(request: Request, order: Permutation, bracket: Range) -> Parts
     if high <= asking:
         for a, b in bitwise.spans(high, request.device):
             place = torch.arange(a, b, device=request.device)
-            at = order.index(place) - request.start
-            mine = ((at >= 0) & (at < request.length)).nonzero().view(-1)
+            at = order.index(place) - request.shard.start
+            mine = ((at >= 0) & (at < request.shard.length)).nonzero().view(-1)
             place, at = place[mine], at[mine]
             if request.bits is not None:
                 free = bitwise.test(request.bits, at)
                 place, at = place[free], at[free]
             sort_in(place, at)
     else:
-        for a, b in bitwise.spans(request.length, request.device):
+        for a, b in bitwise.spans(request.shard.length, request.device):
             if request.bits is None:
                 at = torch.arange(a, b, device=request.device)
             else:
                 at = bitwise.unpack_span(request.bits, a, b).nonzero().view(-1) + a
-            place = order.place(at + request.start)
+            place = order.place(at + request.shard.start)
             early = place < high
             sort_in(place[early], at[early])
     return joined(request, [below], keys, where, torch.int64)

@@ -211,10 +211,7 @@ class _Work:
         """A selection from this layer; no criterion: at random."""
         mask = self.layer.mask
         return Request(
-            name=mask.name,
-            start=mask.start,
-            length=mask.length,
-            numel=mask.numel,
+            shard=mask.shard,
             bits=bits,
             candidates=candidates,
             want=want,

@@ -20,6 +20,7 @@ from mst_scale.mixed_growing import bits as bitwise
 from mst_scale.mixed_growing.config import grid_shape
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.scores import INFINITY_KEY
+from mst_scale.shard import Shard
 
 CPU = torch.device("cpu")
 PEAK_BIT = 46  # of the fixed-point grid: 2^14 weights of a block below 2^47 each stay below 2^61
@@ -90,12 +91,11 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Slice:
-    """This rank's part of a layer, and its blocks."""
+class BlockedShard:
+    """This rank's shard of a layer, and the layer's blocks."""
 
     grid: Grid
-    start: int
-    length: int
+    shard: Shard
     device: torch.device
 
     def count(self, bits: Tensor | None) -> Tensor:
@@ -106,7 +106,7 @@ class Slice:
                 return torch.ones(b - a, dtype=torch.int64, device=self.device)
             return bitwise.unpack(bitwise.cut(bits, a, b), b - a).to(torch.int64)
 
-        return self.grid.totals(self.start, self.length, self.device, numbers).cpu()
+        return self.grid.totals(self.shard.start, self.shard.length, self.device, numbers).cpu()
 
     def size(self, values: Tensor, exponent: int) -> Tensor:
         """Σ trunc(2^exponent · |value|) in the slice's part of each block."""
@@ -115,11 +115,11 @@ class Slice:
             sizes = values[a:b].to(torch.float32).abs().clamp_(max=LARGEST)
             return (sizes.to(torch.float64) * 2.0**exponent).to(torch.int64)  # exact: 24 bits, times a power of 2
 
-        return self.grid.totals(self.start, self.length, self.device, numbers).cpu()
+        return self.grid.totals(self.shard.start, self.shard.length, self.device, numbers).cpu()
 
 
 def l1_norms(
-    slices: Sequence[Slice], values: Sequence[Tensor], peaks: Sequence[int], exchange: Exchange
+    shards: Sequence[BlockedShard], values: Sequence[Tensor], peaks: Sequence[int], exchange: Exchange
 ) -> list[Tensor]:
     """Σ|value| of every block, float32, the same bits for any cut over ranks; one all-reduce of 8 bytes a block.
 
@@ -128,6 +128,6 @@ def l1_norms(
     finite float32.
     """
     exponents = [PEAK_BIT + 127 - (min(peak, INFINITY_KEY - 1) >> 23) for peak in peaks]
-    sums = [part.size(value, e) for part, value, e in zip(slices, values, exponents, strict=True)]
-    totals = exchange.sum(torch.cat(sums)).split([part.grid.numel for part in slices])
+    sums = [part.size(value, e) for part, value, e in zip(shards, values, exponents, strict=True)]
+    totals = exchange.sum(torch.cat(sums)).split([part.grid.numel for part in shards])
     return [(total.to(torch.float64) * 2.0**-e).to(torch.float32) for total, e in zip(totals, exponents, strict=True)]

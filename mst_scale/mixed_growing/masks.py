@@ -1,4 +1,4 @@
-"""Which weights are alive, on this rank?
+"""The masks of this rank's slices, packed into bits.
 
 One `LayerMask` per sparse parameter holds this rank's slice [start, start + length) of the flattened parameter, one
 bit per weight (parameters/8/ranks bytes). A layer whose every weight is alive keeps no bits at all. `MaskSet` is all of
@@ -8,7 +8,6 @@ them, in parameter order, and what a checkpoint, an inspector and a drift check 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,16 +18,14 @@ from mst_scale.mixed_growing import bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.permutation import mix64
 from mst_scale.randomness import counter_hash
+from mst_scale.shard import Shard
 
 
 @dataclass
 class LayerMask:
     """The mask of this rank's slice of one parameter. A new one is dense."""
 
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    length: int
+    shard: Shard
     device: torch.device
     bits: Tensor | None = None
     """uint8, ⌈length/8⌉ bytes; None: the whole parameter, on all ranks, is alive."""
@@ -36,19 +33,31 @@ class LayerMask:
     """ITOP: weights that were alive at any time since they were first counted; None: not counted."""
     active: int = field(default=-1)
     """Weights alive on all ranks together."""
+    length: int = field(init=False)
+    """Weights of the slice."""
 
     def __post_init__(self) -> None:
+        self.length = self.shard.length  # asked for at every step
         if self.active < 0:
             self.active = self.numel
-        if self.length and not 0 <= self.start < self.start + self.length <= self.numel:
-            raise ValueError(
-                f"{self.name}: slice [{self.start}, {self.start + self.length}) lies outside its {self.numel} weights"
-            )
+
+    @property
+    def name(self) -> str:
+        return self.shard.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.shard.shape
+
+    @property
+    def start(self) -> int:
+        return self.shard.start
 
     @property
     def numel(self) -> int:
         """Weights of the whole parameter."""
-        return math.prod(self.shape)
+        return self.shard.numel
 
     @property
     def dense(self) -> bool:
@@ -130,12 +139,10 @@ class LayerMask:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A piece of a mask at rest, in flattened-parameter coordinates; bits None means dense. What checkpoints keep."""
+class StoredMask:
+    """The mask of a shard at rest; bits None means dense. What checkpoints keep."""
 
-    shape: tuple[int, ...]
-    start: int
-    numel: int
+    shard: Shard
     active: int
     bits: Tensor | None
     ever: Tensor | None = None
@@ -179,15 +186,15 @@ class MaskSet:
         kept = [t for layer in self for t in (layer.bits, layer.ever) if t is not None]
         return sum(t.numel() for t in kept)
 
-    def shards(self) -> dict[str, Shard]:
+    def stored(self) -> dict[str, StoredMask]:
         """This rank's masks, on the CPU, for a checkpoint."""
 
         def at_rest(packed: Tensor | None) -> Tensor | None:
             return None if packed is None else packed.detach().cpu().clone()
 
-        return {m.name: Shard(m.shape, m.start, m.length, m.active, at_rest(m.bits), at_rest(m.ever)) for m in self}
+        return {m.name: StoredMask(m.shard, m.active, at_rest(m.bits), at_rest(m.ever)) for m in self}
 
-    def load(self, ranks: Sequence[Mapping[str, Shard]]) -> None:
+    def load(self, ranks: Sequence[Mapping[str, StoredMask]]) -> None:
         """Take over the masks that any number of ranks wrote, re-sliced by range to what this rank holds."""
         foreign = sorted({name for shards in ranks for name in shards} - set(self.names))
         if foreign:
@@ -227,10 +234,10 @@ class MaskSet:
             )
 
 
-def assemble(shards: Sequence[Shard], name: str = "mask") -> Tensor:
+def assemble(shards: Sequence[StoredMask], name: str = "mask") -> Tensor:
     """The packed bits of a whole parameter from the shards of all ranks."""
-    numel = math.prod(shards[0].shape) if shards else 0
-    whole = LayerMask(name, shards[0].shape if shards else (0, 0), 0, numel, torch.device("cpu"))
+    shape = shards[0].shard.shape if shards else (0, 0)
+    whole = LayerMask(Shard.whole(name, shape), torch.device("cpu"))
     whole.active, whole.bits, _ = _reslice(whole, shards)
     if whole.count() != whole.active:
         raise ValueError(
@@ -244,13 +251,13 @@ def sha256(packed: Tensor) -> str:
     return hashlib.sha256(packed.cpu().numpy().tobytes()).hexdigest()
 
 
-def _reslice(layer: LayerMask, pieces: Sequence[Shard]) -> tuple[int, Tensor | None, Tensor | None]:
+def _reslice(layer: LayerMask, pieces: Sequence[StoredMask]) -> tuple[int, Tensor | None, Tensor | None]:
     """(active, bits, ever) of the layer's slice from pieces that cover it; replicas may overlap."""
     if not pieces:
         raise ValueError(f"no mask of {layer.name}: it was saved for another model, or its file is missing")
     for piece in pieces:
-        if tuple(piece.shape) != tuple(layer.shape):
-            raise ValueError(f"mask of {layer.name} has shape {tuple(piece.shape)}, the model {tuple(layer.shape)}")
+        if piece.shard.shape != layer.shape:
+            raise ValueError(f"mask of {layer.name} has shape {piece.shard.shape}, the model {layer.shape}")
         if (piece.active, piece.bits is None) != (pieces[0].active, pieces[0].bits is None):
             raise ValueError(f"masks of {layer.name} come from different steps: their active counts differ")
     dense = pieces[0].bits is None
@@ -260,17 +267,17 @@ def _reslice(layer: LayerMask, pieces: Sequence[Shard]) -> tuple[int, Tensor | N
     return pieces[0].active, bits, ever
 
 
-def _gather(layer: LayerMask, pieces: Sequence[tuple[Shard, Tensor | None]]) -> Tensor:
+def _gather(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
     """The layer's slice out of sorted pieces: at each position the piece that reaches furthest goes on."""
     position, end = layer.start, layer.start + layer.length
     taken: list[tuple[Tensor, int]] = []
     while position < end:
-        here = [(s.start + s.numel, s, b) for s, b in pieces if s.start <= position < s.start + s.numel]
+        here = [(p.shard.stop, p.shard, b) for p, b in pieces if p.shard.start <= position < p.shard.stop]
         if not here:
             raise ValueError(f"mask of {layer.name} lacks weight {position}: a rank's file is missing")
         until, shard, packed = max(here, key=lambda piece: piece[0])
         until = min(until, end)
-        if packed is None or packed.numel() != bitwise.byte_count(shard.numel):
+        if packed is None or packed.numel() != bitwise.byte_count(shard.length):
             raise ValueError(f"mask of {layer.name} at weight {shard.start} is cut short")
         taken.append((bitwise.cut(packed, position - shard.start, until - shard.start), until - position))
         position = until

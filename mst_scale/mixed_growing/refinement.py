@@ -24,6 +24,7 @@ from torch import Tensor
 from mst_scale.mixed_growing import bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.scores import Scores
+from mst_scale.shard import Shard
 
 DIGIT_BITS = (6, 12)  # narrow digits send less, 2^bits/bits counts per bit of the key, in a round or two more
 ROUND_BYTES = 1 << 14  # few layers get wider digits, until their histograms add up to 16 KiB
@@ -35,12 +36,7 @@ Range = tuple[int, int]
 class Request:
     """Choose `want` of a layer's candidates. Slices and bits are this rank's, the three counts are over all ranks."""
 
-    name: str
-    start: int
-    """Flat index of the slice's first weight."""
-    length: int
-    numel: int
-    """Weights of the layer."""
+    shard: Shard
     bits: Tensor | None
     """Packed candidates of the slice; None: every weight."""
     candidates: int
@@ -50,8 +46,10 @@ class Request:
     """None where chance decides."""
 
     def __post_init__(self) -> None:
-        assert 0 <= self.want <= self.candidates <= self.numel, f"{self.name}: {self.want} of {self.candidates}"
-        assert self.scores is None or self.scores.length == self.length
+        assert 0 <= self.want <= self.candidates <= self.shard.numel, (
+            f"{self.shard.name}: {self.want} of {self.candidates}"
+        )
+        assert self.scores is None or self.scores.length == self.shard.length
 
 
 @dataclass
@@ -82,9 +80,9 @@ def decided(requests: Sequence[Request], decide: Callable[[list[tuple[int, Reque
 def _trivial(request: Request) -> Tensor | None:
     """Nothing or everything: no score decides."""
     if request.want == 0:
-        return bitwise.zeros(request.length, request.device)
+        return bitwise.zeros(request.shard.length, request.device)
     if request.want == request.candidates:
-        return bitwise.ones(request.length, request.device) if request.bits is None else request.bits.clone()
+        return bitwise.ones(request.shard.length, request.device) if request.bits is None else request.bits.clone()
     return None
 
 
@@ -115,7 +113,7 @@ def bracketed(
             elif need[i] > inside:
                 if high >= whole[i][1]:
                     raise RuntimeError(
-                        f"{requests[i].name}: its mask has lost weights; resume from the last checkpoint"
+                        f"{requests[i].shard.name}: its mask has lost weights; resume from the last checkpoint"
                     )
                 brackets[i] = (high, whole[i][1])
                 again.append(i)
@@ -131,9 +129,9 @@ def joined(
 ) -> Parts:
     """Lists of spans joined; positions are kept in 4 bytes where that is enough."""
     device = request.device
-    index_type = torch.int32 if request.length < 2**31 else torch.int64
+    index_type = torch.int32 if request.shard.length < 2**31 else torch.int64
     return Parts(
-        torch.cat(below) if below else bitwise.zeros(request.length, device),
+        torch.cat(below) if below else bitwise.zeros(request.shard.length, device),
         torch.cat(keys) if keys else torch.empty(0, dtype=key_type, device=device),
         torch.cat([at.to(index_type) for at in where]) if where else torch.empty(0, dtype=index_type, device=device),
     )
@@ -187,8 +185,8 @@ def _refine(
             if shift == 0:  # equal scores: the flat index decides
                 assert not layer.by_index, "flat indices are distinct"
                 layer.by_index = True
-                layer.values = layer.where.to(torch.int64) + request.start
-                layer.low, layer.high = 0, request.numel
+                layer.values = layer.where.to(torch.int64) + request.shard.start
+                layer.low, layer.high = 0, request.shard.numel
             still.append(layer)
         layers = still
 
@@ -211,4 +209,4 @@ def histograms(
 
 def count_type_of(requests: Sequence[Request]) -> torch.dtype:
     """4 bytes per count unless a layer has more weights than they can count."""
-    return torch.int32 if all(request.numel < 2**31 for request in requests) else torch.int64
+    return torch.int32 if all(request.shard.numel < 2**31 for request in requests) else torch.int64

@@ -62,7 +62,7 @@ def select(
 
 
 def _scores(request: Request) -> Scores:
-    assert request.scores is not None, f"{request.name}: nothing to rank its weights by"
+    assert request.scores is not None, f"{request.shard.name}: nothing to rank its weights by"
     return request.scores
 
 
@@ -71,7 +71,7 @@ def _sampled_brackets(
 ) -> list[Range]:
     """A range of keys per layer; the whole range for small layers."""
     brackets = list(whole)
-    sampled = [i for i, request in enumerate(requests) if request.numel > SMALL]
+    sampled = [i for i, request in enumerate(requests) if request.shard.numel > SMALL]
     if not sampled:
         return brackets
     samples = [_sample(requests[i], largest) for i in sampled]
@@ -102,9 +102,9 @@ def _sampled_brackets(
 def _sample(request: Request, largest: bool) -> Tensor:
     """Keys of about SAMPLE candidates: every s-th byte of the mask, the 8 weights it stands for."""
     scores = _scores(request)
-    wanted = max(1, SAMPLE * request.numel // (8 * max(request.candidates, 1)))
-    stride = max(1, request.numel // 8 // wanted)
-    eights = request.length // 8
+    wanted = max(1, SAMPLE * request.shard.numel // (8 * max(request.candidates, 1)))
+    stride = max(1, request.shard.numel // 8 // wanted)
+    eights = request.shard.length // 8
     tensors = tuple(t[: eights * 8].view(eights, 8)[::stride].reshape(-1) for t in scores.tensors)
     keys = replace(scores, tensors=tensors).keys(slice(None), largest)
     if request.bits is None:
@@ -122,12 +122,12 @@ def _enclose(cumulative: Sequence[int], span: Range, shift: int, first: int, las
 
 def _split(request: Request, whole: Range, bracket: Range, largest: bool) -> Parts:
     """One pass over the slice's scores."""
-    rare = request.candidates * 8 <= request.numel
+    rare = request.candidates * 8 <= request.shard.numel
     scores, (low, high) = _scores(request), bracket
     below: list[Tensor] = []
     keys: list[Tensor] = []
     where: list[Tensor] = []
-    for a, b in bitwise.spans(request.length, request.device):
+    for a, b in bitwise.spans(request.shard.length, request.device):
         if rare and request.bits is not None:  # look at the candidates alone
             at = bitwise.unpack_span(request.bits, a, b).nonzero().view(-1)
             key = scores.keys(at + a, largest)

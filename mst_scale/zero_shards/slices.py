@@ -1,10 +1,9 @@
-"""Where does this rank's slice of each sparse parameter lie, with its master weight, gradient and states?"""
+"""This rank's shard of each parameter, with live views of its master weight, gradient and optimizer states."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -13,17 +12,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from mst_scale.shard import Shard
 from mst_scale.zero_shards.step import base_optimizer, total_norm
-
-
-@dataclass(frozen=True)
-class Slice:
-    """This rank's part [start, start + length) of a flattened parameter; the length may be 0."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    length: int
 
 
 class Replicated:
@@ -34,7 +24,7 @@ class Replicated:
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
         self.optimizer = base_optimizer(engine)
         self.parameters = list(parameters.values())
-        self.slices = [Slice(name, tuple(p.shape), 0, p.numel()) for name, p in parameters.items()]
+        self.slices = [Shard.whole(name, p.shape) for name, p in parameters.items()]
         self._masters = _stage0_masters(engine.optimizer)
 
     def owner(self, i: int) -> torch.Tensor:
@@ -102,11 +92,11 @@ class FlatPartitions:
     def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
         _put(self, i, gradient, self.zero.cpu_offload)
 
-    def _slice(self, name: str, parameter: nn.Parameter) -> Slice:
+    def _slice(self, name: str, parameter: nn.Parameter) -> Shard:
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         address = None if mapping is None else mapping.lp_fragment_address
         start, length = (0, 0) if address is None else (address.start, address.numel)
-        return Slice(name, tuple(parameter.shape), start, length)
+        return Shard.of_range(name, parameter.shape, start, length)
 
     def _hp_start(self, i: int) -> int:
         mapping = self.parameters[i]._hp_mapping  # type: ignore[attr-defined]
@@ -145,10 +135,10 @@ class CutParameters:
         group, offset, _ = self.zero.grad_position[self.zero.get_param_id(self.parameters[i])]
         return group, offset
 
-    def _slice(self, name: str, parameter: Any) -> Slice:
+    def _slice(self, name: str, parameter: Any) -> Shard:
         part = parameter.partition_numel()
         start = min(part * dist.get_rank(self.group), parameter.ds_numel)
-        return Slice(name, tuple(parameter.ds_shape), start, min(part, parameter.ds_numel - start))
+        return Shard.of_range(name, parameter.ds_shape, start, min(part, parameter.ds_numel - start))
 
 
 def _put(shards: FlatPartitions | CutParameters, i: int, gradient: torch.Tensor, offloaded: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where do the weights of a checkpoint lie?
+"""An index of a checkpoint's weights on disk, whichever ZeRO stage has saved them.
 
     stage 0            whole, in the model's file; under bf16 and fp16 the fp32 masters, in the optimizer's state
     stages 1 and 2     a parameter group is one flat fp32 vector, cut evenly over the ranks' files
@@ -23,6 +23,7 @@ import torch
 
 from mst_scale import zero_shards
 from mst_scale.distributed import Damaged
+from mst_scale.shard import Piece
 from mst_scale.zero_shards import safe_load
 
 State = Any  # what a checkpoint's file unpickles to
@@ -30,12 +31,12 @@ State = Any  # what a checkpoint's file unpickles to
 
 @dataclass(frozen=True)
 class Part:
-    """`numel` values at `offset` of the flat tensor that `find` takes from a file's contents."""
+    """A piece of a parameter: at `offset` of the flat tensor that `find` takes from a file's contents."""
 
+    piece: Piece
     path: Path
     find: Callable[[State], torch.Tensor]
-    offset: int
-    numel: int
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,15 @@ class Weights:
 
     def span(self, name: str, start: int, end: int) -> torch.Tensor:
         """Values [start, end) of the flattened parameter."""
-        pieces, position = [], 0
+        values = []
         for part in self.parts[name]:
-            first, last = max(start, position), min(end, position + part.numel)
+            first, last = max(start, part.piece.start), min(end, part.piece.stop)
             if first < last:
                 flat = part.find(opened(part.path)).reshape(-1)
-                piece = flat.narrow(0, part.offset + first - position, last - first)
-                pieces.append(piece.to(torch.float32, copy=True))
-                del flat, piece  # and with them the map of the file
-            position += part.numel
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                found = flat.narrow(0, part.offset + first - part.piece.start, last - first)
+                values.append(found.to(torch.float32, copy=True))
+                del flat, found  # and with them the map of the file
+        return values[0] if len(values) == 1 else torch.cat(values)
 
     def spans(self, name: str, first: int, numel: int, step: int) -> Iterator[torch.Tensor]:
         """`numel` values from `first` on, at most `step` at a time."""
@@ -125,12 +125,13 @@ def _cut_groups(files: list[Path], groups: list[dict[str, tuple[int, ...]]], opt
         share = optimizer[key][g].numel()  # the same on every rank: the vector is padded
         position = 0
         for i, (name, shape) in enumerate(group.items()):
-            end = position + math.prod(shape)
+            begin, end = position, position + math.prod(shape)
             parts[name] = []
             while position < end:
                 rank, offset = divmod(position, share)
                 numel = min(end - position, share - offset)
-                parts[name].append(Part(files[rank], partial(_flat_group, key, g), offset, numel))
+                piece = Piece(position - begin, numel)
+                parts[name].append(Part(piece, files[rank], partial(_flat_group, key, g), offset))
                 position += numel
             position = end + (paddings[g][i] if paddings is not None else 0)
     return parts
@@ -152,8 +153,8 @@ def _cut_parameters(
         if offset + share > sizes[vector]:
             raise ValueError(f"{files[0]}: {name} does not fit where it should lie; DeepSpeed's layout has changed")
         find = partial(_flat_group, key, vector)
-        counts = [max(0, min(share, numel - rank * share)) for rank in range(len(files))]
-        parts[name] = [Part(path, find, offset, count) for path, count in zip(files, counts, strict=True) if count]
+        pieces = [Piece(start, min(share, numel - start)) for start in range(0, numel, share)]
+        parts[name] = [Part(piece, path, find, offset) for piece, path in zip(pieces, files, strict=False)]
         offset += share
     return parts
 
@@ -165,7 +166,9 @@ def _replicated(path: Path, state: State) -> Weights:
     module, masters = state["module"], fp32_masters(state["optimizer"])
     names = {name for name in module if name not in (state.get("buffer_names") or [])}
     shapes = {name: tuple(module[name].shape) for name in module if name in names}
-    parts = {name: [Part(path, partial(_of_module, name), 0, math.prod(shape))] for name, shape in shapes.items()}
+    parts = {
+        name: [Part(Piece(0, math.prod(shape)), path, partial(_of_module, name))] for name, shape in shapes.items()
+    }
     if masters is None:
         return Weights(shapes, parts)
     groups = base_state(state["optimizer"])["param_groups"]
@@ -174,7 +177,9 @@ def _replicated(path: Path, state: State) -> Weights:
         for i, name in enumerate(group.get("param_names", [])):
             numel = math.prod(shapes[name])
             flat = len(tensors) == 1 and tensors[0].numel() > numel
-            parts[name] = [Part(path, partial(_of_masters, g, 0 if flat else i), offset if flat else 0, numel)]
+            parts[name] = [
+                Part(Piece(0, numel), path, partial(_of_masters, g, 0 if flat else i), offset if flat else 0)
+            ]
             offset += numel
     return Weights(shapes, parts)
 
@@ -212,7 +217,7 @@ def _universal(checkpoint: Path) -> Weights:
     for folder in sorted(path for path in (checkpoint / "zero").iterdir() if path.is_dir()):
         path = folder / "fp32.pt"
         shapes[folder.name] = tuple(_of_file(opened(path)).shape)
-        parts[folder.name] = [Part(path, _of_file, 0, math.prod(shapes[folder.name]))]
+        parts[folder.name] = [Part(Piece(0, math.prod(shapes[folder.name])), path, _of_file)]
     return Weights(shapes, parts)
 
 

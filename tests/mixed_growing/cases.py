@@ -18,6 +18,7 @@ from mst_scale.mixed_growing.evolve import Change, Layer, evolve
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import policy
+from mst_scale.shard import Shard
 
 CPU = torch.device("cpu")
 KINDS = ("normal", "ties", "equal", "zeros", "denormal", "huge", "heavy")
@@ -134,7 +135,7 @@ def run_case(rank: int, world: int, case: Case) -> tuple[list[np.ndarray], list[
     exchange = Exchange(dist.group.WORLD if world > 1 else None)
     layers = []
     for x, (begin, end) in zip(case.arrays(), case.slices(rank, world), strict=True):
-        mask = LayerMask(x["name"], (x["mask"].size, 1), begin, end - begin, CPU)
+        mask = LayerMask(Shard.of_range(x["name"], (x["mask"].size, 1), begin, end - begin), CPU)
         mask.set_flags(torch.from_numpy(x["mask"][begin:end]), int(x["mask"].sum()))
         mask.track_ever()
         layers.append(

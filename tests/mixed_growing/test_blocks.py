@@ -19,6 +19,7 @@ from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.least import must_stay
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import POLICIES, policy
+from mst_scale.shard import Shard
 from tests.mixed_growing import block_oracle, oracle
 from tests.mixed_growing.cases import CPU, KINDS, scores
 from tests.pool import run
@@ -28,7 +29,7 @@ from tests.pool import run
 
 def one_layer(mask: Any, weight: Any, gradient: Any, target: int) -> Layer:
     shape = torch.tensor(weight).shape
-    layer = LayerMask("layer", tuple(shape), 0, shape.numel(), CPU)
+    layer = LayerMask(Shard.of_range("layer", tuple(shape), 0, shape.numel()), CPU)
     flags = torch.tensor(mask, dtype=torch.bool)
     layer.set_flags(flags.view(-1), int(flags.sum()))
     return Layer(layer, target, *(torch.tensor(x, dtype=torch.float32).view(-1) for x in (weight, gradient)))
@@ -179,7 +180,7 @@ def run_case(rank: int, world: int, case: Case) -> tuple[list[np.ndarray], list[
     """This rank's slices of the new masks, and what was reported."""
     layers = []
     for x, (begin, end) in zip(case.arrays(), case.slices(rank, world), strict=True):
-        mask = LayerMask(x["name"], x["mask"].shape, begin, end - begin, CPU)
+        mask = LayerMask(Shard.of_range(x["name"], x["mask"].shape, begin, end - begin), CPU)
         mask.set_flags(torch.from_numpy(x["mask"].reshape(-1)[begin:end].copy()), int(x["mask"].sum()))
         mask.track_ever()
         inputs = (torch.from_numpy(x[k].reshape(-1)[begin:end].copy()) for k in ("weight", "gradient", "momentum"))
@@ -268,7 +269,7 @@ def sparsify_on_ranks(rank: int, world: int, how: str, least: int) -> list[np.nd
     for i, shape in enumerate(START_SHAPES):
         whole = torch.from_numpy(scores(np.random.default_rng([3, i]), shape[0] * shape[1], "ties"))
         begin, end = (r * whole.numel() // world for r in (rank, rank + 1))
-        mask = LayerMask(f"layer{i}", shape, begin, end - begin, CPU)
+        mask = LayerMask(Shard.of_range(f"layer{i}", shape, begin, end - begin), CPU)
         mask.track_ever()
         layers.append(Layer(mask, (10, 4)[i], whole[begin:end]))
     exchange = Exchange(dist.group.WORLD if world > 1 else None)

@@ -15,6 +15,7 @@ from mst_scale.mixed_growing.evolve import Change, Layer, evolve, sparsify
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import POLICIES, Policy, policy
+from mst_scale.shard import Shard
 from tests.mixed_growing import oracle
 from tests.mixed_growing.cases import CPU, scores
 from tests.pool import run
@@ -23,7 +24,7 @@ RIGL = POLICIES["rigl"]
 
 
 def one_layer(mask: list[int], weight: list[float], gradient: list[float], target: int) -> Layer:
-    layer = LayerMask("layer", (len(mask), 1), 0, len(mask), CPU)
+    layer = LayerMask(Shard.whole("layer", (len(mask), 1)), CPU)
     layer.set_flags(torch.tensor(mask, dtype=torch.bool), sum(mask))
     return Layer(layer, target, *(torch.tensor(x, dtype=torch.float32) for x in (weight, gradient)))
 
@@ -181,7 +182,7 @@ def test_weights_are_read_only():
 
 
 def test_inputs_that_a_policy_needs_are_asked_for_by_name():
-    mask = LayerMask("layer", (4, 1), 0, 4, CPU)
+    mask = LayerMask(Shard.of_range("layer", (4, 1), 0, 4), CPU)
     mask.set_flags(torch.tensor([True, True, False, False]), 2)
     with pytest.raises(ValueError, match="layer: this policy ranks weights by gradient"):
         step(Layer(mask, 2, torch.ones(4)), zeta=0.5)
@@ -198,7 +199,7 @@ def test_inputs_that_a_policy_needs_are_asked_for_by_name():
 def test_nan_is_refused_by_layer_and_nothing_changes(where: str):
     good = one_layer([1, 1, 0, 0], [3, 1, 0, 0], [0, 0, 0, 7], 2)
     bad = one_layer([1, 1, 0, 0], [3, 1, 0, 0], [0, 0, 0, 7], 2)
-    good.mask.name, bad.mask.name = "good", "bad"
+    good.mask.shard, bad.mask.shard = (Shard.whole(name, (4, 1)) for name in ("good", "bad"))
     getattr(bad, where)[1] = float("nan")
     with pytest.raises(ValueError, match="bad: a score is NaN"):
         evolve([good, bad], policy=RIGL, update_fraction=0.5, seed=1, step=1, exchange=Exchange())
@@ -206,7 +207,7 @@ def test_nan_is_refused_by_layer_and_nothing_changes(where: str):
 
 
 def nan_on_one_rank(rank: int, world: int) -> tuple[str, list[int]]:
-    mask = LayerMask("layer", (4 * world, 1), 4 * rank, 4, CPU)
+    mask = LayerMask(Shard.of_range("layer", (4 * world, 1), 4 * rank, 4), CPU)
     mask.set_flags(torch.tensor([True, True, False, False]), 2 * world)
     gradient = torch.tensor([0.0, 0, 1, float("nan") if rank == world - 1 else 2])
     layers = [Layer(mask, 2 * world, torch.ones(4), gradient)]
@@ -227,7 +228,7 @@ def corrupt_one_rank(rank: int, world: int) -> list[str]:
     """A bit flips on rank 1: the next step, and the digest before it, stop all ranks and name the layer."""
     from mst_scale.mixed_growing.masks import MaskSet
 
-    masks = [LayerMask(name, (8 * world, 1), 8 * rank, 8, CPU) for name in ("sound", "broken")]
+    masks = [LayerMask(Shard.of_range(name, (8 * world, 1), 8 * rank, 8), CPU) for name in ("sound", "broken")]
     for mask in masks:
         mask.set_flags(torch.arange(8) % 2 == 0, 4 * world)
     exchange, whole = Exchange(dist.group.WORLD), MaskSet(masks)
@@ -265,7 +266,7 @@ def test_a_mask_that_lost_weights_stops_the_step():
 def replicas_that_differ(rank: int, world: int) -> str:
     from mst_scale.mixed_growing.masks import MaskSet
 
-    mask = LayerMask("layer", (8, 1), 0, 8, CPU)
+    mask = LayerMask(Shard.of_range("layer", (8, 1), 0, 8), CPU)
     mask.set_flags(torch.arange(8) % 2 == 0, 4)
     masks = MaskSet([mask])
     if rank == 1:
@@ -289,7 +290,7 @@ def test_replicas_are_compared_with_each_other():
 @given(st.lists(st.sampled_from([0.0, 0.02, 0.1, 0.5, 0.9, 1.0]), min_size=3, max_size=8), st.booleans())
 def test_counts_never_drift_over_many_steps(densities: list[float], regrow: bool):
     n, rng = 500, np.random.default_rng(len(densities))
-    mask = LayerMask("layer", (n, 1), 0, n, CPU)
+    mask = LayerMask(Shard.of_range("layer", (n, 1), 0, n), CPU)
     weight = torch.from_numpy(scores(rng, n, "normal"))
     for number, density in enumerate(densities):
         gradient = torch.from_numpy(scores(rng, n, "normal"))
@@ -303,7 +304,7 @@ def test_counts_never_drift_over_many_steps(densities: list[float], regrow: bool
 
 
 def test_coverage_counts_from_the_initial_masks():
-    mask = LayerMask("layer", (4, 1), 0, 4, CPU)
+    mask = LayerMask(Shard.of_range("layer", (4, 1), 0, 4), CPU)
     mask.track_ever()
     (change,) = sparsify([Layer(mask, 2, torch.tensor([1.0, 4, 2, 3]))], how="magnitude", seed=0, exchange=Exchange())
     assert change.ever_active == 2

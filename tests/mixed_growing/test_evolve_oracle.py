@@ -12,6 +12,7 @@ from mst_scale.mixed_growing.evolve import Change, Layer, sparsify
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import policy
+from mst_scale.shard import Shard
 from tests.mixed_growing import oracle
 from tests.mixed_growing.cases import CPU, Case, LayerCase, cases, run_case, scores, small_machine
 from tests.pool import run
@@ -105,7 +106,7 @@ def sparsify_on_ranks(rank: int, world: int, how: str) -> list[np.ndarray]:
         layers = []
         for i, whole in enumerate(weights):
             begin, end = rank * whole.size // world, (rank + 1) * whole.size // world
-            mask = LayerMask(f"layer{i}", (whole.size, 1), begin, end - begin, CPU)
+            mask = LayerMask(Shard.of_range(f"layer{i}", (whole.size, 1), begin, end - begin), CPU)
             layers.append(Layer(mask, whole.size // 3, torch.from_numpy(whole[begin:end])))
         exchange = Exchange(dist.group.WORLD if world > 1 else None)
         if small:

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from mst_scale.mixed_growing import bits
 from mst_scale.mixed_growing.exchange import Exchange
-from mst_scale.mixed_growing.masks import LayerMask, MaskSet, Shard, assemble, sha256
+from mst_scale.mixed_growing.masks import LayerMask, MaskSet, StoredMask, assemble, sha256
+from mst_scale.shard import Shard
 
 CPU = torch.device("cpu")
 
 
 def sliced(name: str, flags: np.ndarray, begin: int, end: int) -> LayerMask:
-    mask = LayerMask(name, (flags.size, 1), begin, end - begin, CPU)
+    mask = LayerMask(Shard.of_range(name, (flags.size, 1), begin, end - begin), CPU)
     mask.set_flags(torch.from_numpy(flags[begin:end]), int(flags.sum()))
     return mask
 
@@ -33,7 +34,7 @@ def cut_points(size: int) -> st.SearchStrategy[list[int]]:
 
 
 def test_a_new_mask_is_dense_and_keeps_nothing():
-    masks = MaskSet([LayerMask("a", (4, 5), 3, 7, CPU)])
+    masks = MaskSet([LayerMask(Shard.of_range("a", (4, 5), 3, 7), CPU)])
     assert masks.dense
     assert masks["a"].dense
     assert masks.sparsity == 0
@@ -82,8 +83,10 @@ def test_names_are_unique():
 
 def test_a_slice_outside_its_parameter_is_refused():
     with pytest.raises(ValueError, match="lies outside its 20 weights"):
-        LayerMask("a", (4, 5), 15, 6, CPU)
-    assert LayerMask("a", (4, 5), 24, 0, CPU).length == 0  # ZeRO-3 pads: a rank may stand past the end with nothing
+        LayerMask(Shard.of_range("a", (4, 5), 15, 6), CPU)
+    assert (
+        LayerMask(Shard.of_range("a", (4, 5), 24, 0), CPU).length == 0
+    )  # ZeRO-3 pads: a rank may stand past the end with nothing
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
@@ -94,9 +97,9 @@ def test_masks_move_to_any_other_cut(old: list[int], new: list[int], dense: bool
     for a, b in pairwise(old):
         mask = sliced("a", flags, a, b)
         mask.track_ever()
-        written.append(MaskSet([mask]).shards())
+        written.append(MaskSet([mask]).stored())
     for a, b in pairwise(new):
-        masks = MaskSet([LayerMask("a", (103, 1), a, b - a, CPU)])
+        masks = MaskSet([LayerMask(Shard.of_range("a", (103, 1), a, b - a), CPU)])
         masks.load(written)
         assert np.array_equal(masks["a"].flags().numpy(), flags[a:b])
         assert masks["a"].active == flags.sum()
@@ -109,8 +112,8 @@ def test_masks_move_to_any_other_cut(old: list[int], new: list[int], dense: bool
 
 def test_replicas_load_too():
     flags = some_flags()
-    written = [MaskSet([sliced("a", flags, 0, 103)]).shards() for _ in range(3)]
-    masks = MaskSet([LayerMask("a", (103, 1), 20, 50, CPU)])
+    written = [MaskSet([sliced("a", flags, 0, 103)]).stored() for _ in range(3)]
+    masks = MaskSet([LayerMask(Shard.of_range("a", (103, 1), 20, 50), CPU)])
     masks.load(written)
     assert np.array_equal(masks["a"].flags().numpy(), flags[20:70])
 
@@ -119,13 +122,13 @@ def test_coverage_starts_anew_where_the_writer_did_not_count():
     flags = some_flags()
     masks = MaskSet([sliced("a", ~flags, 0, 103)])
     masks["a"].track_ever()
-    masks.load([MaskSet([sliced("a", flags, 0, 103)]).shards()])
+    masks.load([MaskSet([sliced("a", flags, 0, 103)]).stored()])
     assert np.array_equal(bits.unpack(masks["a"].ever, 103).numpy(), flags)
 
 
-def damaged(kind: str) -> list[dict[str, Shard]]:
+def damaged(kind: str) -> list[dict[str, StoredMask]]:
     flags = some_flags()
-    ranks = [MaskSet([sliced("a", flags, a, b)]).shards() for a, b in ((0, 40), (40, 103))]
+    ranks = [MaskSet([sliced("a", flags, a, b)]).stored() for a, b in ((0, 40), (40, 103))]
     good = ranks[1]["a"]
     if kind == "rank missing":
         return ranks[:1]
@@ -134,12 +137,12 @@ def damaged(kind: str) -> list[dict[str, Shard]]:
     if kind == "layer missing":
         return [{}, {}]
     changes = {
-        "foreign": {"shape": (51, 2)},
+        "foreign": {"shard": Shard.of_range("a", (51, 2), 40, 62)},
         "short": {"bits": good.bits[:-1]},
         "other step": {"active": good.active + 1},
         "dense in part": {"bits": None},
     }[kind]
-    return [ranks[0], {"a": Shard(**{**vars(good), **changes})}]
+    return [ranks[0], {"a": StoredMask(**{**vars(good), **changes})}]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +166,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(kind: str, mes
 
 
 def test_a_flipped_bit_is_seen_when_the_whole_is_put_together():
-    shard = MaskSet([sliced("a", some_flags(), 0, 103)]).shards()["a"]
+    shard = MaskSet([sliced("a", some_flags(), 0, 103)]).stored()["a"]
     shard.bits[3] ^= 16
     with pytest.raises(ValueError, match="damaged"):
         assemble([shard], "a")

@@ -14,6 +14,7 @@ from mst_scale.mixed_growing.exchange import Exchange, Traffic
 from mst_scale.mixed_growing.refinement import Request
 from mst_scale.mixed_growing.scores import INFINITY_KEY, Scores
 from mst_scale.mixed_growing.selection import select
+from mst_scale.shard import Shard
 from tests.mixed_growing import oracle
 from tests.mixed_growing.cases import CPU, KINDS, scores, small_machine
 
@@ -23,10 +24,7 @@ def request(
 ) -> Request:
     whole = packed is None and candidates.all()
     return Request(
-        name=name,
-        start=0,
-        length=candidates.size,
-        numel=candidates.size,
+        shard=Shard.whole(name, (candidates.size,)),
         bits=None if whole else bits.pack(torch.from_numpy(candidates)),
         candidates=int(candidates.sum()),
         want=want,

@@ -21,6 +21,7 @@ from mst_scale.plan.gpus import Machine, gpu_named, machine
 from mst_scale.plan.parameters import sparse_parameters
 from mst_scale.plan.setting import setting_of
 from mst_scale.plan.traffic import Call
+from mst_scale.shard import Shard
 from mst_scale.sparse_linear import crossovers
 
 MODEL = {"n_layer": 4, "n_head": 2, "n_embd": 192, "context": 8, "vocab_size": 1000}
@@ -65,7 +66,7 @@ def real_step(e, sparsity: float, side: int = 1) -> list[int]:
         blocks[torch.randperm(blocks.numel(), generator=generator)[:active]] = True
         flags = blocks.view(grid).repeat_interleave(side, 0).repeat_interleave(side, 1)[: p.shape[0], : p.shape[1]]
         flags = flags.reshape(-1)
-        mask = LayerMask(p.name, p.shape, 0, p.numel, CPU)
+        mask = LayerMask(Shard.of_range(p.name, p.shape, 0, p.numel), CPU)
         mask.set_flags(flags, int(flags.sum()))
         weight = torch.randn(p.numel, generator=generator) * flags
         found.append(Layer(mask, active, weight, torch.randn(p.numel, generator=generator)))
