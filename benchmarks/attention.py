@@ -24,13 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import memory
-from benchmarks.machine import machine
-from benchmarks.page import Row, outputs, tell
-from benchmarks.timing import Run, for_seconds, middle_half, versus
 from mst_scale.distributed.parser import Parser, at_least
 from mst_scale.hybrid_sparse_attention import Pattern, attention
 from mst_scale.hybrid_sparse_attention.dispatch import choose
+
+from . import memory
+from .machine import machine
+from .page import Row, outputs, tell
+from .timing import Run, for_seconds, middle_half, versus
 
 HEADS, HEAD_DIM, STRIDE = 12, 64, 256
 SDPA, FLEX = "SDPA flash, causal", "FlexAttention, compiled, same mask"

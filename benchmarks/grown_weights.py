@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import machine
-from benchmarks.page import LOSSES, Row, aside, grid, outputs, tell
 from mst_scale.distributed.parser import Parser, at_least
+
+from .machine import machine
+from .page import LOSSES, Row, aside, grid, outputs, tell
 
 INTERVAL, WARM, RATE = 40, 100, 3e-3
 

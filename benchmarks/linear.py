@@ -9,8 +9,8 @@ autograd; a second one is torch.sparse (MKL: CSR × dense and `sampled_addmm`) w
 only. Runs alternate in one process and medians are compared; ranges are the middle half of the runs.
 
 `crossover` rows say from which sparsity on ours is faster: our time is interpolated between the measured sparsities.
---tune writes them, for one thread and for all, and for MKL, which computes where there is no compiler, into the table
-that mst.compute.backend "auto" reads.
+--tune keeps them, for one thread and for all, and for MKL, which computes where there is no compiler, in the table that
+mst.compute.backend "auto" reads before the shipped one: crossover.json in ~/.cache/mst_scale ($XDG_CACHE_HOME).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks import linear_cuda
-from benchmarks.machine import machine
-from benchmarks.page import Row, outputs, tell
-from benchmarks.timing import Run, for_seconds, middle_half, versus
 from mst_scale.distributed.parser import Parser, at_least
 from mst_scale.sparse_linear import cpp, crossovers
 from mst_scale.sparse_linear.mkl import MKLIndex
+
+from . import linear_cuda
+from .machine import machine
+from .page import Row, outputs, tell
+from .timing import Run, for_seconds, middle_half, versus
 
 DENSE, MKL = "dense, F.linear", "torch.sparse (MKL)"
 UP, DOWN, QKV, HEAD = (3072, 768), (768, 3072), (2304, 768), (50304, 768)  # (outputs, inputs)
@@ -126,7 +127,7 @@ def crossover(ours: dict[float, float], dense: float) -> float | None:
 
 def tune(dtypes: Sequence[str], seconds: float) -> list[Row]:
     """Measure crossovers for one thread and for all, of the compiled kernel and of MKL, which is used where no compiler
-    is; rewrite their rows of the table that `auto` reads."""
+    is; keep them in the table that `auto` reads."""
     everything, kinds = torch.get_num_threads(), {"cpu": cpp.CompiledIndex, "mkl": MKLIndex}
     found: list[Row] = []
     for threads in sorted({1, everything}):
@@ -144,9 +145,9 @@ def tune(dtypes: Sequence[str], seconds: float) -> list[Row]:
                     found.append({**entry, "sparsity": round(crossed, 2)})
                     print(found[-1], flush=True)
     torch.set_num_threads(everything)
-    kept = [row for row in crossovers.table() if row["backend"] not in kinds or row["dtype"] not in dtypes]
-    crossovers.rewrite([*found, *kept])
-    print(f"wrote {crossovers.TABLE}")
+    kept = [row for row in crossovers.measured_here() if row["backend"] not in kinds or row["dtype"] not in dtypes]
+    crossovers.keep([*found, *kept])
+    print(f"wrote {crossovers.own()}")
     return found
 
 
@@ -191,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=at_least(0.01), default=15.0, help="time for one layer and dtype")
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: torch's choice)")
     parser.add_argument("--quick", action="store_true", help="768→3072 only")
-    parser.add_argument("--tune", action="store_true", help="rewrite mst_scale/sparse_linear/crossover.json")
+    parser.add_argument("--tune", action="store_true", help="measure the crossovers that `auto` reads, and keep them")
     outputs(parser)
     options = parser.parse_args(given)
     if options.threads is not None:

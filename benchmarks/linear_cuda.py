@@ -11,7 +11,7 @@ Both sides run in turns, timed by the device's own clock; medians. `roofline` is
 at best for the sparse product: the longer of its multiply-adds at the rate of the largest dense product measured here
 and of its bytes (active weights, inputs, results, each once) at the rate of a copy measured here, over our time.
 
---tune writes into the table that mst.compute.backend "auto" reads from which sparsity on the three together are faster.
+--tune keeps, in the table that mst.compute.backend "auto" reads, from which sparsity on the three together are faster.
 Without a CUDA device every row says so.
 """
 
@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.page import Row, outputs, tell
-from benchmarks.timing import Run, in_rounds
 from mst_scale.distributed.parser import Parser, at_least
+
+from .page import Row, outputs, tell
+from .timing import Run, in_rounds
 
 SIDES = (16, 32, 64, 128)
 SPARSITIES = (0.8, 0.9, 0.96)
@@ -174,7 +175,7 @@ def crossover(ours: dict[float, float], dense: float) -> float:
 
 
 def tune(sides: Sequence[int], widths: Sequence[int], rounds: int) -> list[Row]:
-    """Crossovers of the three products together, into the table; rows that were not measured stay."""
+    """Crossovers of the three products together, into the table; earlier ones that were not measured again stay."""
     if not torch.cuda.is_available():
         raise ValueError("--tune needs a CUDA device: crossovers are measured, not guessed")
 
@@ -194,9 +195,9 @@ def tune(sides: Sequence[int], widths: Sequence[int], rounds: int) -> list[Row]:
             found.append({**entry, "sparsity": crossover(medians, dense)})
             print(found[-1], flush=True)
     measured = [{**row, "sparsity": None} for row in found]
-    kept = [row for row in crossovers.table() if {**row, "sparsity": None} not in measured]
-    crossovers.rewrite([*kept, *found])
-    print(f"wrote {crossovers.TABLE}")
+    kept = [row for row in crossovers.measured_here() if {**row, "sparsity": None} not in measured]
+    crossovers.keep([*kept, *found])
+    print(f"wrote {crossovers.own()}")
     return found
 
 
@@ -221,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, nargs="+", choices=SIDES, default=list(SIDES), help="sides B")
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS), metavar="D", help="widths d")
     parser.add_argument("--rounds", type=at_least(2), default=30, help="pairs a product (default: %(default)s)")
-    parser.add_argument("--tune", action="store_true", help="rewrite mst_scale/sparse_linear/crossover.json")
+    parser.add_argument("--tune", action="store_true", help="measure the crossovers that `auto` reads, and keep them")
     outputs(parser)
     options = parser.parse_args(arguments)
     if options.tune:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.timing import seconds_of
+from .timing import seconds_of
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:

@@ -22,11 +22,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.machine import machine
-from benchmarks.page import Row, aside, grid, outputs, tell
-from benchmarks.timing import in_rounds, middle_half
-from benchmarks.training import MASKED_MODEL, config
 from mst_scale.distributed.parser import Parser, at_least
+
+from .machine import machine
+from .page import Row, aside, grid, outputs, tell
+from .timing import in_rounds, middle_half
+from .training import MASKED_MODEL, config
 
 ASKED = 0.01
 EVERY, PHASE = 500, 10_000

@@ -3,7 +3,7 @@
     mst bench pruning [--data DIR] [--runs DIR] [--seeds N] [--steps N] [--json | --markdown]
 
 The paper says so: "the learned parameters are more concentrated, making them better suited for subsequent pruning". The
-model of ds_configs/demo.json (2 layers, width 64, bytes of Python's library) is trained dense and with MST (80 % sparse
+model of the config demo (2 layers, width 64, bytes of Python's library) is trained dense and with MST (80 % sparse
 at most, dense again at the end), with the same batches and as many steps; then both are pruned by magnitude, as `mst
 export --prune` does it, without further training.
 
@@ -16,18 +16,18 @@ export --prune` does it, without further training.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.machine import machine
-from benchmarks.page import LOSSES, Row, aside, grid, outputs, tell
+from mst_scale.config import ready
 from mst_scale.distributed.parser import Parser, at_least
 
-ROOT = Path(__file__).parents[1]
+from .machine import machine
+from .page import LOSSES, Row, aside, grid, outputs, tell
+
 METHODS = ("dense", "mst")
 SPARSITIES = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9)
 
@@ -35,17 +35,11 @@ SPARSITIES = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9)
 def train(method: str, seed: int, steps: int, data: str, runs: Path) -> Path:
     """A run that is there already is used as it is."""
     out = runs / f"{method}-{seed}-{steps}"
-    argv = ["--deepspeed_config", str(ROOT / "ds_configs" / "demo.json"), "--method", method, "--out", str(out)]
+    argv = ["--deepspeed_config", str(ready.configs()["demo"]), "--method", method, "--out", str(out)]
     argv += ["--steps", str(steps), "--data", data]
     for setting in (f"training.seed={seed}", "training.save_every=0", "training.eval_every=0"):
         argv += ["--set", setting]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    subprocess.run(
-        [sys.executable, "-m", "mst_scale.pretrain", *argv],
-        env=environment,
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    subprocess.run([sys.executable, "-m", "mst_scale.pretrain", *argv], check=True, stdout=subprocess.DEVNULL)
     return out
 
 

@@ -27,11 +27,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
-from benchmarks.page import LOSSES, Row, aside, grid, outputs, tell
 from mst_scale.distributed.parser import Parser
 
-CONFIG = "ds_configs/demo.json"
+from .machine import machine
+from .page import LOSSES, Row, aside, grid, outputs, tell
+
+CONFIG = "demo"
 # A GPT of 0.4 M weights in its layers; every run has the same sparsity: min_blocks = 0, and blocks tile every matrix.
 SHAPE = {
     "model.n_layer": 2, "model.n_head": 4, "model.n_embd": 128, "model.context": 64,
@@ -156,7 +157,7 @@ def settings_of(options: argparse.Namespace, variants: Mapping[str, Sequence[str
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="mst bench quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--config", default=CONFIG, metavar="FILE", help="the experiment that variants vary (default: %(default)s)"
+        "--config", default=CONFIG, metavar="C", help="the experiment that variants vary (default: %(default)s)"
     )
     parser.add_argument("--variants", metavar="FILE", help="JSON: name → arguments of mst_scale.pretrain")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of the variants, these")

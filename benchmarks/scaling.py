@@ -8,8 +8,8 @@
 
 Each point is `mst bench step` in one phase (--phase ultra), started here on that many processes; `efficiency` is the
 tokens/s per rank against those of the fewest ranks measured. More processes than cores share them: efficiency then says
-as much about the machine as about the program. On a cluster run `deepspeed … --module benchmarks.step --phases ultra
---json > FILE` once for each size (with --micro for strong scaling) and draw the files with --from.
+as much about the machine as about the program. On a cluster run `deepspeed … --module mst_scale.benchmarks.step
+--phases ultra --json > FILE` once for each size (with --micro for strong scaling) and draw the files with --from.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import step
-from benchmarks.machine import machine
-from benchmarks.page import Row, grid, outputs, tell
 from mst_scale.distributed.parser import Parser, at_least
+
+from . import step
+from .machine import machine
+from .page import Row, grid, outputs, tell
 
 KINDS = ("weak", "strong")
 SIDES = {"ours": "MST", "rival": "dense"}
@@ -142,7 +143,7 @@ def setting_of(rows: Sequence[Row]) -> dict[str, Any]:
 def parser() -> argparse.ArgumentParser:
     found = Parser(prog="mst bench scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = found.add_mutually_exclusive_group(required=True)
-    source.add_argument("--config", metavar="C", help="the experiment (ds_configs/*.json)")
+    source.add_argument("--config", metavar="C", help="the experiment: a file, or a ready config by name")
     source.add_argument("--from", nargs="+", dest="files", metavar="FILE", help="results of `benchmarks.step`")
     found.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2, 4], help="numbers of processes (1 2 4)")
     found.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="weak strong")

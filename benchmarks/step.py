@@ -1,7 +1,7 @@
 """How fast is a training step, dense and with MST, in every phase, and where does its time go?
 
-    mst bench step --config ds_configs/demo.json [--ranks 2] [--set model.n_layer=4] [--json | --append FILE]
-    deepspeed --num_accelerators 8 --module benchmarks.step --config ds_configs/gpt2_small.json
+    mst bench step --config demo [--ranks 2] [--set model.n_layer=4] [--json | --append FILE]
+    deepspeed --num_accelerators 8 --module mst_scale.benchmarks.step --config gpt2_small
     mst bench step --device cuda …           124M, 1.5B and 6.7B in blocks on one GPU: see benchmarks/step_cuda.py
 
 Two DeepSpeed engines of the same config stand side by side, method dense and the config's own, and step in turns on the
@@ -30,14 +30,15 @@ from typing import Any
 
 import torch
 
-from benchmarks import step_cuda
-from benchmarks.fitting import capacity_here
-from benchmarks.local_ranks import run_on
-from benchmarks.page import aside, outputs
-from benchmarks.step_phases import Bench
-from benchmarks.step_report import markdown, table
-from benchmarks.step_sides import Pair
 from mst_scale.distributed.parser import Parser
+
+from . import step_cuda
+from .fitting import capacity_here
+from .local_ranks import run_on
+from .page import aside, outputs
+from .step_phases import Bench
+from .step_report import markdown, table
+from .step_sides import Pair
 
 
 def here(options: argparse.Namespace) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     found = Parser(prog="mst bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--config", required=True, metavar="C", help="the experiment (ds_configs/*.json)")
+    found.add_argument("--config", required=True, metavar="C", help="the experiment: a file, or a ready config by name")
     found.add_argument("--method", metavar="M", help="overrides mst.method of our side")
     found.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
     found.add_argument("--micro", type=int, metavar="N", help="sequences a rank and step (the config's)")

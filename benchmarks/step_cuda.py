@@ -13,9 +13,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.machine import machine
-from benchmarks.page import Row, grid, outputs, tell
 from mst_scale.distributed.parser import Parser, at_least
+
+from .machine import machine
+from .page import Row, grid, outputs, tell
 
 NO_DEVICE = "not measured: no CUDA device"
 
@@ -45,7 +46,7 @@ def words(shape: Shape, rounds: int) -> list[str]:
     """The arguments of `mst bench step`."""
     settings = ["mst.compute.backend=block", f"mst.topology.granularity.block={shape.block}"]
     return [
-        *("--config", f"ds_configs/{shape.config}.json", "--phases", "ultra", "--layers", "fit"),
+        *("--config", shape.config, "--phases", "ultra", "--layers", "fit"),
         *("--micro", str(shape.micro), "--rounds", str(rounds)),
         *(word for setting in settings for word in ("--set", setting)),
     ]
@@ -54,7 +55,7 @@ def words(shape: Shape, rounds: int) -> list[str]:
 def run(configs: Sequence[str], rounds: int) -> list[Row]:
     import torch
 
-    from benchmarks import step
+    from . import step
 
     rows = []
     for shape in (SHAPES[name] for name in configs):

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import memory
-from benchmarks.machine import machine, peak_flops
-from benchmarks.page import Row
-from benchmarks.step_sides import Pair, Side
-from benchmarks.timing import Run, in_rounds, middle_half, seconds_of
+from . import memory
+from .machine import machine, peak_flops
+from .page import Row
+from .step_sides import Pair, Side
+from .timing import Run, in_rounds, middle_half, seconds_of
 
 PARTS = ("forward", "backward", "communication", "optimizer", "masking")
 INSTRUMENTED = 3  # steps
@@ -155,7 +155,7 @@ class Bench:
         return float(found)
 
     def _parts(self, side: Side, prepare: Callable[[], None]) -> tuple[dict[str, float], list[Row]]:
-        from benchmarks.stopwatch import Stopwatch
+        from .stopwatch import Stopwatch
 
         watch, mst = Stopwatch(self.device), side.engine.mst
         plain, mst.span = mst.span, watch.span

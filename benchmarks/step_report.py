@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.page import Row, facts, grid
+from .page import Row, facts, grid
 
 SIDES = {"ours": "MST", "rival": "dense"}
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import memory
-from benchmarks.fitting import capacity_here, layers_that_fit
+from . import memory
+from .fitting import capacity_here, layers_that_fit
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "scheduler")
 

@@ -19,7 +19,7 @@ import deepspeed.comm as ds_comm
 import torch
 from deepspeed.comm.comm import comms_logger, timers
 
-from benchmarks.timing import wait_for
+from .timing import wait_for
 
 OURS = "mst"  # how the names of MST's collectives begin (zero_shards.NamedCollectives)
 

@@ -30,13 +30,14 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from benchmarks.local_ranks import run_on
-from benchmarks.machine import machine
-from benchmarks.page import Row, grid, outputs, tell
-from benchmarks.timing import Run, ends, in_rounds, seconds_of, versus
-from benchmarks.topology_ways import SHAPES, State, kthvalue, naive, ours
 from mst_scale.distributed.parser import Parser, at_least
 from mst_scale.mixed_growing.exchange import Exchange
+
+from .local_ranks import run_on
+from .machine import machine
+from .page import Row, grid, outputs, tell
+from .timing import Run, ends, in_rounds, seconds_of, versus
+from .topology_ways import SHAPES, State, kthvalue, naive, ours
 
 NAIVE, KTHVALUE = "scores all-reduced, full topk per matrix", "kthvalue + compare per matrix"
 MASKED_FILL = "masked_fill_ with a mask of one byte per weight"

@@ -27,11 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.local_ranks import run_on
-from benchmarks.machine import machine
-from benchmarks.page import Row, aside, grid, outputs, tell
-from benchmarks.timing import in_rounds, middle_half, seconds_of
 from mst_scale.distributed.parser import Parser, at_least
+
+from .local_ranks import run_on
+from .machine import machine
+from .page import Row, aside, grid, outputs, tell
+from .timing import in_rounds, middle_half, seconds_of
 
 ASKED = {"loop": 0.02, "masking": 0.02, "topology": 0.01, "drift": 0.001}
 # GPT-2 small's widths and its whole head; 4 of 12 layers, so that two engines fit beside each other in a few GB

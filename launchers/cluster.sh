@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # The environment of a run on A100 nodes, line by line; sourced by the other launchers. What you have set already
-# stays: NCCL_DEBUG=INFO bash launchers/slurm.sh … overrides one line, an edit here all runs.
+# stays: NCCL_DEBUG=INFO mst launch slurm … overrides one line, an edit here all runs.
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then # started, not sourced
     # shellcheck source-path=SCRIPTDIR

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Pretrain on the machines of a hostfile, reached by ssh or pdsh. Each line of the file: NAME slots=PROCESSES
 #
-#   bash launchers/hostfile.sh --hostfile FILE [options] CONFIG [arguments of mst_scale.pretrain]
-#   bash launchers/hostfile.sh --hostfile hosts ds_configs/gpt3_1.3b.json --data /shared/fineweb --out /shared/runs/1.3b
+#   mst launch hostfile --hostfile FILE [options] CONFIG [arguments of mst_scale.pretrain]
+#   mst launch hostfile --hostfile hosts gpt3_1.3b --data /shared/fineweb --out /shared/runs/1.3b
 #
-#   --hostfile FILE  the machines; this folder, the config, the data and OUT must lie at the same place on all of them
+#   CONFIG           a file, or a ready config by name
+#   --hostfile FILE  the machines; this folder, the installation, CONFIG, the data and OUT must lie at the same place on
+#                    all of them
 #   --launcher NAME  ssh (default) or pdsh
 #   --ssh-port P     where ssh listens, if not on 22
 #   --master ADDR    the first machine's address among the others, if its name in the hostfile is not
@@ -15,6 +17,7 @@
 # ssh must work without a password. SIGTERM, SIGUSR1 and Ctrl-C let the ranks save and end; the same command continues.
 # The environment of cluster.sh is carried to the machines. On each one DeepSpeed's launcher starts the ranks; every
 # word of the command is quoted for the shells on its way, which DeepSpeed's own pdsh runner does not do.
+# In a clone also: bash launchers/hostfile.sh
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/shared.sh"

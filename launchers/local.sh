@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Pretrain on this machine: one process for each GPU, or two on the CPU.
 #
-#   bash launchers/local.sh [options] CONFIG [arguments of mst_scale.pretrain]
-#   bash launchers/local.sh ds_configs/gpt2_small.json --out runs/gpt2
-#   bash launchers/local.sh --processes 2 ds_configs/demo.json --method dense
+#   mst launch local [options] CONFIG [arguments of mst_scale.pretrain]
+#   mst launch local gpt2_small --out runs/gpt2
+#   mst launch local --processes 2 demo --method dense
 #
+#   CONFIG          a file, or a ready config by name
 #   --processes N   how many (default: the GPUs there are; without any, 2 on the CPU)
 #   --restarts N    start again so often when it fails (default 3), from the newest whole checkpoint, waiting
 #                   10 s, 20 s, 40 s, …
@@ -12,6 +13,7 @@
 #   --dry-run       show what would run
 #
 # SIGTERM, SIGUSR1 and Ctrl-C let the ranks save and end; the same command continues. The environment: cluster.sh.
+# In a clone also: bash launchers/local.sh
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/shared.sh"

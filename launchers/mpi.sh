@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Pretrain under mpirun of OpenMPI or MPICH; the ranks find each other through mpi4py (pip install 'mst_scale[mpi]').
 #
-#   bash launchers/mpi.sh [options] CONFIG [arguments of mst_scale.pretrain]
-#   bash launchers/mpi.sh --processes 16 --hostfile hosts ds_configs/gpt2_xl.json --out /shared/runs/xl
+#   mst launch mpi [options] CONFIG [arguments of mst_scale.pretrain]
+#   mst launch mpi --processes 16 --hostfile hosts gpt2_xl --out /shared/runs/xl
 #
+#   CONFIG           a file, or a ready config by name
 #   --processes N    how many ranks (default: the GPUs of this machine; without any, 2 on the CPU)
 #   --hostfile FILE  mpirun's own kind of hostfile (OpenMPI: NAME slots=8, MPICH: NAME:8)
 #   --mpirun PATH    which mpirun (default: the one on PATH)
@@ -12,6 +13,7 @@
 #   --dry-run        show what would run
 #
 # SIGTERM, SIGUSR1 and Ctrl-C let the ranks save and end; the same command continues. The environment: cluster.sh.
+# In a clone also: bash launchers/mpi.sh
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/shared.sh"

@@ -7,12 +7,12 @@
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 [ "${BASH_SOURCE[0]}" != "$0" ] || help_if_asked "$0" "$@"
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-root="$(dirname "$here")"
+root="$(dirname "$here")" # the clone, or the package where it is installed: python finds that without our help
 if [ -x "$root/.venv/bin/python" ]; then
     PATH="$root/.venv/bin:$PATH"
     export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$root/.venv/torch_extensions}"
 fi
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+[ ! -d "$root/mst_scale" ] || export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 # shellcheck disable=SC2034
 dry_run=""
@@ -38,10 +38,15 @@ number_of() {
     printf '%s' "$value"
 }
 
-# The experiment must be there before any node is asked for; pretrain finds every other mistake.
+# The experiment, a file or a ready one by name, must be there before any node is asked for; pretrain finds every other
+# mistake.
 need_config() {
-    [ -n "${1:-}" ] || wrong "which config? ready ones lie in $root/ds_configs; see --help"
-    [ -f "$1" ] || wrong "there is no config file $1: ready ones lie in $root/ds_configs"
+    local said
+    [ -n "${1:-}" ] || wrong "which config? a file, or the name of a ready one, such as demo; see --help"
+    [ -f "$1" ] || { [ -f "$root/ds_configs/$1.json" ] && [[ "$1" != */* ]]; } || {
+        said="$(python -c 'import sys; from mst_scale.config import ready; print(ready.refusal(sys.argv[1]))' "$1")"
+        wrong "$said"
+    }
 }
 
 # quoted WORD…: one string that a shell reads back as these words.

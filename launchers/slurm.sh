@@ -2,9 +2,10 @@
 # Pretrain under Slurm: submits one job that trains, saves before its time is up or when it is preempted, requeues itself
 # and goes on, until the run is finished.
 #
-#   bash launchers/slurm.sh [options] CONFIG [arguments of mst_scale.pretrain]
-#   bash launchers/slurm.sh --nodes 4 --time 24:00:00 --partition a100 ds_configs/gpt3_1.3b.json --out /shared/runs/1.3b
+#   mst launch slurm [options] CONFIG [arguments of mst_scale.pretrain]
+#   mst launch slurm --nodes 4 --time 24:00:00 --partition a100 gpt3_1.3b --out /shared/runs/1.3b
 #
+#   CONFIG              a file, or a ready config by name
 #   --nodes N           nodes (default 1)
 #   --gpus-per-node N   GPUs and ranks of each (default 8); 0: ranks on the CPU, see --ranks-per-node
 #   --ranks-per-node N  ranks of each node, if not its GPUs
@@ -21,6 +22,7 @@
 #
 # The same command continues a run that has ended. The environment: cluster.sh. Save now and go on in another job with
 # scancel --signal=USR1 JOB; stop for good with scancel --signal=TERM --batch JOB (it saves), at once with scancel JOB.
+# In a clone also: bash launchers/slurm.sh
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
@@ -69,5 +71,5 @@ if [ -n "$dry_run" ]; then
     exec env MST_DRY_RUN=1 SLURM_JOB_NUM_NODES="$nodes" ${per_task:+SLURM_CPUS_PER_TASK="$per_task"} \
         bash "${command[@]: -$(($# + 6))}" # and what the job starts
 fi
-command -v sbatch >/dev/null || wrong "there is no sbatch here: log in where jobs are submitted, or use hostfile.sh"
+command -v sbatch >/dev/null || wrong "there is no sbatch here: log in where jobs are submitted, or use mst launch hostfile"
 exec "${command[@]}"

@@ -1,25 +1,26 @@
 #!/usr/bin/env bash
 # Methods × seeds: the runs of a comparison, one after the other or as jobs, and their table.
 #
-#   bash launchers/sweep.sh [options] CONFIG [arguments of mst_scale.pretrain]
-#   bash launchers/sweep.sh --methods dense,tiny,static,rigl,mst ds_configs/gpt2_small.json
-#   bash launchers/sweep.sh --with slurm.sh --with-option --nodes --with-option 2 ds_configs/gpt2_small.json
+#   mst launch sweep [options] CONFIG [arguments of mst_scale.pretrain]
+#   mst launch sweep --methods dense,tiny,static,rigl,mst gpt2_small
+#   mst launch sweep --with slurm --with-option --nodes --with-option 2 gpt2_small
 #
+#   CONFIG            a file, or a ready config by name
 #   --methods A,B,…   default: dense,tiny,static,rigl,mst (the paper's table)
 #   --seeds 1,2,…     default: 1,2,3,4 (the paper's four)
 #   --out DIR         the runs lie in DIR/METHOD-SEED (default: runs/sweep)
-#   --with SCRIPT     local.sh (default), hostfile.sh, mpi.sh, or slurm.sh, which submits a job for each run
-#   --with-option W   one more word for that script, repeatable
+#   --with LAUNCHER   local (default), hostfile, mpi, or slurm, which submits a job for each run
+#   --with-option W   one more word for that launcher, repeatable
 #   --table           only the table of what is there
 #   --dry-run         show what would run
 #
 # Finished runs are passed over, so the same command continues a sweep. A run that fails does not stop the others.
-# SIGTERM and Ctrl-C let the run of the moment save, and end the sweep.
+# SIGTERM and Ctrl-C let the run of the moment save, and end the sweep. In a clone also: bash launchers/sweep.sh
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
 
-methods=dense,tiny,static,rigl,mst seeds=1,2,3,4 out=runs/sweep with=local.sh options=() only_table=""
+methods=dense,tiny,static,rigl,mst seeds=1,2,3,4 out=runs/sweep with=local options=() only_table=""
 while [ "$#" -gt 0 ]; do
     case "$1" in
     --help | -h) help "${BASH_SOURCE[0]}" ;;
@@ -35,7 +36,8 @@ while [ "$#" -gt 0 ]; do
     esac
 done
 need_config "${1:-}"
-case "$with" in local.sh | hostfile.sh | mpi.sh | slurm.sh) ;; *) wrong "--with $with: choose local.sh, hostfile.sh, mpi.sh or slurm.sh" ;; esac
+with="${with%.sh}"
+case "$with" in local | hostfile | mpi | slurm) ;; *) wrong "--with $with: choose local, hostfile, mpi or slurm" ;; esac
 [[ "$methods" =~ ^[a-z-]+(,[a-z-]+)*$ ]] || wrong "--methods $methods: write names with commas between"
 [[ "$seeds" =~ ^[0-9]+(,[0-9]+)*$ ]] || wrong "--seeds $seeds: write numbers with commas between"
 
@@ -45,7 +47,7 @@ failed=0
 for seed in ${seeds//,/ }; do
     for method in ${methods//,/ }; do
         [ -z "$only_table$stopping" ] || continue
-        command=(bash "$here/$with" ${dry_run:+--dry-run} "${options[@]}"
+        command=(bash "$here/$with.sh" ${dry_run:+--dry-run} "${options[@]}"
             "$@" --method "$method" --set "training.seed=$seed" --out "$out/$method-$seed")
         if [ -n "$dry_run" ]; then
             "${command[@]}"

@@ -409,10 +409,10 @@ def test_a_node_is_stopped_by_files_of_its_own_alone(tmp_path, content):
 @pytest.mark.parametrize("script", CASES)
 def test_help_and_wrong_use(tmp_path, script):
     text = shown(script, "--help", cwd=tmp_path)
-    assert f"bash launchers/{script} [options]" in text.replace("--hostfile FILE ", "") and "--dry-run" in text
+    assert f"mst launch {script[:-3]} [options] CONFIG" in text.replace("--hostfile FILE ", "") and "--dry-run" in text
     for words, message in [
         ([], "which config?"),
-        (["nowhere.json"], "there is no config file nowhere.json"),
+        (["nowhere.json"], "nowhere.json: no such config file; the nearest ready config is "),
         (["--wrong"], "unknown option --wrong"),
         (["--" + ("seeds" if script == "sweep.sh" else "restarts")], "needs a value"),
     ]:

@@ -12,6 +12,7 @@ import mst_scale
 
 ROOT = Path(mst_scale.__file__).parent
 LAYERS = {
+    "shipped": 0,
     "compiled": 1,
     "distributed": 1,
     "randomness": 1,
@@ -33,6 +34,7 @@ LAYERS = {
     "hugging_face": 8,
     "report": 8,
     "evaluation": 9,
+    "benchmarks": 10,
     "cli": 10,
     "pretrain": 10,
     "__init__": 11,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import quality
+from mst_scale.benchmarks import quality
 from tests import pool
 from tests.tiny_run import config
 

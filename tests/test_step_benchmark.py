@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mst_scale.benchmarks.fitting import layers_that_fit
 
-from benchmarks import machine, scaling, step, step_cuda, step_report
-from benchmarks.fitting import layers_that_fit
 from mst_scale import cli
+from mst_scale.benchmarks import machine, scaling, step, step_cuda, step_report
 from mst_scale.config import load
 from mst_scale.costs.flops import dense_step_flops
 from mst_scale.plan.memory import memory
@@ -97,7 +97,7 @@ def test_under_the_deepspeed_launcher(tmp_path):
         "--master_port",
         str(tiny_run.free_port()),
         "--module",
-        "benchmarks.step",
+        "mst_scale.benchmarks.step",
     ]
     options = [
         "--config",
@@ -124,14 +124,14 @@ def test_under_the_deepspeed_launcher(tmp_path):
 
 def test_a_launchers_rank_says_a_mistake_in_one_line():
     child = subprocess.run(
-        [sys.executable, "-m", "benchmarks.step", "--config", "nope.json"],
+        [sys.executable, "-m", "mst_scale.benchmarks.step", "--config", "nope.json"],
         env=tiny_run.environment(), cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert child.returncode == 2 and child.stderr.splitlines()[-1].startswith("mst_scale: nope.json: no such config")
 
 
 def test_a_stopwatch_gives_each_moment_to_one_part(monkeypatch):
-    from benchmarks import stopwatch
+    from mst_scale.benchmarks import stopwatch
 
     now = [7.0]
     monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: now[0]))

@@ -1,4 +1,4 @@
-"""The `mst` command: what can be done with data, configs and runs outside of training.
+"""The `mst` command: what can be done with data, configs and runs.
 
 Exit codes: 0 done, 1 it failed, 2 used wrongly. A user's mistake is one line; MST_TRACEBACK=1 shows where it arose.
 """
@@ -9,21 +9,41 @@ import argparse
 import importlib
 import os
 import sys
+from typing import Any
 
+import mst_scale
 from mst_scale import distributed
 from mst_scale.distributed.parser import Parser
 
-VERBS = ("data", "flops", "plan", "inspect", "report", "reshape", "export", "eval", "bench")
+VERBS = ("data", "flops", "plan", "launch", "inspect", "report", "reshape", "export", "eval", "bench")
 
 
 def parser() -> Parser:
     top = Parser(
         prog="mst", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog="mst VERB --help"
     )
+    top.add_argument("--version", action=Version, nargs=0, help="mst_scale, and what it runs on")
     subparsers = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in VERBS:
         importlib.import_module(f"mst_scale.cli.{verb}").add(subparsers)
     return top
+
+
+class Version(argparse.Action):
+    """Says what is installed, as its metadata tells it: nothing of it is imported."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"mst_scale {mst_scale.__version__} (torch {_installed('torch')}, DeepSpeed {_installed('deepspeed')})")
+        parser.exit()
+
+
+def _installed(package: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "is not installed"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 ABOUT = """\
 Measure on this machine, ours and the rival alternating in one run:
 
   attention   Hybrid Sparse Attention against causal flash attention and FlexAttention
-  linear      a sparse linear layer against a dense one on CPU; --tune rewrites the crossovers that `auto` reads;
+  linear      a sparse linear layer against a dense one on CPU; --tune measures the crossovers that `auto` reads;
               --device cuda: in blocks against cuBLAS, product by product
   observer    looking at the weights for TensorBoard and the report, against the steps between
   topology    one topology step against full top-k and against torch.kthvalue
@@ -33,7 +31,7 @@ examples:
   mst bench attention --device cpu --quick
   mst bench linear --quick
   mst bench topology --ranks 1 2 --json
-  mst bench step --config ds_configs/gpt2_small.json --set model.n_layer=2 --set bf16.enabled=false --micro 1
+  mst bench step --config gpt2_small --set model.n_layer=2 --set bf16.enabled=false --micro 1
 """
 PROGRAMS = (
     "attention",
@@ -63,11 +61,4 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    root = Path(__file__).parents[2]
-    if not (root / "benchmarks").is_dir():
-        raise ValueError(
-            "the benchmarks lie in the source tree: install it with pip install -e and run mst bench there"
-        )
-    sys.path.insert(0, str(root))
-    program = importlib.import_module(f"benchmarks.{args.what}")
-    return int(program.main(args.options))
+    return int(importlib.import_module(f"mst_scale.benchmarks.{args.what}").main(args.options))

@@ -31,9 +31,9 @@ IGNORED = (
 )
 EXAMPLES = """\
 examples:
-  mst flops --config ds_configs/gpt2_small.json
-  mst flops --config ds_configs/gpt2_small.json --method rigl --json
-  mst flops --config ds_configs/gpt2_small.json --method dense-short --like ds_configs/gpt2_small.json
+  mst flops --config gpt2_small
+  mst flops --config gpt2_small --method rigl --json
+  mst flops --config gpt2_small --method dense-short --like gpt2_small
   mst flops --paper
 """
 
@@ -47,7 +47,7 @@ def add(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = verb.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config", metavar="C", help="the experiment (ds_configs/*.json)")
+    what.add_argument("--config", metavar="C", help="the experiment: a file, or a ready config by name")
     what.add_argument("--paper", action="store_true", help="the paper's table beside ours")
     verb.add_argument("--method", metavar="M", help="overrides mst.method")
     verb.add_argument("--like", metavar="C", help="for dense-short: the run (config or folder) whose FLOPs it spends")

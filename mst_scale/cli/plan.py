@@ -22,9 +22,9 @@ everything."""
 
 EXAMPLES = """\
 examples:
-  mst plan --config ds_configs/gpt3_13b.json --gpus 64 --gpu a100-80gb
-  mst plan --config ds_configs/gpt3_175b.json --gpus 512 --gpu h100-80gb --tokens 300B --json
-  mst plan --config ds_configs/gpt2_small.json --gpus 4 --gpu a100-40gb --efficiency matmul=0.5
+  mst plan --config gpt3_13b --gpus 64 --gpu a100-80gb
+  mst plan --config gpt3_175b --gpus 512 --gpu h100-80gb --tokens 300B --json
+  mst plan --config gpt2_small --gpus 4 --gpu a100-40gb --efficiency matmul=0.5
 """
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 GB = 1e9
@@ -38,7 +38,7 @@ def add(subparsers: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verb.add_argument("--config", required=True, metavar="FILE", help="the experiment (ds_configs/*.json)")
+    verb.add_argument("--config", required=True, metavar="C", help="the experiment: a file, or a ready config by name")
     verb.add_argument("--gpus", required=True, type=int, metavar="N", help="how many")
     verb.add_argument(
         "--gpu", default="a100-80gb", metavar="NAME", help="a100-40gb, a100-80gb (default), h100-80gb, h200"

@@ -1,8 +1,8 @@
 """How does a JSON file become an experiment?
 
-file → dict → `--set` overrides → recipe and method presets under the user's own keys → frozen blocks, strictly
-checked: an unknown or ill-typed key is an error that names the key, the file and the nearest valid name. What
-remains belongs to DeepSpeed and is passed on as it stands.
+file, or the name of a ready one → dict → `--set` overrides → recipe and method presets under the user's own keys →
+frozen blocks, strictly checked: an unknown or ill-typed key is an error that names the key, the file and the nearest
+valid name. What remains belongs to DeepSpeed and is passed on as it stands.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, Trainin
 from mst_scale.config.limits import refuse_large, refuse_senseless
 from mst_scale.config.method import MSTConfig
 from mst_scale.config.presets import METHODS, MODELS, RECIPES
+from mst_scale.config.ready import config_file, refusal
 from mst_scale.config.support import known_keys
 from mst_scale.distributed import shown
 
@@ -30,7 +31,10 @@ BLOCKS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, 
 
 
 def load(config: str | Path | dict[str, Any], overrides: Iterable[str] = (), method: str | None = None) -> Experiment:
-    """The experiment in a file or dict. Later wins: the preset of its method, the file, `method`, `overrides`."""
+    """The experiment in a file, of a ready config's name or in a dict.
+
+    Later wins: the preset of its method, the file, `method`, `overrides`.
+    """
     where, raw = read(config)
     mst = raw.get("mst", {})
     if method is not None and isinstance(mst, dict) and method != mst.get("method"):
@@ -44,11 +48,11 @@ def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """(name for messages, a dict of our own). Comments are not JSON: a file that cannot be parsed is named."""
     if isinstance(config, dict):
         return "config", copy.deepcopy(config)
-    path = Path(config)
+    path = config_file(config)
     try:
         raw = json.loads(path.read_text(), object_pairs_hook=_without_repeats)
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such config file (ready ones lie in ds_configs/)") from None
+        raise ValueError(refusal(config)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
@@ -61,7 +65,7 @@ def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: a config is a JSON object, this is a {type(raw).__name__}")
-    return str(path), raw
+    return str(Path(config)), raw
 
 
 def states(config: Experiment | str | Path | dict[str, Any], block: str, key: str) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mst_scale.config import Experiment, load, read
 from mst_scale.config.check import check
+from mst_scale.config.ready import config_file
 from mst_scale.distributed import logger
 from mst_scale.distributed.parser import Parser, refuse_no_folder
 from mst_scale.pretrain import resume
@@ -17,7 +18,8 @@ def arguments(argv: list[str] | None = None, description: str | None = None) -> 
     parser = Parser(
         prog="mst_scale.pretrain", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="the experiment (ds_configs/*.json)")
+    experiment = "the experiment: a file, or a ready config by name (gpt2_small)"
+    parser.add_argument("--deepspeed_config", required=True, metavar="C", help=experiment)
     parser.add_argument("--method", metavar="M", help="dense, mst, rigl, static, …: overrides mst.method")
     parser.add_argument("--like", metavar="C", help="for dense-short: the run (config or folder) whose FLOPs it spends")
     parser.add_argument("--data", metavar="DIR", help="a folder with train.bin and val.bin: overrides data.dir")
@@ -73,4 +75,4 @@ def _fitted(args: argparse.Namespace) -> list[str]:
 
 
 def out_of(args: argparse.Namespace, experiment: Experiment) -> Path:
-    return Path(args.out or f"runs/{Path(args.deepspeed_config).stem}-{experiment.mst.method}")
+    return Path(args.out or f"runs/{config_file(args.deepspeed_config).stem}-{experiment.mst.method}")

@@ -4,9 +4,9 @@
     cpu     compiled kernel over single weights, CPU tensors
     block   Triton kernels over blocks of weights, CUDA tensors, masks made of blocks
 
-`auto` takes the fastest by the crossovers that `mst bench linear --tune` measured into crossover.json, and logs each
-different choice once. Without a compiler, `cpu` is MKL's products: half as fast, so they have crossovers of their own
-("mkl"). Asking by name for a backend that cannot run is an error that says why.
+`auto` takes the fastest by the crossovers that `mst bench linear --tune` has measured, and logs each different choice
+once. Without a compiler, `cpu` is MKL's products: half as fast, so they have crossovers of their own ("mkl"). Asking by
+name for a backend that cannot run is an error that says why.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import topology, topology_ways
+from mst_scale.benchmarks import topology, topology_ways
 from mst_scale.mixed_growing.exchange import Exchange
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import linear
+from mst_scale.benchmarks import linear
 from mst_scale.sparse_linear import crossovers
 
 
@@ -35,19 +35,36 @@ def test_the_crossover_is_interpolated():
     assert linear.crossover({0.9: 10.0, 0.6: 40.0}, 50.0) is None
 
 
-def test_tuning_rewrites_the_rows_it_measured_alone(small, monkeypatch, tmp_path):
-    table = tmp_path / "crossover.json"
+def test_tuning_goes_before_what_is_shipped_and_earlier_measurements(small, monkeypatch, tmp_path, capsys):
+    """Of the kinds that it measured; the package's own file stays as it is."""
+    shipped, own = tmp_path / "shipped.json", tmp_path / "cache" / "crossover.json"
     other = {"backend": "block", "dtype": "bfloat16", "block": 32, "shape": [8, 8], "sparsity": 0.9}
     stale = {"backend": "cpu", "dtype": "float32", "threads": 9, "shape": [8, 8], "sparsity": 0.1}
-    table.write_text(json.dumps({"crossovers": [other, stale]}))
-    monkeypatch.setattr(crossovers, "TABLE", table)
+    shipped.write_text(json.dumps({"crossovers": [other, stale]}))
+    monkeypatch.setattr(crossovers, "SHIPPED", shipped)
+    monkeypatch.setattr(crossovers, "own", lambda: own)
     crossovers.table.cache_clear()
     try:
+        assert crossovers.table() == [other, stale]
+        crossovers.keep([{**other, "block": 16}, {**stale, "shape": [16, 8]}])
         assert linear.main(["--tune", "--dtype", "float32", "--seconds", "0.05"]) == 0
-        crossovers.table.cache_clear()
+        assert capsys.readouterr().out.endswith(f"wrote {own}\n")
         rows = crossovers.table()
-        assert other in rows and stale not in rows
+        assert other in rows and {**other, "block": 16} in rows
         for backend in ("cpu", "mkl"):
             assert [(r["threads"], r["shape"]) for r in rows if r["backend"] == backend] == [(1, [96, 64])]
+        assert json.loads(shipped.read_text())["crossovers"] == [other, stale]
+        assert [path.name for path in own.parent.iterdir()] == ["crossover.json"]
     finally:
         crossovers.table.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"crossovers": [{}]}', '{"crossovers": [{"backend": "cpu", "dtype": "a"}]}']
+)
+def test_what_was_measured_and_is_damaged_costs_a_line(monkeypatch, tmp_path, caplog, text):
+    monkeypatch.setenv("MST_SCALE_CACHE", str(tmp_path))
+    (tmp_path / "crossover.json").write_text(text)
+    assert crossovers.measured_here() == []
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "crossover.json holds no crossovers (" in line and line.endswith("mst bench linear --tune")

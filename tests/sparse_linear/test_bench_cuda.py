@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 
-from benchmarks import linear, linear_cuda
+from mst_scale.benchmarks import linear, linear_cuda
 from mst_scale.sparse_linear import crossovers
 from tests import triton_interpreter
 
 SMALL = """
 import json, time
-from benchmarks.linear_cuda import Layer, block_mask, measure, rates
+from mst_scale.benchmarks.linear_cuda import Layer, block_mask, measure, rates
 
 def clock(run):
     start = time.perf_counter()
@@ -86,13 +86,13 @@ def test_cuda_in_one_word_is_cuda(monkeypatch):
 
 
 def test_tuning_keeps_what_it_did_not_measure(monkeypatch, tmp_path):
-    """Another side, another width, the CPU's."""
+    """Here before: another side, another width, the CPU's."""
     row = {"backend": "block", "dtype": "bfloat16", "block": 16, "shape": [128, 32], "sparsity": 0.5}
     cpu = {"backend": "cpu", "dtype": "float32", "threads": 1, "shape": [128, 32], "sparsity": 0.6}
     others = [cpu, {**row, "block": 32}, {**row, "shape": [512, 128]}]
     table = tmp_path / "crossover.json"
     table.write_text(json.dumps({"crossovers": [row, *others]}))
-    monkeypatch.setattr(crossovers, "TABLE", table)
+    monkeypatch.setattr(crossovers, "own", lambda: table)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(linear_cuda, "Layer", Timed)
     monkeypatch.setattr(linear_cuda, "block_mask", lambda outputs, inputs, side, sparsity, device: sparsity)

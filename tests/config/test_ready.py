@@ -1,0 +1,48 @@
+"""Ready configs by name, wherever a config file is taken."""
+
+import pytest
+
+from mst_scale.config import load, ready
+from mst_scale.costs.ledger import shortened
+from mst_scale.pretrain.options import arguments, experiment_of, out_of
+from tests import tiny_run
+
+FOLDER = tiny_run.ROOT / "ds_configs"
+
+
+def test_every_ready_config_has_a_name():
+    assert ready.configs() == {path.stem: path for path in FOLDER.glob("*.json")}
+
+
+def test_a_name_means_the_file_of_that_name_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()  # no file
+    assert load("demo") == load(FOLDER / "demo.json")
+    tiny_run.config(tmp_path).rename(tmp_path / "gpt2_small")
+    assert load("gpt2_small").model.n_embd == 16 and load(ready.configs()["gpt2_small"]).model.n_embd == 768
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("gpt2-small", "gpt2_small"), ("ds_configs/gpt3_13b.json", "gpt3_13b"), ("gpt3_1.3", "gpt3_1.3b")],
+)
+def test_a_name_that_means_nothing(name, near, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as refused:
+        load(name)
+    said = f"{name}: no such config file; the nearest ready config is '{near}' (there are bert_base, demo, gpt2_large, "
+    assert str(refused.value).startswith(said)
+
+
+def test_names_are_taken_by_pretrain(tmp_path, monkeypatch):
+    """The folder of the run has the whole name, dots and all."""
+    monkeypatch.chdir(tmp_path)
+    args = arguments(["--deepspeed_config", "gpt3_1.3b", "--method", "dense-short", "--like", "gpt3_1.3b"])
+    experiment = experiment_of(args)
+    assert str(out_of(args, experiment)) == "runs/gpt3_1.3b-dense-short"
+    assert 0 < shortened(experiment, 32).training.steps < 280_000
+
+
+def test_a_mistake_is_told_with_the_name():
+    with pytest.raises(ValueError, match=r"^demo: unknown key 'mst.spasity'"):
+        load("demo", ["mst.spasity=1"])
