@@ -3,10 +3,10 @@
     python -m benchmarks.studies.corpus --out corpora/study
     python -m benchmarks.studies.corpus --out corpora/study --packages git-doc bash-doc --tokenizer gpt2
 
-Packages come by `apt-get download` and are unpacked, not installed (`apt-get update` beforehand where the lists are old).
-Their pages of HTML lose their markup; a paragraph that stood in an earlier page already is left out, and so is a page
-that is short or not English. What is left, in an order given by its digests, is OUT/text.jsonl, and with `mst data`
-OUT/train.bin, val.bin and meta.json. OUT/packages.txt names the packages with their versions.
+Packages come by `apt-get download` and are unpacked, not installed (`apt-get update` beforehand, where the lists are
+old). Their pages of HTML lose their markup; a paragraph that stood in an earlier page already is left out, and so is a
+page that is short or not English. What is left, in an order given by its digests, is OUT/text.jsonl, and with
+`mst data` OUT/train.bin, val.bin and meta.json. OUT/packages.txt names the packages with their versions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PACKAGES = (
 # Indices, and references that list the same traits on every page.
 LEFT_OUT = re.compile(r"genindex|/html/(std|core|alloc|proc_macro|test|src)/|/search\.html|unstable-book")
 FEWEST_LETTERS = 1_000  # of a page
-COMMON = frozenset("the of and to a in is that for it as be with on by this are or from an".split())
+COMMON = frozenset(re.findall(r"\w+", "the of and to a in is that for it as be with on by this are or from an"))
 COMMON_SHARE = 0.2  # of a page's words, at least: German, French and tables of symbols stay below
 
 DROPPED = re.compile(

@@ -46,8 +46,8 @@ def planned(experiment: Experiment, origin: str, out: Path) -> Experiment:
     _refuse_moved_rate(where, trunk, step)
     if experiment.training.steps <= step:
         raise ValueError(
-            f"{where}{checkpoint.name} stands at step {step:,}, and the run is to end at {experiment.training.steps:,}: "
-            "give more --steps, or an earlier checkpoint as RUN:TAG"
+            f"{where}{checkpoint.name} stands at step {step:,}, and the run is to end at "
+            f"{experiment.training.steps:,}: give more --steps, or an earlier checkpoint as RUN:TAG"
         )
     warmup = in_steps(trunk.training.warmup, trunk.training.steps)
     found = _decaying(experiment, warmup, experiment.training.steps - step)
@@ -65,7 +65,9 @@ def source(origin: str | None, experiment: Experiment, ranks: Ranks) -> Path | N
     batch, stated = (store.head(checkpoint) or {}).get("batch"), experiment.deepspeed.get("train_batch_size")
     if stated not in (None, "auto", batch):
         ranks.refuse(
-            ValueError(f"{OPTION} {origin}: its batch is of {batch} sequences: set train_batch_size to it, not {stated}")
+            ValueError(
+                f"{OPTION} {origin}: its batch is of {batch} sequences: set train_batch_size to it, not {stated}"
+            )
         )
     return checkpoint
 
@@ -117,8 +119,8 @@ def _refuse_another_course(where: str, experiment: Experiment, trunk: Experiment
     for key in (*SAME_BLOCKS, *SAME_KEYS):
         if ours.get(key) != theirs.get(key):
             raise ValueError(
-                f"{where}that run has another {_difference(key, ours.get(key), theirs.get(key))}: a branch goes on with "
-                "what its trunk began with"
+                f"{where}that run has another {_difference(key, ours.get(key), theirs.get(key))}: a branch goes on "
+                "with what its trunk began with"
             )
     for name in ("seed", "lr_schedule"):
         mine, other = (getattr(e.training, name) for e in (experiment, trunk))
@@ -156,7 +158,7 @@ def _refuse_other_masks(where: str, experiment: Experiment, trunk: Experiment, s
         same = ours.at(s) == theirs.at(s) and ours.is_topology_step(s) == theirs.is_topology_step(s)
         if not same or attention[0].pattern_at(s) != attention[1].pattern_at(s):
             raise ValueError(
-                f"{where}a run of {experiment.training.steps:,} steps would be another one from step {s:,} on than that "
-                f"of {trunk.training.steps:,}: state mst.sparsity, mst.topology.interval and mst.attention.dense_from in "
-                "steps (integers), and branch before the trunk's last step"
+                f"{where}a run of {experiment.training.steps:,} steps would be another one from step {s:,} on than "
+                f"that of {trunk.training.steps:,}: state mst.sparsity, mst.topology.interval and "
+                "mst.attention.dense_from in steps (integers), and branch before the trunk's last step"
             )

@@ -28,8 +28,8 @@ def arguments(argv: list[str] | None = None, description: str | None = None) -> 
     parser.add_argument("--init", metavar="M", help="start from weights: gpt2, a folder of transformers, or a run")
     parser.add_argument(
         "--branch-decay-from", metavar="RUN[:TAG]",
-        help="begin at a checkpoint of another run, whose learning rate has not decayed yet (training.lr_schedule wsd), "
-        "and let it decay from there to the last step, which --steps names",
+        help="begin at a checkpoint of another run, whose learning rate has not decayed yet (lr_schedule wsd), and "
+        "let it decay from there to the last step, which --steps names",
     )  # fmt: skip
     parser.add_argument("--eval-tasks", metavar="A,B", help="evaluate these tasks with the validation loss (mst eval)")
     parser.add_argument("--eval-every", type=int, metavar="N", help="overrides training.eval_every")
