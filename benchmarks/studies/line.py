@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
 from typing import TextIO
 
 from benchmarks.studies import facts
@@ -27,7 +26,7 @@ from mst_scale.config import Experiment, to_dict
 from mst_scale.runs import metrics, run_file
 from mst_scale.runs.progress import clock
 
-START_SECONDS = 10.0  # of a process, before its first step
+START_SECONDS = 16.0  # of a run's processes before their first steps, and of its evaluations
 POLL_SECONDS = 1.0
 GUESS = 2e10  # FLOP/s, as long as no run has said better
 TRUNK_CHECKPOINTS = 1_000
@@ -35,14 +34,6 @@ TRUNK_CHECKPOINTS = 1_000
 
 class Stopped(Exception):
     """The queue was asked to stop, or its time is over; what ran is saved."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Left:
-    """What is still to come."""
-
-    runs: int
-    seconds: float
 
 
 class Line:
@@ -81,19 +72,14 @@ class Line:
             self._say(todo, len(jobs) + len(guessed), [*todo, *guessed])
             self._keep(todo[0], self._made(todo[0]))
 
-    def left(self, jobs: list[Job]) -> Left:
-        return Left(len(jobs), seconds_left(jobs, self.rows, self._trunks()))
-
-    def _trunks(self) -> dict[str, int]:
-        return {path.name: _stands_at(path) for path in (self.out / "trunks").glob("*")}
-
     def _say(self, todo: list[Job], total: int, left: list[Job]) -> None:
         failed = sum(row["status"] != facts.FINISHED for row in self.rows.values())
-        seconds = self.left(left).seconds
-        self.screen.line(
-            f"{total - len(left)} of {total} runs done{f', {failed} failed' if failed else ''}, about {clock(seconds)} "
-            f"left · {todo[0]}"
-        )
+        trunks = {path.name: _stands_at(path) for path in (self.out / "trunks").glob("*") if path.is_dir()}
+        table = [job for job in left if job.block_flops == todo[0].block_flops]
+        soon, late = (clock(seconds_left(jobs, self.rows, trunks)) for jobs in (table, left))
+        done = f"{total - len(left)} of {total} runs done{f', {failed} failed' if failed else ''}"
+        table_of = f"{todo[0].cell.size} at {todo[0].cell.budget} tokens a parameter"
+        self.screen.line(f"{done}, about {soon} to the end of {table_of}, {late} to that of all · {todo[0]}")
 
     def _keep(self, job: Job, row: Row) -> None:
         self.rows[job.digest] = row
@@ -193,13 +179,13 @@ class Screen:
 
 def seconds_left(jobs: list[Job], rows: Mapping[str, Row], trunks: Mapping[str, int]) -> float:
     """By what finished runs of the same size took a FLOP, masked weights counted; of any size where there is none."""
-    speeds: dict[str | None, list[float]] = {}
-    of_size = {job.cell.size: job.work_a_step for job in jobs if job.experiment.mst.method != "dense"}
+    taken: dict[str, tuple[float, float]] = {}
     for row in rows.values():
-        if row["status"] == facts.FINISHED and row["seconds"] > START_SECONDS and row["flops_dense"]:
+        if row["status"] == facts.FINISHED:
             work = row["flops_dense"] / row["steps"] * row["steps_run"]
-            for name in (row["size"], None):
-                speeds.setdefault(name, []).append((row["seconds"] - START_SECONDS) / work)
+            for name in (row["size"], ""):
+                seconds, before = taken.get(name, (0.0, 0.0))
+                taken[name] = seconds + max(0.0, row["seconds"] - START_SECONDS), before + work
     reached = dict(trunks)
     total = 0.0
     for job in jobs:
@@ -208,9 +194,8 @@ def seconds_left(jobs: list[Job], rows: Mapping[str, Row], trunks: Mapping[str, 
             stood = reached.get(job.trunk, 0)
             steps = job.steps - start + max(0, start - stood)
             reached[job.trunk] = max(stood, start)
-        size = job.cell.size if job.cell.size in speeds and job.cell.size in of_size else None
-        known = speeds.get(size) or [1 / GUESS]
-        total += START_SECONDS + steps * job.work_a_step * median(known)
+        seconds, work = taken.get(job.cell.size) or taken.get("") or (0.0, 0.0)
+        total += START_SECONDS + steps * job.work_a_step * (seconds / work if seconds else 1 / GUESS)
     return total
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from benchmarks.page import grid
 from benchmarks.studies import facts
 from benchmarks.studies.facts import FINISHED, Row
 from benchmarks.studies.plan import Cell, Plan, job
-from mst_scale.costs.frontier import Multiplier, Point, interval, multiplier
+from mst_scale.costs.frontier import Point
+from mst_scale.report.frontier import ACCOUNTINGS, HEAD, Method, line, loss_over_flops
+from mst_scale.report.frontier import rows as method_rows
+from mst_scale.report.style import DARK, LIGHT, drawn, recoloured
 
-ACCOUNTINGS = {"paper": "flops", "causal": "flops_causal"}
+HEAD_OF_CELLS = ["variant", "rate", *HEAD]
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,7 @@ class Outcome:
     rate: float
     runs: dict[int, Row]
     edge: bool
-    dense: bool
-
-    def points(self, accounting: str) -> dict[int, Point]:
-        return {seed: Point(row[ACCOUNTINGS[accounting]], row["val_loss"]) for seed, row in self.runs.items()}
-
-    @property
-    def losses(self) -> list[float]:
-        return [row["val_loss"] for row in self.runs.values()]
+    method: Method
 
 
 def outcomes(plan: Plan, rows: Mapping[str, Row], data: str) -> list[Outcome]:
@@ -48,24 +43,19 @@ def outcomes(plan: Plan, rows: Mapping[str, Row], data: str) -> list[Outcome]:
         runs = {seed: rows.get(job(plan, cell, rate, seed, data).digest) for seed in plan.seeds}
         there = {seed: row for seed, row in runs.items() if row is not None and row["status"] == FINISHED}
         edge = len(rates) > 1 and rate in (min(rates), max(rates))
-        found.append(Outcome(cell, rate, there, edge, plan.variants[cell.variant].method == "dense"))
+        found.append(Outcome(cell, rate, there, edge, _method(plan, cell, there)))
     return found
 
 
-def worth(one: Outcome, others: list[Outcome], accounting: str, same_model: bool) -> Multiplier | None:
-    """Against dense runs of its size that are not smaller models, or of all; None without any, or for dense itself."""
-    rivals = [
-        other
-        for other in others
-        if other.dense and (not same_model or (other.cell.size == one.cell.size and _weights(other) == _weights(one)))
-    ]
-    if one.dense or not rivals:
-        return None
-    return multiplier(one.points(accounting), [other.points(accounting) for other in rivals])
-
-
-def _weights(one: Outcome) -> int:
-    return int(next(iter(one.runs.values()))["weights"])
+def _method(plan: Plan, cell: Cell, runs: Mapping[int, Row]) -> Method:
+    """Variants of a size are one model, unless they are of the smaller one."""
+    variant = plan.variants[cell.variant]
+    points = {
+        accounting: {seed: Point(row[key], row["val_loss"]) for seed, row in runs.items()}
+        for accounting, key in ACCOUNTINGS.items()
+    }
+    model = f"{cell.size}{', small' if variant.small else ''}"
+    return Method(str(cell), cell.variant, model, variant.method == "dense", points)
 
 
 def answers(plan: Plan, rows: Mapping[str, Row], data: str) -> dict[str, Any]:
@@ -76,21 +66,11 @@ def answers(plan: Plan, rows: Mapping[str, Row], data: str) -> dict[str, Any]:
         "study": plan.name,
         "runs": len(sure) + len(guessed),
         "done": sum(one.digest in rows and rows[one.digest]["status"] == FINISHED for one in sure),
-        "cells": [_cell(one, found) for one in found],
+        "cells": [
+            {**vars(one.cell), "rate": one.rate, "edge": one.edge, **row}
+            for one, row in zip(found, method_rows([one.method for one in found]), strict=True)
+        ],
     }
-
-
-def _cell(one: Outcome, others: list[Outcome]) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        **vars(one.cell), "rate": one.rate, "edge": one.edge, "seeds": sorted(one.runs),
-        "val_loss": fmean(one.losses), "interval": interval(one.losses),
-    }  # fmt: skip
-    for accounting, key in ACCOUNTINGS.items():
-        told[key] = fmean(row[key] for row in one.runs.values())
-        for name, same_model in (("same_model", True), ("all_sizes", False)):
-            read = worth(one, others, accounting, same_model)
-            told[f"worth_{name}_{accounting}"] = None if read is None else vars(read)
-    return told
 
 
 def written(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path) -> Path:
@@ -118,15 +98,9 @@ def _about(found: list[Outcome], plan: Plan) -> str:
 
 
 def _figures(plan: Plan, found: list[Outcome], folder: Path) -> list[str]:
-    from mst_scale.report.frontier import Method, loss_over_flops
-    from mst_scale.report.style import DARK, LIGHT, drawn, recoloured
-
     pictures = []
     for accounting in ACCOUNTINGS:
-        methods = [
-            Method(_name(one), one.cell.variant, one.dense, tuple(one.points(accounting).values())) for one in found
-        ]
-        plot = loss_over_flops(methods, accounting)
+        plot = loss_over_flops([one.method for one in found], accounting)
         _, svg = drawn(plot, LIGHT, png=False)
         name = f"{plan.name}-{accounting}"
         (folder / f"{name}.svg").write_text(svg)
@@ -139,34 +113,23 @@ def _figures(plan: Plan, found: list[Outcome], folder: Path) -> list[str]:
     return pictures
 
 
-def _name(one: Outcome) -> str:
-    return f"{one.cell.variant} {one.cell.size}"
-
-
 def _tables(plan: Plan, found: list[Outcome]) -> list[str]:
     parts = []
-    head = [
-        "variant", "rate", "seeds", "validation loss", "FLOPs", "worth, same model", "worth, all sizes",
-        "FLOPs, causal", "worth, same model", "worth, all sizes",
-    ]  # fmt: skip
+    methods = [one.method for one in found]
     for size in plan.sizes:
         for budget in plan.tokens_per_parameter:
             mine = [one for one in found if (one.cell.size, one.cell.budget) == (size, budget)]
             if mine:
-                parts += [f"## {size}, {budget} tokens a parameter", grid(head, [_line(one, found) for one in mine])]
+                parts += [
+                    f"## {size}, {budget} tokens a parameter",
+                    grid(HEAD_OF_CELLS, [_line(one, methods) for one in mine]),
+                ]
     return parts
 
 
-def _line(one: Outcome, others: list[Outcome]) -> list[str]:
-    reach = interval(one.losses)
-    loss = f"{fmean(one.losses):.4f}" + (f" ± {(reach[1] - reach[0]) / 2:.4f}" if reach else "")
+def _line(one: Outcome, methods: list[Method]) -> list[str]:
     share = "" if one.cell.share == 1 else f" × {one.cell.share:g}"
-    cells = [f"{one.cell.variant}{share}", f"{one.rate:g}{'*' if one.edge else ''}", str(len(one.runs)), loss]
-    for accounting, key in ACCOUNTINGS.items():
-        cells.append(f"{fmean(row[key] for row in one.runs.values()):.3g}")
-        reads = [worth(one, others, accounting, same_model) for same_model in (True, False)]
-        cells += ["–" if read is None else str(read) for read in reads]
-    return cells
+    return [f"{one.cell.variant}{share}", f"{one.rate:g}{'*' if one.edge else ''}", *line(one.method, methods)]
 
 
 def _notes(found: list[Outcome]) -> str:

@@ -41,7 +41,7 @@ WITHOUT_EFFECT = {
     "": ("tensorboard", "steps_per_print"),
 }
 DEFAULTS: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
-EVALUATIONS = 8  # of a run, for its curve
+EVALUATIONS = 4  # of a run, for its curve
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,8 @@ def job(plan: Plan, cell: Cell, rate: float, seed: int, data: str) -> Job:
     full = _experiment(plan, cell.size, variant, settings)
     model = load(plan.config, _settings({"model": plan.sizes[cell.size].model})).model
     batch = global_batch(full.deepspeed, 1)
-    budget_steps = max(1, round(cell.budget * model.weights / (batch * model.context)))
+    sequences = cell.budget * model.weights / model.context
+    budget_steps = max(1, round(sequences / batch))
     steps = max(1, round(cell.share * budget_steps))
     if variant.as_long_as is not None:
         other = _of_length(_experiment(plan, cell.size, plan.variants[variant.as_long_as], settings), steps)
@@ -192,7 +193,7 @@ def job(plan: Plan, cell: Cell, rate: float, seed: int, data: str) -> Job:
         seed=seed,
         experiment=experiment,
         digest=digest_of(experiment),
-        block_flops=budget_steps * batch * dense_step_flops(model).total,
+        block_flops=sequences * dense_step_flops(model).total,
         flops=steps * batch * forecast(experiment).mean["paper"].total,
         topology_flops=steps * batch * extra.total if count else 0.0,
         work_a_step=dense,
