@@ -8,7 +8,12 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.findall(r'^__version__ = "(.+)"$', (ROOT / "mst_scale" / "__init__.py").read_text(), re.MULTILINE)[0]
 # Folders of the clone that a wheel holds inside the package.
-INSIDE = {f"mst_scale.{name}": name for name in ("benchmarks", "ds_configs", "launchers")}
+INSIDE = {
+    "mst_scale.benchmarks": "benchmarks",
+    "mst_scale.benchmarks.studies": "benchmarks/studies",
+    "mst_scale.ds_configs": "ds_configs",
+    "mst_scale.launchers": "launchers",
+}
 
 # The tests run its interpreter; torch's CUDA builds bring their own.
 TRITON = "triton>=3.4; platform_system == 'Linux'"
@@ -33,6 +38,7 @@ setup(
     package_dir=INSIDE,
     package_data={
         "mst_scale": ["**/*.cpp", "**/*.h", "**/*.json", "config/*.txt"],
+        "mst_scale.benchmarks.studies": ["*.json"],
         "mst_scale.ds_configs": ["*.json"],
         "mst_scale.launchers": ["*.sh"],
     },

@@ -19,6 +19,7 @@ Measure on this machine, ours and the rival alternating in one run:
   quality     what a choice costs in validation loss: single weights, blocks, dense and tiny models
   step        a training step in every phase: MST against dense, its parts, memory, FLOP/s, collectives;
               --device cuda: 124M to 6.7B parameters in blocks on one GPU, as many layers as fit
+  study       a planned set of runs over sizes, lengths, methods and seeds: how many times its FLOPs is each worth?
   scaling     the same on 1, 2, 4 … processes, weak and strong, drawn
   training    what our training loop and the masks add to a bare DeepSpeed step
 
@@ -42,6 +43,7 @@ PROGRAMS = (
     "quality",
     "scaling",
     "step",
+    "study",
     "topology",
     "training",
 )

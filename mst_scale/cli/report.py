@@ -18,13 +18,20 @@ sparsity, phases and attention; pruning, growing and the layers; weights beside 
 RUN is the OUT folder of a training run, finished or not. The page is RUN/report/index.html; beside it lies each figure
 as PNG and SVG, light and dark. Several runs go into ./report or --out; those that differ only in their seed are one
 line, mean and range. Weights are those of the ends of phases (RUN/snapshots), or where there are none of the newest
-checkpoint. What a run does not tell is left out with a note. --json prints {"page", "figures", "notes", "runs"}."""
+checkpoint. What a run does not tell is left out with a note. --json prints {"page", "figures", "notes", "runs"}.
+
+--frontier asks one question of finished runs, dense ones of several lengths (and sizes) among them: how many times its
+FLOPs is each method worth? That is the FLOPs that dense training needs for the method's validation loss, read between
+dense runs (log loss over log FLOPs), divided by those that the method spent; against the same model trained shorter and
+against the best of all dense models. Outside of the dense runs it is a bound (≥, ≤). Runs that differ only in their
+seed are one method, with a 95 % interval (Student's t)."""
 
 EXAMPLES = """\
 examples:
   mst report runs/demo
   mst report --watch runs/demo                          # anew every 30 s until the run ends; the page reloads itself
   mst report runs/mst-* runs/dense-* --out runs/compared
+  mst report --frontier runs/mst-* runs/dense-*         # what is it worth against dense runs of all lengths?
 """
 
 
@@ -42,6 +49,9 @@ def add(subparsers: Any) -> None:
     )
     verb.add_argument("--watch", action="store_true", help="draw anew while the runs train, until they end")
     verb.add_argument("--every", type=int, default=30, metavar="S", help="seconds between two drawings (30)")
+    verb.add_argument(
+        "--frontier", action="store_true", help="FLOPs of the runs against the frontier of the dense ones"
+    )
     verb.add_argument("--json", action="store_true", help="print one JSON object")
     verb.set_defaults(run=run)
 
@@ -58,10 +68,12 @@ def run(args: argparse.Namespace) -> int:
         refuse_no_folder("--out", args.out)
     own = args.runs[0] if len(args.runs) == 1 else Path()  # a comparison is no run's own
     report = Report(args.runs, args.out or own / "report")
+    if args.watch and args.frontier:
+        raise ValueError("--frontier compares finished runs: leave out --watch")
     if args.watch:
         _watch(report, args.every)
     report.read()
-    found = report.write(say=_progress)
+    found = report.write_frontier(say=_progress) if args.frontier else report.write(say=_progress)
     _progress("")
     print(json.dumps(found) if args.json else _words(found))
     return 0

@@ -11,7 +11,7 @@ from mst_scale.config.check import check
 from mst_scale.config.ready import config_file
 from mst_scale.distributed import logger
 from mst_scale.distributed.parser import Parser, refuse_no_folder
-from mst_scale.pretrain import resume
+from mst_scale.pretrain import branch, resume
 
 
 def arguments(argv: list[str] | None = None, description: str | None = None) -> argparse.Namespace:
@@ -26,6 +26,11 @@ def arguments(argv: list[str] | None = None, description: str | None = None) -> 
     parser.add_argument("--out", metavar="DIR", help="where the run's files go (default: runs/<config>-<method>)")
     parser.add_argument("--steps", type=int, metavar="N", help="overrides training.steps")
     parser.add_argument("--init", metavar="M", help="start from weights: gpt2, a folder of transformers, or a run")
+    parser.add_argument(
+        "--branch-decay-from", metavar="RUN[:TAG]",
+        help="begin at a checkpoint of another run, whose learning rate has not decayed yet (lr_schedule wsd), and "
+        "let it decay from there to the last step, which --steps names",
+    )  # fmt: skip
     parser.add_argument("--eval-tasks", metavar="A,B", help="evaluate these tasks with the validation loss (mst eval)")
     parser.add_argument("--eval-every", type=int, metavar="N", help="overrides training.eval_every")
     parser.add_argument("--eval-data", metavar="DIR", help="the tasks' files (default: from the hub)")
@@ -47,11 +52,15 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
         if getattr(args, key) is not None:
             overrides.append(f"training.{key}={json.dumps(getattr(args, key))}")
     experiment = load(args.deepspeed_config, overrides, args.method)
+    if args.branch_decay_from is not None and experiment.training.init is not None:
+        raise ValueError("--branch-decay-from says where the run begins: leave out --init")
     if experiment.training.init is not None:
         experiment = resume.with_shape_of(experiment, experiment.training.init, out_of(args, experiment))
     if args.steps is not None and experiment.mst.like is not None:
         raise ValueError(f"method dense-short is as long as the FLOPs of {experiment.mst.like} last: leave out --steps")
     check(experiment)
+    if args.branch_decay_from is not None:
+        experiment = branch.planned(experiment, args.branch_decay_from, out_of(args, experiment))
     refuse_no_folder("--out", out_of(args, experiment))
     experiment.mst.attention_schedule(experiment.training.steps)  # phases that do not fit are refused here
     return experiment

@@ -32,7 +32,7 @@ from mst_scale.data.masking import open_sampler
 from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units.kinds import in_words
 from mst_scale.distributed import Ranks, Verdict, Watch, logger
-from mst_scale.pretrain import build_locks, prepare, refusals, resume
+from mst_scale.pretrain import branch, build_locks, prepare, refusals, resume
 from mst_scale.pretrain.learning_rate import learning_rate
 from mst_scale.pretrain.options import arguments, experiment_of, out_of
 from mst_scale.pretrain.spikes import Spikes, batch_number
@@ -62,9 +62,9 @@ class Run:
 
     # --- before the first step ---
 
-    def prepare(self, how: str) -> None:
+    def prepare(self, how: str, branch_from: str | None = None) -> None:
         """Data, model, engine, checkpoint: whatever can be refused is refused here."""
-        source = resume.choose(self.out, how, self.ranks)
+        source = resume.choose(self.out, how, self.ranks) or branch.source(branch_from, self.experiment, self.ranks)
         self.ranks.on_first(lambda: resume.refuse_another_model(self.out, self.experiment))
         world_size = self.ranks.world_size
         if source is not None:
@@ -84,7 +84,8 @@ class Run:
         if loadable is not None:
             left_out = self.ranks.on_first(lambda: run_file.rollbacks(self.out / "run.json"))
             self.rollbacks, self.skipped = len(left_out), sorted({batch for some in left_out for batch in some})
-        layers = {} if loadable is None else self._load(*loadable)
+        with branch.trunks_schedule(self.engine.mst, source, self.checkpoints):
+            layers = {} if loadable is None else self._load(*loadable)
         self._describe(source)
         self.votes = distributed.Votes(self.ranks)
         self.observer = Observer(self.engine, self.experiment, self.out, self.ranks, self.step)
@@ -372,7 +373,7 @@ def _train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: R
 
     for name in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(name, ask_to_stop)
-    run.prepare(args.resume)
+    run.prepare(args.resume, args.branch_decay_from)
     start, first = time.monotonic(), run.step
     run.to_the_end()
     if ranks.first:

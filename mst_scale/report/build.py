@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mst_scale.report import table
+from mst_scale.report import frontier, table
 from mst_scale.report.curves import comparing
 from mst_scale.report.groups import Group, grouped
 from mst_scale.report.page import Figure, Section, page
@@ -71,7 +71,23 @@ class Report:
         title = f"Training report: {', '.join(group.name for group in groups)}"
         if len(self.runs) == 1:
             title = f"Training report: {self.runs[0].name}"
-        document = page(title[:200], _lead(self.runs), sections, refresh)
+        return {**self._written(title, _lead(self.runs), sections, refresh), "runs": table.rows(groups)}
+
+    def write_frontier(self, *, say: Say = lambda _: None) -> dict[str, Any]:
+        """The page of what methods are worth on the frontier of the dense runs."""
+        compared = frontier.compared(grouped(self.runs))
+        self.out.mkdir(parents=True, exist_ok=True)
+        section = Section("Worth of their FLOPs")
+        section.tables.append(("", *frontier.cells(compared)))
+        section.notes += [f"{run.name} has not finished and is left out" for run in self.runs if not run.finished]
+        for accounting in frontier.ACCOUNTINGS:
+            say(f"figure of the {accounting} accounting")
+            self._add(section, "", frontier.loss_over_flops(compared, accounting), pictures=True)
+        lead = f"{len(compared)} settings over FLOPs; those that differ only in their seed are one."
+        return {**self._written("What FLOPs are worth", lead, [section], None), "runs": frontier.rows(compared)}
+
+    def _written(self, title: str, lead: str, sections: list[Section], refresh: int | None) -> dict[str, Any]:
+        document = page(title[:200], lead, sections, refresh)
         path = self.out / "index.html"
         draft = path.with_suffix(".partial")
         draft.write_text(document, encoding="utf-8")
@@ -81,7 +97,6 @@ class Report:
             "page": str(path),
             "figures": [{"name": f.key, "caption": f.caption, "files": f.files} for f in figures],
             "notes": [note for section in sections for note in section.notes],
-            "runs": table.rows(groups),
         }
 
     def _overview(self, groups: Sequence[Group]) -> Section:

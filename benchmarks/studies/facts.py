@@ -1,0 +1,137 @@
+"""What is known of the runs of a study: one JSON object a line, committed, appended as runs end.
+
+`NAME.runs.jsonl` outlives the runs' folders. The last line of a digest counts: a run that failed and was tried again
+has two. Lines of other studies are read too, as the same run may be a part of several.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mst_scale.runs import metrics, run_file
+
+from .plan import Cell, Job, Plan, job
+
+Row = dict[str, Any]
+FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
+KEPT = ("val_loss", "tokens", "flops", "flops_dense", "flops_causal", "flops_dense_causal")
+
+
+def path_of(name: str, folder: Path) -> Path:
+    return folder / f"{name}.runs.jsonl"
+
+
+def known(folder: Path) -> dict[str, Row]:
+    """By digest, of all studies."""
+    found: dict[str, Row] = {}
+    for path in sorted(folder.glob("*.runs.jsonl")):
+        for line in path.read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:  # torn by a kill: that run is looked at again
+                continue
+            if row["status"] == FAILED and found.get(row["digest"], row)["status"] != FAILED:
+                continue
+            found[row["digest"]] = row
+    return found
+
+
+def append(path: Path, row: Row) -> None:
+    """One write, on the disk when it returns; behind a torn line a new one begins."""
+    with path.open("ab+") as file:
+        torn = file.tell() > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
+        file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def of_run(found: Job, folder: Path, corpus: str, seconds: float, steps_run: int) -> Row | None:
+    """The facts of a finished run; None where it has not finished."""
+    told = run_file.read(folder / "run.json")
+    last_start = (told.get("starts") or [{}])[-1]
+    rows = list(metrics.read(folder / "metrics.jsonl")) if (folder / "metrics.jsonl").exists() else []
+    if last_start.get("how") != "finished" or not rows or rows[-1].get("val_loss") is None:
+        return None
+    if rows[-1]["step"] != found.steps:
+        return None
+    last = rows[-1]
+    git = last_start.get("git") or {}
+    return {
+        **about(found, FINISHED),
+        **{key: last[key] for key in last if key in KEPT or key.startswith("flops_")},
+        "flops_topology": found.topology_flops,
+        "curve": [[row["step"], round(row["val_loss"], 5)] for row in rows if row.get("val_loss") is not None],
+        "seconds": round(seconds, 1),
+        "steps_run": steps_run,
+        "commit": git.get("commit"),
+        "versions": {name: last_start.get("versions", {}).get(name) for name in ("python", "torch", "deepspeed")},
+        "corpus": corpus,
+    }
+
+
+def about(found: Job, status: str, **more: Any) -> Row:
+    cell = found.cell
+    return {
+        "digest": found.digest, "status": status, "size": cell.size, "budget": cell.budget, "variant": cell.variant,
+        "share": cell.share, "rate": found.rate, "seed": found.seed, "steps": found.steps,
+        "weights": found.experiment.model.weights, "method": found.experiment.mst.method, **more,
+    }  # fmt: skip
+
+
+def corpus_digest(folder: Path) -> str:
+    """Of what a run reads, by the corpus's own digests."""
+    path = folder / "meta.json"
+    if not path.is_file():
+        raise ValueError(
+            f"there is no corpus in {folder}: python -m mst_scale.benchmarks.studies.corpus --out {folder}"
+        )
+    splits = json.loads(path.read_text())["splits"]
+    return hashlib.sha256("".join(splits[name]["sha256"] for name in ("train", "val")).encode()).hexdigest()[:16]
+
+
+# --- what follows from them ---
+
+
+def val_loss(row: Row | None) -> float | None:
+    return row["val_loss"] if row is not None and row["status"] == FINISHED else None
+
+
+def best_rate(plan: Plan, cell: Cell, rows: Mapping[str, Row], data: str) -> float | None:
+    """By the validation loss of the first seed; None while a rate's run is to come, or where none has finished."""
+    tried = {rate: rows.get(job(plan, cell, rate, plan.seeds[0], data).digest) for rate in plan.rates_of(cell)}
+    if any(row is None for row in tried.values()):
+        return None
+    losses = {rate: loss for rate, row in tried.items() if (loss := val_loss(row)) is not None}
+    return min(losses, key=lambda rate: losses[rate], default=None)
+
+
+def wanted(plan: Plan, rows: Mapping[str, Row], data: str) -> tuple[list[Job], list[Job]]:
+    """(runs that are to be had, those among them and those to come whose rate is not known yet), cheap ones first.
+
+    Tables come whole: what belongs to the cheapest dense run goes before what belongs to the next.
+    """
+    sure: list[Job] = []
+    guessed: list[Job] = []
+    for cell in plan.cells():
+        rates = plan.rates_of(cell)
+        first = [job(plan, cell, rate, plan.seeds[0], data) for rate in rates]
+        sure += first
+        best = best_rate(plan, cell, rows, data)
+        if best is not None:
+            sure += [job(plan, cell, best, seed, data) for seed in plan.seeds[1:]]
+        elif any(one.digest not in rows for one in first):
+            guessed += [job(plan, cell, rates[len(rates) // 2], seed, data) for seed in plan.seeds[1:]]
+    return _distinct(sure), _distinct(guessed)
+
+
+def _distinct(jobs: Iterable[Job]) -> list[Job]:
+    ordered = sorted(jobs, key=lambda one: (one.block_flops, one.flops, one.rate, one.seed))
+    found: dict[str, Job] = {}
+    for one in ordered:
+        found.setdefault(one.digest, one)
+    return list(found.values())

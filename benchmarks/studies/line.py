@@ -1,0 +1,223 @@
+"""Runs the runs of a study one after the other, each a process of `mst_scale.pretrain`, and keeps what they tell.
+
+What is done is read from the disk: a queue that was killed goes on where it stopped, a run half done from its newest
+checkpoint. Dense runs with WSD share a trunk (OUT/trunks), a run at the constant rate that is made longer as longer
+ones come, and branch off it to decay. Where a trunk has gone past without a checkpoint, the run is made from its start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TextIO
+
+from mst_scale.checkpoints import store
+from mst_scale.config import Experiment, to_dict
+from mst_scale.runs import metrics, run_file
+from mst_scale.runs.progress import clock
+
+from . import facts
+from .facts import Row
+from .plan import Job, Plan
+
+START_SECONDS = 16.0  # of a run's processes before their first steps, and of its evaluations
+POLL_SECONDS = 1.0
+GUESS = 2e10  # FLOP/s, as long as no run has said better
+TRUNK_CHECKPOINTS = 1_000
+
+
+class Stopped(Exception):
+    """The queue was asked to stop, or its time is over; what ran is saved."""
+
+
+class Line:
+    """The queue over one plan in one folder."""
+
+    def __init__(self, plan: Plan, out: Path, results: Path, data: Path, deadline: float | None = None):
+        self.plan, self.out, self.results, self.data = plan, out, results, str(data)
+        self.corpus = facts.corpus_digest(data)
+        self.deadline = deadline
+        self.asked_to_stop = False
+        self.rows: dict[str, Row] = {}
+        self.read()
+        self.screen = Screen(sys.stderr)
+
+    def read(self) -> None:
+        """What is known; what failed before is tried again."""
+        found = facts.known(self.results)
+        mine = {job.digest for job in facts.wanted(self.plan, found, self.data)[0]}
+        for row in found.values():
+            if row["digest"] in mine and row["status"] == facts.FINISHED and row["corpus"] != self.corpus:
+                raise ValueError(
+                    f"{self.data} is not the corpus of the runs in {facts.path_of(self.plan.name, self.results)}: give "
+                    "theirs as --data, or --results another folder"
+                )
+        self.rows = {digest: row for digest, row in found.items() if row["status"] != facts.FAILED}
+
+    def to_the_end(self) -> None:
+        """Every run that is wanted, as long as there is time."""
+        while True:
+            jobs, guessed = facts.wanted(self.plan, self.rows, self.data)
+            todo = [job for job in jobs if job.digest not in self.rows]
+            if not todo:
+                return
+            if self._over():
+                raise Stopped
+            self._say(todo, len(jobs) + len(guessed), [*todo, *guessed])
+            self._keep(todo[0], self._made(todo[0]))
+
+    def _say(self, todo: list[Job], total: int, left: list[Job]) -> None:
+        failed = sum(row["status"] != facts.FINISHED for row in self.rows.values())
+        trunks = {path.name: _stands_at(path) for path in (self.out / "trunks").glob("*") if path.is_dir()}
+        table = [job for job in left if job.block_flops == todo[0].block_flops]
+        soon, late = (clock(seconds_left(jobs, self.rows, trunks)) for jobs in (table, left))
+        done = f"{total - len(left)} of {total} runs done{f', {failed} failed' if failed else ''}"
+        table_of = f"{todo[0].cell.size} at {todo[0].cell.budget} tokens a parameter"
+        self.screen.line(f"{done}, about {soon} to the end of {table_of}, {late} to that of all · {todo[0]}")
+
+    def _keep(self, job: Job, row: Row) -> None:
+        self.rows[job.digest] = row
+        facts.append(facts.path_of(self.plan.name, self.results), row)
+        said = f"validation loss {row['val_loss']:.4f}" if row["status"] == facts.FINISHED else row["reason"]
+        self.screen.line(f"  {said}")
+
+    # --- one run ---
+
+    def _made(self, job: Job) -> Row:
+        folder = self.out / "runs" / job.digest
+        log = folder.with_suffix(".log")
+        started = time.monotonic()
+        branch, steps_run = [], job.steps
+        if not store.list_tags(folder / "checkpoints") and (start := job.decays_from):
+            trunk = self.out / "trunks" / job.trunk
+            stood = _stands_at(trunk)
+            code = self._grown(job, trunk, start) if stood < start else 0
+            if code:
+                return self._failure(job, trunk.with_suffix(".log"), code)
+            if (trunk / "checkpoints" / store.tag_of(start)).is_dir():
+                branch = ["--branch-decay-from", f"{trunk}:{store.tag_of(start)}"]
+                steps_run = job.steps - start + max(0, start - stood)
+        if (found := self._facts(job, folder, started, steps_run)) is not None:
+            return found  # it had ended when the queue was killed
+        experiment = dataclasses.replace(
+            job.experiment, training=dataclasses.replace(job.experiment.training, keep_checkpoints=1)
+        )
+        code = self._run(experiment, folder, log, ["--steps", str(job.steps), *branch])
+        row = self._facts(job, folder, started, steps_run)
+        return self._failure(job, log, code) if row is None else row
+
+    def _facts(self, job: Job, folder: Path, started: float, steps_run: int) -> Row | None:
+        return facts.of_run(job, folder, self.corpus, time.monotonic() - started, steps_run)
+
+    def _grown(self, job: Job, trunk: Path, start: int) -> int:
+        """The trunk up to the step where the job's decay begins."""
+        training = dataclasses.replace(
+            job.experiment.training, steps=start, decay=0, keep_checkpoints=TRUNK_CHECKPOINTS, eval_every=0,
+            eval_sequences=1, save_every=max(1, start // 4), log_every=max(1, start // 8),
+        )  # fmt: skip
+        experiment = dataclasses.replace(job.experiment, training=training)
+        return self._run(experiment, trunk, trunk.with_suffix(".log"), [])
+
+    def _run(self, experiment: Experiment, folder: Path, log: Path, more: list[str]) -> int:
+        """One process to its end; `Stopped` where it was asked to save instead."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        config = folder.with_suffix(".json")
+        config.write_text(json.dumps(to_dict(experiment), indent=1))
+        words = ["--deepspeed_config", str(config), "--out", str(folder), *more]
+        command = [sys.executable, "-m", "mst_scale.pretrain", *words]
+        with log.open("a") as file:
+            # a group of its own: Ctrl-C reaches the queue alone, which lets the run save
+            child = subprocess.Popen(
+                command, stdout=file, stderr=file, start_new_session=True, env=_environment(), text=True
+            )
+            told = False
+            try:
+                while (code := child.poll()) is None:
+                    time.sleep(POLL_SECONDS)
+                    if not told and self._over():
+                        child.send_signal(signal.SIGTERM)
+                        told = True
+                    self.screen.status(lambda: f"  step {_stands_in(folder)} of {experiment.training.steps}")
+            except BaseException:
+                child.kill()
+                raise
+        if told and not _finished(folder, experiment.training.steps):
+            raise Stopped
+        return code
+
+    def _over(self) -> bool:
+        return self.asked_to_stop or (self.deadline is not None and time.monotonic() > self.deadline)
+
+    def _failure(self, job: Job, log: Path, code: int) -> Row:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        last = lines[-1] if lines else "it said nothing"
+        reason = f"killed by signal {-code}" if code < 0 else last.replace(str(self.out), "OUT")[:300]
+        diverged = "not a finite number" in last
+        return facts.about(job, facts.DIVERGED if diverged else facts.FAILED, reason=reason, corpus=self.corpus)
+
+
+class Screen:
+    """Lines of the queue; on a terminal the last one moves."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+        self.live = stream.isatty()
+
+    def line(self, text: str) -> None:
+        print(f"\r\x1b[K{text}" if self.live else text, file=self.stream, flush=True)
+
+    def status(self, text: Callable[[], str]) -> None:
+        if self.live:
+            print(f"\r\x1b[K{text()}", end="", file=self.stream, flush=True)
+
+
+def seconds_left(jobs: list[Job], rows: Mapping[str, Row], trunks: Mapping[str, int]) -> float:
+    """By what finished runs of the same size took a FLOP, masked weights counted; of any size where there is none."""
+    taken: dict[str, tuple[float, float]] = {}
+    for row in rows.values():
+        if row["status"] == facts.FINISHED:
+            work = row["flops_dense"] / row["steps"] * row["steps_run"]
+            for name in (row["size"], ""):
+                seconds, before = taken.get(name, (0.0, 0.0))
+                taken[name] = seconds + max(0.0, row["seconds"] - START_SECONDS), before + work
+    reached = dict(trunks)
+    total = 0.0
+    for job in jobs:
+        steps, start = job.steps, job.decays_from
+        if start:
+            stood = reached.get(job.trunk, 0)
+            steps = job.steps - start + max(0, start - stood)
+            reached[job.trunk] = max(stood, start)
+        seconds, work = taken.get(job.cell.size) or taken.get("") or (0.0, 0.0)
+        total += START_SECONDS + steps * job.work_a_step * (seconds / work if seconds else 1 / GUESS)
+    return total
+
+
+def _stands_at(folder: Path) -> int:
+    """The step of the newest checkpoint; 0 where there is none."""
+    tags = store.list_tags(folder / "checkpoints")
+    return int(tags[0].removeprefix("step")) if tags else 0
+
+
+def _stands_in(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return max((row["step"] for row in metrics.read(path)), default=0) if path.exists() else 0
+
+
+def _finished(folder: Path, steps: int) -> bool:
+    starts = run_file.read(folder / "run.json").get("starts") or [{}]
+    return starts[-1].get("how") == "finished" and starts[-1].get("last_step") == steps
+
+
+def _environment() -> dict[str, str]:
+    """This source tree, and no launcher around the run."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path}

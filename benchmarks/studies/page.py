@@ -1,0 +1,164 @@
+"""What does a study say? Its page (NAME.md) and figures, from the plan and from NAME.runs.jsonl alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mst_scale.costs.frontier import Point
+from mst_scale.report.frontier import ACCOUNTINGS, HEAD, Method, line, loss_over_flops
+from mst_scale.report.frontier import rows as method_rows
+from mst_scale.report.style import DARK, LIGHT, drawn, recoloured
+
+from ..page import grid
+from . import facts
+from .facts import FINISHED, Row
+from .plan import Cell, Plan, job
+
+HEAD_OF_CELLS = ["variant", "rate", *HEAD]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A cell's finished runs at its rate, by seed; `edge` where that rate is the grid's least or greatest."""
+
+    cell: Cell
+    rate: float
+    runs: dict[int, Row]
+    edge: bool
+    method: Method
+
+
+def outcomes(plan: Plan, rows: Mapping[str, Row], data: str) -> list[Outcome]:
+    """Cells whose rate is known; until then, of those that have a run, the best so far."""
+    found = []
+    for cell in plan.cells():
+        rates = plan.rates_of(cell)
+        tried = {rate: facts.val_loss(rows.get(job(plan, cell, rate, plan.seeds[0], data).digest)) for rate in rates}
+        losses = {rate: loss for rate, loss in tried.items() if loss is not None}
+        if not losses:
+            continue
+        rate = min(losses, key=lambda r: losses[r])
+        runs = {seed: rows.get(job(plan, cell, rate, seed, data).digest) for seed in plan.seeds}
+        there = {seed: row for seed, row in runs.items() if row is not None and row["status"] == FINISHED}
+        edge = len(rates) > 1 and rate in (min(rates), max(rates))
+        found.append(Outcome(cell, rate, there, edge, _method(plan, cell, there)))
+    return found
+
+
+def _method(plan: Plan, cell: Cell, runs: Mapping[int, Row]) -> Method:
+    """Variants of a size are one model, unless they are of the smaller one."""
+    variant = plan.variants[cell.variant]
+    points = {
+        accounting: {seed: Point(row[key], row["val_loss"]) for seed, row in runs.items()}
+        for accounting, key in ACCOUNTINGS.items()
+    }
+    model = f"{cell.size}{', small' if variant.small else ''}"
+    return Method(str(cell), cell.variant, model, variant.method == "dense", points)
+
+
+def answers(plan: Plan, rows: Mapping[str, Row], data: str) -> dict[str, Any]:
+    """The page's numbers, for machines."""
+    found = outcomes(plan, rows, data)
+    sure, guessed = facts.wanted(plan, rows, data)
+    return {
+        "study": plan.name,
+        "runs": len(sure) + len(guessed),
+        "done": sum(one.digest in rows and rows[one.digest]["status"] == FINISHED for one in sure),
+        "cells": [
+            {**vars(one.cell), "rate": one.rate, "edge": one.edge, **row}
+            for one, row in zip(found, method_rows([one.method for one in found]), strict=True)
+        ],
+    }
+
+
+def written(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path) -> Path:
+    """NAME.md, and beside it a figure for each accounting in light and dark."""
+    found = outcomes(plan, rows, data)
+    parts = [f"# {plan.question}", f"`mst bench study {plan.name}`", f"**Success, as planned:** {plan.success}"]
+    if found:
+        parts += [_about(found, plan), *_figures(plan, found, folder), *_tables(plan, found), _notes(found)]
+    else:
+        parts.append("No run has finished yet.")
+    parts += ["## All runs", _all_runs(plan, rows, data)]
+    path = folder / f"{plan.name}.md"
+    path.write_text("\n\n".join(part for part in parts if part) + "\n")
+    return path
+
+
+def _about(found: list[Outcome], plan: Plan) -> str:
+    last = [row for one in found for row in one.runs.values()][-1]
+    versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+    commits = sorted({(row["commit"] or "unknown")[:10] for one in found for row in one.runs.values()})
+    return (
+        f"{versions}, float32 on a CPU, one process, commit {', '.join(commits)}; corpus {last['corpus']}; seeds "
+        f"{', '.join(map(str, plan.seeds))}. What is not there yet is not in the tables."
+    )
+
+
+def _figures(plan: Plan, found: list[Outcome], folder: Path) -> list[str]:
+    pictures = []
+    for accounting in ACCOUNTINGS:
+        plot = loss_over_flops([one.method for one in found], accounting)
+        _, svg = drawn(plot, LIGHT, png=False)
+        name = f"{plan.name}-{accounting}"
+        (folder / f"{name}.svg").write_text(svg)
+        (folder / f"{name}-dark.svg").write_text(recoloured(svg, DARK))
+        pictures.append(
+            f'<picture><source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg"><img alt="Validation loss '
+            f'over FLOPs, {accounting} accounting: the dense frontier as a line, methods as points" src="{name}.svg">'
+            "</picture>"
+        )
+    return pictures
+
+
+def _tables(plan: Plan, found: list[Outcome]) -> list[str]:
+    parts = []
+    methods = [one.method for one in found]
+    for size in plan.sizes:
+        for budget in plan.tokens_per_parameter:
+            mine = [one for one in found if (one.cell.size, one.cell.budget) == (size, budget)]
+            if mine:
+                parts += [
+                    f"## {size}, {budget} tokens a parameter",
+                    grid(HEAD_OF_CELLS, [_line(one, methods) for one in mine]),
+                ]
+    return parts
+
+
+def _line(one: Outcome, methods: list[Method]) -> list[str]:
+    share = "" if one.cell.share == 1 else f" × {one.cell.share:g}"
+    return [f"{one.cell.variant}{share}", f"{one.rate:g}{'*' if one.edge else ''}", *line(one.method, methods)]
+
+
+def _notes(found: list[Outcome]) -> str:
+    said = [
+        "± and intervals are Student's t at 95 % over seeds (with one seed there is none); a worth is the FLOPs that "
+        "dense training needs for the loss, divided by those spent, read between dense runs at the logarithms of both. "
+        "≥ and ≤ are bounds: no dense run there was worse, or better."
+    ]
+    if any(one.edge for one in found):
+        said.append("\\* the best rate is the least or the greatest of the grid: beyond it may lie a better one.")
+    extra = [
+        row["flops_topology"] / row["flops"] for one in found for row in one.runs.values() if row["flops_topology"]
+    ]
+    if extra:
+        said.append(
+            f"Not in these FLOPs: the optimizer, and dense gradients at topology steps, {min(extra):.1%} to "
+            f"{max(extra):.1%} of the FLOPs of sparse runs (an upper bound, `flops_topology` in the runs' file)."
+        )
+    return "\n\n".join(said)
+
+
+def _all_runs(plan: Plan, rows: Mapping[str, Row], data: str) -> str:
+    """Those of the plan as it is now, in its order."""
+    lines = []
+    for one in facts.wanted(plan, rows, data)[0]:
+        row = rows.get(one.digest)
+        status = "to come" if row is None else row["status"]
+        loss = f"{row['val_loss']:.4f}" if row is not None and status == FINISHED else "–"
+        why = "" if row is None else row.get("reason", "")
+        lines.append([one.digest, str(one.cell), f"{one.rate:g}", one.seed, f"{one.steps:,}", loss, status, why])
+    return grid(["run", "cell", "rate", "seed", "steps", "validation loss", "status", "reason"], lines)

@@ -1,0 +1,251 @@
+"""What does a study plan to run? A JSON file (benchmarks/studies/NAME.json), read strictly, as a list of runs.
+
+A cell is a size of model, a budget of tokens per parameter, a variant and a share of the budget's steps. Its first seed
+runs at every learning rate of the grid; the rate with the lowest validation loss is the cell's, and the other seeds run
+at that alone. So rivals are tuned as the method is, and no seed but the first chooses.
+
+A run is known by a digest of its resolved config, without what cannot change its loss (where the corpus lies, how often
+it logs and saves) and without keys at their defaults: what another version of the plan or of the config adds repeats
+nothing that stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mst_scale.config import (
+    DataConfig,
+    Experiment,
+    ModelConfig,
+    MSTConfig,
+    TrainingConfig,
+    in_steps,
+    load,
+    to_dict,
+)
+from mst_scale.config.check import check, global_batch
+from mst_scale.costs.flops import dense_step_flops
+from mst_scale.costs.ledger import forecast, topology_flops
+
+FOLDER = Path(__file__).parent
+FIRST_LETTERS = 16  # of a digest
+WITHOUT_EFFECT = {
+    "training": ("log_every", "eval_every", "save_every", "keep_checkpoints", "look_every"),
+    "data": ("dir",),
+    "": ("tensorboard", "steps_per_print"),
+}
+DEFAULTS: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
+EVALUATIONS = 4  # of a run, for its curve
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, and what a smaller one has instead."""
+
+    model: dict[str, Any]
+    small: dict[str, Any] = field(default_factory=dict)
+    rates: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train. `as_long_as` names the variant whose FLOPs it spends on dense steps."""
+
+    method: str = "dense"
+    set: dict[str, Any] = field(default_factory=dict)
+    small: bool = False
+    shares: tuple[float, ...] = (1.0,)
+    as_long_as: str | None = None
+    rates: tuple[float, ...] = ()
+    last_rate: float | None = None  # as a share of the peak; None: the plan's
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """`rates` of a variant go before those of its size, and those before the plan's."""
+
+    name: str
+    question: str
+    success: str
+    config: dict[str, Any]
+    seeds: tuple[int, ...]
+    rates: tuple[float, ...]
+    tokens_per_parameter: tuple[int, ...]
+    sizes: dict[str, Size]
+    variants: dict[str, Variant]
+    last_rate: float = 0.01
+
+    def cells(self) -> list[Cell]:
+        return [
+            Cell(size, budget, name, share)
+            for size in self.sizes
+            for budget in self.tokens_per_parameter
+            for name, variant in self.variants.items()
+            for share in variant.shares
+        ]
+
+    def rates_of(self, cell: Cell) -> tuple[float, ...]:
+        return self.variants[cell.variant].rates or self.sizes[cell.size].rates or self.rates
+
+
+@dataclass(frozen=True)
+class Cell:
+    size: str
+    budget: int
+    variant: str
+    share: float = 1.0
+
+    def __str__(self) -> str:
+        share = "" if self.share == 1 else f" × {self.share:g}"
+        return f"{self.variant}{share}, {self.size}, {self.budget} tokens a parameter"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, before it runs. FLOPs are the forecast in the paper's accounting; `work` counts masked weights too, for
+    the time it takes."""
+
+    cell: Cell
+    rate: float
+    seed: int
+    experiment: Experiment
+    digest: str
+    block_flops: float
+    flops: float
+    topology_flops: float
+    work_a_step: float
+
+    def __str__(self) -> str:
+        return f"{self.cell}, rate {self.rate:g}, seed {self.seed}"
+
+    @property
+    def steps(self) -> int:
+        return self.experiment.training.steps
+
+    @property
+    def decays_from(self) -> int | None:
+        """Where its learning rate leaves that of a dense run which never decays; None where there is no such step."""
+        training = self.experiment.training
+        plain = training.lr_schedule == "wsd" and isinstance(training.warmup, int) and self.experiment.mst.stays_dense
+        if not plain:
+            return None
+        return self.steps - in_steps(training.decay, self.steps)
+
+    @property
+    def trunk(self) -> str:
+        """The digest of that run, whatever its length."""
+        return digest_of(replace(self.experiment, training=replace(self.experiment.training, steps=10**9, decay=0)))
+
+
+def read_plan(name: str, folder: Path = FOLDER) -> Plan:
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        there = ", ".join(sorted(found.stem for found in folder.glob("*.json")))
+        raise ValueError(f"there is no study {name!r}: choose one of {there}")
+    try:
+        raw = json.loads(path.read_text())
+        plan = Plan(
+            **{**raw, "name": name, "sizes": _each(Size, raw["sizes"]), "variants": _each(Variant, raw["variants"])}
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: not a plan of a study ({error}); see docs/benchmarks.md") from None
+    for variant in plan.variants.values():
+        if variant.as_long_as is not None and variant.as_long_as not in plan.variants:
+            raise ValueError(f"{path}: as_long_as names {variant.as_long_as!r}, which is no variant")
+    return plan
+
+
+def _each(kind: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists become tuples, so that the values are frozen."""
+    return {
+        name: kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
+        for name, found in raw.items()
+    }
+
+
+@functools.cache
+def job(plan: Plan, cell: Cell, rate: float, seed: int, data: str) -> Job:
+    """`data` is the corpus folder."""
+    variant = plan.variants[cell.variant]
+    settings = {"data.dir": data, "training.seed": seed, "optimizer.params.lr": rate}
+    full = _experiment(plan, cell.size, variant, settings)
+    model = load(plan.config, _settings({"model": plan.sizes[cell.size].model})).model
+    batch = global_batch(full.deepspeed, 1)
+    sequences = cell.budget * model.weights / model.context
+    budget_steps = max(1, round(sequences / batch))
+    steps = max(1, round(cell.share * budget_steps))
+    if variant.as_long_as is not None:
+        other = _of_length(_experiment(plan, cell.size, plan.variants[variant.as_long_as], settings), steps)
+        steps = max(1, round(steps * forecast(other).mean["paper"].total / dense_step_flops(full.model).total))
+    experiment = _of_length(full, steps)
+    check(experiment)
+    dense = batch * dense_step_flops(experiment.model).total
+    count, extra = topology_flops(experiment)
+    return Job(
+        cell=cell,
+        rate=rate,
+        seed=seed,
+        experiment=experiment,
+        digest=digest_of(experiment),
+        block_flops=sequences * dense_step_flops(model).total,
+        flops=steps * batch * forecast(experiment).mean["paper"].total,
+        topology_flops=steps * batch * extra.total if count else 0.0,
+        work_a_step=dense,
+    )
+
+
+def _experiment(plan: Plan, size: str, variant: Variant, settings: Mapping[str, Any]) -> Experiment:
+    model = {**plan.sizes[size].model, **(plan.sizes[size].small if variant.small else {})}
+    last = plan.last_rate if variant.last_rate is None else variant.last_rate
+    least = {"training.min_lr": last * settings["optimizer.params.lr"]}
+    return load(plan.config, _settings({"model": model, **settings, **least, **variant.set}), variant.method)
+
+
+def _settings(settings: Mapping[str, Any]) -> list[str]:
+    """A block is laid over the config's key by key."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= {f"{key}.{k}": v for k, v in value.items()} if key == "model" else {key: value}
+    return [f"{key}={json.dumps(value)}" for key, value in flat.items()]
+
+
+def _of_length(experiment: Experiment, steps: int) -> Experiment:
+    """So many steps, of which the decay of WSD keeps its share; the warm-up too, where it is a share."""
+    training = replace(experiment.training, steps=steps)
+    if training.lr_schedule == "wsd":
+        training = replace(training, decay=in_steps(training.decay, steps))
+    every = max(1, steps // EVALUATIONS)
+    return replace(experiment, training=replace(training, eval_every=every, save_every=2 * every, log_every=every))
+
+
+def digest_of(experiment: Experiment) -> str:
+    content = json.loads(json.dumps(to_dict(experiment)))
+    training = content["training"]
+    for name in ("warmup", "decay"):
+        training[name] = in_steps(training[name], training["steps"])
+    if training["lr_schedule"] == "cosine":
+        del training["decay"]
+    for block, keys in WITHOUT_EFFECT.items():
+        for key in keys:
+            (content[block] if block else content).pop(key, None)
+    for block, kind in DEFAULTS.items():
+        content[block] = _unlike(content[block], asdict(kind()))
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:FIRST_LETTERS]
+
+
+def _unlike(found: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """What differs from the defaults, block by block."""
+    kept: dict[str, Any] = {}
+    for key, value in found.items():
+        usual = default.get(key)
+        if isinstance(value, dict) and isinstance(usual, dict):
+            kept |= {key: inner} if (inner := _unlike(value, usual)) else {}
+        elif value != usual:
+            kept[key] = value
+    return kept

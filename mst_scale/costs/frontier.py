@@ -1,0 +1,115 @@
+"""How many times its FLOPs is a method worth, measured on dense runs?
+
+    multiplier = FLOPs that dense training needs for the loss that the method reached / FLOPs that the method spent
+
+Dense runs of several lengths (and sizes) give points of FLOPs and loss. Those that no cheaper run reaches are the
+frontier; between two of its points log loss is linear in log FLOPs, as for a power law. Outside of them nothing is
+extrapolated: the answer is a bound then, at least (≥) or at most (≤). A convex curve lies below its chords, so dense
+is read a little too costly between points far apart: budgets a factor of two apart keep that small.
+
+With several seeds each seed's method is read on the dense runs of the same seed; the interval is Student's t at 95 %
+over the logarithms of those multipliers, and the value their geometric mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, stdev
+
+AT_LEAST, AT_MOST = "≥", "≤"
+# Student's t, 97.5 %, by degrees of freedom from 1; beyond them that of 30 is wide enough by 0.08.
+STUDENT = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a run spent, and the validation loss it reached."""
+
+    flops: float
+    loss: float
+
+    def __post_init__(self) -> None:
+        if not (0 < self.flops < math.inf and 0 < self.loss < math.inf):
+            raise ValueError(f"a point needs FLOPs and a loss above 0, not {self.flops} and {self.loss}")
+
+
+@dataclass(frozen=True)
+class Needed:
+    """FLOPs that dense training needs for a loss; with a bound where no dense run is on that side of it."""
+
+    flops: float
+    bound: str = ""
+
+
+@dataclass(frozen=True)
+class Multiplier:
+    """`low` and `high` are None where there is one seed, or where some seeds lie outside of the dense runs."""
+
+    value: float
+    bound: str = ""
+    low: float | None = None
+    high: float | None = None
+    seeds: int = 1
+
+    def __str__(self) -> str:
+        said = f"{self.bound}{' ' if self.bound else ''}{self.value:.2f}"
+        return said if self.low is None or self.high is None else f"{said} ({self.low:.2f} to {self.high:.2f})"
+
+
+def frontier(points: Iterable[Point]) -> list[Point]:
+    """The points that no point of fewer or equal FLOPs undercuts, in the order of their FLOPs."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.flops, p.loss)):
+        if not kept or point.loss < kept[-1].loss:
+            kept.append(point)
+    return kept
+
+
+def needed(loss: float, points: Iterable[Point]) -> Needed:
+    """What the frontier of these points spends on a loss."""
+    best = frontier(points)
+    if not best:
+        raise ValueError("no dense run to compare with")
+    if loss > best[0].loss:
+        return Needed(best[0].flops, AT_MOST)
+    for left, right in pairwise(best):
+        if loss >= right.loss:
+            part = math.log(left.loss / loss) / math.log(left.loss / right.loss)
+            return Needed(left.flops * (right.flops / left.flops) ** part)
+    return Needed(best[-1].flops, "" if loss == best[-1].loss else AT_LEAST)
+
+
+def multiplier(method: Mapping[int, Point], dense: Sequence[Mapping[int, Point]]) -> Multiplier:
+    """`method` and each of the dense runs by seed. Seeds that all have come to are compared one by one; where there are
+    none, or one of them lies outside of its dense runs, the means over seeds are."""
+    shared = set(method).intersection(*dense) if dense else set()
+    each = [(method[seed].flops, needed(method[seed].loss, [run[seed] for run in dense])) for seed in sorted(shared)]
+    if not each or any(found.bound for _, found in each):
+        mine, theirs = mean(method.values()), [mean(run.values()) for run in dense]
+        found = needed(mine.loss, theirs)
+        return Multiplier(found.flops / mine.flops, found.bound, seeds=len(shared) or 1)
+    logs = [math.log(found.flops / spent) for spent, found in each]
+    centre = fmean(logs)
+    if len(logs) == 1:
+        return Multiplier(math.exp(centre))
+    reach = STUDENT[min(len(logs) - 1, len(STUDENT)) - 1] * stdev(logs) / math.sqrt(len(logs))
+    return Multiplier(math.exp(centre), "", math.exp(centre - reach), math.exp(centre + reach), len(logs))
+
+
+def mean(points: Iterable[Point]) -> Point:
+    found = list(points)
+    return Point(fmean(p.flops for p in found), fmean(p.loss for p in found))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Student's t at 95 % around the mean; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    reach = STUDENT[min(len(values) - 1, len(STUDENT)) - 1] * stdev(values) / math.sqrt(len(values))
+    return fmean(values) - reach, fmean(values) + reach

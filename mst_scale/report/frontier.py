@@ -1,0 +1,151 @@
+"""What does a method's loss cost, beside dense training of all lengths and sizes? The figure, and its words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import NullFormatter
+
+from mst_scale.costs.frontier import Multiplier, Point, frontier, interval, mean, multiplier
+from mst_scale.report.groups import Group
+from mst_scale.report.style import Plot, Theme, legend, ratio_axis
+from mst_scale.runs.progress import flops_unit
+
+MARKERS = "osD^vP*X"
+ACCOUNTINGS = {"paper": "flops", "causal": "flops_causal"}
+"""The column of the metrics for each."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """The finished runs of one setting, by accounting and seed. Those of one `kind` share a colour, those of one
+    `model` are the same model trained longer or shorter."""
+
+    name: str
+    kind: str
+    model: str
+    dense: bool
+    points: Mapping[str, Mapping[int, Point]]
+
+    @property
+    def losses(self) -> list[float]:
+        return [point.loss for point in self.points["paper"].values()]
+
+
+def worth(method: Method, methods: Sequence[Method], accounting: str, same_model: bool) -> Multiplier | None:
+    """Against dense runs of its model, or of all; None without any, and for dense training itself."""
+    rivals = [other for other in methods if other.dense and (not same_model or other.model == method.model)]
+    if method.dense or not rivals:
+        return None
+    return multiplier(method.points[accounting], [rival.points[accounting] for rival in rivals])
+
+
+def compared(groups: Sequence[Group]) -> list[Method]:
+    """Of runs on disk; a ValueError where there is nothing to compare."""
+    methods = []
+    for group in groups:
+        runs = {
+            run.seed if run.seed is not None else i: run
+            for i, run in enumerate(group.runs)
+            if run.finished and run.last_val_loss is not None and all(run.last.get(key) for key in ACCOUNTINGS.values())
+        }
+        if not runs:
+            continue
+        points = {
+            accounting: {seed: Point(run.last[key], run.last_val_loss or 0.0) for seed, run in runs.items()}
+            for accounting, key in ACCOUNTINGS.items()
+        }
+        first = group.first
+        dense = first.setting("mst", "sparsity", "variation") == "dense" or first.setting("mst", "sparsity", "max") == 0
+        methods.append(Method(group.name, first.method, json.dumps(first.setting("model")), dense, points))
+    if not any(method.dense for method in methods):
+        raise ValueError("--frontier: no finished dense run is among them: train some of several lengths")
+    return methods
+
+
+def rows(methods: Sequence[Method]) -> list[dict[str, Any]]:
+    """For machines."""
+    found = []
+    for method in methods:
+        told: dict[str, Any] = {
+            "name": method.name, "dense": method.dense, "seeds": sorted(method.points["paper"]),
+            "val_loss": fmean(method.losses), "interval": interval(method.losses),
+        }  # fmt: skip
+        for accounting, key in ACCOUNTINGS.items():
+            told[key] = mean(method.points[accounting].values()).flops
+            for name, same in (("same_model", True), ("all_sizes", False)):
+                read = worth(method, methods, accounting, same)
+                told[f"worth_{name}_{accounting}"] = None if read is None else vars(read)
+        found.append(told)
+    return found
+
+
+HEAD = [
+    "seeds", "validation loss", "FLOPs", "worth, same model", "worth, all sizes",
+    "FLOPs, causal", "worth, same model, causal", "worth, all sizes, causal",
+]  # fmt: skip
+
+
+def cells(methods: Sequence[Method]) -> tuple[list[str], list[list[str]]]:
+    return ["run", *HEAD], [[method.name, *line(method, methods)] for method in methods]
+
+
+def line(method: Method, methods: Sequence[Method]) -> list[str]:
+    """What stands under HEAD."""
+    reach = interval(method.losses)
+    loss = f"{fmean(method.losses):.4f}" + (f" ± {(reach[1] - reach[0]) / 2:.4f}" if reach else "")
+    told = [str(len(method.losses)), loss]
+    for accounting in ACCOUNTINGS:
+        told.append(f"{mean(method.points[accounting].values()).flops:.3g}")
+        reads = [worth(method, methods, accounting, same) for same in (True, False)]
+        told += ["–" if read is None else str(read) for read in reads]
+    return told
+
+
+def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
+    """The frontier through dense runs as a line, every method as a point with its interval over seeds."""
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        axes = figure.subplots()
+        means = [(method, mean(method.points[accounting].values())) for method in methods]
+        unit, name = flops_unit(max(point.flops for _, point in means))
+        handles: list[Any] = []
+        best = frontier(point for method, point in means if method.dense)
+        if best:
+            look: dict[str, Any] = {"color": theme.axis, "linewidth": 1.4}
+            axes.plot([p.flops / unit for p in best], [p.loss for p in best], **look)
+            handles.append(Line2D([], [], label="dense frontier", **look))
+        kinds = list(dict.fromkeys(method.kind for method in methods))
+        for i, kind in enumerate(kinds):
+            colour, marker = theme.series[i % len(theme.series)], MARKERS[i % len(MARKERS)]
+            for method, point in means:
+                if method.kind != kind:
+                    continue
+                reach = interval(method.losses)
+                if reach is not None:
+                    axes.plot([point.flops / unit] * 2, reach, color=colour, linewidth=1.2)
+                axes.plot([point.flops / unit], [point.loss], marker, color=colour, markersize=6)
+            handles.append(Line2D([], [], label=kind, color=colour, marker=marker, linestyle="none"))
+        flops = [point.flops / unit for _, point in means]
+        losses = [point.loss for _, point in means]
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        ratio_axis(axes.xaxis, min(flops), max(flops))
+        axes.yaxis.set_major_formatter("{x:.3g}")
+        axes.yaxis.set_minor_formatter(NullFormatter() if max(losses) > 3 * min(losses) else "{x:.3g}")
+        axes.set_xlabel(f"training FLOPs, {accounting} accounting ({name})")
+        axes.set_ylabel("validation loss (nats a token)")
+        axes.set_title("Loss over FLOPs")
+        legend(figure, handles, columns=4)
+
+    caption = (
+        "The line joins the dense runs that no cheaper one undercuts; bars are 95 % intervals over seeds (Student's "
+        "t). A point below the line pays: as far as it lies to the left of it, so many times are its FLOPs worth."
+    )
+    return Plot(f"frontier-{accounting}", caption, draw, 4.4)

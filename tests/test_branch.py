@@ -1,0 +1,100 @@
+"""A decay that branches off another run's checkpoint is bit for bit the run whose decay was planned so."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import pool, tiny_run
+from tests.whole_runs import MST, arguments, attempt, weights, without_times
+
+STEADY = {"lr_schedule": "wsd", "decay": 0, "steps": 12, "warmup": 0.2}  # two steps of 12
+# DeepSpeed's own Adam on the CPU may round otherwise after a load
+EXACT = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
+IN_STEPS = {
+    **MST,
+    "sparsity": {"max": 0.8, "warmup": 2, "ultra": 3, "restore": 2, "stages": 2},
+    "attention": {"pattern": "strided", "stride": 8, "dense_from": 6},
+}
+
+
+def run(folder: Path, out: str, *more: str, **blocks) -> tuple[int, str]:
+    blocks = {"optimizer": EXACT, "training": STEADY, "mst": {"method": "dense"}, **blocks}
+    return pool.run(attempt, 1, arguments(folder, out, *more, **blocks))[0]
+
+
+def planned(steps: int, decay: int) -> list[str]:
+    return ["--steps", str(steps), "--set", "training.warmup=2", "--set", f"training.decay={decay}"]
+
+
+@pytest.mark.parametrize("method", ["dense", "mst"])
+def test_a_branch_is_the_run_that_was_planned_so(tmp_path, method):
+    mst = IN_STEPS if method == "mst" else {"method": "dense"}
+    assert run(tmp_path, "trunk", mst=mst) == (0, "")
+    trunk, short, out = tmp_path / "trunk", tmp_path / "planned", tmp_path / "branch"
+    assert run(tmp_path, "planned", *planned(14, 6), mst=mst) == (0, "")
+    command = ["--branch-decay-from", f"{trunk}:step00000008", "--steps", "10"]
+    assert run(tmp_path, "branch", *command, mst=mst) == (0, "")
+    assert [row["step"] for row in tiny_run.rows(out)] == [9, 10]
+    shutil.rmtree(out)
+    command[-1] = "14"
+    assert run(tmp_path, "branch", *command, mst=mst) == (0, "")
+    theirs = [row for row in without_times(tiny_run.rows(short)) if row["step"] > 8]
+    assert without_times(tiny_run.rows(out)) == theirs, "losses, rates, sparsities and FLOPs since the first step"
+    ours, theirs = weights(out, "step00000014"), weights(short, "step00000014")
+    assert ours.keys() == theirs.keys() and len(ours) > 10
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    start = json.loads((out / "run.json").read_text())["starts"][0]
+    assert start["from_step"] == 8 and start["checkpoint"] == str(trunk / "checkpoints" / "step00000008")
+
+    # a branch goes on from its own checkpoint, also where its trunk is gone
+    shutil.rmtree(out / "checkpoints" / "step00000014")
+    shutil.rmtree(trunk)
+    assert run(tmp_path, "branch", *command, mst=mst) == (0, "")
+    again = weights(out, "step00000014")
+    assert all(torch.equal(again[name], ours[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trunk")
+    assert run(folder, "trunk") == (0, "")
+    return folder / "trunk"
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--set", "model.n_embd=32"], "another model.n_embd (16, here 32)"),
+        (["--set", "optimizer.params.lr=0.5"], "another optimizer.params.lr (0.01, here 0.5)"),
+        (["--set", "training.seed=5"], "training.seed is 1337, here it is 5"),
+        (["--set", "train_batch_size=4"], "set train_batch_size to it, not 4"),
+        (["--method", "mst"], "another mst."),
+        (["--set", "training.lr_schedule=cosine"], 'set training.lr_schedule to "wsd"'),
+        (["--init", "gpt2"], "leave out --init"),
+        (["--steps", "8"], "stands at step 8, and the run is to end at 8"),
+        (["--branch-decay-from", "{trunk}:step7"], "has no checkpoint step7; it has step00000012, step00000008"),
+        (["--branch-decay-from", "nowhere"], "there is no checkpoint in nowhere/checkpoints"),
+    ],
+)
+def test_what_would_be_another_run_is_refused_in_one_line(tmp_path, trunk, more, told):
+    shutil.copytree(trunk.parent / "corpus", tmp_path / "corpus")
+    words = ["--branch-decay-from", f"{trunk}:step00000008", "--set", f"data.dir={trunk.parent / 'corpus'}"]
+    code, text = run(tmp_path, "out", *words, "--steps", "14", *(word.format(trunk=trunk) for word in more))
+    assert code == 2 and told in text and text.count("\n") <= 1, text
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_a_checkpoint_after_the_decay_began_is_refused(tmp_path):
+    assert run(tmp_path, "trunk", training={**STEADY, "decay": 6, "save_every": 8}) == (0, "")
+    code, text = run(tmp_path, "out", "--branch-decay-from", str(tmp_path / "trunk") + ":step00000008", "--steps", "20")
+    assert code == 2 and "outside of that run's constant rate (steps 2 to 6)" in text
+
+
+def test_shares_of_the_run_are_refused_for_sparse_training(tmp_path):
+    assert run(tmp_path, "trunk", mst=MST) == (0, "")
+    words = ["--branch-decay-from", f"{tmp_path / 'trunk'}:step00000008", "--steps", "20"]
+    code, text = run(tmp_path, "out", *words, mst=MST)
+    assert code == 2 and "state mst.sparsity" in text and text.count("\n") <= 1

@@ -1,0 +1,78 @@
+"""The FLOP multiplier on numbers whose answer is known."""
+
+import math
+
+import pytest
+
+from mst_scale.costs.frontier import STUDENT, Multiplier, Needed, Point, frontier, interval, multiplier, needed
+
+BUDGETS = (1e12, 2e12, 4e12, 8e12, 1.6e13)
+
+
+def law(flops: float, floor: float = 0.0) -> float:
+    return floor + 100.0 * flops**-0.12
+
+
+@pytest.mark.parametrize("worth", [0.6, 1.0, 1.7, 3.9])
+def test_the_known_multiplier_of_a_power_law_is_recovered(worth):
+    """Loss = a · C^-b, and a method that is worth `worth` times what it spends."""
+    dense = [{1: Point(c, law(c))} for c in BUDGETS]
+    spent = 3e12
+    found = multiplier({1: Point(spent, law(worth * spent))}, dense)
+    assert found == Multiplier(pytest.approx(worth, rel=1e-12))
+
+
+def test_a_floor_under_the_loss_is_overread_by_little_at_budgets_a_factor_of_two_apart():
+    dense = [{1: Point(c, law(c, floor=0.7))} for c in BUDGETS]
+    found = multiplier({1: Point(3e12, law(1.7 * 3e12, floor=0.7))}, dense)
+    assert 1.7 <= found.value < 1.7 * 1.01
+
+
+def test_outside_of_the_dense_runs_the_answer_is_a_bound():
+    dense = [{1: Point(c, law(c))} for c in BUDGETS]
+    better = multiplier({1: Point(1e12, law(1e14))}, dense)
+    assert better == Multiplier(pytest.approx(16), "≥") and str(better) == "≥ 16.00"
+    worse = multiplier({1: Point(2e12, law(1e11))}, dense)
+    assert worse == Multiplier(pytest.approx(0.5), "≤")
+    assert needed(law(1.6e13), [run[1] for run in dense]) == Needed(pytest.approx(1.6e13)), "the last run itself"
+    assert needed(law(1e12), [run[1] for run in dense]) == Needed(pytest.approx(1e12))
+
+
+def test_only_the_best_dense_runs_count():
+    points = [Point(1.0, 4.0), Point(2.0, 5.0), Point(2.0, 3.0), Point(3.0, 3.0), Point(4.0, 2.0), Point(9.0, 2.5)]
+    assert frontier(points) == [Point(1.0, 4.0), Point(2.0, 3.0), Point(4.0, 2.0)]
+    assert needed(1.9, points) == Needed(4.0, "≥")
+
+
+def test_the_interval_over_seeds_is_students_t_of_the_logarithms():
+    """Seeds shift dense and method alike: pairing takes that out, and what is left is 1.5, 2 and 8/3 (by hand)."""
+    shifts, worths = {1: 0.9, 2: 1.0, 3: 1.2}, {1: 1.5, 2: 2.0, 3: 8 / 3}
+    dense = [{s: Point(c, shift * law(c)) for s, shift in shifts.items()} for c in BUDGETS]
+    method = {s: Point(2e12, shifts[s] * law(worth * 2e12)) for s, worth in worths.items()}
+    found = multiplier(method, dense)
+    reach = 4.303 * math.log(4 / 3) / math.sqrt(3)
+    assert found.value == pytest.approx(2.0) and found.seeds == 3 and not found.bound
+    assert (found.low, found.high) == (pytest.approx(2 * math.exp(-reach)), pytest.approx(2 * math.exp(reach)))
+    assert str(Multiplier(2.0, "", 1.5, 2.5, 3)) == "2.00 (1.50 to 2.50)"
+
+
+def test_seeds_that_dense_runs_lack_are_left_out_and_without_a_shared_one_means_are_compared():
+    dense = [{1: Point(c, law(c))} for c in BUDGETS]
+    method = {1: Point(2e12, law(4e12)), 2: Point(2e12, law(6e12))}
+    assert multiplier(method, dense) == Multiplier(pytest.approx(2.0))
+    apart = multiplier({2: method[2]}, dense)
+    assert apart == Multiplier(pytest.approx(3.0))
+
+
+def test_an_interval_needs_two_values():
+    assert interval([1.0]) is None
+    low, high = interval([1.0, 2.0, 3.0]) or (0, 0)
+    assert (low, high) == (pytest.approx(2 - 4.303 / 3**0.5), pytest.approx(2 + 4.303 / 3**0.5))
+    assert list(STUDENT) == sorted(STUDENT, reverse=True) and len(STUDENT) == 30
+
+
+def test_what_is_no_point_is_refused():
+    with pytest.raises(ValueError, match="FLOPs and a loss above 0"):
+        Point(0.0, 1.0)
+    with pytest.raises(ValueError, match="no dense run"):
+        multiplier({1: Point(1.0, 1.0)}, [])

@@ -1,0 +1,206 @@
+"""`mst bench study`: what a plan comes to, and a queue of tiny runs that is stopped, goes on and is read."""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from mst_scale.benchmarks.studies import facts, line, page
+from mst_scale.benchmarks.studies.plan import FOLDER, Cell, digest_of, job, read_plan
+
+from mst_scale.benchmarks import study
+from mst_scale.config import in_steps, load
+from mst_scale.data.prepare import prepare
+from mst_scale.data.recipe import Recipe
+
+TINY = {
+    "question": "Is it quick?",
+    "success": "It ends.",
+    "config": {
+        "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": 0}, "tensorboard": {"enabled": False},
+        "model": {"n_head": 2, "context": 32, "vocab_size": 257, "vocab_multiple": 1}, "data": {"dir": "corpus"},
+        "training": {"lr_schedule": "wsd", "warmup": 2, "decay": 0.25, "eval_sequences": 4, "look_every": 0},
+        "mst": {"method": "dense"},
+    },
+    "seeds": [1, 2], "rates": [1e-3, 1e-2], "tokens_per_parameter": [1],
+    "sizes": {"tiny": {"model": {"n_layer": 1, "n_embd": 16}, "small": {"n_embd": 8}}},
+    "variants": {
+        "dense": {"shares": [0.5, 1.0]},
+        "dense-short": {"as_long_as": "mst"},
+        "mst": {"method": "mst", "set": {"mst.sparsity.max": 0.5, "mst.attention.pattern": "dense"}, "rates": [1e-2]},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    return tmp_path
+
+
+def row(one, loss: float, status: str = facts.FINISHED, **more):
+    flops = one.flops
+    told = {"val_loss": loss, "flops": flops, "flops_causal": 0.9 * flops, "flops_dense": 2 * flops, "seconds": 20.0}
+    versions = {"python": "3", "torch": "2", "deepspeed": "0"}
+    same = {"corpus": "c", "commit": None, "versions": versions, "flops_topology": 0.1 * flops, "steps_run": one.steps}
+    return {**facts.about(one, status), **told, **same, **more}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.json")))
+def test_the_plans_that_are_kept_can_run(name):
+    """Each variant of the smallest size; the others differ in their numbers."""
+    plan = read_plan(name)
+    assert plan.question.endswith("?") and plan.success
+    size = next(iter(plan.sizes))
+    for cell in plan.cells():
+        if cell.size == size and cell.budget == plan.tokens_per_parameter[0]:
+            one = job(plan, cell, plan.rates_of(cell)[0], plan.seeds[0], "corpus")
+            assert one.flops > 0 and load(one.experiment.deepspeed | {"model": vars(one.experiment.model)})
+
+
+def test_what_a_cell_comes_to(folder):
+    plan = read_plan("tiny", folder)
+    dense, short, mst = (job(plan, Cell("tiny", 1, name), 1e-2, 1, "c") for name in ("dense", "dense-short", "mst"))
+    weights = 12 * 16**2 + (257 + 32) * 16
+    assert dense.steps == mst.steps == round(weights / (4 * 32)) == 60
+    assert short.flops == pytest.approx(mst.flops, rel=1 / short.steps), "to the nearest step"
+    assert dense.decays_from == 45 and mst.decays_from is None
+    half = job(plan, Cell("tiny", 1, "dense", 0.5), 1e-2, 1, "c")
+    assert half.trunk == dense.trunk == short.trunk and half.digest != dense.digest
+    assert job(plan, Cell("tiny", 1, "dense"), 1e-3, 1, "c").trunk != dense.trunk
+    assert in_steps(dense.experiment.training.decay, 60) == 15 and dense.experiment.training.min_lr == 1e-4
+
+
+def test_a_digest_is_of_what_a_loss_depends_on():
+    raw = TINY["config"]
+    digest = digest_of(load(raw))
+    same = ["data.dir=elsewhere", "training.save_every=7", "training.log_every=7", "mst.topology.interval=null"]
+    assert all(digest_of(load(raw, [words])) == digest for words in same)
+    assert digest_of(load(raw, ["training.steps=100", "training.decay=0.25"])) == digest_of(
+        load(raw, ["training.steps=100", "training.decay=25"])
+    )
+    other = ["training.seed=7", "optimizer.params.lr=0.5", "model.n_embd=24", "mst.topology.interval=7"]
+    assert len({digest, *(digest_of(load(raw, [words])) for words in other)}) == 5
+
+
+def test_the_first_seed_chooses_the_rate_and_the_others_run_at_it(folder):
+    plan = read_plan("tiny", folder)
+    sure, guessed = facts.wanted(plan, {}, "c")
+    assert len(sure) == 7 and {one.seed for one in sure if one.cell.variant != "mst"} == {1}
+    assert len(guessed) == 4 and [one.flops for one in sure] == sorted(one.flops for one in sure)
+    cell = Cell("tiny", 1, "dense")
+    low, high = (job(plan, cell, rate, 1, "c") for rate in (1e-3, 1e-2))
+    rows = {low.digest: row(low, 2.0)}
+    assert facts.best_rate(plan, cell, rows, "c") is None, "the other rate has not run"
+    rows[high.digest] = row(high, 9.0, facts.DIVERGED)
+    assert facts.best_rate(plan, cell, rows, "c") == 1e-3
+    assert job(plan, cell, 1e-3, 2, "c") in facts.wanted(plan, rows, "c")[0]
+
+
+def test_the_last_line_of_a_run_counts_and_a_torn_one_does_not(tmp_path):
+    path = facts.path_of("a", tmp_path)
+    facts.append(path, {"digest": "1", "status": facts.FAILED})
+    with path.open("a") as file:
+        file.write('{"digest": "2", "sta')
+    facts.append(path, {"digest": "1", "status": facts.FINISHED})
+    facts.append(facts.path_of("b", tmp_path), {"digest": "1", "status": facts.FAILED})
+    assert facts.known(tmp_path) == {"1": {"digest": "1", "status": facts.FINISHED}}
+
+
+def everything(plan, losses):
+    """Rows of every run that the plan comes to want."""
+    rows = {}
+    while todo := [one for one in facts.wanted(plan, rows, "c")[0] if one.digest not in rows]:
+        rows |= {one.digest: row(one, losses(one)) for one in todo}
+    return rows
+
+
+def test_the_page_says_what_a_method_is_worth(folder):
+    """Loss = 10 · C^-0.05 for dense runs at the better rate; MST reaches what 1.25 times its FLOPs buy."""
+    plan = read_plan("tiny", folder)
+
+    def loss(one):
+        worth = 1.25 if one.cell.variant == "mst" else 1.0
+        return 10 * (worth * one.flops) ** -0.05 + (0.5 if one.rate == 1e-3 else 0)
+
+    rows = everything(plan, loss)
+    assert len(rows) == 11
+    found = page.answers(plan, rows, "c")
+    (mst,) = [cell for cell in found["cells"] if cell["variant"] == "mst"]
+    assert mst["worth_all_sizes_paper"]["value"] == pytest.approx(1.25)
+    assert mst["worth_same_model_causal"]["value"] == pytest.approx(1.25)
+    text = page.written(plan, rows, "c", folder).read_text()
+    assert "1.25 (1.25 to 1.25)" in text and "0.01*" in text and text.count("| finished |") == 11
+    assert (folder / "tiny-paper.svg").read_text() != (folder / "tiny-paper-dark.svg").read_text()
+
+
+def test_the_time_left_follows_what_runs_took(folder):
+    plan = read_plan("tiny", folder)
+    jobs, _ = facts.wanted(plan, {}, "c")
+    mst = next(one for one in jobs if one.cell.variant == "mst")
+    speed = 1e-6
+    done = row(mst, 2.0, seconds=line.START_SECONDS + speed * mst.work_a_step * mst.steps)
+    done["flops_dense"] = mst.work_a_step * mst.steps
+    left = line.seconds_left([mst], {"x": done}, {})
+    assert left == pytest.approx(line.START_SECONDS + speed * mst.work_a_step * mst.steps)
+    dense = [one for one in jobs if one.cell == Cell("tiny", 1, "dense") and one.rate == 1e-2]
+    assert line.seconds_left(dense, {}, {dense[0].trunk: 45}) < line.seconds_left(dense, {}, {})
+
+
+def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
+    plan = {**TINY, "seeds": [1], "rates": [1e-2]}
+    plan["variants"] = {"dense": {"shares": [0.5, 1.0]}, "wrong": {"set": {"optimizer.params.nonsense": 1}}}
+    (folder / "queue.json").write_text(json.dumps(plan))
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    prepare(Recipe(source=str(folder / "text.txt"), tokenizer="byte"), folder / "corpus", workers=1)
+    monkeypatch.setattr(study, "FOLDER", folder)
+    monkeypatch.setattr(study, "read_plan", lambda name: read_plan(name, folder))
+    monkeypatch.setattr(line, "POLL_SECONDS", 0.05)
+    os.environ |= {"DS_ACCELERATOR": "cpu"}
+    words = ["queue", "--out", str(folder / "out"), "--results", str(folder), "--data", str(folder / "corpus")]
+
+    def run(*more):
+        with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()):
+            code = study.main([*words, *more, "--json"])
+        return code, json.loads(said.getvalue())
+
+    code, told = run("--budget", "0")
+    assert code == 0 and told["done"] == 0 and not (folder / "out" / "runs").exists()
+    code, told = run()
+    path = facts.path_of("queue", folder)
+    lines = path.read_text().splitlines()
+    assert code == 1 and told["done"] == 2 and len(lines) == 3
+    rows = {found["variant"]: found for found in map(json.loads, lines)}
+    assert rows["wrong"]["status"] == facts.FAILED and "optimizer.params.nonsense" in rows["wrong"]["reason"]
+    assert rows["dense"]["steps_run"] == 60 - 45 + (45 - 22), "a branch of a trunk that stood at the shorter one's"
+    assert rows["dense"]["curve"][-1] == [60, pytest.approx(rows["dense"]["val_loss"], abs=1e-5)]
+    with pytest.raises(ValueError, match="--resume goes on"):
+        run()
+
+    # what a killed queue had not written down is found in the run's folder, and only what failed is tried again
+    path.write_text(lines[0] + "\n")
+    code, told = run("--resume")
+    again = [json.loads(text) for text in path.read_text().splitlines()]
+    assert told["done"] == 2 and len(again) == 3
+    assert {r["digest"]: r.get("val_loss") for r in again} == {r["digest"]: r.get("val_loss") for r in rows_of(lines)}
+
+    shutil.rmtree(folder / "corpus")
+    with pytest.raises(ValueError, match=r"python -m benchmarks\.studies\.corpus"):
+        run("--resume")
+
+
+def rows_of(lines):
+    return [json.loads(text) for text in lines]
+
+
+def test_what_is_wrong_is_said(folder):
+    with pytest.raises(ValueError, match="choose one of main"):
+        study.main(["nothing", "--page"])
+    (folder / "bad.json").write_text(json.dumps({**TINY, "sedes": [1]}))
+    with pytest.raises(ValueError, match="not a plan of a study"):
+        read_plan("bad", folder)
