@@ -63,13 +63,12 @@ def one_run(words: Sequence[str], ranks: Any) -> Row:
     from mst_scale.costs.ledger import shortened
     from mst_scale.pretrain import training_loop
     from mst_scale.pretrain.options import arguments, experiment_of
+    from mst_scale.pretrain.prepare import prepare
 
     with tempfile.TemporaryDirectory(prefix="mst-quality-") as folder, contextlib.redirect_stdout(io.StringIO()):
         out = Path(folder) / "run"
         experiment = experiment_of(arguments([*words, "--out", str(out)]))
-        run = training_loop.Run(shortened(experiment, ranks.world_size), out, ranks)
-        run.prepare("never")
-        run.to_the_end()
+        training_loop.Run(prepare(shortened(experiment, ranks.world_size), out, ranks)).to_the_end()
         return read(out / "metrics.jsonl")
 
 

@@ -57,6 +57,7 @@ def config(model: dict[str, Any], ranks: int, sequences: int, **blocks: Any) -> 
 def loop(ranks: Any, rounds: int) -> Row:
     """The demo's model (0.8 M weights, 8 × 256 tokens a rank): a step so short that every extra shows."""
     from mst_scale.config import load
+    from mst_scale.pretrain.prepare import prepare
     from mst_scale.pretrain.training_loop import Run
 
     folder = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix="mst-bench-")))
@@ -66,8 +67,7 @@ def loop(ranks: Any, rounds: int) -> Row:
     ranks.any(False)  # the files are there
     training = {"steps": 10**7, "log_every": 10, "eval_every": 0, "save_every": 0, "warmup": 10}
     raw = config(LOOP_MODEL, ranks.world_size, 8, training=training, data={"dir": str(folder)})
-    run = Run(load(raw), folder / "run", ranks)
-    run.prepare("never")
+    run = Run(prepare(load(raw), folder / "run", ranks))
     run.record.line.out = open(os.devnull, "w")  # noqa: SIM115 (lives as long as the run)
     tokens, targets = run._micro_batch(run.train, 0, ranks.rank)
 

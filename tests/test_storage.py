@@ -81,7 +81,7 @@ def full_between(rank, world, argv, first, last):
     """On rank 0 no file can grow beyond some bytes, so that a line is torn, from the end of step `first` to `last`."""
     import resource
 
-    from mst_scale.pretrain import training_loop
+    from mst_scale.pretrain import prepare, training_loop
 
     def limit(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -94,17 +94,17 @@ def full_between(rank, world, argv, first, last):
         if rank == 0 and step < last <= run.step:
             limit(resource.RLIM_INFINITY)
 
-    def describe(run, source):
+    def begin_story(*words, **named):
         if rank == 0 and first == 0:  # the process groups that meet at a file are there by now
             limit(100)
-        inner_describe(run, source)
+        return inner_begin(*words, **named)
 
     inner, training_loop.Run.advance = training_loop.Run.advance, advance
-    inner_describe, training_loop.Run._describe = training_loop.Run._describe, describe
+    inner_begin, prepare.begin_story = prepare.begin_story, begin_story
     try:
         return logged_attempt(rank, world, argv)
     finally:
-        training_loop.Run.advance, training_loop.Run._describe = inner, inner_describe
+        training_loop.Run.advance, prepare.begin_story = inner, inner_begin
         limit(resource.RLIM_INFINITY)
 
 

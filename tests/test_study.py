@@ -190,7 +190,7 @@ def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
     assert {r["digest"]: r.get("val_loss") for r in again} == {r["digest"]: r.get("val_loss") for r in rows_of(lines)}
 
     shutil.rmtree(folder / "corpus")
-    with pytest.raises(ValueError, match=r"python -m benchmarks\.studies\.corpus"):
+    with pytest.raises(ValueError, match=r"python -m mst_scale\.benchmarks\.studies\.corpus"):
         run("--resume")
 
 

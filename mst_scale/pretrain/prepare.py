@@ -1,23 +1,146 @@
-"""What does a run need before its first step: token files, the weights it starts from, an engine, tasks to evaluate?"""
+"""Makes all that a run needs before its first step, and refuses there whatever can be refused."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import socket
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 
 from mst_scale import zero_shards
-from mst_scale.config import DataConfig, Experiment
+from mst_scale.checkpoints import store
+from mst_scale.config import DataConfig, Experiment, to_dict
+from mst_scale.config.check import batch_shape
+from mst_scale.costs.ledger import Ledger
+from mst_scale.data.masking import open_sampler
 from mst_scale.data.prepare import ensure
+from mst_scale.data.sampler import Sampler
 from mst_scale.distributed import Ranks, logger
 from mst_scale.engine.api import initialize
 from mst_scale.hugging_face import start_from
 from mst_scale.models import build
-from mst_scale.pretrain import refusals
+from mst_scale.pretrain import branch, refusals, resume
+from mst_scale.runs import run_file
 from mst_scale.runs.optional_writes import Dispensable
+from mst_scale.runs.run_file import RunFile
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run stands: what a checkpoint says of it beside weights and states."""
+
+    step: int = 0
+    losses: tuple[float, ...] = ()
+    """The last ones, which spikes are measured against."""
+    skipped: tuple[int, ...] = ()
+    """Batches that rollbacks have left out."""
+    layers: dict[str, Any] = field(default_factory=dict)
+    """What topology steps have come to since the last row of the metrics."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run before its next step."""
+
+    experiment: Experiment
+    out: Path
+    ranks: Ranks
+    batch: int
+    """Sequences of an update …"""
+    micro: int
+    """… of a micro-batch …"""
+    accumulation: int
+    """… and how many of these a rank takes for one update."""
+    train: Sampler
+    val: Sampler
+    tasks: Any
+    engine: Any
+    ledger: Ledger
+    place: Place
+    rollbacks: int
+    """Earlier ones of this run."""
+    run_file: RunFile | None
+    """On the first rank."""
+
+
+def prepare(
+    experiment: Experiment, out: Path, ranks: Ranks, how: str = "auto", branch_from: str | None = None
+) -> Prepared:
+    """Data, model, engine, checkpoint; `how` and `branch_from` are the options --resume and --branch-decay-from."""
+    source = resume.choose(out, how, ranks) or branch.source(branch_from, experiment, ranks)
+    ranks.on_first(lambda: resume.refuse_another_model(out, experiment))
+    fitted = experiment
+    if source is not None:
+        fitted = ranks.together(lambda: resume.with_batch_of(experiment, source, ranks.world_size))
+    batch, micro, accumulation = ranks.together(lambda: batch_shape(fitted.deepspeed, ranks.world_size))
+    ranks.together(lambda: refusals.refuse(fitted, ranks.world_size))
+    ledger = Ledger(fitted.model, batch)
+    loadable = None if source is None else resume.loadable(source, ranks, zero_shards.zero_stage(fitted.deepspeed))
+    folder = ranks.on_first(lambda: corpus(fitted.data))
+
+    def opened(split: str) -> Sampler:
+        return open_sampler(folder, split, fitted.model, fitted.training.seed, check_ids=ranks.first)
+
+    train, val = ranks.together(lambda: (opened("train"), opened("val")))
+    evaluated = tasks(fitted, out, micro, ranks)
+    start = initial_weights(fitted, ranks) if source is None else None
+    engine = ranks.together(lambda: built_engine(fitted, out, start))
+    place, left_out = Place(), []
+    if loadable is not None:
+        left_out = ranks.on_first(lambda: run_file.rollbacks(out / "run.json"))
+        with branch.trunks_schedule(engine.mst, source, out / "checkpoints"):
+            place = load(engine, ledger, out, ranks, loadable)
+        place = replace(place, skipped=tuple(sorted({*place.skipped, *(batch for some in left_out for batch in some)})))
+    story = begin_story(fitted, out, ranks, step=place.step, source=source, shape=(batch, micro, accumulation))
+    return Prepared(
+        fitted, out, ranks, batch, micro, accumulation,
+        train, val, evaluated, engine, ledger, place, len(left_out), story,
+    )  # fmt: skip
+
+
+def load(engine: Any, ledger: Ledger, out: Path, ranks: Ranks, loadable: tuple[Path, bool]) -> Place:
+    """Weights, states and FLOPs of a checkpoint, as `resume.loadable` names it."""
+    path, universal = loadable
+    state = ranks.together(lambda: zero_shards.load_checkpoint(engine, path, universal))
+    ranks.together(lambda: ledger.load(state))
+    step = int(state["step"])
+    logger.info("continuing %s from step %d%s", out, step, ", reshaped" if universal else "")
+    losses, skipped = tuple(state.get("losses", ())), tuple(state.get("skipped", ()))
+    return Place(step, losses, skipped, dict(state.get("layers", {})))
+
+
+def begin_story(
+    experiment: Experiment, out: Path, ranks: Ranks, *, step: int, source: Path | None, shape: tuple[int, int, int]
+) -> RunFile | None:
+    """OUT with the resolved config and this start in run.json; checkpoints of later steps are set aside."""
+    hosts: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(hosts, socket.gethostname(), group=ranks.control)
+
+    def describe() -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        store.sweep(out / "checkpoints")
+        store.set_aside(out / "checkpoints", step)
+        config = to_dict(experiment)
+        store.write_if_possible(out / "config.json", json.dumps(config, indent=2) + "\n")
+        seed = experiment.training.seed
+        start = run_file.about(
+            from_step=step,
+            checkpoint=None if source is None else str(source),
+            ranks=ranks.world_size,
+            hosts=hosts,
+            batch=dict(zip(("sequences", "micro", "accumulation"), shape, strict=True)),
+            seeds={"training": seed, "mst": seed if experiment.mst.seed is None else experiment.mst.seed},
+        )
+        made.append(RunFile(out / "run.json", config, start))
+
+    made: list[RunFile] = []
+    ranks.on_first(describe)
+    return made[0] if made else None
 
 
 def corpus(data: DataConfig) -> str:

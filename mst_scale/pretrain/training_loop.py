@@ -11,9 +11,7 @@ the step's number, never a generator's state. That is why a killed run continues
 from __future__ import annotations
 
 import argparse
-import json
 import signal
-import socket
 import threading
 import time
 import warnings
@@ -25,19 +23,18 @@ import torch.distributed as dist
 
 from mst_scale import distributed, zero_shards
 from mst_scale.checkpoints import store
-from mst_scale.config import Experiment, to_dict
-from mst_scale.config.check import batch_shape, peak_learning_rate
-from mst_scale.costs.ledger import Ledger, shortened
-from mst_scale.data.masking import open_sampler
+from mst_scale.config import Experiment
+from mst_scale.config.check import peak_learning_rate
+from mst_scale.costs.ledger import shortened
 from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units.kinds import in_words
 from mst_scale.distributed import Ranks, Verdict, Watch, logger
-from mst_scale.pretrain import branch, build_locks, prepare, refusals, resume
+from mst_scale.pretrain import build_locks, resume
 from mst_scale.pretrain.learning_rate import learning_rate
 from mst_scale.pretrain.options import arguments, experiment_of, out_of
+from mst_scale.pretrain.prepare import Prepared, load, prepare
 from mst_scale.pretrain.spikes import Spikes, batch_number
 from mst_scale.randomness import counter_hash
-from mst_scale.runs import run_file
 from mst_scale.runs.observer import Observer
 from mst_scale.runs.out_lock import OutLock
 from mst_scale.runs.record import Record, state_of
@@ -45,48 +42,37 @@ from mst_scale.runs.record import Record, state_of
 FAILED_SAVES = 3  # in a row, after which a run stops
 
 
+class StopRequest:
+    """Whether somebody has asked this rank to save and end: SIGTERM or SIGUSR1, from now on."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for name in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(name, self._ask)
+
+    def _ask(self, signum: int, frame: Any) -> None:
+        self.asked = True
+
+
 class Run:
     """One experiment on its ranks, from its first step or from a checkpoint to its last."""
 
-    def __init__(self, experiment: Experiment, out: Path, ranks: Ranks):
-        self.experiment, self.out, self.ranks = experiment, out, ranks
-        self.training = experiment.training
-        self.peak = peak_learning_rate(experiment.deepspeed)
-        self.checkpoints = out / "checkpoints"
+    def __init__(self, prepared: Prepared, stop: StopRequest | None = None):
+        self.experiment, self.out, self.ranks = prepared.experiment, prepared.out, prepared.ranks
+        self.batch, self.micro, self.accumulation = prepared.batch, prepared.micro, prepared.accumulation
+        self.train, self.val, self.tasks = prepared.train, prepared.val, prepared.tasks
+        self.engine, self.ledger, self.run_file = prepared.engine, prepared.ledger, prepared.run_file
+        self.rollbacks = prepared.rollbacks
+        self.training = self.experiment.training
+        self.peak = peak_learning_rate(self.experiment.deepspeed)
+        self.checkpoints = self.out / "checkpoints"
+        self.device = next(self.engine.module.parameters()).device
+        self.stop = stop
         self.nonfinite = self.failed_saves = 0
         self.save_seconds: float | None = None  # of a save since the last row
-        self.spikes = Spikes(self.training.spike)
-        self.rollbacks = 0
-        self.skipped: list[int] = []  # batches that rollbacks have left out
-        self.asked_to_stop = False
-
-    # --- before the first step ---
-
-    def prepare(self, how: str, branch_from: str | None = None) -> None:
-        """Data, model, engine, checkpoint: whatever can be refused is refused here."""
-        source = resume.choose(self.out, how, self.ranks) or branch.source(branch_from, self.experiment, self.ranks)
-        self.ranks.on_first(lambda: resume.refuse_another_model(self.out, self.experiment))
-        world_size = self.ranks.world_size
-        if source is not None:
-            self.experiment = self.ranks.together(lambda: resume.with_batch_of(self.experiment, source, world_size))
-        shape = self.ranks.together(lambda: batch_shape(self.experiment.deepspeed, world_size))
-        self.batch, self.micro, self.accumulation = shape
-        self.ranks.together(lambda: refusals.refuse(self.experiment, world_size))
-        self.ledger = Ledger(self.experiment.model, self.batch)
-        loadable = None if source is None else self._loadable(source)
-        folder = self.ranks.on_first(lambda: prepare.corpus(self.experiment.data))
-        self.train, self.val = self.ranks.together(lambda: (self._open(folder, "train"), self._open(folder, "val")))
-        self.tasks = prepare.tasks(self.experiment, self.out, self.micro, self.ranks)
-        start = prepare.initial_weights(self.experiment, self.ranks) if source is None else None
-        self.engine = self.ranks.together(lambda: prepare.built_engine(self.experiment, self.out, start))
-        self.device = next(self.engine.module.parameters()).device
-        self.step = 0
-        if loadable is not None:
-            left_out = self.ranks.on_first(lambda: run_file.rollbacks(self.out / "run.json"))
-            self.rollbacks, self.skipped = len(left_out), sorted({batch for some in left_out for batch in some})
-        with branch.trunks_schedule(self.engine.mst, source, self.checkpoints):
-            layers = {} if loadable is None else self._load(*loadable)
-        self._describe(source)
+        self.step = prepared.place.step
+        self.spikes = Spikes(self.training.spike, prepared.place.losses)
+        self.skipped = list(prepared.place.skipped)  # batches that rollbacks have left out
         self.votes = distributed.Votes(self.ranks)
         self.observer = Observer(self.engine, self.experiment, self.out, self.ranks, self.step)
         self.record = Record(
@@ -96,52 +82,12 @@ class Run:
             step=self.step,
             monitor=self.engine.monitor,
             first=self.ranks.first,
-            layers=layers,
+            layers=prepared.place.layers,
         )
-
-    def _open(self, folder: str, split: str) -> Sampler:
-        return open_sampler(folder, split, self.experiment.model, self.training.seed, check_ids=self.ranks.first)
-
-    def _loadable(self, source: Path) -> tuple[Path, bool]:
-        return resume.loadable(source, self.ranks, zero_shards.zero_stage(self.experiment.deepspeed))
-
-    def _load(self, path: Path, universal: bool) -> dict[str, Any]:
-        """The weights, states and place of a checkpoint; what its topology steps have come to since the last row."""
-        state = self.ranks.together(lambda: zero_shards.load_checkpoint(self.engine, path, universal))
-        self.step = int(state["step"])
-        self.ranks.together(lambda: self.ledger.load(state))
-        self.spikes = Spikes(self.training.spike, state.get("losses", ()))
-        self.skipped = sorted({*self.skipped, *state.get("skipped", ())})
-        how = ", reshaped" if universal else ""
-        logger.info("continuing %s from step %d%s", self.out, self.step, how)
-        return dict(state.get("layers", {}))
-
-    def _describe(self, source: Path | None) -> None:
-        hosts: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(hosts, socket.gethostname(), group=self.ranks.control)
-
-        def describe() -> None:
-            self.out.mkdir(parents=True, exist_ok=True)
-            store.sweep(self.checkpoints)
-            store.set_aside(self.checkpoints, self.step)
-            config = to_dict(self.experiment)
-            store.write_if_possible(self.out / "config.json", json.dumps(config, indent=2) + "\n")
-            mst_seed = self.experiment.mst.seed
-            start = run_file.about(
-                from_step=self.step,
-                checkpoint=None if source is None else str(source),
-                ranks=self.ranks.world_size,
-                hosts=hosts,
-                batch={"sequences": self.batch, "micro": self.micro, "accumulation": self.accumulation},
-                seeds={"training": self.training.seed, "mst": self.training.seed if mst_seed is None else mst_seed},
-            )
-            self.run_file = run_file.RunFile(self.out / "run.json", config, start)
-
-        self.ranks.on_first(describe)
 
     def _happened(self, what: str, **more: Any) -> None:
         """Into run.json."""
-        if self.ranks.first:
+        if self.run_file is not None:
             self.run_file.happened(what, **more)
 
     # --- the loop ---
@@ -166,7 +112,8 @@ class Run:
             last or bool(every and self.step % every == 0) for every in (t.log_every, t.eval_every, t.save_every)
         )
         # reading the loss waits for the device, which DeepSpeed's gradient norm has just done anyway
-        verdicts = self.votes.cast(self.step, self.asked_to_stop, float(loss), wait=logs or evaluates or saves)
+        asked = self.stop is not None and self.stop.asked
+        verdicts = self.votes.cast(self.step, asked, float(loss), wait=logs or evaluates or saves)
         for verdict in verdicts:
             if (bad := self._judge(verdict)) is not None and self._roll_back(bad):
                 return
@@ -180,7 +127,7 @@ class Run:
         if self.nonfinite and (stop or last):
             self._refuse_nonfinite()
         if stop and not last:
-            if self.ranks.first:
+            if self.run_file is not None:
                 self.run_file.ended("asked to stop", self.step)
                 distributed.tell_launcher("MST_STOPPED")
             self.record.say(f"asked to stop: step {self.step} is saved, the same command continues")
@@ -211,7 +158,13 @@ class Run:
             self.record.say(f"there is no checkpoint from before step {bad} to go back to: the run goes on")
             return False
         number, here = batch_number(bad - 1, self.skipped), self.step
-        self.record.layers = self._load(*self._loadable(self.checkpoints / tag))
+        loadable = resume.loadable(
+            self.checkpoints / tag, self.ranks, zero_shards.zero_stage(self.experiment.deepspeed)
+        )
+        place = load(self.engine, self.ledger, self.out, self.ranks, loadable)
+        self.step, self.record.layers = place.step, place.layers
+        self.spikes = Spikes(self.training.spike, place.losses)
+        self.skipped = sorted({*self.skipped, *place.skipped})
         self.ranks.on_first(lambda: store.set_aside(self.checkpoints, self.step))
         first = max(batch_number(self.step, self.skipped), number - self.training.spike.skip + 1)
         left_out = list(range(first, number + 1))
@@ -365,18 +318,13 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
 
 
 def _train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks) -> None:
+    stop = StopRequest()
     began_on = resume.ranks_at_first(out, ranks)
-    run = ranks.together(lambda: Run(shortened(experiment, began_on), out, ranks))
-
-    def ask_to_stop(signum: int, frame: Any) -> None:
-        run.asked_to_stop = True
-
-    for name in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(name, ask_to_stop)
-    run.prepare(args.resume, args.branch_decay_from)
+    fitted = ranks.together(lambda: shortened(experiment, began_on))
+    run = Run(prepare(fitted, out, ranks, args.resume, args.branch_decay_from), stop)
     start, first = time.monotonic(), run.step
     run.to_the_end()
-    if ranks.first:
+    if run.run_file is not None:
         run.run_file.ended("finished", run.step)
         run.record.say(run.record.summary(run.step, time.monotonic() - start, first))
     ranks.leave()
