@@ -1,4 +1,4 @@
-"""Which parameters may become sparse, in a user's words: the block `mst.targets`."""
+"""The block `mst.targets`: a user's choice of the parameters that may become sparse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence does BERT have to guess, and what does it see in their place?
+"""Chooses the tokens that BERT has to predict, and what it sees in their place.
 
 Of each window `predicted` positions are chosen, exactly (15 % of the context, rounded): so every sequence weighs the
 same in the loss, and a mean over ranks of means over micro-batches is the mean over the global batch. A chosen position

@@ -1,4 +1,4 @@
-"""Which model does a name mean, and which tokenizer belongs to it?
+"""Opens the model that a name means, and the tokenizer that belongs to it:
 
 a run's folder or a checkpoint     our GPT, its fp32 weights read from the checkpoint
 a folder with transformers' config.json, for instance of `mst export`
@@ -43,7 +43,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Text:
-    """A tokenizer, whoever has made it."""
+    """A tokenizer, of ours or of transformers."""
 
     name: str
     encode: Callable[[str], Iterable[int]]
@@ -144,7 +144,7 @@ def _transformers(name: str, folder: Path | None, tokenizer: str | None, device:
 
 
 def _text_of(name: str, tokenizer: str | None, about: dict[str, Any], vocab_size: int) -> Text:
-    """The tokenizer that is asked for, or the one of the export (`about`), or, where that is not at hand, the files."""
+    """The tokenizer asked for, or that of the export (`about`), or, where that is not available, the files'."""
     before = trained_with(about["tokenizer"], about.get("tokenizer_identity")) if about.get("tokenizer") else None
     named = chosen(tokenizer, before, name)
     if named is not None and (tokenizer is not None or not is_missing(named.name)):

@@ -1,4 +1,4 @@
-"""Which tensor of ours is which of Hugging Face's GPT-2?
+"""Maps our GPT's tensors to those of Hugging Face's GPT-2, and back.
 
 Both hold the same network. `GPT2LMHeadModel` stores its projections as Conv1D, (inputs, outputs), where we have
 nn.Linear, (outputs, inputs): those are transposed. It always has biases (a model without them is exported with zeros,

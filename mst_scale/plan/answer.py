@@ -1,4 +1,4 @@
-"""What will this config take on these GPUs? Memory, time, communication, and what to run instead."""
+"""Works out the whole plan of a config on given GPUs: memory, time, communication, and what to run instead."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def wall_clock(self) -> str:
-        """What may be promised."""
+        """What may be promised about the time of the run."""
         if not self.sparse_parameters:
             return "dense: nothing is skipped"
         if skips_masked_weights(self.experiment, self.setting.precision):

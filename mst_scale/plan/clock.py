@@ -1,4 +1,4 @@
-"""How many seconds does a step take, dense and in every phase of sparse training?
+"""Estimates the seconds of a step, dense and in every phase of sparse training.
 
 A roofline: each part runs at the stated share of the peak that bounds it.
 
@@ -8,9 +8,9 @@ A roofline: each part runs at the stated share of the peak that bounds it.
     optimizer      42 bytes per fp32 weight of this rank                          memory · bandwidth
     collectives    α per hop and bytes over the slowest link on their way         network · link
 
-Sparse phases get no time that nobody has measured. Masked dense layers take what dense ones take: their savings are
-FLOPs only. Attention skips its pairs on CPU and in a Triton kernel whose speed on GPUs has not been measured, so its
-share of the pairs is given as a bound from below; and so is the density of other compute backends.
+No time is stated for sparse phases that has not been measured. Masked dense layers take as long as dense ones: they
+save FLOPs only. Attention skips its pairs on CPU and in a Triton kernel whose speed on GPUs has not been measured, so
+its share of the pairs is given as a bound from below; and so is the density of other compute backends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ZeRO-3: which parameters are gathered in a micro-batch, and how many are whole at once?
+"""Replays which parameters ZeRO-3 gathers in a micro-batch, and how many are whole at once.
 
 DeepSpeed 0.19 records in which order modules run, and from then on, before each module: gathers what that module needs
 and is not there, then looks ahead in the recorded order and gathers up to a bucket more. After each module it gives up

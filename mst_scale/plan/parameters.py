@@ -1,4 +1,4 @@
-"""Which tensors does a model have, by name and shape, without building it?
+"""Lists the tensors of a model by name and shape, without building it.
 
 In the order of `named_parameters()`, which is also the order of ZeRO's flat buffers and of the masks.
 """

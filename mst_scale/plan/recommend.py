@@ -1,4 +1,4 @@
-"""Which ZeRO stage, offload, micro-batch and recomputation should this model run with on these GPUs?
+"""Recommends a ZeRO stage, offload, micro-batch and recomputation for a model on given GPUs.
 
 The fastest by `clock` of all that DeepSpeed and sparse training accept and that fit, at the config's own global batch.
 Where others come within 3 % of it, the config's own, or the simplest of them: the clock knows no better.

@@ -1,4 +1,4 @@
-"""What does a config say about ranks, precision, ZeRO, offload and batch? With DeepSpeed's own defaults filled in."""
+"""Reads ranks, precision, ZeRO, offload and batch from a config, with DeepSpeed's own defaults filled in."""
 
 from __future__ import annotations
 

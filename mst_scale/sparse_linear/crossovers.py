@@ -1,6 +1,7 @@
-"""From which sparsity on is skipping what is masked faster than a dense product, as far as it has been measured?
+"""Looks up the sparsity from which skipping masked weights is faster than a dense product, as measured.
 
-crossover.json, which `mst bench linear --tune` rewrites. Without torch, for a plan reads it too.
+The table is crossover.json, which `mst bench linear --tune` rewrites. No torch is imported, because `mst plan` reads it
+too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SMALLEST = 1 << 16
 
 def crossover(backend: str, dtype: str, shape: tuple[int, ...], *, threads: int = 1, block: int = 1) -> float | None:
     """The sparsity from which the backend is faster, of the nearest case in the table."""
-    block = 1 if backend in ("cpu", "mkl") else block  # they multiply with single weights, whatever these make up
+    block = 1 if backend in ("cpu", "mkl") else block  # these multiply with single weights, even if masks have blocks
     rows = [r for r in table() if (r["backend"], r["dtype"], r.get("block", 1)) == (backend, dtype, block)]
     if not rows:
         return None
@@ -41,7 +42,7 @@ def table() -> list[dict[str, Any]]:
 
 
 def rewrite(rows: list[dict[str, Any]]) -> None:
-    """The whole table, or, if this is interrupted, the one before."""
+    """Write the whole table; if this is interrupted, the table before stays."""
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     new = TABLE.with_suffix(".new")
     new.write_text(f'{{\n  "crossovers": [\n{lines}\n  ]\n}}\n')
