@@ -1,4 +1,4 @@
-"""How are the results of `benchmarks.step` shown? Tables of Markdown: steps, parts of a step, collectives."""
+"""Prints the results of `benchmarks.step` as tables of Markdown: steps, parts of a step, collectives."""
 
 from __future__ import annotations
 
