@@ -147,7 +147,7 @@ class Bench:
         return row, collectives
 
     def _seconds(self, prepare: Callable[[], object], run: Run) -> float:
-        """Of the slowest rank."""
+        """The seconds of the slowest rank."""
         prepare()
         dist.barrier()
         found = torch.tensor(seconds_of(run, self.device), dtype=torch.float64)

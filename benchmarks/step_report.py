@@ -55,7 +55,7 @@ def parts(rows: Sequence[Row]) -> str:
 
 
 def collectives(found: Sequence[Row]) -> str:
-    """Of one step and rank, by name: MST's own begin with `mst`."""
+    """The collectives of one step and rank, by name: MST's own begin with `mst`."""
     lines = [
         [
             c["phase"],

@@ -80,7 +80,7 @@ class Stopwatch:
 
 @dataclass
 class _Span:
-    """Of the spans inside an open one: milliseconds, and of these in DeepSpeed's collectives."""
+    """Milliseconds of the spans inside an open one, and how many of these in DeepSpeed's collectives."""
 
     whole: float = 0.0
     travelled: float = 0.0

@@ -59,7 +59,7 @@ class ModelConfig:
 
     @property
     def weights(self) -> int:
-        """Of its matrices and its embedding."""
+        """The number of weights in its matrices and its embedding."""
         width = self.n_embd * (4 * self.n_embd + 2 * self.ffw)
         return self.n_layer * width + (self.padded_vocab + self.context) * self.n_embd
 

@@ -16,7 +16,7 @@ TOKENS = 2**24  # of a sequence or a vocabulary; sixteen million
 DEPTH = 32  # levels of nested objects and lists
 WEIGHTS = 10**14  # of a model; the largest known have 10^12
 
-# Several times what the largest known runs state. Durations are held to training.steps besides.
+# Several times what the largest known runs state. Durations are also limited by training.steps.
 LARGEST: dict[str, int] = {
     "model.n_layer": 1024,
     "model.n_head": 2**16,

@@ -56,7 +56,7 @@ class Row:
 
 
 def _equal(value: Any, known: Any) -> bool:
-    """As in JSON, where true is not 1; DeepSpeed takes names in any case."""
+    """Equal as in JSON, where true is not 1; strings in any case, as DeepSpeed takes them."""
     if isinstance(value, str) and isinstance(known, str):
         return value.lower() == known.lower()
     return isinstance(value, bool) == isinstance(known, bool) and bool(value == known)

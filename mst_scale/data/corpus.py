@@ -194,7 +194,7 @@ def _check_vocabulary(path: Path, meta: dict[str, Any] | None, vocab_size: int, 
 
 
 def highest_id(path: Path) -> int:
-    """Of a bare `.bin`, in one pass and 32 MiB of memory; -1 if it is empty."""
+    """The highest id of a bare `.bin`, in one pass and 32 MiB of memory; -1 if it is empty."""
     dtype = np.dtype("<u2")
     highest = -1
     with open(path, "rb") as handle:

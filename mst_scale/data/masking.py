@@ -42,7 +42,7 @@ def open_sampler(folder: str, split: str, model: ModelConfig, seed: int, *, chec
 
 
 class MaskedSampler(Sampler):
-    """Windows of a token file as BERT sees them, and the tokens it has to guess."""
+    """Windows of a token file as BERT sees them, and the tokens that it has to predict."""
 
     def __init__(self, file: TokenFile, context: int, seed: int, predicted: int):
         super().__init__(file, context, seed)

@@ -59,6 +59,6 @@ class Recipe:
         return self.val_fraction
 
     def identity(self) -> dict[str, Any]:
-        """As JSON. Two recipes with one identity make the same corpus from the same data."""
+        """The recipe as JSON values. Two recipes with one identity make the same corpus from the same data."""
         content = {field.name: getattr(self, field.name) for field in fields(self)}
         return content | {"source": self.paths, "tokenizer": tokenizer_identity(self.tokenizer_name)}

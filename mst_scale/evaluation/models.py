@@ -34,7 +34,7 @@ class Model:
     folder: Path | None
     """Where its results belong: the run's folder or the model's."""
     digest: str | None
-    """Of what it was read from, so that another model's results are not taken for its own; None while it trains."""
+    """Of the files that the model was read from, to tell its results from those of others; None while it trains."""
     logits: Callable[[torch.Tensor], torch.Tensor]
     context: int
     vocab_size: int
@@ -190,7 +190,7 @@ def _refuse_a_look_ahead(name: str, logits: Callable[[torch.Tensor], torch.Tenso
 
 
 def _digest(folder: Path) -> str:
-    """Of names, sizes and times of a model's files: it may be gigabytes."""
+    """A digest of names, sizes and times of a model's files; their content may be gigabytes."""
     files = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin") or p.name == "config.json")
     facts = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -104,7 +104,7 @@ def hugging_face_config(config: ModelConfig, end_of_text: int | None = None) -> 
 
 
 def padded(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """With the rows, or numbers, that pad the vocabulary: the mean of the others."""
+    """`rows` and the rows (or numbers) that pad the vocabulary: each is the mean of the others."""
     if len(rows) not in (config.vocab_size, config.padded_vocab):
         raise ValueError(f"the vocabulary has {len(rows)} rows: set model.vocab_size = {len(rows)}")
     padding = rows.mean(0, keepdim=True).expand(config.padded_vocab - len(rows), *rows.shape[1:])

@@ -30,7 +30,7 @@ class Plan:
     setting: Setting
     memory: Memory
     seconds: Seconds
-    """Of a dense step."""
+    """The seconds of a dense step."""
     stages: list[Choice]
     """The config at every ZeRO stage it can run at, with and without offload."""
     recommended: Choice
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def flops(self) -> float:
-        """Of the whole run, relative to dense, in the causal accounting."""
+        """FLOPs of the whole run, relative to dense, in the causal accounting."""
         return sum(p.steps * p.flops for p in self.phases) / self.steps
 
     @property

@@ -34,7 +34,7 @@ FLASH = 3.5  # forward, and a backward that computes the scores again
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one optimizer step of a dense run."""
+    """The seconds of one optimizer step of a dense run, by part."""
 
     products: float
     attention: float
@@ -93,7 +93,7 @@ def _moved(model: ModelConfig, width: int) -> float:
 
 
 def communication_seconds(model: ModelConfig, s: Setting, machine: Machine) -> tuple[float, float]:
-    """Of a step: while the micro-batches run, and behind them."""
+    """Communication of a step: while the micro-batches run, and after them."""
     calls = traffic(model, s)
     return s.accumulation * seconds(calls.micro, s.ranks, machine), seconds(calls.step, s.ranks, machine)
 

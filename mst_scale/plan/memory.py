@@ -88,7 +88,7 @@ class Memory:
 
     @property
     def needed(self) -> float:
-        """With what the driver, libraries and the allocator take."""
+        """The peak, and what the driver, libraries and the allocator take."""
         return self.peak * (1 + FRAGMENTS) + CONTEXT
 
     def fits(self, gpu: GPU) -> bool:

@@ -22,9 +22,9 @@ class Phase:
     sparsity: float
     flops: float
     dense_seconds: float
-    """Of a step."""
+    """Seconds of a dense step."""
     best_seconds: float
-    """Of a step, if attention took no more than its share of the pairs, and a compute backend that skips masked
+    """Seconds of a step, if attention took no more than its share of the pairs, and a compute backend that skips masked
     weights no more than their density. A bound from below, not a measurement."""
 
 

@@ -77,6 +77,6 @@ def fewest_gpus(experiment: Experiment, setting: Setting, gpu: GPU, most: int = 
 
 
 def _simplicity(choice: Choice) -> tuple[int, ...]:
-    """Of choices that are about equally fast: no offload, no recomputation, a low stage, much free memory."""
+    """Sorts choices that are about equally fast: no offload, no recomputation, a low stage, a small micro-batch."""
     s = choice.setting
     return (s.offload_parameters, s.offload_optimizer, s.recompute, s.stage, s.micro)

@@ -35,7 +35,7 @@ class Setting:
 
     @property
     def weight_bytes(self) -> int:
-        """Of what the forward reads, and of what is communicated."""
+        """Bytes of a weight as the forward reads it and as it is communicated."""
         return BYTES[self.precision]
 
     @property
@@ -44,7 +44,7 @@ class Setting:
 
     @property
     def separate_accumulation(self) -> bool:
-        """Gradients are added up in another type than they are computed in."""
+        """Whether gradients are added up in another type than they are computed in."""
         return self.accumulate != self.precision
 
     @property

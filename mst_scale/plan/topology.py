@@ -114,13 +114,13 @@ def layers(experiment: Experiment, step: int) -> list[Layer]:
 
 @dataclass(frozen=True)
 class Calls:
-    """Of one topology step. Payloads as in `traffic`."""
+    """The collectives of one topology step. Payloads as in `traffic`."""
 
     certain: list[Call]
     rounds: list[Call]
-    """Of refinement, as many as were given or are to be expected."""
+    """Rounds of refinement, as many as were given or are expected."""
     masks: list[Call]
-    """Of layers that multiply with what theirs keep."""
+    """The masks of layers that multiply only with what these keep."""
 
     @property
     def all(self) -> list[Call]:
@@ -274,7 +274,7 @@ class TopologyStep:
     dense_gradient_seconds: float
     """At least: weight gradients of what is masked too, where other steps skip them."""
     drift_payload: int
-    """Of a drift check, every `check_every` steps."""
+    """Bytes of a drift check, every `check_every` steps."""
 
 
 def typical_step(schedule: Schedule) -> int | None:

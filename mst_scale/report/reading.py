@@ -97,7 +97,7 @@ class Run:
     evaluation: dict[str, Any] = field(default_factory=dict)
     launched: dict[str, Any] = field(default_factory=dict)
     schedule: Schedule | None = None
-    """Of the config; None where this version cannot read it."""
+    """The schedule of the config; None where this version cannot read it."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -255,7 +255,7 @@ class Reader:
     # --- the rest of the folder ---
 
     def _plan(self) -> None:
-        """With a schedule phases are known to the step, not only to the row."""
+        """Take the phases from the schedule, which knows them to the step; rows are further apart."""
         run = self.run
         if not run.config:
             return

@@ -44,7 +44,7 @@ class Snapshot:
     phase: str
     sparsity: float
     parameters: int
-    """Of the whole model."""
+    """Parameters of the whole model."""
     matrices: list[Matrix]
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     """Mean |w| of each cell, by parameter name."""

@@ -174,5 +174,5 @@ def _with_own_parameters(module: Any, product: Product, attribute: str) -> Any:
 
 
 def _forward(module: nn.Linear, product: Product, x: torch.Tensor) -> torch.Tensor:
-    """In place of `nn.Linear.forward`; a partial of it follows its module into copies and pickles; a closure cannot."""
+    """Replaces `nn.Linear.forward`, as a partial: unlike a closure it can be copied and pickled with its module."""
     return product(x, module.weight, module.bias)
