@@ -1,4 +1,4 @@
-"""How much faster is Hybrid Sparse Attention than dense flash attention, and what is left of the pairs it skips?
+"""Compares Hybrid Sparse Attention with dense flash attention: speed, memory, and the pairs that are left.
 
     mst bench attention [--device cpu|cuda|all] [--json | --markdown] [--quick]
 

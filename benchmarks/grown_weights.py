@@ -1,4 +1,4 @@
-"""Do grown weights disturb Adam, and does seeding their second moment help?
+"""Measures whether grown weights disturb Adam, and whether seeding their second moment helps.
 
     mst bench grown_weights [--data DIR] [--json | --markdown]
 

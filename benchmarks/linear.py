@@ -1,4 +1,4 @@
-"""How much faster is a sparse linear layer than a dense one, and from which sparsity on?
+"""Compares a sparse linear layer with a dense one, and finds the sparsity from which it is faster.
 
     mst bench linear [--dtype float32 bfloat16] [--quick] [--tune] [--json | --markdown]
     mst bench linear --device cuda …         layers in blocks on a GPU: see benchmarks/linear_cuda.py

@@ -1,4 +1,4 @@
-"""How much faster are linear layers in blocks than dense ones on a GPU, product by product?
+"""Compares linear layers in blocks with dense ones on a GPU, product by product.
 
     mst bench linear --device cuda [--blocks 16 32] [--widths 768 4096] [--tune] [--json | --markdown]
 

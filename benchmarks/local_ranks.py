@@ -1,4 +1,4 @@
-"""How does a benchmark run on several processes of this machine, and get what rank 0 finds or one of them refuses?"""
+"""Runs a benchmark on several processes of this machine; returns what rank 0 finds, or raises what a rank refuses."""
 
 from __future__ import annotations
 

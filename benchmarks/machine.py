@@ -1,4 +1,4 @@
-"""On what was it measured, and how fast could that be?"""
+"""Describes the machine of a measurement, and the FLOP/s that it could reach."""
 
 from __future__ import annotations
 

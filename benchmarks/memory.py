@@ -1,4 +1,4 @@
-"""How much memory does this process hold, and how much at most while something runs?
+"""Measures how much memory this process holds, and how much at most while something runs.
 
 CUDA: bytes allocated. CPU: the resident set, which Linux alone tells (None elsewhere).
 """
@@ -20,7 +20,7 @@ def held(device: str) -> int | None:
 
 
 def peak_of(run: Callable[[], object], device: str) -> int | None:
-    """What it takes at most beyond what is held before."""
+    """The most memory that `run` takes beyond what is held before."""
     before = held(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -32,7 +32,7 @@ def peak_of(run: Callable[[], object], device: str) -> int | None:
 
 
 def give_back() -> None:
-    """What is free, so that it is not counted."""
+    """Give free memory back to the system, so that it is not counted."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # glibc
         ctypes.CDLL(None).malloc_trim(0)

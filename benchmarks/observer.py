@@ -1,4 +1,4 @@
-"""What does it cost to look at the weights while they train?
+"""Measures what it costs to look at the weights while they train.
 
     mst bench observer [--rounds N] [--json | --markdown]
 

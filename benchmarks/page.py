@@ -1,4 +1,4 @@
-"""How does a benchmark print what it has found: a table, one JSON object, or the page kept in benchmarks/results?"""
+"""Prints the results of a benchmark: as a table, one JSON object, or the page kept in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tell(
     command: str,
     setting: Row | None = None,
 ) -> None:
-    """In the form that `options` asks for. `about` is the machine; what follows it stands on the page alone."""
+    """Print in the form that `options` asks for. `about` is the machine; what follows it is only for the page."""
     if options.json:
         print(json.dumps({"machine": about, "rows": rows}))
     elif options.markdown:
@@ -51,7 +51,7 @@ def page(doc: str | None, command: str, about: Row, table: str) -> str:
     """`doc` is the program's own: its first line is the title, what follows its usage says what was measured."""
     title, _, text = (doc or "").partition("\n")
     body = text.strip().split("\n\n", 1)[1]
-    return f"# {title}\n\n`{command}`\n\n{facts(about)}\n\n{table}\n\n```\n{body}\n```\n"
+    return f"# {title.removesuffix('.')}\n\n`{command}`\n\n{facts(about)}\n\n{table}\n\n```\n{body}\n```\n"
 
 
 def facts(about: Row) -> str:

@@ -1,4 +1,4 @@
-"""Are weights trained with MST better suited to pruning than dense ones?
+"""Compares weights trained with MST and dense ones after pruning.
 
     mst bench pruning [--data DIR] [--runs DIR] [--seeds N] [--steps N] [--json | --markdown]
 

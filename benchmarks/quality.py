@@ -1,4 +1,4 @@
-"""What does a choice cost in validation loss, at equal tokens and over several seeds?
+"""Measures what a choice costs in validation loss, at equal tokens and over several seeds.
 
     mst bench quality [--config FILE] [--seeds 1 2 3] [--variants FILE] [--markdown]
 
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outputs(parser)
     options = parser.parse_args(arguments)
     variants = json.loads(Path(options.variants).read_text()) if options.variants else VARIANTS
-    if options.config == CONFIG:  # small and short enough for minutes on a CPU; --set comes after and wins
+    if options.config == CONFIG:  # small and short enough for minutes on a CPU; --set comes after and takes precedence
         options.set = [f"{key}={json.dumps(value)}" for key, value in SHAPE.items()] + options.set
     if options.only:
         unknown = sorted(set(options.only) - set(variants))

@@ -1,4 +1,4 @@
-"""How do tokens per second grow with the number of processes, dense and with MST?
+"""Measures how tokens per second grow with the number of processes, dense and with MST.
 
     mst bench scaling --config C [--ranks 1 2 4] [--threads 1] [--plot FILE.svg] [--json | --markdown]
     mst bench scaling --from weak_8.json weak_64.json … [--plot FILE.svg]

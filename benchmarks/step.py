@@ -1,4 +1,4 @@
-"""How fast is a training step, dense and with MST, in every phase, and where does its time go?
+"""Measures a training step, dense and with MST, in every phase: its time, and the time of its parts.
 
     mst bench step --config demo [--ranks 2] [--set model.n_layer=4] [--json | --append FILE]
     deepspeed --num_accelerators 8 --module mst_scale.benchmarks.step --config gpt2_small

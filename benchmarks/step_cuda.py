@@ -1,4 +1,4 @@
-"""How much faster is a step of the ultra-sparse phase on one GPU, its masks made of blocks, than the same run dense?
+"""Measures a step of the ultra-sparse phase on one GPU, its masks made of blocks, against the same run dense.
 
     mst bench step --device cuda [--configs gpt2_small gpt2_xl gpt3_6.7b] [--rounds 7] [--json | --markdown]
 

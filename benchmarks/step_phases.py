@@ -1,4 +1,4 @@
-"""What is measured in a phase of the schedule, on both sides of `benchmarks.step_sides`, and over the whole run?
+"""Measures a phase of the schedule, on both sides of `benchmarks.step_sides`, and computes the whole run.
 
 Whole steps without instruments, in turns; the peak of memory; further steps with a stopwatch for their parts and
 collectives; topology steps against ordinary ones. What the columns mean stands in `benchmarks.step`.
@@ -147,7 +147,7 @@ class Bench:
         return row, collectives
 
     def _seconds(self, prepare: Callable[[], object], run: Run) -> float:
-        """Of the slowest rank."""
+        """The seconds of the slowest rank."""
         prepare()
         dist.barrier()
         found = torch.tensor(seconds_of(run, self.device), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""How are the results of `benchmarks.step` shown? Tables of Markdown: steps, parts of a step, collectives."""
+"""Prints the results of `benchmarks.step` as tables of Markdown: steps, parts of a step, collectives."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def parts(rows: Sequence[Row]) -> str:
 
 
 def collectives(found: Sequence[Row]) -> str:
-    """Of one step and rank, by name: MST's own begin with `mst`."""
+    """The collectives of one step and rank, by name: MST's own begin with `mst`."""
     lines = [
         [
             c["phase"],

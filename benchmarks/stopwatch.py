@@ -1,4 +1,4 @@
-"""Where does a training step's time go, and what travels between the ranks meanwhile?
+"""Measures the time of the parts of a training step, and what travels between the ranks meanwhile.
 
 Spans nest; a span's own time leaves out the spans inside it and DeepSpeed's collectives, which are a part of their own
 ("communication"). Those come from DeepSpeed's comms_logger, which waits for each collective while it is on: so parts
@@ -80,7 +80,7 @@ class Stopwatch:
 
 @dataclass
 class _Span:
-    """Of the spans inside an open one: milliseconds, and of these in DeepSpeed's collectives."""
+    """Milliseconds of the spans inside an open one, and how many of these in DeepSpeed's collectives."""
 
     whole: float = 0.0
     travelled: float = 0.0

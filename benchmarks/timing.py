@@ -1,5 +1,7 @@
-"""How are several ways of doing one thing timed? In turns, so that a change of clock or a neighbour's load meets all of
-them; what is compared are medians."""
+"""Times several ways of doing one thing, in turns.
+
+So a change of clock or a neighbour's load meets all of them; what is compared are medians.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does one topology step cost, in time and in bytes sent, against the ways it is usually done?
+"""Measures what one topology step costs, in time and in bytes sent, against the usual ways to do it.
 
     mst bench topology [--ranks 1 2] [--shapes gpt2 gpt3-1.3b] [--rounds 5] [--json | --markdown]
 

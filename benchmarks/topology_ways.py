@@ -1,4 +1,4 @@
-"""How is one topology step done, by us and by the ways that are usual, and on which matrices?
+"""Does one topology step in our way and in the usual ways, on the matrices of a GPT.
 
 `naive` and `kthvalue` are what `benchmarks.topology` says of them. All read the same `State` and differ only in the
 random part.

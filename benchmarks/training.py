@@ -1,4 +1,4 @@
-"""What do our training loop and the masks add to a bare DeepSpeed step?
+"""Measures what our training loop and the masks add to a bare DeepSpeed step.
 
     mst bench training [--ranks N] [--json | --markdown]
 

@@ -1,8 +1,8 @@
-"""Where do random decisions come from?
+"""Makes every random decision a hash of what is being decided, never a step of a generator.
 
-From a hash of what is being decided, never from a generator's state: `counter_hash(seed, step, name, …)` is a
-64-bit number that is the same in any process, on any device, in any order of evaluation. That is what makes the
-sample order and the random part of Mixed-Growing independent of the number of ranks and exact after a resume.
+`counter_hash(seed, step, name, …)` is a 64-bit number that is the same in any process, on any device, in any order of
+evaluation. So the sample order and the random part of Mixed-Growing do not depend on the number of ranks and are exact
+after a resume.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run that is killed, stopped and started at random; is its end the same as if nothing had happened?
+"""Kills, stops and starts a run at random, and checks that it ends as if nothing had happened.
 
     python -m tests.chaos --faults 20 --seed 1 --out benchmarks/results/chaos.md
 

@@ -1,4 +1,4 @@
-"""What must each test find, whatever shell it is started from and whatever the tests before it have done?
+"""Gives every test the same start, whatever shell it is started from and whatever the tests before it have done.
 
 No launcher's variables, one thread, no ignored signals, no processes of a test that has failed.
 """
@@ -69,7 +69,7 @@ def end_all_of(test: str) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Ranks that were killed leave DeepSpeed's buffers in memory, 69 MB each: ours go, where nobody uses them."""
+    """Killed ranks leave DeepSpeed's buffers in memory, 69 MB each: those of ours that no process uses are removed."""
     left = {p for p in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*") if p.stat().st_mtime >= BEGAN}
     for process in Path("/proc").glob("[0-9]*") if left else ():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""How does a test kill and start whole runs over and over without paying for imports each time?
+"""Kills and starts whole runs many times without the cost of imports each time.
 
 Real processes, each with its own pid and its own process group, forked from a server that has imported everything.
 They read their environment as under a launcher, write stdout and stderr to a file, and end as `pretrain` ends them.
@@ -68,7 +68,7 @@ def hold(step: int, while_there: str) -> None:
 
 
 def end(processes: list[mp.process.BaseProcess], seconds: float) -> list[int | None]:
-    """Exit codes once all have ended; whoever has not within `seconds` is killed, and its code is None."""
+    """Exit codes once all have ended; a rank that has not within `seconds` is killed, and its code is None."""
     for process in processes:
         process.join(seconds)
     codes = [process.exitcode for process in processes]

@@ -1,4 +1,4 @@
-"""How does a test run on several ranks without paying for start-up each time?
+"""Runs a test on several ranks without the cost of starting processes each time.
 
 `run(fn, world_size, *args)` calls the module-level `fn(rank, world_size, *args)` in `world_size` processes that share a
 gloo process group, and returns the results by rank. Processes are started once per world size and reused by the

@@ -1,4 +1,4 @@
-"""How does a test get a checkpoint of a model that no run has trained? Laid out by hand as `mst reshape` does it."""
+"""Writes a checkpoint of a model that no run has trained, laid out as `mst reshape` does it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong costs one line on one rank, exit code 2 or 1, no traceback, and no rank hangs."""
+"""A user's mistake costs one line on one rank, exit code 2 or 1, no traceback, and no rank hangs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Killed, frozen, asked to stop and damaged at random: the run ends as one that was left in peace."""
+"""A run that is killed, frozen, asked to stop and damaged at random ends as one without faults."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where optimizer states cannot come along, weights, masks and step do: on other ranks, at another ZeRO stage."""
+"""Weights, masks and step go to other ranks and ZeRO stages also where optimizer states cannot."""
 
 import pytest
 import torch

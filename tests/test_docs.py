@@ -1,5 +1,6 @@
-"""What the pages link to is there, and the README stays short enough to be read."""
+"""The pages link to files that exist, the README stays short, and modules say in a sentence what they do."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -33,3 +34,36 @@ def test_the_readme_is_read_in_three_minutes():
     assert len(words) <= 650
     first_screen = "\n".join(text.splitlines()[:25])
     assert "bash launchers/demo.sh" in first_screen and "bash launchers/test.sh" in first_screen
+
+
+# Modules of these packages still open with questions; take a package out once it is reworded.
+OPEN = ("checkpoints", "engine", "mixed_growing", "pretrain", "zero_shards")
+MODULES = [
+    path
+    for top in ("mst_scale", "benchmarks")
+    for path in sorted((ROOT / top).rglob("*.py"))
+    if not (top == "mst_scale" and path.relative_to(ROOT / top).parts[0].removesuffix(".py") in OPEN)
+]
+
+
+def opening(source: str) -> str | None:
+    """The first paragraph of a module's docstring, on one line."""
+    text = ast.get_docstring(ast.parse(source))
+    return None if text is None else " ".join(text.split("\n\n")[0].split())
+
+
+def states_something(text: str) -> bool:
+    return text.endswith((".", ":")) and "?" not in text
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_states_what_it_does(path: Path):
+    text = opening(path.read_text())
+    assert text is None or states_something(text), text
+
+
+def test_questions_and_half_sentences_are_seen():
+    assert opening('"""One\nline.\n\nMore?"""') == "One line."
+    assert opening("x = 1") is None
+    assert states_something("Does this:") and not states_something("What is this? That.")
+    assert not states_something("No end")

@@ -74,13 +74,13 @@ def row(path: Path) -> str:
     experiment, gpus = load(path), GPUS[path.stem]
     planned = plan(experiment, gpus, machine("a100-80gb", gpus))
     batch, micro, accumulation = batch_shape(experiment.deepspeed, gpus)
-    course, training = forecast(experiment), experiment.training
+    expected, training = forecast(experiment), experiment.training
     zero = experiment.deepspeed["zero_optimization"]["stage"]
     cells = [
         f"`{path.stem}`", f"{planned.parameters / 1e9:.2f}", gpus, zero, f"{micro} × {accumulation}",
         "yes" if experiment.model.activation_checkpointing else "no", f"{planned.memory.needed / 1e9:.1f}",
         f"{batch * experiment.model.context:,}", f"{training.steps:,}",
-        f"{course.reduction('paper'):.2f}", f"{course.reduction('causal'):.2f}",
+        f"{expected.reduction('paper'):.2f}", f"{expected.reduction('causal'):.2f}",
         f"{forecast(experiment, dense_head=True).reduction('paper'):.2f}",
     ]  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"

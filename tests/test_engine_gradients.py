@@ -1,4 +1,4 @@
-"""Which gradient do clipping, overflow checks, growth and Adam see? The whole batch's, masked for all but growth."""
+"""Clipping, overflow checks, growth and Adam see the whole batch's gradient, masked for all but growth."""
 
 import pytest
 import torch

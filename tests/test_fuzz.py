@@ -294,7 +294,7 @@ def damaged(data: bytes, how: str, where, what) -> bytes:
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "without a manifest"])
 @pytest.mark.parametrize("cases", [FEW(25), MANY(25)])
 def test_files(run, tmp_path, monkeypatch, cases, sealed):
-    """Without a manifest nothing vouches for a file, as in a checkpoint of another loop: still no traceback."""
+    """Without a manifest no digest covers a file, as in a checkpoint of another loop: still no traceback."""
     work = tmp_path / "work"
     shutil.copytree(run, work)
     manifest = work / TAG / store.MANIFEST

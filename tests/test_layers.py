@@ -1,5 +1,7 @@
-"""Imports go only downwards: a module may import modules of a lower layer, or of its own package. The three parts of
-the paper (sparsity_variation, mixed_growing, hybrid_sparse_attention) share a layer, so they do not know each other.
+"""Imports go only downwards: a module may import modules of a lower layer, or of its own package.
+
+The three parts of the paper (sparsity_variation, mixed_growing, hybrid_sparse_attention) share a layer, so they do not
+know each other.
 """
 
 import ast

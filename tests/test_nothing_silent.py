@@ -1,4 +1,4 @@
-"""What a run assumes is checked, what it cannot do is refused by name, and what it chose is said once."""
+"""A run checks what it assumes, refuses by name what it cannot do, and says once what it has chosen."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""What is seen of sharded weights is what they are, on any ZeRO stage; looking changes nothing."""
+"""What the observer sees of sharded weights is what they are, on any ZeRO stage; looking changes nothing."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Does the schedule follow the paper's equations as meant, at every step and for runs of any length?"""
+"""The schedule follows the paper's equations as meant, at every step and for runs of any length."""
 
 from __future__ import annotations
 

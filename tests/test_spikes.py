@@ -76,7 +76,7 @@ def spiky(rank, world, argv, kind, killed=False):
 
 
 def without_the_batch(rank, world, argv):
-    """The run that never meets the batch."""
+    """The run that never sees the batch."""
     inner = training_loop.batch_number
     training_loop.batch_number = lambda step, skipped: step + (step >= BAD)
     try:

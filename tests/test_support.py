@@ -1,4 +1,4 @@
-"""What docs/support.md calls exact is exact, what it refuses is refused in one line, and nothing is on neither list."""
+"""What docs/support.md calls exact is exact, what it refuses is refused in one line, and no key lacks a verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's own ds_to_universal writes is loaded with its masks, or refused in one line on every rank."""
+"""Checkpoints of DeepSpeed's own ds_to_universal are loaded with masks, or refused in one line on every rank."""
 
 import shutil
 from types import SimpleNamespace

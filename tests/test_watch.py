@@ -68,7 +68,7 @@ def test_a_rank_that_fails_alone_ends_the_others(tmp_path):
 
 
 def test_a_stopped_rank_is_waited_for(tmp_path):
-    """SIGSTOP is not death: nobody ends, and the run goes on with SIGCONT."""
+    """A rank under SIGSTOP is alive: no rank ends, and the run goes on with SIGCONT."""
     processes = running(tmp_path, 2)
     wait_for_rows(tmp_path, processes)
     os.kill(processes[1].pid, signal.SIGSTOP)

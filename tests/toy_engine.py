@@ -1,4 +1,4 @@
-"""How do tests train a toy beside a DeepSpeed engine, and read masks and weights whole from the slices of all ranks?"""
+"""Trains a toy beside a DeepSpeed engine, and reads masks and weights whole from the slices of all ranks."""
 
 from __future__ import annotations
 

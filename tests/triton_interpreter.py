@@ -1,4 +1,4 @@
-"""How does a test run Triton kernels without a GPU? In a process of its own, where Triton interprets them."""
+"""Runs Triton kernels without a GPU, in a process of its own where Triton interprets them."""
 
 from __future__ import annotations
 

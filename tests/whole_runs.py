@@ -1,4 +1,4 @@
-"""How does a test run `mst_scale.pretrain` on the ranks of the pool, and what does it compare afterwards?"""
+"""Runs `mst_scale.pretrain` on the ranks of the pool, and reads what tests compare afterwards."""
 
 from __future__ import annotations
 

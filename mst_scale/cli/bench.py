@@ -1,4 +1,4 @@
-"""`mst bench WHAT`: how fast is it here? The programs in benchmarks/, each against its strongest rival in one run."""
+"""`mst bench WHAT`: runs the programs in benchmarks/, each of which measures against its strongest rival."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mst data`: how does text become a corpus that a run can read?"""
+"""`mst data`: turns text into a corpus that a run can read."""
 
 from __future__ import annotations
 
@@ -116,13 +116,13 @@ def _verify(args: argparse.Namespace) -> int:
         if not _is_corpus(folder):
             raise
         print(f"mst: {error}", file=sys.stderr)
-        return 1  # the question was right; the corpus is not
+        return 1  # the command was right; the corpus is damaged
     print(json.dumps(meta) if args.json else f"{_summary(folder, meta)}\nall digests agree")
     return 0
 
 
 def _is_corpus(folder: Path) -> bool:
-    """Whether there is one to be verified; a meta.json that cannot be read was one."""
+    """Whether there is a corpus to verify; a meta.json that cannot be parsed counts as one."""
     try:
         meta = json.loads((folder / META).read_bytes())
     except (OSError, RecursionError):
@@ -144,7 +144,7 @@ def _bytes(text: str) -> int:
 
 
 def _plain(name: str) -> str:
-    """The last part of a path or hub name, without what a folder's name should not hold."""
+    """The last part of a path or hub name; characters that do not belong in a folder's name become "-"."""
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in Path(name).stem).strip("-") or "corpus"
 
 

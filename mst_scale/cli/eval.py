@@ -1,4 +1,4 @@
-"""`mst eval`: how good is a model on the paper's tasks?"""
+"""`mst eval`: evaluates a model on the paper's tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mst export`: how does a checkpoint leave for the Hugging Face world?"""
+"""`mst export`: writes a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # files only: DeepSpeed, which unpickling imports, shall not look for a GPU (and tell about it on stdout)
+    # only files are read: DeepSpeed, which unpickling imports, must not look for a GPU (and report it on stdout)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from mst_scale.hugging_face.export import export
 

@@ -1,4 +1,4 @@
-"""`mst flops`: what will a run cost, what does it save, and what was counted?"""
+"""`mst flops`: says how many FLOPs a run will cost and save, and what is counted."""
 
 from __future__ import annotations
 

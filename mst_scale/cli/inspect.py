@@ -1,4 +1,4 @@
-"""`mst inspect`: which weights are alive in a checkpoint?"""
+"""`mst inspect`: shows a checkpoint's masks: how many weights of each layer are active."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mst plan`: what will a run on N GPUs take, before it is started?"""
+"""`mst plan`: says what memory, time and communication a run on N GPUs will take, before it is started."""
 
 from __future__ import annotations
 

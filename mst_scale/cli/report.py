@@ -1,4 +1,4 @@
-"""`mst report`: what did training look like?"""
+"""`mst report`: draws the figures of one or several runs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.out is not None:
         refuse_no_folder("--out", args.out)
-    own = args.runs[0] if len(args.runs) == 1 else Path()  # a comparison is no run's own
+    own = args.runs[0] if len(args.runs) == 1 else Path()  # a comparison belongs to no single run
     report = Report(args.runs, args.out or own / "report")
     if args.watch and args.frontier:
         raise ValueError("--frontier compares finished runs: leave out --watch")

@@ -1,4 +1,4 @@
-"""`mst reshape`: how does a run continue on another number of ranks?"""
+"""`mst reshape`: writes a copy of a checkpoint that any number of ranks can load."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # files only: DeepSpeed, which unpickling imports, shall not look for a GPU (and tell about it on stdout)
+    # only files are read: DeepSpeed, which unpickling imports, must not look for a GPU (and report it on stdout)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from mst_scale.checkpoints.reshape import reshape
 

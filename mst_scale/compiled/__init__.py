@@ -1,4 +1,4 @@
-"""How does a compiled CPU kernel get built and loaded?
+"""Builds the compiled CPU kernels at first use and loads them.
 
 a folder of *.h and kernel.cpp, and simd.h beside this file  →  one shared library, compiled at first use for this very
 CPU (AVX-512, AVX2 or whatever it has)  →  ctypes.
@@ -6,9 +6,9 @@ CPU (AVX-512, AVX2 or whatever it has)  →  ctypes.
 The sources need a C++17 compiler and OpenMP but no torch headers, so a build takes seconds and its result does not
 depend on the torch version. It lands in a cache folder under a name that holds two digests: one of sources, flags and
 what this processor can do, one of the compiler and what `-march=native` means to it. A machine without a compiler (a
-compute node) takes what another with the same processor has built. A library is written under another name, loaded by
-a process of its own, put on the disk and renamed, so that a build that dies half way, and a compiler that only says it
-is done, leave nothing behind. One process builds, the others of the same machine wait for it.
+compute node) takes what another with the same processor has built. A library is written under another name, loaded by a
+process of its own, synced to disk and renamed, so that a build that is interrupted, or a compiler that reports success
+without writing a whole file, leaves nothing behind. One process builds, the others of the same machine wait for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 
 SHARED = Path(__file__).parent
 FLAGS = ["-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
-FLAGS += ["-fvisibility=hidden"]  # or a library would take the constants of templates from one that is loaded already
+FLAGS += ["-fvisibility=hidden"]  # else a library would take the constants of templates from one that is already loaded
 log = logging.getLogger("mst_scale")
 
 
@@ -51,9 +51,9 @@ def compiler() -> list[str] | None:
 def build(
     name: str, sources: Path, folder: Path, flags: Sequence[str] = (), *, instead_of: os.stat_result | None = None
 ) -> Path:
-    """The library `name` of `sources` in `folder`, compiled if it is not there yet, or still is the one to replace.
+    """The path of the library `name` in `folder`, compiled from `sources` if it is missing or still is `instead_of`.
 
-    RuntimeError says why it cannot be had. `flags` come last, so that "-mno-avx512f" takes AVX-512 away again.
+    RuntimeError says why there is none. `flags` come last, so that "-mno-avx512f" takes AVX-512 away again.
     """
     flags = [*FLAGS, *flags]
     texts = [path.read_text() for place in (sources, SHARED) for path in sorted(place.glob("*.[hc]*"))]
@@ -80,7 +80,7 @@ def build(
                 with tempfile.TemporaryDirectory(dir=folder) as scratch:
                     whole = Path(scratch) / library.name
                     _command([*program, *flags, f"-I{SHARED}", "-o", str(whole), str(sources / "kernel.cpp")])
-                    # by another process, which a library that is cut short may well kill
+                    # in another process: loading a library that is cut short may kill the process
                     _command([sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", str(whole)])
                     with open(whole, "rb") as file:
                         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""One JSON file describes one experiment: a DeepSpeed config with four blocks of ours."""
+"""Reads the JSON file of an experiment: a DeepSpeed config with four blocks of ours."""
 
 from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, SpikeConfig, TrainingConfig, in_steps
 from mst_scale.config.load import load, read, resolve, states, to_dict

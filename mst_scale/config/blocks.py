@@ -1,4 +1,4 @@
-"""What a user can say of an experiment: four frozen blocks beside the DeepSpeed config, in the same JSON file.
+"""Defines the blocks of the config: four frozen dataclasses that stand beside the DeepSpeed config in one file.
 
 `model`, `data` and `training` stand here, `mst` in method.py, and its own blocks with the parts they speak to. Each
 field's default is the paper's GPT-2 small where the paper states one. Durations are given either in steps (an
@@ -59,7 +59,7 @@ class ModelConfig:
 
     @property
     def weights(self) -> int:
-        """Of its matrices and its embedding."""
+        """The number of weights in its matrices and its embedding."""
         width = self.n_embd * (4 * self.n_embd + 2 * self.ffw)
         return self.n_layer * width + (self.padded_vocab + self.context) * self.n_embd
 

@@ -16,18 +16,18 @@ from mst_scale.distributed import shown
 
 PRECISIONS = ("fp16", "bf16")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# Keys of DeepSpeed that it takes as they come, and stumbles over later.
+# Keys that DeepSpeed accepts with any type, and fails on later.
 FLAGS = (
     "prescale_gradients", "wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_allgather",
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "sparse_gradients", "dataloader_drop_last",
 )  # fmt: skip
 NUMBERS = {"steps_per_print": int, "gradient_predivide_factor": float}
-# Features of DeepSpeed that our loop does not go with, in dense runs either (of sparse runs support.py says more).
+# Features of DeepSpeed that our loop does not work with, dense runs included (for sparse runs see support.py).
 UNTESTED = ("hybrid_engine", "curriculum_learning", "progressive_layer_drop")
 
 
 def batch_shape(deepspeed: dict[str, Any], world_size: int) -> tuple[int, int, int]:
-    """(sequences per update, per process and micro-batch, micro-batches per update); DeepSpeed's rule, in words."""
+    """(sequences per update, per process and micro-batch, micro-batches per update), by DeepSpeed's rule."""
     total, micro, accumulation = (_positive(deepspeed, key) for key in BATCH_KEYS)
     if total is None and micro is None:
         raise ValueError("the config needs train_batch_size, or train_micro_batch_size_per_gpu, or both")
@@ -129,7 +129,7 @@ def peak_learning_rate(deepspeed: dict[str, Any]) -> float:
 
 
 def _optimizer(optimizer: dict[str, Any]) -> None:
-    """The words and numbers that optimizers share; each one's own parameters: mst_scale.pretrain.refusals."""
+    """Check the keys that all optimizers share; mst_scale.pretrain.refusals checks each one's own parameters."""
     if not isinstance(optimizer.get("type"), str):
         raise ValueError(f'optimizer.type must be a string such as "AdamW", not {shown(optimizer.get("type"))}')
     params = optimizer.get("params", {})

@@ -1,4 +1,4 @@
-"""Refuses what no experiment can mean: numbers beyond sense, deep nesting, characters that break a line.
+"""Refuses values that no experiment can have: huge numbers, deep nesting, characters that break a line.
 
 The one place with the largest value of every integer key. The smallest stand with the blocks.
 """
@@ -13,10 +13,10 @@ MILLION = 10**6
 SEED = 2**63 - 1  # torch and numpy take a signed 64-bit number
 STEPS = 10**7  # seventy times the paper's
 TOKENS = 2**24  # of a sequence or a vocabulary; sixteen million
-DEPTH = 32  # of objects and lists within each other
+DEPTH = 32  # levels of nested objects and lists
 WEIGHTS = 10**14  # of a model; the largest known have 10^12
 
-# Several times what the largest known runs state. Durations are held to training.steps besides.
+# Several times what the largest known runs state. Durations are also limited by training.steps.
 LARGEST: dict[str, int] = {
     "model.n_layer": 1024,
     "model.n_head": 2**16,
@@ -69,7 +69,7 @@ def refuse_large(key: str, value: int) -> None:
 
 
 def refuse_senseless(raw: dict[str, Any]) -> None:
-    """Whatever a config holds, DeepSpeed's part too. Iterative: recursion ends before a deep file does."""
+    """Check a whole config, DeepSpeed's part too; in a loop, because a deeply nested file would end a recursion."""
     left: list[tuple[Any, str, int]] = [(raw, "", 0)]
     while left:
         value, path, depth = left.pop()

@@ -1,4 +1,4 @@
-"""How does a JSON file become an experiment?
+"""Turns a JSON file into an experiment.
 
 file, or the name of a ready one → dict → `--set` overrides → recipe and method presets under the user's own keys →
 frozen blocks, strictly checked: an unknown or ill-typed key is an error that names the key, the file and the nearest
@@ -61,7 +61,7 @@ def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{path}: the key {error} stands twice in one object") from None
     except RecursionError:
         raise ValueError(f"{path}: not valid JSON: nested too deep") from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # an integer of thousands of digits
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: a config is a JSON object, this is a {type(raw).__name__}")
@@ -74,7 +74,7 @@ def states(config: Experiment | str | Path | dict[str, Any], block: str, key: st
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; of two values for one key the first would be lost in silence."""
+    """An object of JSON; a key that stands twice is refused, because its first value would be lost in silence."""
     for i, (key, _) in enumerate(pairs):
         if any(key == other for other, _ in pairs[:i]):
             raise KeyError(key)
@@ -88,7 +88,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         raise ValueError(f"--set {shown(override)}: write KEY=VALUE, for example mst.sparsity.max=0.9")
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # what is no JSON, or too much of it
+    except (ValueError, RecursionError):  # not JSON, or nested too deep
         value = text
     *path, last = key.split(".")
     node = raw
@@ -219,7 +219,7 @@ def _under(preset: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
             merged[key] = _under(merged[key], value)
         else:
-            merged[key] = copy.deepcopy(value)  # an override must not reach the presets
+            merged[key] = copy.deepcopy(value)  # a copy, so that an override does not change the presets
     return merged
 
 

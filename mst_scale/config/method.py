@@ -1,4 +1,4 @@
-"""The block `mst`: Mixed Sparsity Training as a user states it, and what its words come to in a run of some length.
+"""The block `mst`: Mixed Sparsity Training as a user states it, and the schedules that follow from it.
 
 Each part of the method owns its own block; here they are one. Values and arithmetic only, without torch and without a
 model, so that a plan or a table starts at once.
@@ -21,7 +21,7 @@ from mst_scale.sparsity_variation import Schedule, SparsityConfig
 class MSTConfig:
     """Mixed Sparsity Training. `method` chooses a preset; the other blocks override it."""
 
-    method: str | None = None  # a config without an mst block is dense; a block has to say
+    method: str | None = None  # a config without an mst block is dense; a block must name one
     like: str | None = None  # dense-short: the config (or run folder) whose FLOPs it spends on dense steps
     seed: int | None = None  # of the random growth; None: training.seed
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
@@ -49,7 +49,7 @@ class MSTConfig:
         return self.sparsity.variation == "dense" or self.sparsity.max == 0
 
     def require_method(self) -> None:
-        """Refuse a block that does not say what it wants: all its other words would train dense."""
+        """Refuse a block that names no method: the run would be dense whatever its other keys say."""
         if self.method is None:
             raise ValueError(
                 'the mst block names no method, so nothing would be sparse: add "method": "mst" (or --method mst), or '
@@ -85,7 +85,7 @@ class MSTConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether another length of the run would be another schedule: not where all that counts is stated in steps."""
+        """Whether the schedule changes with the run's length; it does not where every duration is stated in steps."""
         self.require_method()
         shares = self.attention.pattern != "dense" and isinstance(self.attention.dense_from, float)
         return shares or self.sparsity.depends_on_length(self.topology)

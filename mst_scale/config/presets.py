@@ -1,4 +1,4 @@
-"""Which shapes and methods are known by name?"""
+"""Lists the model shapes, methods and recipes that a config can choose by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"n_layer": 6, "n_head": 12, "n_embd": 384},  # the paper's small dense model
 }
 
-# A method is data: what it says in the `mst` block. The user's own keys win.
+# A method is data: keys of the `mst` block. Keys that the user gives take precedence.
 _NO_HSA = {"pattern": "dense"}  # hybrid sparse attention belongs to `mst`; the others are compared without it
 
 

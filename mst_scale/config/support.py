@@ -56,7 +56,7 @@ class Row:
 
 
 def _equal(value: Any, known: Any) -> bool:
-    """As in JSON, where true is not 1; DeepSpeed takes names in any case."""
+    """Equal as in JSON, where true is not 1; strings in any case, as DeepSpeed takes them."""
     if isinstance(value, str) and isinstance(known, str):
         return value.lower() == known.lower()
     return isinstance(value, bool) == isinstance(known, bool) and bool(value == known)
@@ -98,7 +98,7 @@ def known_keys() -> list[str]:
 
 
 def row_of(key: str, value: Any, stage: int, precision: str) -> Row | None:
-    """The line that counts; None: unclassified. What has no line of its own goes by the `.*` of a block around it."""
+    """The row for a key; None: unclassified. A key without its own row takes the `.*` row of a block around it."""
     own = _by_key().get(key)
     if own is None:
         block, _, _ = key.rpartition(".")
@@ -150,7 +150,7 @@ def refuse_unsupported(deepspeed: Mapping[str, Any], mst: MSTConfig) -> list[str
 
 
 def _near(key: str, row: Row | None) -> str:
-    """A slip of the pen below the top level, where DeepSpeed may be silent about it."""
+    """A hint for a misspelt key below the top level, which DeepSpeed may ignore without a word."""
     if row is not None or key in _by_key():
         return ""
     near = difflib.get_close_matches(key, [known for known in _by_key() if "*" not in known], n=1, cutoff=0.9)

@@ -1,4 +1,4 @@
-"""Which parameters may become sparse, in a user's words: the block `mst.targets`."""
+"""The block `mst.targets`: a user's choice of the parameters that may become sparse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TargetsConfig:
     lm_head: bool = True  # the head too, even where it is tied to the embedding (the paper's 4x needs it)
 
     def choose(self, names: Collection[str]) -> list[str]:
-        """Those of the matrices' names that match an `include` glob and no `exclude` glob, in their order."""
+        """The names of matrices that match an `include` glob and no `exclude` glob, in the given order."""
         for glob in self.include + self.exclude:
             if not any(fnmatchcase(name, glob) for name in names):
                 near = difflib.get_close_matches(glob, names, n=1, cutoff=0.0)

@@ -1,4 +1,4 @@
-"""What a run costs in FLOPs, before it starts and while it goes.
+"""Counts what a run costs in FLOPs, before it starts and while it goes.
 
 flops         the formulas, in two accountings
 stretches     a run by its config: stretches of steps that cost the same

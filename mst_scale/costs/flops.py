@@ -1,4 +1,4 @@
-"""How many FLOPs does one sequence of training cost?
+"""Counts the FLOPs of training on one sequence.
 
 The paper's appendix on FLOP calculation, with S_l the sparsity of a matrix of I inputs and O outputs, L the sequence
 length, Q the share of dense attention that is left:
@@ -69,14 +69,14 @@ class Matrix(NamedTuple):
     """One weight that is multiplied with every token, or with a share of them."""
 
     name: str  # as in the model's `named_parameters()`
-    component: str  # the field of Flops it counts under
+    component: str  # the field of Flops that it adds to
     inputs: int
     outputs: int
     share: float = 1.0  # of the tokens it is multiplied with
 
 
 def matrices(model: ModelConfig) -> list[Matrix]:
-    """Every matrix product of a forward pass that has a weight. A tied head goes by its embedding's name."""
+    """Every matrix product of a forward pass that has a weight. A tied head has its embedding's name."""
     d, f = model.n_embd, model.ffw
     found = []
     for layer in range(model.n_layer):

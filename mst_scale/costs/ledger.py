@@ -1,4 +1,4 @@
-"""How many FLOPs does a run cost, before it starts and while it goes?
+"""Adds up the FLOPs of a run: a forecast before it starts, a ledger while it trains.
 
 `forecast` adds up a config's run beforehand, stretch by stretch; `Ledger` adds up, step by step, what a run has really
 used: the active weights of each matrix and the attention pattern. Both count in two accountings (`flops`)
@@ -6,7 +6,7 @@ and stand beside the same number of dense steps, so that
 
     reduction = FLOPs of dense steps / FLOPs of these steps
 
-`shortened` turns it round: how many dense steps do the FLOPs of another run buy?
+`shortened` is the reverse: it gives a dense run as many steps as the FLOPs of another run pay for.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
         if not stretch.sparsity:
             continue
         steps = stretch.steps if every else sum(s + 1 in due for s in range(stretch.start, stretch.stop))
-        masked = dense + -1.0 * step_flops(model, stretch.density)  # the attention of both cancels
+        masked = dense + -1.0 * step_flops(model, stretch.density)  # attention is the same on both sides and cancels
         count, extra = count + steps, extra + steps * 2 / 3 * masked
     return count, 1 / schedule.total_steps * extra
 

@@ -1,4 +1,4 @@
-"""Does the ledger give the paper's table, and what does its "4×" rest on?
+"""Computes the table of FLOPs in the paper from our own count, and what its "4×" depends on.
 
 The rows are forecasts of the paper's own runs (`recipe: paper`), nothing else: GFLOPs of one 1024-token sequence,
 forward and backward, averaged over 140,000 steps.

@@ -1,8 +1,8 @@
-"""What will a run be like from its first step to its last, as far as its config says?
+"""Cuts a run into stretches of steps that cost the same, from its config alone.
 
-Stretches of steps that cost the same: one phase, one attention pattern, and the share of each sparse matrix that is
-active. No model is built and DeepSpeed is not needed; in training the engine does what is foreseen here. Blocks of
-weights count as whole blocks, also at a matrix's edges, and `min_blocks` as the fewest that it can mean.
+A stretch has one phase, one attention pattern, and one share of active weights for each sparse matrix. No model is
+built and DeepSpeed is not needed; in training the engine does what is foreseen here. Blocks of weights count as whole
+blocks, also at a matrix's edges, and `min_blocks` counts as the smallest number of blocks that it guarantees.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[S
     sparse = [m for m in sparse_matrices(experiment) if not (dense_head and m.name == head_name(experiment.model))]
     grids = [grid_of((m.outputs, m.inputs), experiment.mst.topology) for m in sparse]
     attention = experiment.attention_schedule
-    turns = [start for start, _ in attention.pieces]
+    changes = [start for start, _ in attention.pieces]
     for segment in schedule.segments():
         shapes = [grid.shape for grid in grids]
         counts = active_counts(shapes, segment.sparsity, experiment.mst.sparsity.distribution) if sparse else []
@@ -51,13 +51,13 @@ def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[S
             matrix.name: max(count, grid.least) / (grid.shape[0] * grid.shape[1])
             for matrix, grid, count in zip(sparse, grids, counts, strict=True)
         }
-        inside = [turn for turn in turns if segment.start < turn < segment.stop]
+        inside = [change for change in changes if segment.start < change < segment.stop]
         for start, stop in zip([segment.start, *inside], [*inside, segment.stop], strict=True):
             yield Stretch(start, stop, segment.phase, segment.sparsity, attention.pattern_at(start), density)
 
 
 class Grid(NamedTuple):
-    """The elements of a matrix that targets count, weights or blocks, and the fewest that stay."""
+    """A matrix counted in the elements that are pruned (weights or blocks), and how many of them always stay."""
 
     shape: tuple[int, ...]
     least: int

@@ -1,7 +1,7 @@
-"""Where does text become token ids, and in which order does a run see them?
+"""Turns text into token ids, and fixes the order in which a run sees them.
 
-sampler     which tokens does position p of step s see? A pure function, the same for any number of ranks
-masking     and which of them does BERT have to guess, seeing what? The same
+sampler     the tokens that position p of step s sees: a pure function, the same for any number of ranks
+masking     the tokens that BERT has to predict, and what it sees in their place: a pure function too
 corpus      what a corpus folder is: open, check, verify; one made by nanoGPT works too
 prepare     a recipe → a corpus folder, on all cores, in bounded memory (`mst data`)
   recipe      what decides every byte of it: source, split, tokenizer
@@ -11,7 +11,7 @@ prepare     a recipe → a corpus folder, on all cores, in bounded memory (`mst 
   tokenizer   text → ids: `byte`, tiktoken's encodings, a local rank file, BERT's word pieces
   pool        one function over many chunks on all cores, results in order
   partial     how the folder appears all at once, though a run may be killed at any moment
-  reporting   what one sees meanwhile
+  reporting   the progress that is shown meanwhile
 
 Nothing is imported here: preparing needs no torch, sampling needs no `datasets`.
 """

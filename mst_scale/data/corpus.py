@@ -1,4 +1,4 @@
-"""What is a corpus, and can it be trusted?
+"""Opens, checks and verifies corpus folders.
 
 A folder with `train.bin` and `val.bin`: token ids one after the other, little-endian uint16 (uint32 where the
 vocabulary has more than 65,536), every document followed by the end of text; and `meta.json`, written last:
@@ -52,7 +52,7 @@ def open_tokens(
 ) -> TokenFile:
     """The ids of a split, or a ValueError that says what is wrong with the folder and what to do.
 
-    `vocab_size` is the model's: ids must be below it. meta.json vouches for that; a bare `.bin` is read through once
+    `vocab_size` is the model's: ids must be below it. meta.json guarantees that; a bare `.bin` is read through once
     (1 to 3 s per GB from a fast disk), so let one rank do it and give the others `check_ids=False`. `masked`: BERT
     reads it, so the model's last id must be free for [MASK] where the tokenizer has none.
     """
@@ -66,7 +66,7 @@ def open_tokens(
     meta = read_meta(folder) if (folder / META).exists() else None
     if meta is None and (folder / PARTIAL).exists():
         raise ValueError(f"the corpus in {folder} is unfinished; run the `mst data` command that began it again")
-    if meta is None and (folder / META).exists():  # it was moved in while we looked
+    if meta is None and (folder / META).exists():  # it was moved in after we had looked
         meta = read_meta(folder)
     if meta is not None and split not in meta["splits"]:
         raise ValueError(f"{folder} has no split {split!r}; it has {', '.join(meta['splits'])}")
@@ -106,7 +106,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _missing(meta: dict[str, Any]) -> str | None:
-    """What a meta.json lacks, or says in another type; its digests cover the ids, and nothing covers itself."""
+    """What a meta.json lacks, or has in a wrong type: its digests cover the ids, but not meta.json itself."""
     kinds = {"tokenizer": str, "vocab_size": int, "end_of_text": int, "dtype": str, "splits": dict, "recipe": dict}
     wrong = [key for key, kind in kinds.items() if type(meta.get(key)) is not kind]
     if wrong:
@@ -152,7 +152,7 @@ def check_sizes(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """Where two recipes part, in words."""
+    """The first difference between two recipes, in words."""
     for key in dict.fromkeys((*ours, *theirs)):
         if ours.get(key) != theirs.get(key):
             return f"{key} {ours.get(key)!r}, not {theirs.get(key)!r}"
@@ -194,7 +194,7 @@ def _check_vocabulary(path: Path, meta: dict[str, Any] | None, vocab_size: int, 
 
 
 def highest_id(path: Path) -> int:
-    """Of a bare `.bin`, in one pass and 32 MiB of memory; -1 if it is empty."""
+    """The highest id of a bare `.bin`, in one pass and 32 MiB of memory; -1 if it is empty."""
     dtype = np.dtype("<u2")
     highest = -1
     with open(path, "rb") as handle:

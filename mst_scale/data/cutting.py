@@ -1,8 +1,8 @@
-"""Where may a long text be cut into pieces that are tokenised on their own?
+"""Cuts a long text into pieces that can be tokenised on their own.
 
 Tokenising needs memory in proportion to its input, and a text file of 100 GB is one document. So a text is handed to
 the tokenizer in pieces of at most PIECE_BYTES, cut just before the last blank (a newline if there is one) of a run of
-blanks. GPT-2's pattern splits there anyhow, so the ids of the pieces are the ids of the whole. Only a text without any
+blanks. GPT-2's pattern always splits there, so the ids of the pieces are the ids of the whole. Only a text without any
 blank for WINDOW bytes (a base64 blob) is cut between two characters, which can change the token at that cut; so can
 encodings whose pattern joins newlines to what stands before them.
 """
@@ -35,7 +35,7 @@ def cut(window: bytes, places: Places = SEAM) -> int:
 
 
 def cut_file(handle: BinaryIO, start: int, target: int, places: Places = SEAM) -> int:
-    """The same for a file: where, in (start, target], does the piece that begins at `start` end?"""
+    """The same for a file: the end, in (start, target], of the piece that begins at `start`."""
     begin = max(start, target - WINDOW)
     handle.seek(begin)
     return begin + cut(handle.read(target + 1 - begin), places)

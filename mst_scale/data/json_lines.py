@@ -1,4 +1,4 @@
-"""How are `.jsonl` files read: one JSON object a line, the document under one of its keys?
+"""Reads `.jsonl` files: one JSON object a line, with the document under one of its keys.
 
 A file of any size is divided into ranges of 1 MiB; a worker reads the lines that begin in its range. Memory is
 bounded but for the longest line. Other keys may hold anything: they are not looked at.

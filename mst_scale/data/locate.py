@@ -1,4 +1,4 @@
-"""Where does the source lie that a user has named?
+"""Finds the source of text that a user has named:
 
 - `stdlib`: the sources of the running Python's standard library;
 - `openwebtext`: the paper's data set, with nanoGPT's split; any other name of a data set on the Hugging Face hub;

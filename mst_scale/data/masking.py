@@ -1,4 +1,4 @@
-"""Which tokens of a sequence does BERT have to guess, and what does it see in their place?
+"""Chooses the tokens that BERT has to predict, and what it sees in their place.
 
 Of each window `predicted` positions are chosen, exactly (15 % of the context, rounded): so every sequence weighs the
 same in the loss, and a mean over ranks of means over micro-batches is the mean over the global batch. A chosen position
@@ -42,7 +42,7 @@ def open_sampler(folder: str, split: str, model: ModelConfig, seed: int, *, chec
 
 
 class MaskedSampler(Sampler):
-    """Windows of a token file as BERT sees them, and the tokens it has to guess."""
+    """Windows of a token file as BERT sees them, and the tokens that it has to predict."""
 
     def __init__(self, file: TokenFile, context: int, seed: int, predicted: int):
         super().__init__(file, context, seed)

@@ -1,10 +1,10 @@
-"""How does a corpus folder appear all at once, though making it takes hours and may be killed at any moment?
+"""Holds a corpus while it is being made, so that the finished folder appears all at once or not at all.
 
     out/.partial/   recipe.json; train.bin and val.bin as they grow; journal.json: how much of them is safe;
                     meta.json: they are complete, only to be moved
     out/            train.bin, val.bin, meta.json: moved in this order, when all is written and synced
 
-While `.partial` exists and `meta.json` does not, nobody takes what lies in `out` for a corpus (corpus.py).
+While `.partial` exists and `meta.json` does not, the files in `out` do not count as a corpus (corpus.py).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Partial:
         _write_json(self.folder / META, meta)
 
     def publish(self) -> None:
-        """Move the complete files in; does the rest of it when it was interrupted."""
+        """Move the complete files into place; after an interruption, move those that are left."""
         self._refuse_what_is_gone()
         (self.out / META).unlink(missing_ok=True)  # of the corpus that is replaced
         _sync_folder(self.out)
@@ -129,7 +129,7 @@ class Partial:
             check_size(path, split["tokens"], np.dtype(meta["dtype"]).itemsize)
 
     def empty(self) -> None:
-        """A folder with nothing in it; what vouches for the rest goes first, should this be interrupted."""
+        """Empty the folder; the files that describe the others are removed first, in case this is interrupted."""
         self.folder.mkdir(exist_ok=True)
         for name in (META, "journal.json"):
             (self.folder / name).unlink(missing_ok=True)
@@ -174,7 +174,7 @@ def locked(out: Path, announce: Callable[[str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """What the machine refuses, on one line with the cure."""
+    """Turn an error of the machine (disk, permissions) into one line with the cure."""
     try:
         yield
     except OSError as error:
@@ -185,7 +185,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Written whole or not at all."""
     temporary = path.with_suffix(".tmp")
     with open(temporary, "w") as handle:
         json.dump(content, handle, indent=2)

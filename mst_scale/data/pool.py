@@ -1,4 +1,4 @@
-"""How does one function run over many chunks on all cores, with results in order and memory bounded?
+"""Runs one function over many chunks on all cores, with results in order and bounded memory.
 
 `ordered_map(work, items, workers)` is `map(work, items)` on forked processes. It differs from multiprocessing.Pool
 in three ways that a job of hours needs: items are drawn only as they are needed (at most WINDOW · workers results are
@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-WINDOW = 4  # chunks drawn per worker beyond the oldest one that is not done: enough that a slow chunk starves nobody
+# Chunks drawn per worker beyond the oldest one that is not done: enough that a slow chunk leaves no worker idle.
+WINDOW = 4
 
 
 def ordered_map(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
@@ -54,7 +55,7 @@ def _start(work: Callable[[Any], Any], workers: int) -> tuple[list[Any], list[Co
 def _serve(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connection]) -> None:
     for parents_end in inherited:
         parents_end.close()  # else this copy would keep a pipe open after the parent's death
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a trainer's handler, inherited, must not run here
     while True:
         try:
@@ -72,7 +73,7 @@ def _serve(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connect
 
 
 def _run(items: Iterator[Any], idle: list[Connection], limit: int) -> Iterator[Any]:
-    """A worker is sent to only while it waits for an item, so neither side ever blocks on a full pipe."""
+    """Items are sent only to a worker that waits for one, so neither side ever blocks on a full pipe."""
     idle = list(idle)
     busy: dict[Connection, int] = {}
     done: dict[int, Any] = {}

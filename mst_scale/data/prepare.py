@@ -1,8 +1,8 @@
-"""How does a source become a corpus folder, on all cores and in bounded memory?
+"""Makes a corpus folder from a source, on all cores and in bounded memory.
 
 The main process lists chunks of about 1 MiB, workers read and tokenise them, the main process writes the ids in order:
 the bytes do not depend on the number of workers. Now and then the files are synced and a journal notes how many
-chunks they hold; a rerun checks what the journal vouches for and goes on from there (partial.py).
+chunks they hold; a rerun checks what the journal lists and goes on from there (partial.py).
 
 Memory, whatever the size of the source: at most MAIN_BYTES in the main process and WORKER_BYTES in each worker (most of
 which they share), plus a few times the longest document of a table or `.jsonl` file; a `.txt` file is read in ranges.
@@ -62,7 +62,7 @@ def prepare(
         if force:
             partial.empty()
         elif meta := _finished(out, recipe, identity):
-            partial.discard()  # what is left of a rebuild that was given up
+            partial.discard()  # left over from a rebuild that was abandoned
             return meta
         else:
             check_free(out, identity)
@@ -111,7 +111,7 @@ def _finished(out: Path, recipe: Recipe, identity: dict[str, Any]) -> dict[str, 
 
 
 def _open(recipe: Recipe, out: Path, report: Report) -> tuple[Tokenizer, Source]:
-    """A wrong name is one line, found before a vocabulary is downloaded; a data set of the hub takes its time."""
+    """A wrong path is refused before a vocabulary is downloaded; a data set of the hub is slow and opened last."""
     here = local_files(recipe) is not None
     tokenizer = load_tokenizer(recipe.tokenizer_name)
     source = open_source(recipe) if here else None
@@ -188,12 +188,12 @@ class Tokenise:
 
 
 def _cores() -> int:
-    """Those that this process may use, where the system tells."""
+    """The number of cores that this process may use, where the system tells."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _after(chunks: Iterator[Chunk], done: int) -> Iterator[Chunk]:
-    """Chunks that were tokenised before are read past, not tokenised again."""
+    """Skip the chunks that were tokenised before: they are read, but not tokenised again."""
     return (chunk for number, chunk in enumerate(chunks) if number >= done)
 
 

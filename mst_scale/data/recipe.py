@@ -1,4 +1,4 @@
-"""What decides every byte of a corpus? Which text, how it is split, and how it is tokenised."""
+"""The recipe of a corpus: which text, how it is split, how it is tokenised. It decides every byte of the corpus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OTHER_VAL_FRACTION = 0.01
 @dataclass(frozen=True)
 class Recipe:
     """`source` is a word (`stdlib`, `openwebtext`), the name of a data set of the hub, or paths (locate.py). None
-    stands for the source's default, which takes its place here."""
+    means the source's default, which is filled in here."""
 
     source: str | Sequence[str] = "stdlib"
     tokenizer: str | None = None  # `byte` for stdlib, else `gpt2`
@@ -59,6 +59,6 @@ class Recipe:
         return self.val_fraction
 
     def identity(self) -> dict[str, Any]:
-        """As JSON. Two recipes with one identity make the same corpus from the same data."""
+        """The recipe as JSON values. Two recipes with one identity make the same corpus from the same data."""
         content = {field.name: getattr(self, field.name) for field in fields(self)}
         return content | {"source": self.paths, "tokenizer": tokenizer_identity(self.tokenizer_name)}

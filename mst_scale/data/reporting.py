@@ -1,4 +1,4 @@
-"""What does one see while a corpus is prepared? A bar on a terminal, a line now and then elsewhere, on stderr."""
+"""Shows how far the making of a corpus has come: a bar on a terminal, else a line every 30 s, on stderr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens does position p of step s see?
+"""Chooses the tokens that position p of step s sees.
 
     offset(s, p) = hash(seed, split, s, p) mod (number of tokens - context)
 

@@ -1,4 +1,4 @@
-"""What is a source of documents, and which documents are for validation?
+"""Defines what a source of documents is, and which of its documents are for validation.
 
 A source cuts its documents into chunks of about 1 MiB (in the main process, so that their order is fixed) and reads
 the text of a chunk (in a worker). Four kinds:

@@ -1,4 +1,4 @@
-"""How are documents read that lie in the rows of a table: Parquet files, and all that goes through `datasets`?
+"""Reads documents from the rows of tables: Parquet files, and everything that `datasets` can open.
 
 `datasets` opens the hub (memory-mapped after a download, or streamed), folders written by `save_to_disk`, and the
 kinds of files that we do not read ourselves. Its errors become one line that says what to do.
@@ -138,14 +138,14 @@ class Load:
 
 
 def _through_datasets(name: str, call: Callable[[Any], Any]) -> Any:
-    """`call(datasets)`; what goes wrong, on one line with its cure."""
+    """`call(datasets)`; an error becomes one line with its cure."""
     import datasets
     import huggingface_hub.utils.logging as hub_logging
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     before = hub_logging.get_verbosity()
-    hub_logging.set_verbosity_error()  # it announces each of its retries; what comes of them is said below
+    hub_logging.set_verbosity_error()  # it logs each of its retries; their outcome is reported below
     try:
         return call(datasets)
     except Exception as error:
@@ -169,5 +169,5 @@ def _explained(name: str, error: Exception) -> Exception:
 
 
 def _on_one_line(error: BaseException) -> str:
-    """`datasets` names a config that is missing, and then, lines below, those there are."""
+    """Join the lines in which `datasets` names a missing config and those that exist."""
     return " ".join(str(error).split())[:400]

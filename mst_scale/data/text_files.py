@@ -1,4 +1,4 @@
-"""How are plain text files read: the `.txt` source, and `stdlib`, the text that is on every machine?
+"""Reads plain text files: `.txt`, and `stdlib`, the text that is on every machine.
 
 A file is one document, of any size: it is read in ranges of at most 1 MiB, each by the worker that tokenises it.
 """

@@ -1,4 +1,4 @@
-"""How does text become token ids?
+"""Turns text into token ids.
 
 Ways to name a tokenizer:
 - `byte`: the 256 bytes of UTF-8 and an end of text, 257 ids; needs no vocabulary;
@@ -29,7 +29,7 @@ from mst_scale.data.word_pieces import HUB, WordPieceTokenizer, vocabulary_file
 SPLIT_LIKE_GPT2 = ("gpt2", "r50k_base")  # encodings whose rank file is complete with that pattern
 # Identities of the same ids; the last is of r50k_base.tiktoken, as tiktoken itself checks it.
 GPT2_IDS = {*SPLIT_LIKE_GPT2, "sha256:306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"}
-SHORTEST_HALF = 1 << 10  # characters; no pattern fails on less
+SHORTEST_HALF = 1 << 10  # characters; no pattern fails on a shorter text
 DOWNLOAD_SECONDS = 60.0  # vocabularies are 1-4 MB; a network that drops packets would otherwise hang for minutes
 
 
@@ -81,7 +81,7 @@ class BpeTokenizer:
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
         except ValueError:
-            # The engine of the pattern gives up on a run of some 100,000 blanks: encode the text in halves.
+            # The regular expression fails on a run of about 100,000 blanks: encode the text in halves.
             half = len(text) // 2
             if half < SHORTEST_HALF:
                 raise
@@ -166,7 +166,7 @@ def _encoding_by_name(name: str) -> Any:
         )
     try:
         return _within(DOWNLOAD_SECONDS, lambda: tiktoken.get_encoding(name))
-    except (OSError, ValueError) as error:  # no network; or a proxy's page in place of the file
+    except (OSError, ValueError) as error:  # no network, or a proxy's page instead of the file
         url = getattr(getattr(error, "request", None), "url", None)
         where = ""
         if url is not None:  # tiktoken names a cached file by the digest of its address

@@ -1,10 +1,11 @@
-"""Which files let `AutoTokenizer.from_pretrained` encode text as the run did?
+"""Writes tokenizer files with which `AutoTokenizer.from_pretrained` encodes text as the run did.
 
 `tokenizer.json` (byte-level BPE, what transformers loads without further code) and `tokenizer_config.json`:
 
 - `byte`: 256 tokens and no merges, id = byte, 256 ends a text;
 - `gpt2` and rank files split like it: the vocabulary is the ranks, and the merges are found from them, each token being
-  split as BPE would have come to it. Written only where the ranks are at hand (tiktoken downloads them once);
+  split into the two parts from which BPE builds it. Written only where the ranks are available (tiktoken downloads
+  them once);
 - BERT's word pieces, with [CLS] before and [SEP] behind a text.
 
 Other encodings split text by other patterns; no files are written for them.

@@ -1,4 +1,4 @@
-"""How does text become BERT's word pieces?
+"""Turns text into BERT's word pieces.
 
 Words and punctuation marks apart, each word cut into the longest pieces that the vocabulary has, from the left. The
 vocabulary is BERT's `vocab.txt`, one piece a line, its line the id: a local file, or `bert-base-uncased` and

@@ -1,4 +1,4 @@
-"""The kinds of units, how many of each are dead, and how that is said; without torch, for who only reads numbers."""
+"""Counts the dead units of each kind and puts the counts into words; without torch, for code that only reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which lines (rows or columns) of a matrix hold anything but zeros, put together from slices of it in any order."""
+"""Finds the lines (rows or columns) of a matrix that hold anything but zeros, from slices of it in any order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LineFlags:
         }
 
     def look(self, name: str, start: int, values: Tensor) -> None:
-        """Values [start, start + n) of a flattened parameter; one that no unit has is passed over."""
+        """Values [start, start + n) of a flattened parameter; a parameter that belongs to no unit is ignored."""
         for (of, axis), flags in self.found.items():
             if of == name:
                 flags.logical_or_(nonzero_lines(values, start, self.shapes[name], axis).cpu())

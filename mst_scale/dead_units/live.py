@@ -1,4 +1,4 @@
-"""Dead units of a model that trains: counted on the shards of its ranks, and woken when their matrices become dense.
+"""Counts dead units on the shards of the ranks while a model trains, and wakes them when their matrices become dense.
 
 A unit that was masked away altogether does not come back when its masks go: its weights are alive again, but zero, and
 two zero factors have no gradient. So at the topology step that makes its matrices dense, all its zero factors but the
@@ -120,7 +120,7 @@ class LiveUnits:
         weight[where] = values.to(weight.dtype)
 
     def finish(self, updated: bool) -> None:
-        """The step is over; after an overflow it was not taken, and the topology step comes again."""
+        """End the step; after an overflow it was skipped, and the topology step will be repeated."""
         if self.waking is not None and updated:
             self.woken = {kind: counts for kind, counts in self.waking.counts.items() if counts[0]}
             self.woken_at = self.waking.step

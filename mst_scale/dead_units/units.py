@@ -1,4 +1,4 @@
-"""The units of a network: which lines (rows or columns) of which matrices make up each, and when one is dead.
+"""Finds the units of a network: the lines (rows or columns) of matrices that make up each, and when one is dead.
 
 What a unit contributes is a product of factors, and each factor is linear in lines of one matrix:
 
@@ -9,7 +9,7 @@ What a unit contributes is a product of factors, and each factor is linear in li
 
 The gradient of a factor holds all the others, so all gradients are exactly zero as soon as two factors are: the unit is
 dead, and no optimizer that starts from zero moments brings it back. With one factor at zero that factor has a gradient.
-The bias of a row belongs to the row's factor. An activation must pass 0 as 0 with a slope, as GELU and SiLU do.
+The bias of a row belongs to the row's factor. An activation must map 0 to 0 with a nonzero slope, as GELU and SiLU do.
 
 Where several query heads read one key and value head, the columns (or rows) of all of them are one factor.
 Query-key channels under a rotary embedding are left out: it mixes channels in pairs, in an order of each model's own.
@@ -201,7 +201,7 @@ def _weight(linear: Any) -> nn.Parameter:
 def _factor(
     names: Mapping[int, str], linear: Any, *, inputs: bool = False, first: int = 0, group: int = 1, width: int = 1
 ) -> Factor:
-    """What of a linear layer belongs to the units that it makes (with their biases), or that it reads (`inputs`)."""
+    """The lines of a linear layer for the units that it computes (with biases) or that it reads (`inputs`)."""
     weight, bias = _weight(linear), None if inputs else linear.bias
     if not all(parameter.requires_grad for parameter in (weight, bias) if parameter is not None):
         raise _LeftOut("its weights are frozen")

@@ -1,1 +1,1 @@
-"""What is a pretrained model worth? The paper's tasks, on lm-evaluation-harness, from the hub or from local files."""
+"""Evaluates models on the paper's tasks with lm-evaluation-harness, from the hub or from local files."""

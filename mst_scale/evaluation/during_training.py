@@ -1,4 +1,4 @@
-"""How good is the model while it trains?
+"""Evaluates a model on the tasks of `training.eval_tasks` while it trains.
 
 The tasks of `training.eval_tasks`, whenever the validation loss is taken, on the engine as it stands: its precision and
 its attention pattern. Ranks share the windows, under any ZeRO stage. The figures go into the row of metrics.jsonl as

@@ -1,4 +1,4 @@
-"""How is a model evaluated so that a killed evaluation costs one task at most?
+"""Evaluates a model task by task; an evaluation that is killed loses one task at most.
 
 Tasks are evaluated one after the other. Each finished one is written to `eval.json.unfinished`, at once and whole; when
 all are done that becomes `eval.json`. The same command continues: a task is taken over if model, settings and documents
@@ -171,7 +171,7 @@ def _key(result: Result) -> str:
 
 
 def _read(path: Path) -> Result | None:
-    """A file of results; None if it is none, or not ours: it is written anew."""
+    """The results in a file; None where it holds none of ours: it is then overwritten."""
     try:
         found = json.loads(path.read_text())
         _key(found)

@@ -1,4 +1,4 @@
-"""How does lm-evaluation-harness evaluate our models?
+"""Connects our models to lm-evaluation-harness and computes the metrics.
 
 The harness makes the prompts, asks for log-likelihoods and adds up the metrics; `HarnessModel` answers through a
 `Scorer`. Beside what the harness knows, answers carry how many tokens were scored and how many were hit, so that there
@@ -221,7 +221,7 @@ def _per_word(pairs: Sequence[tuple[float, int]]) -> float:
 
 
 def _exp(value: float) -> float:
-    """Beyond 709 it is no number of float64: a model that is sure of something else."""
+    """exp(x), or infinity above 709, where float64 overflows: a model that is sure of a wrong answer."""
     try:
         return math.exp(value)
     except OverflowError:

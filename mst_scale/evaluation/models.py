@@ -1,4 +1,4 @@
-"""Which model does a name mean, and which tokenizer belongs to it?
+"""Opens the model that a name means, and the tokenizer that belongs to it:
 
 a run's folder or a checkpoint     our GPT, its fp32 weights read from the checkpoint
 a folder with transformers' config.json, for instance of `mst export`
@@ -34,7 +34,7 @@ class Model:
     folder: Path | None
     """Where its results belong: the run's folder or the model's."""
     digest: str | None
-    """Of what it was read from, so that another model's results are not taken for its own; None while it trains."""
+    """Of the files that the model was read from, to tell its results from those of others; None while it trains."""
     logits: Callable[[torch.Tensor], torch.Tensor]
     context: int
     vocab_size: int
@@ -43,7 +43,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Text:
-    """A tokenizer, whoever has made it."""
+    """A tokenizer, of ours or of transformers."""
 
     name: str
     encode: Callable[[str], Iterable[int]]
@@ -144,7 +144,7 @@ def _transformers(name: str, folder: Path | None, tokenizer: str | None, device:
 
 
 def _text_of(name: str, tokenizer: str | None, about: dict[str, Any], vocab_size: int) -> Text:
-    """The tokenizer that is asked for, or the one of the export (`about`), or, where that is not at hand, the files."""
+    """The tokenizer asked for, or that of the export (`about`), or, where that is not available, the files'."""
     before = trained_with(about["tokenizer"], about.get("tokenizer_identity")) if about.get("tokenizer") else None
     named = chosen(tokenizer, before, name)
     if named is not None and (tokenizer is not None or not is_missing(named.name)):
@@ -190,7 +190,7 @@ def _refuse_a_look_ahead(name: str, logits: Callable[[torch.Tensor], torch.Tenso
 
 
 def _digest(folder: Path) -> str:
-    """Of names, sizes and times of a model's files: it may be gigabytes."""
+    """A digest of names, sizes and times of a model's files; their content may be gigabytes."""
     files = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin") or p.name == "config.json")
     facts = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -1,9 +1,9 @@
-"""What does the paper report, and how does a model look beside it?
+"""Holds the paper's results, and prints a model's results beside them.
 
 GPT-2 small on OpenWebText, mean of 4 seeds (Dense to MST), and OpenAI's checkpoint (its appendix; no few-shot tasks
-there). The paper does not say how it computed them. OpenAI's WikiText-2 figure is below what the GPT-2 paper gives
-per word, and its LAMBADA accuracy above: so they are taken to be per token, with overlapping windows; figures per word
-stand below.
+there). The paper does not say how it computed its figures. OpenAI's WikiText-2 figure is below what the GPT-2 paper
+gives per word, and its LAMBADA accuracy above: so they are taken to be per token, with overlapping windows; figures per
+word stand below.
 """
 
 from __future__ import annotations

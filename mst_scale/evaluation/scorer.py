@@ -1,4 +1,4 @@
-"""How likely does a model find these tokens?
+"""Computes how likely a model finds given tokens.
 
 The work is cut into windows: token ids that the model reads, and how many of the last ones are scored. Windows are
 sorted by length and dealt in batches to the ranks in turn; every rank runs as many forwards as the others (under ZeRO-3

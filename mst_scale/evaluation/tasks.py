@@ -1,4 +1,4 @@
-"""Which tasks does the paper evaluate on, and where do their documents come from?
+"""Lists the tasks that the paper evaluates on, and reads their documents.
 
     lambada                     the last word of a passage                        accuracy, perplexity
     wikitext2 ptb wikitext103   the test text as one sequence                     perplexity per token and per word

@@ -1,4 +1,4 @@
-"""Which tensor of ours is which of Hugging Face's BERT?
+"""Maps our BERT's tensors to those of Hugging Face's BERT, and back.
 
 Both hold the same network. `BertForMaskedLM` has three matrices where we have one `qkv` (rows: all of q, all of k, all
 of v), always has biases (a model without them is exported with zeros, which computes the same) and knows no padding of

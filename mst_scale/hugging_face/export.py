@@ -1,13 +1,13 @@
-"""How does a checkpoint become a model that everybody can load?
+"""Writes a checkpoint as a Hugging Face folder that everybody can load.
 
-A Hugging Face folder: `config.json`, `model.safetensors`, tokenizer files where the tokenizer is known, and a model
+The folder holds `config.json`, `model.safetensors`, tokenizer files where the tokenizer is known, and a model
 card with the run's figures. Our GPT is GPT-2's architecture, so `AutoModelForCausalLM.from_pretrained` computes the
 same logits (of a BERT `AutoModelForMaskedLM`); what it lacks (biases) is zero there, and rows that pad the vocabulary
 are left out. Attention is dense.
 
 Weights are the fp32 masters. They are read, transposed and written one after the other: memory holds one matrix, never
-the model. Zeros stay zeros. `prune` sets further weights to zero, by magnitude within each layer; only to measure what
-that costs, the model is loaded.
+the model. Zeros stay zeros. `prune` sets further weights to zero, by magnitude within each layer; only then is the
+model loaded, to measure what that costs.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class _Writer:
             yield piece
 
     def _pieces(self, entry: Entry, numel: int) -> Iterator[torch.Tensor]:
-        if entry.ours not in self.weights.shapes:  # a bias that the model does without
+        if entry.ours not in self.weights.shapes:  # a bias that the model does not have
             yield torch.zeros(numel)
         elif entry.ours in self.counts or entry.transposed:
             matrix = self.weights.read(entry.ours)

@@ -1,4 +1,4 @@
-"""Which tensor of ours is which of Hugging Face's GPT-2?
+"""Maps our GPT's tensors to those of Hugging Face's GPT-2, and back.
 
 Both hold the same network. `GPT2LMHeadModel` stores its projections as Conv1D, (inputs, outputs), where we have
 nn.Linear, (outputs, inputs): those are transposed. It always has biases (a model without them is exported with zeros,
@@ -104,7 +104,7 @@ def hugging_face_config(config: ModelConfig, end_of_text: int | None = None) -> 
 
 
 def padded(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """With the rows, or numbers, that pad the vocabulary: the mean of the others."""
+    """`rows` and the rows (or numbers) that pad the vocabulary: each is the mean of the others."""
     if len(rows) not in (config.vocab_size, config.padded_vocab):
         raise ValueError(f"the vocabulary has {len(rows)} rows: set model.vocab_size = {len(rows)}")
     padding = rows.mean(0, keepdim=True).expand(config.padded_vocab - len(rows), *rows.shape[1:])

@@ -1,4 +1,4 @@
-"""Keeps the hub's libraries from trying a network that is not there for half a minute."""
+"""Makes the hub's libraries work offline when the hub cannot be reached, so that they do not retry for minutes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import urllib.request
 
 
 def offline_unless_reachable() -> str | None:
-    """Without a network the hub's libraries try again for minutes; told so, they look into their cache at once. The
-    name that was not reached."""
+    """Set HF_HUB_OFFLINE, with which the libraries look into their cache at once; returns the host not reached."""
     address = urllib.parse.urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     if "HF_HUB_OFFLINE" in os.environ or "https" in urllib.request.getproxies():
         return None

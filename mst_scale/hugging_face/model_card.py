@@ -1,4 +1,4 @@
-"""What should someone who finds an exported model know about it?
+"""Writes the model card of an exported model.
 
 `README.md` as the Hugging Face hub shows it: how the model was trained, its losses, what its sparsity saved, how to
 load it. Every figure comes from the run's own files; what they do not hold is left out.

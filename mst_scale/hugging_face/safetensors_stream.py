@@ -1,4 +1,4 @@
-"""How does a model that does not fit into memory become a Hugging Face folder of weights?
+"""Writes the weights of a Hugging Face folder piece by piece, for models that do not fit into memory.
 
 A safetensors file is a JSON header (names, shapes, offsets) followed by the values. All shapes are known beforehand, so
 the header is written first and the values follow piece by piece. What is larger than `shard_bytes` goes into several

@@ -1,8 +1,9 @@
-"""How does a run start from weights that are there already (`--init`)?
+"""Starts a run from weights that exist already (`--init`).
 
-From a GPT-2 in a folder with config.json and safetensors (as transformers and `mst export` write them), from a name on
-the hub (`gpt2` is OpenAI's checkpoint), or from a run of ours, dense or sparse: its newest whole checkpoint. The run
-takes the shape of that model. Rank 0 reads the weights; DeepSpeed spreads them, under ZeRO-3 one parameter at a time.
+They come from a GPT-2 in a folder with config.json and safetensors (as transformers and `mst export` write them), from
+a name on the hub (`gpt2` is OpenAI's checkpoint), or from a run of ours, dense or sparse: its newest whole checkpoint.
+The run takes the shape of that model. Rank 0 reads the weights; DeepSpeed spreads them, under ZeRO-3 one parameter at a
+time.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _KERNELS = {"attach": "hugging_face", "attention": "dispatch", **_LAYERS}
 
 
 def __getattr__(name: str) -> Any:
-    # Patterns and schedules are values: who only counts their pairs does not wait for torch.
+    # Patterns and schedules are plain values: code that only counts their pairs need not import torch.
     if name in _KERNELS:
         return getattr(importlib.import_module(f"{__name__}.{_KERNELS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""How is a pattern computed with torch operators alone, at the cost of its pairs?
+"""Computes a pattern with torch operators alone, at the cost of its pairs.
 
     strided   window  i - l < j ≤ i   ∪   rows r, r + l, r + 2l … among themselves, for each residue r
     fixed     blocks of l rows among themselves   ∪   every query with the last keys of earlier blocks

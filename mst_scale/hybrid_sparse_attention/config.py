@@ -1,4 +1,4 @@
-"""What a user can say of Hybrid Sparse Attention: the block `mst.attention`."""
+"""The block `mst.attention`: a user's choice of the attention pattern of each phase."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does the compiled CPU kernel get called?
+"""Calls the compiled CPU kernel of attention.
 
 cpp_kernel/*.h, kernel.cpp  →  one shared library (`mst_scale.compiled`)  →  ctypes.
 """

@@ -1,4 +1,4 @@
-"""How does a hand-written forward and backward become one operator that autograd and torch.compile accept?
+"""Makes one operator for autograd and torch.compile out of a hand-written forward and backward.
 
     (out, top, total) = forward(q, k, v)     top_i = max_j q_i·k_j,   total_i = Σ_j exp(scale (q_i·k_j - top_i))
     (dq, dk, dv) = backward(q, k, v, out, top, total, dout)          p_ij = exp(scale (q_i·k_j - top_i)) / total_i

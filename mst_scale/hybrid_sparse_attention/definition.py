@@ -1,4 +1,4 @@
-"""What is hybrid sparse attention, in six lines that are obviously right?
+"""Defines hybrid sparse attention in a few lines that are easy to check.
 
     out_i = Σ_j softmax_j(q_i·k_j·scale) v_j     over the pairs (i, j) of the pattern
 

@@ -1,4 +1,4 @@
-"""Which kernel computes this attention?
+"""Chooses the kernel that computes attention.
 
 `attention(q, k, v, pattern)` checks its inputs once, then hands them to a backend. All give the same result:
 

@@ -1,4 +1,4 @@
-"""How do models of transformers come to sparse attention?
+"""Gives sparse attention to models of transformers.
 
 Through transformers' attention interface: a function registered under a name, which a model's attention layers look up
 at every call. `attach` registers ours, switches the model to it and gives each layer a `mst_pattern` and a
@@ -7,7 +7,8 @@ at every call. `attach` registers ours, switches the model to it and gives each 
     no mask, whole sequences     the kernels of `attention`: only the pattern's pairs are computed
     padding, a cache             torch's attention under (their mask ∧ the pattern): exact, at the cost of dense
 
-GPT-2 and Llama-style models are tested. What cannot be right is not attached, and `attach` says why.
+GPT-2 and Llama-style models are tested. A layer for which the result would be wrong is not attached, and `attach` says
+why.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
 
 
 def hugging_face_mask(*, kv_length: int, **others: Any) -> torch.Tensor | None:
-    """None where a mask would only say "causal"; with a cache never, for there it tells where the queries are."""
+    """None where the mask is just causal; with a cache always a mask, because it tells where the queries are."""
     from transformers.masking_utils import sdpa_mask
 
     # before transformers 5 it is called with the queries' positions, not with their number

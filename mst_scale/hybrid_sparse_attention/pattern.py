@@ -1,4 +1,4 @@
-"""Which keys does a query see, and how many pairs is that?
+"""Defines which keys a query sees, and counts the pairs.
 
     dense     every key
     strided   |i - j| < l    or   (i - j) mod l = 0          (the paper's union: local window ∪ every l-th)
@@ -34,7 +34,7 @@ class Pattern:
             raise ValueError(f"attention stride {self.stride!r} must be a whole number of at least 1")
 
     def is_dense(self, length: int) -> bool:
-        """Does the pattern hold every (causal) pair at this length? Then dense kernels compute the same."""
+        """Whether the pattern holds every (causal) pair at this length, so that dense kernels compute the same."""
         return self.kind == "dense" or self.stride == 1 or self.stride >= length
 
     def allows(self, query: torch.Tensor, key: torch.Tensor, causal: bool = True) -> torch.Tensor:

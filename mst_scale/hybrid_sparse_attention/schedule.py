@@ -1,4 +1,4 @@
-"""Which attention pattern does step t use?
+"""Says which attention pattern each step uses.
 
 The paper trains with hybrid sparse attention and returns to dense attention before the end. `AttentionSchedule` is
 that as a value: (from step, pattern) pieces with resolved integer steps, evaluable at any step in any order.

@@ -1,4 +1,4 @@
-"""How does a GPU compute attention over a pattern of pairs, paying only for the pairs?
+"""Computes attention over a pattern of pairs on a GPU, at the cost of the pairs.
 
 Positions are put in an order in which every part of a pattern is a band next to the diagonal of a matrix, so that
 tensor cores see whole tiles:
@@ -55,7 +55,7 @@ def _key_row(position, stride, per, PART: tl.constexpr):
 
 @triton.jit
 def _seen(query, key, stride, per, PART: tl.constexpr, CAUSAL: tl.constexpr):
-    """Does the query at this position see the key at that one?"""
+    """Whether the query at this position sees the key at that one."""
     if PART == WINDOW:
         return (query - key < stride) & (key <= query if CAUSAL else key - query < stride)
     elif PART == RESIDUES:
@@ -147,7 +147,7 @@ def _forward(
         top = tl.full([QUERIES], -float("inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         sums = tl.zeros([QUERIES, WIDE], tl.float32)
-    else:  # go on from what the launch before has merged
+    else:  # continue from the result of the launch before
         top = tl.load(tops + row, mask=row < n, other=-float("inf"))
         total = tl.load(totals + row, mask=row < n, other=0.0)
         sums = _load(out, row, heads * D, n, D, WIDE).to(tl.float32) * total[:, None]

@@ -1,4 +1,4 @@
-"""What does the loss cost in memory?
+"""Computes the loss with little memory.
 
     loss = mean over counted positions of  logsumexp(z) - z[target]
     ∂loss/∂z = (softmax(z) - onehot(target)) / count

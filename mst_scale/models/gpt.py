@@ -1,6 +1,6 @@
-"""What is the network that we pretrain?
+"""The GPT that is pretrained: GPT-2's architecture.
 
-GPT-2 (Radford et al. 2019): token and position embeddings, `n_layer` pre-norm blocks, a final norm, and a head that
+Radford et al. 2019: token and position embeddings, `n_layer` pre-norm blocks, a final norm, and a head that
 is the token embedding again (tied) or a matrix of its own.
 
     x ← wte[tokens] + wpe[0…T-1]

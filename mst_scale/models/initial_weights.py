@@ -1,4 +1,4 @@
-"""What are a model's first weights?
+"""Draws a model's first weights.
 
 Normal numbers that depend on the seed and the name of the module alone: not on which other layers there are, which
 device they are on or how ZeRO cuts them.

@@ -1,4 +1,4 @@
-"""Which kernel normalises?
+"""Normalises, with the kernel of torch or of apex.
 
     y = (x - mean(x)) / sqrt(var(x) + 1e-5) · weight [+ bias]
 
@@ -27,7 +27,7 @@ def apex_kernel() -> Kernel | None:
     try:
         import fused_layer_norm_cuda  # type: ignore[import-not-found]  # noqa: F401  (the compiled half)
         from apex.normalization.fused_layer_norm import fused_layer_norm_affine
-    except Exception as error:  # the unrelated apex fails in ways of its own; none of them is ours to repair
+    except Exception as error:  # the unrelated package called apex can fail in any way: then there is no apex kernel
         log.info("LayerNorm: torch's (NVIDIA apex is not in use: %s: %s)", type(error).__name__, error)
         return None
     log.info("LayerNorm: apex's fused kernel on CUDA, torch's elsewhere")

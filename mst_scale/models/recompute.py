@@ -1,4 +1,4 @@
-"""What does a block keep for the backward pass?"""
+"""Runs a block of a model; on request it computes the block again in backward and so keeps less memory."""
 
 from __future__ import annotations
 

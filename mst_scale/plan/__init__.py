@@ -1,4 +1,4 @@
-"""What will a run on N GPUs take, before it is started?
+"""Computes what a run on N GPUs will take, before it is started.
 
 gpus          what a card, its node and its network can do, from data sheets; efficiencies that are assumed
 setting       what a config says about ranks, ZeRO, precision, offload and batch

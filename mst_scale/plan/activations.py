@@ -1,4 +1,4 @@
-"""What does backward keep of a forward pass, in bytes per micro-batch?
+"""Counts the bytes per micro-batch that backward keeps of a forward pass.
 
 For b sequences of L tokens, width d, inner width f, h heads, vocabulary V and w bytes per value, one block keeps
 

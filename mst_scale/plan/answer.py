@@ -1,4 +1,4 @@
-"""What will this config take on these GPUs? Memory, time, communication, and what to run instead."""
+"""Works out the whole plan of a config on given GPUs: memory, time, communication, and what to run instead."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Plan:
     setting: Setting
     memory: Memory
     seconds: Seconds
-    """Of a dense step."""
+    """The seconds of a dense step."""
     stages: list[Choice]
     """The config at every ZeRO stage it can run at, with and without offload."""
     recommended: Choice
@@ -88,12 +88,12 @@ class Plan:
 
     @property
     def flops(self) -> float:
-        """Of the whole run, relative to dense, in the causal accounting."""
+        """FLOPs of the whole run, relative to dense, in the causal accounting."""
         return sum(p.steps * p.flops for p in self.phases) / self.steps
 
     @property
     def wall_clock(self) -> str:
-        """What may be promised."""
+        """What may be promised about the time of the run."""
         if not self.sparse_parameters:
             return "dense: nothing is skipped"
         if skips_masked_weights(self.experiment, self.setting.precision):

@@ -1,4 +1,4 @@
-"""How many seconds does a step take, dense and in every phase of sparse training?
+"""Estimates the seconds of a step, dense and in every phase of sparse training.
 
 A roofline: each part runs at the stated share of the peak that bounds it.
 
@@ -8,9 +8,9 @@ A roofline: each part runs at the stated share of the peak that bounds it.
     optimizer      42 bytes per fp32 weight of this rank                          memory · bandwidth
     collectives    α per hop and bytes over the slowest link on their way         network · link
 
-Sparse phases get no time that nobody has measured. Masked dense layers take what dense ones take: their savings are
-FLOPs only. Attention skips its pairs on CPU and in a Triton kernel whose speed on GPUs has not been measured, so its
-share of the pairs is given as a bound from below; and so is the density of other compute backends.
+No time is stated for sparse phases that has not been measured. Masked dense layers take as long as dense ones: they
+save FLOPs only. Attention skips its pairs on CPU and in a Triton kernel whose speed on GPUs has not been measured, so
+its share of the pairs is given as a bound from below; and so is the density of other compute backends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLASH = 3.5  # forward, and a backward that computes the scores again
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one optimizer step of a dense run."""
+    """The seconds of one optimizer step of a dense run, by part."""
 
     products: float
     attention: float
@@ -93,7 +93,7 @@ def _moved(model: ModelConfig, width: int) -> float:
 
 
 def communication_seconds(model: ModelConfig, s: Setting, machine: Machine) -> tuple[float, float]:
-    """Of a step: while the micro-batches run, and behind them."""
+    """Communication of a step: while the micro-batches run, and after them."""
     calls = traffic(model, s)
     return s.accumulation * seconds(calls.micro, s.ranks, machine), seconds(calls.step, s.ranks, machine)
 

@@ -1,4 +1,4 @@
-"""ZeRO-3: which parameters are gathered in a micro-batch, and how many are whole at once?
+"""Replays which parameters ZeRO-3 gathers in a micro-batch, and how many are whole at once.
 
 DeepSpeed 0.19 records in which order modules run, and from then on, before each module: gathers what that module needs
 and is not there, then looks ahead in the recorded order and gathers up to a bucket more. After each module it gives up
@@ -22,7 +22,7 @@ Event = tuple[bool, str]
 
 @dataclass(frozen=True)
 class Fetches:
-    """Of one micro-batch, forward and backward."""
+    """The all-gathers of one micro-batch, forward and backward."""
 
     gathers: list[list[Parameter]]
     """What each all-gather brings together."""
@@ -31,7 +31,7 @@ class Fetches:
 
 
 def fetches(model: ModelConfig, setting: Setting) -> Fetches:
-    """They depend on thresholds and recomputation alone."""
+    """The fetches of a model; they depend only on thresholds and recomputation."""
     return _fetches(model, replace(setting.at_stage(3), ranks=1, micro=1, accumulation=1, offload_optimizer=False))
 
 

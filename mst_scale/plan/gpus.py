@@ -1,4 +1,4 @@
-"""What can one GPU, its node and its network do at most, and how much of that do we count on?
+"""Lists what a GPU, its node and its network can do at most, and the share of it that plans count on.
 
 Peaks are those of the makers' data sheets, without structured sparsity; 1 GB is 10⁹ bytes. Nodes are the makers' own
 (DGX) with one network port per GPU. What a run reaches of a peak is an assumption: `Efficiency` states it.
@@ -74,7 +74,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan counts with."""
+    """The GPUs, nodes and efficiencies that a plan assumes."""
 
     gpu: GPU
     efficiency: Efficiency = Efficiency()

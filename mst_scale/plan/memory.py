@@ -1,4 +1,4 @@
-"""How many bytes does a GPU hold, by part, and how many does the host hold for it?
+"""Counts the bytes that a GPU holds, by part, and the bytes that the host holds for it.
 
 With N weights on R ranks, w bytes in the type of the forward pass and a in that of accumulation; P = N/R, padded:
 
@@ -88,7 +88,7 @@ class Memory:
 
     @property
     def needed(self) -> float:
-        """With what the driver, libraries and the allocator take."""
+        """The peak, and what the driver, libraries and the allocator take."""
         return self.peak * (1 + FRAGMENTS) + CONTEXT
 
     def fits(self, gpu: GPU) -> bool:
@@ -176,7 +176,7 @@ def _flat(found: list[Parameter], s: Setting, acts: Activations, sparse: Sparse)
     part = sum(parts)
     largest = max(p.numel for p in found)
     bucket = s.reduce_bucket * (2 if s.overlap else 1)
-    # what lies in several partitions is flattened to be all-reduced; larger than a bucket, it goes by itself
+    # a parameter in several partitions is flattened to be all-reduced; one larger than a bucket is sent by itself
     alone = largest > s.reduce_bucket
     flattened = max(min(s.reduce_bucket, n), largest if alone and _straddles(found, s.ranks, largest) else 0)
     before = s.accumulation > 1 and not s.separate_accumulation

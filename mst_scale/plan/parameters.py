@@ -1,4 +1,4 @@
-"""Which tensors does a model have, by name and shape, without building it?
+"""Lists the tensors of a model by name and shape, without building it.
 
 In the order of `named_parameters()`, which is also the order of ZeRO's flat buffers and of the masks.
 """
@@ -64,7 +64,7 @@ def groups(found: list[Parameter]) -> list[list[Parameter]]:
 
 
 def sparse_parameters(model: ModelConfig, targets: TargetsConfig) -> list[Parameter]:
-    """Those that may become sparse: matrices chosen by the globs; of the embeddings only a tied head, if asked for."""
+    """The parameters that may become sparse: matrices chosen by globs; an embedding only as a tied head, if asked."""
     head = "wte.weight" if model.tied_head else "lm_head.weight"
     candidates = {p.name: p for p in parameters(model) if p.is_matrix and not p.name.startswith(EMBEDDINGS)}
     if not targets.lm_head:

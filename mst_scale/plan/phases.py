@@ -1,4 +1,4 @@
-"""How long is each phase, what does it save in FLOPs, and what can it save in time at best?"""
+"""Computes the length of each phase, what it saves in FLOPs, and what it can save in time at best."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Phase:
     sparsity: float
     flops: float
     dense_seconds: float
-    """Of a step."""
+    """Seconds of a dense step."""
     best_seconds: float
-    """Of a step, if attention took no more than its share of the pairs, and a compute backend that skips masked
+    """Seconds of a step, if attention took no more than its share of the pairs, and a compute backend that skips masked
     weights no more than their density. A bound from below, not a measurement."""
 
 
@@ -62,11 +62,11 @@ def skips_masked_weights(experiment: Experiment, precision: str) -> bool:
 
 
 def phases(experiment: Experiment, dense: Seconds, precision: str) -> list[Phase]:
-    """In order; FLOPs are the ledger's."""
-    course, skipping = forecast(experiment), skips_masked_weights(experiment, precision)
-    whole = course.dense["causal"]
+    """The phases in order; their FLOPs are those of `forecast`."""
+    expected, skipping = forecast(experiment), skips_masked_weights(experiment, precision)
+    whole = expected.dense["causal"]
     result = []
-    for phase in course.phases:
+    for phase in expected.phases:
         flops = phase.flops["causal"]
         saved = (1 - flops.attention / whole.attention) * dense.attention
         if skipping:

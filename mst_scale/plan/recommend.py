@@ -1,4 +1,4 @@
-"""Which ZeRO stage, offload, micro-batch and recomputation should this model run with on these GPUs?
+"""Recommends a ZeRO stage, offload, micro-batch and recomputation for a model on given GPUs.
 
 The fastest by `clock` of all that DeepSpeed and sparse training accept and that fit, at the config's own global batch.
 Where others come within 3 % of it, the config's own, or the simplest of them: the clock knows no better.
@@ -77,6 +77,6 @@ def fewest_gpus(experiment: Experiment, setting: Setting, gpu: GPU, most: int = 
 
 
 def _simplicity(choice: Choice) -> tuple[int, ...]:
-    """Of choices that are about equally fast: no offload, no recomputation, a low stage, much free memory."""
+    """Sorts choices that are about equally fast: no offload, no recomputation, a low stage, a small micro-batch."""
     s = choice.setting
     return (s.offload_parameters, s.offload_optimizer, s.recompute, s.stage, s.micro)

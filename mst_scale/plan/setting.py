@@ -1,4 +1,4 @@
-"""What does a config say about ranks, precision, ZeRO, offload and batch? With DeepSpeed's own defaults filled in."""
+"""Reads ranks, precision, ZeRO, offload and batch from a config, with DeepSpeed's own defaults filled in."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Setting:
 
     @property
     def weight_bytes(self) -> int:
-        """Of what the forward reads, and of what is communicated."""
+        """Bytes of a weight as the forward reads it and as it is communicated."""
         return BYTES[self.precision]
 
     @property
@@ -44,7 +44,7 @@ class Setting:
 
     @property
     def separate_accumulation(self) -> bool:
-        """Gradients are added up in another type than they are computed in."""
+        """Whether gradients are added up in another type than they are computed in."""
         return self.accumulate != self.precision
 
     @property

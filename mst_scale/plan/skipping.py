@@ -1,4 +1,4 @@
-"""Which layers multiply only with what their masks keep, on a GPU? What `sparse_linear.dispatch` will choose there.
+"""Predicts which layers multiply only with what their masks keep, on a GPU, as `sparse_linear.dispatch` will choose.
 
 dense    none: masked dense products
 block    all that are sparse

@@ -1,4 +1,4 @@
-"""What does one topology step send, and how long does that take on any number of ranks?
+"""Counts the bytes that one topology step sends, and the time that takes on any number of ranks.
 
 The layers that one optimizer call updates share their all-reduces (ZeRO-1/2: all of them; ZeRO-3: a sub-group). For W
 layers that change, and of each selection (prune, grow by score, grow at random) A that have a choice to make, A' of
@@ -12,9 +12,10 @@ them larger than 65,536 weights:
 
 Masks made of blocks send 4 bytes a block and 8 for each score that is read, instead of all that. Then, of all L sparse
 layers, 16·L for the digests, and unless mst.compute.backend is dense 8·L to agree which of them multiply with their
-masks, and one bit a weight of these. ZeRO-0 sends nothing, since replicas choose alike without a word. A drift check
-(every `topology.check_every` steps) compares digests, and counts inactive weights that are not 0. Left out are that
-count in the update after a topology step (16·L), and that of dead units (a byte a row and column at logged rows).
+masks, and one bit a weight of these. ZeRO-0 sends nothing, since all replicas choose the same without exchanging
+anything. A drift check (every `topology.check_every` steps) compares digests, and counts inactive weights that are not
+0. Left out are that count in the update after a topology step (16·L), and that of dead units (a byte a row and column
+at logged rows).
 
 Only refinement depends on the weights (and a bracket that misses, which costs 16 bytes a layer once more). A layer with
 c candidates in its bracket meets λ = c/2^(b·r) others in its bin after r rounds, and is done if its k-th is the last of
@@ -113,13 +114,13 @@ def layers(experiment: Experiment, step: int) -> list[Layer]:
 
 @dataclass(frozen=True)
 class Calls:
-    """Of one topology step. Payloads as in `traffic`."""
+    """The collectives of one topology step. Payloads as in `traffic`."""
 
     certain: list[Call]
     rounds: list[Call]
-    """Of refinement, as many as were given or are to be expected."""
+    """Rounds of refinement, as many as were given or are expected."""
     masks: list[Call]
-    """Of layers that multiply with what theirs keep."""
+    """The masks of layers that multiply only with what these keep."""
 
     @property
     def all(self) -> list[Call]:
@@ -273,7 +274,7 @@ class TopologyStep:
     dense_gradient_seconds: float
     """At least: weight gradients of what is masked too, where other steps skip them."""
     drift_payload: int
-    """Of a drift check, every `check_every` steps."""
+    """Bytes of a drift check, every `check_every` steps."""
 
 
 def typical_step(schedule: Schedule) -> int | None:

@@ -1,4 +1,4 @@
-"""What does a training step send: which collectives, of how many bytes?
+"""Lists the collectives of a training step and their bytes.
 
 A payload is the whole of what is reduced, gathered or scattered; a ring sends 2(R-1)/R of it per rank in an all-reduce
 and (R-1)/R in a gather or scatter. DeepSpeed 0.19 with its defaults, N weights of w bytes:
@@ -47,7 +47,7 @@ class Traffic:
 
 
 def traffic(model: ModelConfig, setting: Setting) -> Traffic:
-    """Nothing on one rank."""
+    """The collectives of a training step; none on one rank."""
     if setting.ranks == 1:
         return Traffic([], [])
     found, w = parameters(model), setting.weight_bytes
@@ -58,7 +58,7 @@ def traffic(model: ModelConfig, setting: Setting) -> Traffic:
     weights = [Call("gather", w * part * setting.ranks) for part in partition(found, setting.ranks)]
     norms = [Call("all-reduce", 4) for _ in weights]
     overflow = [Call("all-reduce", 1)] if w < 4 else []
-    # stage 1 walks through its groups, stage 2 comes by the gradients as backward makes them
+    # stage 1 without overlap takes gradients group by group, stage 2 in the order in which backward makes them
     walks = setting.stage == 1 and not setting.overlap
     order = [p for group in groups(found) for p in group] if walks else _backward(found, setting.stage)
     reduced = [Call("all-reduce", w * size) for size in _buckets(order, setting.reduce_bucket)]

@@ -26,7 +26,7 @@ from mst_scale.hugging_face import start_from
 from mst_scale.models import build
 from mst_scale.pretrain import branch, refusals, resume
 from mst_scale.runs import run_file
-from mst_scale.runs.optional_writes import Dispensable
+from mst_scale.runs.optional_writes import OptionalWrites
 from mst_scale.runs.run_file import RunFile
 
 
@@ -200,7 +200,7 @@ def built_engine(experiment: Experiment, out: Path, start: Any) -> Any:
 
 def _spare_the_run(monitor: Any) -> None:
     """What monitors cannot write, DeepSpeed's own numbers of each step too, costs those numbers alone."""
-    inner, disk = monitor.write_events, Dispensable()
+    inner, disk = monitor.write_events, OptionalWrites()
     monitor.write_events = lambda events: disk.attempt("TensorBoard's numbers", lambda: inner(events))
 
 

@@ -1,4 +1,4 @@
-"""What did training sparsely look like? From a run's folder to a page of figures.
+"""Turns a run's folder into a page of figures.
 
 reading, thinned, groups   metrics of any length in bounded memory; runs that differ in their seed
 style                      palettes, light and dark; drawing to PNG, SVG and into the page

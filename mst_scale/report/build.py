@@ -1,4 +1,4 @@
-"""How does a report come about? Runs are read, figures drawn, the page and the picture files written.
+"""Builds a report: reads the runs, draws the figures, writes the page and the picture files.
 
 `Report.update()` may be called again and again while the runs go on.
 """
@@ -33,7 +33,7 @@ class Report:
         self.readers = [Reader(folder, name) for folder, name in zip(folders, names, strict=True)]
 
     def read(self) -> bool:
-        """What has come since the last time; whether anything has."""
+        """Read the rows that are new since the last call; returns whether there are any."""
         return sum(reader.update() for reader in self.readers) > 0
 
     @property
@@ -45,7 +45,7 @@ class Report:
         return all(run.finished for run in self.runs)
 
     def write(self, *, pictures: bool = True, refresh: int | None = None, say: Say = lambda _: None) -> dict[str, Any]:
-        """Draw everything; without `pictures` the page alone. What was written, for machines."""
+        """Draw everything; without `pictures` only the page. Returns what was written, as JSON-ready data."""
         self.out.mkdir(parents=True, exist_ok=True)
         groups = grouped(self.runs)
         sections = [self._overview(groups), Section("Curves"), *([] if len(groups) == 1 else [Section("Weights")])]

@@ -1,4 +1,4 @@
-"""How do runs compare? Loss and perplexity over steps, FLOPs and time; speed, memory; the end of each run.
+"""Draws the figures that compare runs: loss and perplexity over steps, FLOPs and time; speed; memory; final results.
 
 A group of runs that differ in their seed is one line, the mean, in a band from the least to the greatest.
 """

@@ -1,6 +1,6 @@
-"""What do the weights of a run look like that kept no snapshots (its folder was copied, or cleaned up)?
+"""Reads the weights of a run that has no snapshots (its folder was copied, or cleaned up) from a checkpoint.
 
-The same figures of its newest whole checkpoint: one picture in time instead of one a phase. A matrix is read at a time.
+The figures are then of the newest whole checkpoint alone, not of the end of each phase. One matrix is read at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which runs are the same but for their seed, what is each group called, and what are its mean and spread?"""
+"""Groups the runs that differ in their seed alone, names each group, and computes its mean and spread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mst_scale.report.reading import Run
 SEEDS = ("training.seed", "mst.seed")
 ELSEWHERE = ("tensorboard.", "csv_monitor.", "wandb.", "comet.", "steps_per_print", "training.keep_checkpoints")
 GRID = 512
-NAME = 34  # characters that a legend bears
+NAME = 34  # characters that fit into a legend
 
 Curve = tuple[np.ndarray, np.ndarray]
 
@@ -68,7 +68,7 @@ def dotted(node: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def names(groups: list[list[Run]]) -> list[str]:
-    """The method; where that is not enough what else differs; in the end the folder."""
+    """Each group's method; where methods are equal, the settings that differ; where these are equal too, the folder."""
     if len(groups) == 1:
         return [groups[0][0].name if len(groups[0]) == 1 else groups[0][0].method]
     found = []

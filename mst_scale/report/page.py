@@ -1,4 +1,4 @@
-"""How do the figures become one page that needs nothing but itself?
+"""Puts the figures into one HTML page that needs no other file.
 
 HTML with its style and its drawings inside; it follows the reader's light or dark theme. No script, no font and no
 picture is fetched from anywhere.

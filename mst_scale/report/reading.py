@@ -1,4 +1,4 @@
-"""What does a run's folder tell, read in bounded memory and while the run may still be writing?
+"""Reads a run's folder in bounded memory, also while the run is still writing.
 
 `metrics.jsonl` is read line by line from where the last reading stopped; the rows are thinned on the way. A last line
 without its end (a killed run, or one that writes just now) is left for later. What is missing or cannot be read becomes
@@ -71,7 +71,7 @@ class Layers:
 
 @dataclass
 class Run:
-    """One run as far as it has come."""
+    """One run, as far as it has trained."""
 
     folder: Path
     name: str
@@ -97,7 +97,7 @@ class Run:
     evaluation: dict[str, Any] = field(default_factory=dict)
     launched: dict[str, Any] = field(default_factory=dict)
     schedule: Schedule | None = None
-    """Of the config; None where this version cannot read it."""
+    """The schedule of the config; None where this version cannot read it."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -111,7 +111,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """As many as it shall take; 0 where that is not known."""
+        """The number of steps that the run is to take; 0 where it is not known."""
         steps = self.setting("training", "steps")
         return steps if isinstance(steps, int) else 0
 
@@ -173,7 +173,7 @@ class Reader:
         with path.open("rb") as file:
             stat = path.stat()
             if self.signature is not None and (stat.st_ino != self.signature[0] or stat.st_size < self.offset):
-                self._anew()  # a resumed run has cut the file
+                self._anew()  # the file is shorter now: a resumed run has cut it
             self.signature = (stat.st_ino, stat.st_size)
             file.seek(self.offset)
             self._read_lines(file)
@@ -255,7 +255,7 @@ class Reader:
     # --- the rest of the folder ---
 
     def _plan(self) -> None:
-        """With a schedule phases are known to the step, not only to the row."""
+        """Take the phases from the schedule, which knows them to the step; rows are further apart."""
         run = self.run
         if not run.config:
             return
@@ -282,7 +282,7 @@ class Reader:
         for path in snapshots.paths(self.folder):
             try:
                 modified = path.stat().st_mtime_ns
-            except OSError:  # gone meanwhile
+            except OSError:  # deleted meanwhile
                 continue
             known = self.kept_snapshots.get(path)
             if known is not None and known[0] == modified:

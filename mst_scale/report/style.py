@@ -1,4 +1,4 @@
-"""How do the figures look, in light and dark, on paper and in a page?
+"""Sets how the figures look: light and dark, on paper and in a page.
 
 One palette by role, twice. Colours of lines are from Okabe and Ito's set for all kinds of colour vision, darkened or
 lightened until they stand out from the background; line styles tell them apart once more. A figure is drawn by a
@@ -68,7 +68,7 @@ Draw = Callable[[Figure, Theme], None]
 
 
 class Missing(Exception):
-    """What a figure needs is not there; the message becomes a note."""
+    """Raised when the data for a figure is missing; the message becomes a note."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def drawn_png(plot: Plot, theme: Theme) -> bytes:
 def _png(figure: Figure) -> bytes:
     picture = io.BytesIO()
     FigureCanvasAgg(figure).print_png(picture, metadata={"Software": None})
-    figure.set_layout_engine("none")  # everything has its place by now
+    figure.set_layout_engine("none")  # the layout is final by now
     return picture.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""What did each run cost and reach, in one row?"""
+"""Computes the table of what each run cost and reached, one row per run."""
 
 from __future__ import annotations
 

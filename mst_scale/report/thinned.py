@@ -1,4 +1,4 @@
-"""How does a table of any length fit into bounded memory, without losing its peaks?
+"""Thins a table of any length to bounded memory, without losing its peaks.
 
 Rows go into buckets of k neighbours; when there are more than `limit` of them, neighbours merge and k doubles. Of each
 column a bucket keeps the mean, the least, the greatest and the last value. NaN stands for what a row does not have.

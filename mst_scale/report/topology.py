@@ -1,4 +1,4 @@
-"""How did one run become sparse, and where? Sparsity, update fraction, prune and grow, layers, gradient norm."""
+"""Draws how one run became sparse, and where: sparsity, update fraction, prune and grow, layers, gradient norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of the weights? Pictures after each phase beside the mask; standard deviations by layer, phase, scale."""
+"""Draws what became of the weights: pictures beside the mask, standard deviations by layer, phase and scale."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mst_scale.report.style import LINE_STYLES, PHASES, Missing, Plot, Theme, co
 from mst_scale.report.topology import MAP, block_of, short
 from mst_scale.runs.snapshots import Matrix, Snapshot, kind_of
 
-PHASES_SHOWN = 5  # columns of a picture; a run that turns more often shows its last ones
+PHASES_SHOWN = 5  # columns of a picture; a run with more phases shows its last ones
 FEWEST = 3  # columns of the layout, so that one picture is not blown up
 MARKERS = "osD^vP*X"
 

@@ -1,4 +1,4 @@
-"""What a run leaves for people and for its next start to read.
+"""Writes and reads the files that a run leaves for people and for its next start.
 
 metrics           metrics.jsonl, a row a logged step
 record            a row into metrics.jsonl, TensorBoard and the progress line; the table at the end

@@ -1,4 +1,4 @@
-"""What does a run leave behind, step by step?
+"""Writes and reads `metrics.jsonl`: one JSON object for each logged step.
 
 `metrics.jsonl`: one object a logged step, written line by line. A resumed run cuts the lines that lie after its
 checkpoint, so that the file reads like that of a run that was never stopped. A torn last line (of a killed run, or a

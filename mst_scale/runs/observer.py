@@ -1,4 +1,4 @@
-"""How are the weights of a sharded model looked at while it trains, for the report and for TensorBoard?
+"""Looks at the weights of a sharded model while it trains, for the report and for TensorBoard.
 
 Each rank reduces its own slices to a few sums (moments, picture cells, histogram bins) and one small all-reduce a kind
 adds them up: no weight leaves its rank, whatever the ZeRO stage. Nothing is written to the model and no random number
@@ -26,7 +26,7 @@ from mst_scale.engine.targets import choose_targets
 from mst_scale.mixed_growing import bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.runs import snapshots
-from mst_scale.runs.optional_writes import Dispensable
+from mst_scale.runs.optional_writes import OptionalWrites
 from mst_scale.runs.snapshots import Matrix, Snapshot
 from mst_scale.sparsity_variation import Schedule
 
@@ -42,7 +42,7 @@ class Observer:
         self.every = experiment.training.look_every
         self.schedule: Schedule = engine.mst.schedule
         self.keep_at = phase_ends(self.schedule)
-        self.disk = Dispensable()
+        self.disk = OptionalWrites()
         self.started, self.spent = time.monotonic(), 0.0
         self.parameters = sum(math.prod(zero_shards.shape_of(p)) for p in engine.module.parameters())
         self.shards = self._shards(experiment)

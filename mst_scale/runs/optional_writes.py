@@ -1,4 +1,4 @@
-"""What may a full disk cost a run? What could not be written, and one line that says so; never the run itself."""
+"""Lets a run go on when the disk is full: what cannot be written is said in one line."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from mst_scale.distributed import logger
 
 
-class Dispensable:
-    """Writes that a run can do without, each by the name of what it writes."""
+class OptionalWrites:
+    """Writes that may fail without ending the run, each known by the name of what it writes."""
 
     def __init__(self) -> None:
         self.refused: set[str] = set()
 
     def attempt(self, what: str, write: Callable[[], object]) -> None:
-        """`write()`; an OSError is said once, and again when it works again."""
+        """`write()`; an OSError is logged once, and so is the first write that works again."""
         try:
             write()
         except OSError as error:
@@ -25,3 +25,6 @@ class Dispensable:
             if what in self.refused:
                 self.refused.remove(what)
                 logger.info("%s can be written again", what)
+
+
+OptionalWrites = OptionalWrites  # the old name, until mst_scale/pretrain/prepare.py uses the new one

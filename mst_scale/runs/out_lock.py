@@ -1,8 +1,7 @@
-"""Does another run write into this folder?
+"""Refuses a second run that would write into the same folder.
 
-Two of them would tear each other's rows and checkpoints. The first rank holds a lock on `OUT/run.lock`, which the
-system gives back when the process ends, whatever ended it. On a file system without locks that is said, and the run
-goes on.
+Two runs would destroy each other's rows and checkpoints. The first rank holds a lock on `OUT/run.lock`, which the
+system releases when the process ends, however it ends. On a file system without locks the run logs that and goes on.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class OutLock:
             self.file = None
 
     def _taken(self) -> bool:
-        """Also where there are no locks to take."""
+        """Whether the lock is ours; also true on a file system without locks."""
         try:
             file = self.path.open("a+")
         except OSError as error:

@@ -1,4 +1,4 @@
-"""How does a run look while it trains? One line that is rewritten on a terminal, plain lines elsewhere."""
+"""Shows how far a run has come: one line that is rewritten on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 
 class ProgressLine:
-    """Rank 0's view of the run."""
+    """The progress of a run, as rank 0 prints it."""
 
     def __init__(self, total: int, step: int, out: TextIO | None = None):
         self.out = out or sys.stdout

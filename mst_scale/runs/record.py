@@ -1,7 +1,7 @@
-"""What does a run leave for people to read?
+"""Records a run for people: metrics, TensorBoard, the progress line, and the table at the end.
 
 A row a logged step in `metrics.jsonl`, the same numbers in TensorBoard, one line on the terminal, a table at the end.
-What topology steps do to each layer between two rows is added up and rides in the next one.
+What topology steps do to each layer between two rows is added up and written with the next row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mst_scale.config import Experiment
 from mst_scale.dead_units.kinds import Tally, total
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.runs.metrics import MetricsFile, read
-from mst_scale.runs.optional_writes import Dispensable
+from mst_scale.runs.optional_writes import OptionalWrites
 from mst_scale.runs.progress import ProgressLine, clock, table
 
 Row = dict[str, Any]
@@ -43,7 +43,7 @@ class Record:
         self.out, self.batch, self.context = out, batch, experiment.model.context
         self.monitor, self.first = monitor, first
         self.layers = layers
-        self.disk = Dispensable()
+        self.disk = OptionalWrites()
         self.window, self.window_start = step, time.monotonic()
         if first:
             self.metrics = MetricsFile(out / "metrics.jsonl", step)
@@ -67,7 +67,7 @@ class Record:
         return {**speed, "peak_memory_bytes": peak_memory()}
 
     def write(self, row: Row) -> None:
-        """The row, with what topology steps since the last one have come to."""
+        """Write a row, with the sums over the topology steps since the last row."""
         if self.layers:
             row["layers"], self.layers = self.layers, {}
         if self.first:

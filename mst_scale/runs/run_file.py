@@ -1,4 +1,4 @@
-"""What must be known to explain a run later?
+"""Writes run.json: what must be known to explain a run later.
 
 `run.json` in the run's folder: the resolved config, and for each start the time, command, versions, state of the source
 tree, hosts, ranks, seeds and the step it continued from; how each start ended; what happened on the way (rollbacks,
@@ -24,7 +24,7 @@ SCHEDULERS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "MST_LAUNCHER", "MST_RESTAR
 
 
 class RunFile:
-    """The file of a run, and the start that is under way."""
+    """The run.json of a run, with the entry of the present start."""
 
     def __init__(self, path: Path, config: dict[str, Any], start: dict[str, Any]):
         self.path = path
@@ -43,7 +43,7 @@ class RunFile:
         self.write()
 
     def write(self) -> None:
-        """Never a reason to stop: what a full disk refuses rides in the next write."""
+        """Never stops the run: the next write holds what a full disk has refused."""
         content = {
             "restarts": len(self.starts) - 1,
             "starts": self.starts,
@@ -54,7 +54,7 @@ class RunFile:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Empty where there is none, or it is from another hand."""
+    """The content of run.json; empty where there is no file, or it is not one that we wrote."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What is kept of the weights at the end of a phase, when checkpoints come and go?
+"""Keeps a small summary of the weights at the end of each phase, for checkpoints do not last.
 
 `RUN/snapshots/step00003000.npz`, a few hundred kB whatever the model's size: mean, standard deviation and count of
 living weights of every matrix that can be sparse, and of a few of them a picture of at most CELLS × CELLS cells (mean
@@ -44,7 +44,7 @@ class Snapshot:
     phase: str
     sparsity: float
     parameters: int
-    """Of the whole model."""
+    """Parameters of the whole model."""
     matrices: list[Matrix]
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     """Mean |w| of each cell, by parameter name."""

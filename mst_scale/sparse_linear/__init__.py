@@ -12,7 +12,7 @@ __all__ = ["Index", "Product", "SparseLayers"]
 
 
 def __getattr__(name: str) -> Any:
-    # Crossovers are values: a plan reads them without torch.
+    # Crossovers are plain values: a plan reads them without torch.
     if name in __all__:
         return getattr(importlib.import_module(f"{__name__}.layers"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

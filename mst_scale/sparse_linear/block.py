@@ -1,4 +1,4 @@
-"""How does a GPU compute a linear layer whose mask is made of B × B blocks, paying only for the blocks it keeps?
+"""Computes linear layers on a GPU whose masks are made of B × B blocks, at the cost of the active blocks.
 
 Active blocks are read straight out of the dense weight, through lists of where they are; nothing is converted.
 

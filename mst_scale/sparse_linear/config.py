@@ -1,4 +1,4 @@
-"""What a user can say of the layers' computation: the block `mst.compute`."""
+"""The block `mst.compute`: which kernels compute the linear layers while they are sparse."""
 
 from __future__ import annotations
 

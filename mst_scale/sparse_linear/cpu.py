@@ -1,4 +1,4 @@
-"""Which kernel multiplies with single weights on a CPU? The compiled one, or MKL's through torch.sparse without it."""
+"""Chooses the CPU kernel for masks of single weights: the compiled one, or without it MKL through torch.sparse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From which sparsity on is skipping what is masked faster than a dense product, as far as it has been measured?
+"""Looks up the sparsity from which skipping masked weights is faster than a dense product, as measured.
 
 crossover.json in the cache folder, which `mst bench linear --tune` writes, goes before the one that is shipped. Without
 torch, for a plan reads them too.
@@ -24,7 +24,7 @@ SMALLEST = 1 << 16
 
 def crossover(backend: str, dtype: str, shape: tuple[int, ...], *, threads: int = 1, block: int = 1) -> float | None:
     """The sparsity from which the backend is faster, of the nearest case in the table."""
-    block = 1 if backend in ("cpu", "mkl") else block  # they multiply with single weights, whatever these make up
+    block = 1 if backend in ("cpu", "mkl") else block  # these multiply with single weights, even if masks have blocks
     rows = [row for row in table() if _kind(row) == (backend, dtype, block)]
     if not rows:
         return None

@@ -1,4 +1,4 @@
-"""What does a sparse linear layer compute?
+"""Defines what a sparse linear layer computes.
 
     y  = x (W ⊙ M)ᵀ + b                     x (…, inputs), W and M (outputs, inputs), y (…, outputs)
     dx = dy (W ⊙ M)

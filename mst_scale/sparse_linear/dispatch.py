@@ -1,4 +1,4 @@
-"""Which backend multiplies with this layer?
+"""Chooses the backend that multiplies with a layer.
 
     dense   F.linear: inactive weights are zeros, so it is the masked dense product; any device
     cpu     compiled kernel over single weights, CPU tensors

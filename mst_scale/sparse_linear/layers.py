@@ -1,4 +1,4 @@
-"""How does a sparse layer come to compute only with what its mask keeps?
+"""Makes a model's sparse layers compute only with what their masks keep.
 
 The weight stays the ordinary dense parameter, so ZeRO, checkpoints and export know nothing of this. Each sparse
 parameter gets a `Product`, which takes the place of `F.linear` in the module that owns it:
@@ -9,8 +9,8 @@ parameter gets a `Product`, which takes the place of `F.linear` in the module th
 
 A product multiplies with an *index* of the mask: what a backend wants to know of the structure (`Index`). It is built
 anew when the mask has changed, which is after topology steps only; the values are read from the weight at each call.
-Without an index it is `F.linear`: a dense layer computes as if none of this were there, and so does a sparse one for
-which dense is faster (inactive weights are exact zeros, so that is the masked dense product).
+Without an index it is `F.linear`: a dense layer computes as if this package were not there, and so does a sparse one
+for which dense is faster (inactive weights are exact zeros, so that is the masked dense product).
 
 The gradient of the weight is zero where masked, except while `dense_gradient` is set: growth reads the gradient of
 what is not there, of all micro-batches that lead to a topology step.
@@ -62,14 +62,14 @@ class Product:
         return loss
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Product:
-        """That of a copied model, whose masks nobody keeps up to date: dense, which is right for any weights."""
+        """For a copied model: dense, which is right for any weights, because no one updates the copy's masks."""
         return Product(self.name, self.shape)
 
     def __reduce__(self) -> Any:
         return Product, (self.name, self.shape)
 
     def _check(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Kernels are given addresses: whatever is not of the mask's shape they would read all the same."""
+        """Check shapes: kernels get addresses, and would read beyond a tensor that does not fit the mask."""
         if tuple(weight.shape) != self.shape:
             raise ValueError(f"{self.name}: the mask is of a {self.shape} weight, this one is {tuple(weight.shape)}")
         if x.shape[-1:] != self.shape[1:] or (x.dtype, x.device) != (weight.dtype, weight.device):
@@ -174,5 +174,5 @@ def _with_own_parameters(module: Any, product: Product, attribute: str) -> Any:
 
 
 def _forward(module: nn.Linear, product: Product, x: torch.Tensor) -> torch.Tensor:
-    """In place of `nn.Linear.forward`; a partial of it follows its module into copies and pickles; a closure cannot."""
+    """Replaces `nn.Linear.forward`, as a partial: unlike a closure it can be copied and pickled with its module."""
     return product(x, module.weight, module.bias)

@@ -1,4 +1,4 @@
-"""How is a sparse layer computed where no compiler is at hand?
+"""Computes sparse layers with MKL, on machines without a compiler.
 
 torch.sparse, which calls MKL: Yᵀ = W Xᵀ and dXᵀ = Wᵀ dYᵀ as CSR × dense, dW by `sampled_addmm`. MKL takes float32 and
 float64 only, so bfloat16 and float16 are computed in float32.

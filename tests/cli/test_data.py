@@ -1,4 +1,4 @@
-"""Does `mst data` say what it did, in words and as JSON, and end with the right code?"""
+"""`mst data` says what it did, in words and as JSON, and ends with the right exit code."""
 
 from __future__ import annotations
 

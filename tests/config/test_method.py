@@ -1,4 +1,4 @@
-"""What the words of a config choose: the attention pattern of every step."""
+"""The keys of a config give the right attention pattern at every step."""
 
 import pytest
 

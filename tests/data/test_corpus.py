@@ -1,4 +1,4 @@
-"""Is a corpus that is whole opened, one of nanoGPT's too, and one that is not refused with the cure?"""
+"""A whole corpus is opened, also one of nanoGPT, and a damaged one is refused with the cure."""
 
 from __future__ import annotations
 

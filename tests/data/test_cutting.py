@@ -1,4 +1,4 @@
-"""Do pieces of a text give the ids of the whole?"""
+"""The pieces of a text give the ids of the whole."""
 
 from __future__ import annotations
 

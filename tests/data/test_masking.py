@@ -1,4 +1,4 @@
-"""Is what BERT has to guess a function of (seed, step, position), 15 % exactly, and hidden as it should be?"""
+"""What BERT has to predict is a function of (seed, step, position), 15 % exactly, and hidden as it should be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is it map(), in order, with few items drawn ahead, and does nobody hang when something dies?"""
+"""The pool works like map(), in order, with few items drawn ahead, and does not hang when a process dies."""
 
 from __future__ import annotations
 

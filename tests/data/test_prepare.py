@@ -1,4 +1,4 @@
-"""Does a corpus come out whole or not at all, the same however it was made, in bounded memory?"""
+"""A corpus comes out whole or not at all, the same however it was made, in bounded memory."""
 
 from __future__ import annotations
 

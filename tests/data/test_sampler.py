@@ -1,4 +1,4 @@
-"""Is a sample a function of (seed, step, position) alone, and are all windows equally likely?"""
+"""A sample is a function of (seed, step, position) alone, and all windows are equally likely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does each kind of source give all its documents once, and the right share to validation?"""
+"""Each kind of source gives all its documents once, and the right share to validation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do texts become the ids they should, and does a vocabulary that cannot be had say what to do?"""
+"""Texts become the right ids, and where a vocabulary cannot be had the message says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are BERT's word pieces BERT's, and does a vocabulary that is none say so?"""
+"""Our word pieces are BERT's, and a file that is no vocabulary is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do the data tests read? Small text with words, blank lines, tabs, accents and CJK; a small BPE vocabulary."""
+"""Texts for the data tests: words, blank lines, tabs, accents and CJK; a small BPE vocabulary."""
 
 from __future__ import annotations
 

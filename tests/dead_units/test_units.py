@@ -1,5 +1,7 @@
-"""Which units a model has, and the rule by which one is dead, held against autograd: all of a dead unit's gradients are
-exactly zero and filling what `to_fill` says changes nothing but that."""
+"""The units that a model has, and the rule by which one is dead, compared with autograd.
+
+All of a dead unit's gradients are exactly zero; filling what `to_fill` says changes gradients, not the output.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""How do tests call `mst eval`, and on which documents?"""
+"""Calls `mst eval` for the tests, and holds the documents that they use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""`mst eval` end to end on files made here: metrics by hand, checkpoint and export alike, one process and two, killed
-and finished.
+"""`mst eval` end to end on files made here.
+
+Metrics by hand, checkpoint and export alike, one process and two, killed and finished.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Local files of tasks, and what is wrong with them in one line."""
+"""Local files of tasks are read, and what is wrong with them is said in one line."""
 
 import json
 from pathlib import Path

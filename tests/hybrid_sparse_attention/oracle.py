@@ -1,4 +1,4 @@
-"""What must every backend return? The definition, evaluated in float64 on the very inputs the backend was given."""
+"""The result that every backend must return: the definition, evaluated in float64 on the inputs of the backend."""
 
 from __future__ import annotations
 

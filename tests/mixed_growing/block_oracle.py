@@ -1,4 +1,4 @@
-"""What should a topology step in blocks do? In plain NumPy and loops: whole matrices, one block after another."""
+"""The definition of a topology step in blocks, in plain NumPy and loops: whole matrices, block after block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What should a topology step do? The definition in plain NumPy: whole parameters, full stable sorts, no shards."""
+"""The definition of a topology step in plain NumPy: whole parameters, full stable sorts, no shards."""
 
 from __future__ import annotations
 

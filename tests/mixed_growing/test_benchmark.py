@@ -1,4 +1,4 @@
-"""Does the benchmark measure the same job on all sides, and say what `mst bench` promises?"""
+"""The benchmark measures the same job on all sides, and says what `mst bench` promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are bits stored as numpy.packbits stores them, and applied exactly?"""
+"""Bits are stored as numpy.packbits stores them, and applied exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a topology step in blocks do what one in weights does, exactly, on any number of ranks?"""
+"""A topology step in blocks does what one in weights does, exactly, on any number of ranks."""
 
 from __future__ import annotations
 

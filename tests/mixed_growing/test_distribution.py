@@ -1,4 +1,4 @@
-"""Do the layers share the weights as Erdős–Rényi says, to within one weight each?"""
+"""The layers share the weights as Erdős–Rényi says, to within one weight each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a topology step do what Algorithm 2 means? Tables worked by hand, and what it refuses on all ranks."""
+"""A topology step does what Algorithm 2 means: tables worked by hand, and what it refuses on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a topology step what a slow and obvious one does, for any layers, scores and counts, however they are cut up?"""
+"""A topology step does what a slow and simple one does, for any layers, scores and counts, however they are cut up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the mean square right, and the same bits for any cut?"""
+"""The mean square of gradients is right, and has the same bits for any cut."""
 
 from __future__ import annotations
 

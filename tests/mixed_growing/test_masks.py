@@ -1,4 +1,4 @@
-"""Does a mask set keep, cut, join, digest and watch its bits?"""
+"""A mask set keeps, cuts, joins, digests and checks its bits."""
 
 from __future__ import annotations
 

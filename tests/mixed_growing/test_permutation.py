@@ -1,4 +1,4 @@
-"""Is the random order a permutation, uniform, keyed by every word, and the oracle's?"""
+"""The random order is a permutation, uniform, depends on every word of its key, and equals that of the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does each method rank as its authors say, and differ from the others by data alone?"""
+"""Each method ranks as its authors say, and the methods differ by data alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the k best found exactly, however wrong the first guess, and with few bytes sent?"""
+"""The k best are found exactly, however wrong the first guess is, and with few bytes sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds of a GPT and a BERT on the way to Hugging Face, through `mst export`, and back?"""
+"""GPT and BERT keep their results on the way to Hugging Face, through `mst export`, and back."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its DevTools pipe: what does a page do in a real browser?"""
+"""Drives a headless Chromium through its DevTools pipe, to see what a page does in a real browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: no error, no request to anywhere, every figure there, no label over another."""
+"""The page works in a real browser: no error, no request to anywhere, every figure there, no label over another."""
 
 import json
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""A run's folder tells what it can: torn, growing, set back, large, or half of it missing."""
+"""A run's folder is read as far as it can be: torn, growing, set back, large, or half of it missing."""
 
 import json
 import math
