@@ -1,4 +1,4 @@
-"""Does it pay? A planned set of runs, made one by one, and the page of what they say.
+"""Makes a planned set of runs one by one, and the page of what they say: whether it pays.
 
     mst bench study NAME [--out DIR] [--resume] [--budget HOURS] [--page] [--json]
 

@@ -1,4 +1,4 @@
-"""Where lies what comes with the package and is none of its modules: ready configs, launchers?"""
+"""Finds what comes with the package and is none of its modules: ready configs, launchers."""
 
 from __future__ import annotations
 

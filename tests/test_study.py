@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from mst_scale.benchmarks.studies import facts, line, page
+from mst_scale.benchmarks.studies import corpus, facts, line, page
 from mst_scale.benchmarks.studies.plan import FOLDER, Cell, digest_of, job, read_plan
 
 from mst_scale.benchmarks import study
@@ -192,6 +192,16 @@ def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
     shutil.rmtree(folder / "corpus")
     with pytest.raises(ValueError, match=r"python -m mst_scale\.benchmarks\.studies\.corpus"):
         run("--resume")
+
+
+def test_pages_of_the_corpus_lose_their_markup_and_what_was_there_before():
+    sentence = "The weights of a layer are pruned by their size, and grown in the order of the gradients that it has. "
+    first = f"<head><title>x</title></head><p>Next &amp; Up</p><p>{sentence * 20}</p><pre>a &lt; b\n  c</pre>"
+    assert corpus.plain(first)[0] == "Next & Up" and corpus.plain(first)[2] == "a < b\n  c"
+    second = f"<p>Next &amp; Up</p><div>{sentence.upper() * 20}</div>"
+    german = f"<p>{'Die Gewichte einer Schicht werden nach ihrer Größe beschnitten und wachsen dann wieder. ' * 20}</p>"
+    found = list(corpus.distinct([first, second, first, german]))
+    assert found == ["\n\n".join(corpus.plain(first)), corpus.plain(second)[1]]
 
 
 def rows_of(lines):

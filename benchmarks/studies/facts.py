@@ -66,7 +66,7 @@ def of_run(found: Job, folder: Path, corpus: str, seconds: float, steps_run: int
         **{key: last[key] for key in last if key in KEPT or key.startswith("flops_")},
         "flops_topology": found.topology_flops,
         "curve": [[row["step"], round(row["val_loss"], 5)] for row in rows if row.get("val_loss") is not None],
-        "seconds": round(seconds, 1),
+        "seconds": round(max(seconds, last["seconds"]), 1),  # of one that a killed queue had left: its own
         "steps_run": steps_run,
         "commit": git.get("commit"),
         "versions": {name: last_start.get("versions", {}).get(name) for name in ("python", "torch", "deepspeed")},

@@ -21,6 +21,7 @@ from typing import TextIO
 from mst_scale.checkpoints import store
 from mst_scale.config import Experiment, to_dict
 from mst_scale.runs import metrics, run_file
+from mst_scale.runs.out_lock import OutLock
 from mst_scale.runs.progress import clock
 
 from . import facts
@@ -94,9 +95,11 @@ class Line:
         folder = self.out / "runs" / job.digest
         log = folder.with_suffix(".log")
         started = time.monotonic()
+        self._wait_for(folder)
         branch, steps_run = [], job.steps
         if not store.list_tags(folder / "checkpoints") and (start := job.decays_from):
             trunk = self.out / "trunks" / job.trunk
+            self._wait_for(trunk)
             stood = _stands_at(trunk)
             code = self._grown(job, trunk, start) if stood < start else 0
             if code:
@@ -112,6 +115,19 @@ class Line:
         code = self._run(experiment, folder, log, ["--steps", str(job.steps), *branch])
         row = self._facts(job, folder, started, steps_run)
         return self._failure(job, log, code) if row is None else row
+
+    def _wait_for(self, folder: Path) -> None:
+        """A run that a killed queue has left alone goes on by itself: its end is waited for."""
+        while folder.is_dir():
+            lock = OutLock(folder)
+            try:
+                lock.take(restarted=False)
+            except ValueError:
+                if self._over():
+                    raise Stopped from None
+                continue
+            lock.release()
+            return
 
     def _facts(self, job: Job, folder: Path, started: float, steps_run: int) -> Row | None:
         return facts.of_run(job, folder, self.corpus, time.monotonic() - started, steps_run)
@@ -132,11 +148,9 @@ class Line:
         config.write_text(json.dumps(to_dict(experiment), indent=1))
         words = ["--deepspeed_config", str(config), "--out", str(folder), *more]
         command = [sys.executable, "-m", "mst_scale.pretrain", *words]
-        with log.open("a") as file:
-            # a group of its own: Ctrl-C reaches the queue alone, which lets the run save
-            child = subprocess.Popen(
-                command, stdout=file, stderr=file, start_new_session=True, env=_environment(), text=True
-            )
+        with log.open("w") as file:
+            # a session of its own: Ctrl-C reaches the queue alone, which lets the run save
+            child = subprocess.Popen(command, stdout=file, stderr=file, env=_environment(), start_new_session=True)
             told = False
             try:
                 while (code := child.poll()) is None:
@@ -157,7 +171,8 @@ class Line:
 
     def _failure(self, job: Job, log: Path, code: int) -> Row:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        last = lines[-1] if lines else "it said nothing"
+        told = [line for line in lines if line.startswith("mst_scale:")]
+        last = (told or lines or ["it said nothing"])[-1]
         reason = f"killed by signal {-code}" if code < 0 else last.replace(str(self.out), "OUT")[:300]
         diverged = "not a finite number" in last
         return facts.about(job, facts.DIVERGED if diverged else facts.FAILED, reason=reason, corpus=self.corpus)

@@ -1,4 +1,4 @@
-"""What does a study say? Its page (NAME.md) and figures, from the plan and from NAME.runs.jsonl alone."""
+"""Writes a study's page (NAME.md) and figures from its plan and NAME.runs.jsonl alone."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def _line(one: Outcome, methods: list[Method]) -> list[str]:
 def _notes(found: list[Outcome]) -> str:
     said = [
         "± and intervals are Student's t at 95 % over seeds (with one seed there is none); a worth is the FLOPs that "
-        "dense training needs for the loss, divided by those spent, read between dense runs at the logarithms of both. "
-        "≥ and ≤ are bounds: no dense run there was worse, or better."
+        "dense training needs for the loss, divided by those spent, read off the lower convex hull of the dense runs "
+        "in the logarithms of both, seed by seed. ≥ and ≤ are bounds: no dense run there was worse, or better."
     ]
     if any(one.edge for one in found):
         said.append("\\* the best rate is the least or the greatest of the grid: beyond it may lie a better one.")

@@ -1,4 +1,4 @@
-"""What does a study plan to run? A JSON file (benchmarks/studies/NAME.json), read strictly, as a list of runs.
+"""A study's plan, a JSON file (benchmarks/studies/NAME.json), read strictly as a list of runs.
 
 A cell is a size of model, a budget of tokens per parameter, a variant and a share of the budget's steps. Its first seed
 runs at every learning rate of the grid; the rate with the lowest validation loss is the cell's, and the other seeds run

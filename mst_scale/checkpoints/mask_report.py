@@ -1,4 +1,4 @@
-"""What do the masks of a checkpoint look like?
+"""Reports what the masks of a checkpoint hold, layer by layer.
 
 Read from the mask files alone: no model is built, no pickle is opened. The digest of a layer is the SHA-256 of its
 whole mask, one bit per weight in flattened-parameter order (`numpy.packbits`), so that it is the same for any number of
@@ -15,7 +15,7 @@ from typing import Any
 
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.distributed import Damaged
-from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.masks import StoredMask, assemble, sha256
 
 

@@ -1,4 +1,4 @@
-"""How does a run continue on another number of ranks, or at another ZeRO stage?
+"""Makes the copy of a checkpoint with which a run continues on other ranks or at another ZeRO stage.
 
 Through DeepSpeed's universal checkpoints: every parameter whole, in files of its own (fp32 weights, both moments of
 Adam, step), which each rank slices as it needs. DeepSpeed 0.19's converter is run as it is; the rest is done here:

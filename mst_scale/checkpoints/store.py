@@ -1,4 +1,4 @@
-"""How does a run survive being killed at any moment?
+"""Saves checkpoints so that a run killed at any moment has a whole one to continue from.
 
 A checkpoint is a folder of DeepSpeed's own layout, `checkpoints/<tag>/`. It is written as `<tag>.partial`, digested
 file by file, sealed with a `manifest.json`, and only then renamed and named in `latest`. So a folder without `.partial`

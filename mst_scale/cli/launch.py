@@ -1,4 +1,4 @@
-"""`mst launch HOW`: how does a run start, here, on a list of machines or on a cluster? The scripts of launchers/."""
+"""`mst launch HOW`: starts a run here, on a list of machines or on a cluster, by the scripts of launchers/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which file does a config's name mean?
+"""Finds the file that a config's name means.
 
 A file of that name, or else the ready config: `gpt2_small` is ds_configs/gpt2_small.json, in a clone and where a wheel
 is installed.

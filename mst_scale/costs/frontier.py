@@ -1,11 +1,13 @@
-"""How many times its FLOPs is a method worth, measured on dense runs?
+"""Says how many times its FLOPs a method is worth, measured on dense runs.
 
     multiplier = FLOPs that dense training needs for the loss that the method reached / FLOPs that the method spent
 
-Dense runs of several lengths (and sizes) give points of FLOPs and loss. Those that no cheaper run reaches are the
-frontier; between two of its points log loss is linear in log FLOPs, as for a power law. Outside of them nothing is
-extrapolated: the answer is a bound then, at least (≥) or at most (≤). A convex curve lies below its chords, so dense
-is read a little too costly between points far apart: budgets a factor of two apart keep that small.
+Dense runs of several lengths (and sizes) give points of FLOPs and loss. The frontier is their lower convex hull in the
+logarithms of both: between two of its points log loss is linear in log FLOPs, as for a power law, and a dense run above
+it (a length, a size or a seed that was no good choice) does not make dense training look costlier. Outside of the
+points nothing is extrapolated: the answer is a bound then, at least (≥) or at most (≤). A convex curve lies below its
+chords, so dense is still read a little too costly between points far apart: budgets a factor of two apart keep that
+small.
 
 With several seeds each seed's method is read on the dense runs of the same seed; the interval is Student's t at 95 %
 over the logarithms of those multipliers, and the value their geometric mean.
@@ -63,12 +65,19 @@ class Multiplier:
 
 
 def frontier(points: Iterable[Point]) -> list[Point]:
-    """The points that no point of fewer or equal FLOPs undercuts, in the order of their FLOPs."""
+    """The corners of the hull, in the order of their FLOPs: from the cheapest point down to the lowest loss."""
     kept: list[Point] = []
     for point in sorted(points, key=lambda p: (p.flops, p.loss)):
-        if not kept or point.loss < kept[-1].loss:
-            kept.append(point)
+        if kept and point.loss >= kept[-1].loss:
+            continue
+        while len(kept) > 1 and _slope(kept[-2], point) <= _slope(kept[-2], kept[-1]):
+            kept.pop()
+        kept.append(point)
     return kept
+
+
+def _slope(left: Point, right: Point) -> float:
+    return math.log(right.loss / left.loss) / math.log(right.flops / left.flops)
 
 
 def needed(loss: float, points: Iterable[Point]) -> Needed:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mst_scale.dead_units.kinds import Tally
 from mst_scale.dead_units.units import Lines, Units, tally
-from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
 
 

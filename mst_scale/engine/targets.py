@@ -1,4 +1,4 @@
-"""Which parameters of a model become sparse? From the words of a config to names and tensors."""
+"""Chooses the parameters of a model that become sparse, by the words of a config."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ takes the step alone. One step sends 4 bytes a block for what is alive, and 8 a 
 change: 20 in all for `mst`. That grows with the model, by 20/B² bytes a weight: 10 MB for GPT-2 small in blocks of 16.
 
 Masks stay what they are, one bit a weight of the slice. At least `least` blocks stay alive in every block row and
-column, as `least.must_stay` says. Where that takes more blocks than the target, the layer keeps what it takes.
+column, as `block_floor.must_stay` says. Where that takes more blocks than the target, the layer keeps what it takes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mst_scale.mixed_growing import bits as bitwise
 from mst_scale.mixed_growing import evolve as weights
+from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing.block_floor import must_stay
+from mst_scale.mixed_growing.block_grid import CPU, BlockedShard, Grid, l1_norms
 from mst_scale.mixed_growing.config import BlockGranularity, fewest, grid_shape
 from mst_scale.mixed_growing.distribution import plan
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
-from mst_scale.mixed_growing.grid import CPU, BlockedShard, Grid, l1_norms
-from mst_scale.mixed_growing.least import must_stay
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.permutation import Permutation
 from mst_scale.mixed_growing.policies import BY_WEIGHT, Policy

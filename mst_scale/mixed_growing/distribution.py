@@ -1,4 +1,4 @@
-"""How many weights may each layer keep, so that together they meet the global target?
+"""How many weights each layer keeps, so that together they meet the global target.
 
 Sparse layers share the budget by density_l ∝ r_l, capped at 1 (a layer that overflows is dense, the rest is rescaled):
 

@@ -1,4 +1,4 @@
-"""How does the topology of all layers take one step, to exactly the target of each?
+"""PART 2, Mixed-Growing: one topology step of all layers, to exactly the target of each.
 
 Mixed-Growing (Algorithm 2 of the paper, as meant). A of a layer's n weights are alive, A' shall be:
 
@@ -23,16 +23,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mst_scale.mixed_growing import bits as bitwise
-from mst_scale.mixed_growing.chance import select_at_random
+from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.distribution import Plan, plan
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import BY_GRADIENT, BY_WEIGHT, Criterion, Policy
+from mst_scale.mixed_growing.random_k import select_at_random
 from mst_scale.mixed_growing.refinement import Request
 from mst_scale.mixed_growing.scores import Scores, peak_keys
-from mst_scale.mixed_growing.selection import select
+from mst_scale.mixed_growing.top_k import select
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How do ranks that hold shards of the same parameters talk, and how many bytes does it take?
+"""The small all-reduces of ranks that hold shards of the same parameters, with their bytes counted.
 
 The topology needs small all-reduces only: sums of counts and maxima, one row per layer. Layers that compute with
 their masks (sparse_linear) want them whole: an all-reduce of one bit a weight. `Exchange()` is one process.

@@ -1,4 +1,4 @@
-"""How large is a layer's gradient? The mean of g² over all its weights, the same bits for any cut over ranks.
+"""The mean of g² over all weights of a layer, the same bits for any cut over ranks.
 
     mean = 4^(-e) · Σ trunc((2^e · g)²) / n,     e such that the largest (2^e · g)² lies in [2^28, 2^30)
 
@@ -15,7 +15,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.scores import INFINITY_KEY
 

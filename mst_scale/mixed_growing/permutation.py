@@ -1,4 +1,4 @@
-"""In what random order does a layer's weights stand, at this step?
+"""A random order of a layer's weights, from a key, without any table.
 
 Random growth takes the candidates that come first in a keyed permutation of the layer's flat indices: an unbalanced
 Feistel network on index = L·b + R with a·b ≥ n, a ≈ b ≈ √n, and six rounds of table look-ups,

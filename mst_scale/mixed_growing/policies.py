@@ -1,4 +1,4 @@
-"""What is pruned and what is grown? A method of topology evolution as data.
+"""What is pruned and what is grown: a method of topology evolution as data.
 
     method    prune the smallest    grow the largest            random share R
     mst       |w|                   |g|                         0.25

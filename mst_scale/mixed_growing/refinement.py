@@ -1,4 +1,4 @@
-"""How is the k-th of many layers found over shards when only counts are sent?
+"""Finds the k-th key of many sharded layers by sending counts alone.
 
 Each layer's candidates have integer keys, smallest first, equal keys in the order of their flat index. A splitter cuts
 a slice's candidates by a bracket [low, high) of keys in which the k-th should lie: those below are chosen, those inside
@@ -21,7 +21,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.scores import Scores
 from mst_scale.shard import Shard

@@ -1,4 +1,4 @@
-"""In what order do a layer's scores stand?
+"""The order of a layer's scores, as integers.
 
 By the bit pattern of |score| as float32, which orders non-negative floats as integers: exact, the same on every device,
 and cut into digits at will. Denormals, zeros of either sign and infinities have their place; NaN has none.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
 
 INFINITY_KEY = 0x7F80_0000  # bit pattern of float32 +inf; NaNs are above

@@ -1,4 +1,4 @@
-"""Does a killed build stand in the way of this start?
+"""Removes the lock that a killed build has left in the way of a start.
 
 DeepSpeed compiles small operators at first use, in a folder of torch's under TORCH_EXTENSIONS_DIR, and holds a file
 `lock` there meanwhile. A build that is killed leaves it behind, and every later start waits for it without a word. A

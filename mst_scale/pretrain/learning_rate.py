@@ -1,4 +1,4 @@
-"""What is the learning rate at a step?
+"""The learning rate at a step.
 
 Stateless functions of the step, so that a resumed run needs nothing but its number. After a linear warm-up:
     cosine  lr = min + (peak - min) · (1 + cos(π x)) / 2, x = progress from the warm-up's end to the last step

@@ -1,4 +1,4 @@
-"""Which experiment do the options of `mst_scale.pretrain` ask for, and where do its files go?"""
+"""Reads the options of `mst_scale.pretrain`: the experiment they ask for, and where its files go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From where does a run continue?
+"""Chooses where a run continues, and fits its batch to the ranks there are.
 
 From the newest whole checkpoint in its folder, with the model it began with. Where other ranks or another ZeRO stage
 have saved it, its universal copy is made (`mst reshape`) and loaded, and the global batch stays what it was: the

@@ -1,4 +1,4 @@
-"""When is a loss a spike, and which batches does a run leave out because of one?
+"""Tells spikes of the loss from noise, and which batches a run leaves out because of them.
 
 A loss is a spike where it stands above the median of the losses before it by more than `deviations` robust standard
 deviations (1.4826 · median |loss - median|) and by more than `rise`. All ranks see the same mean losses, so all come to

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mst_scale.checkpoints import mask_files, store
-from mst_scale.mixed_growing import bits
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.masks import assemble
 from mst_scale.runs import snapshots
 from mst_scale.runs.observer import as_matrix, cell_sizes, cell_sums, describe
@@ -38,7 +38,7 @@ def look(checkpoint: Path) -> Snapshot:
         shape = as_matrix(weights.shapes[name])
         living = torch.ones(values.numel(), dtype=torch.bool)
         if masks is not None:
-            living = bits.unpack(assemble(masks.shards(name), name), values.numel())
+            living = packed_bits.unpack(assemble(masks.shards(name), name), values.numel())
         count = int(living.sum())
         total, active = total + values.numel(), active + count
         sums = [float(values.sum(dtype=torch.float64)), float(values.double().square().sum())]

@@ -1,4 +1,4 @@
-"""What does a method's loss cost, beside dense training of all lengths and sizes? The figure, and its words."""
+"""Draws, and puts into words, what a method's loss costs beside dense training of all lengths and sizes."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
         legend(figure, handles, columns=4)
 
     caption = (
-        "The line joins the dense runs that no cheaper one undercuts; bars are 95 % intervals over seeds (Student's "
+        "The line is the lower convex hull of the dense runs; bars are 95 % intervals over seeds (Student's "
         "t). A point below the line pays: as far as it lies to the left of it, so many times are its FLOPs worth."
     )
     return Plot(f"frontier-{accounting}", caption, draw, 4.4)

@@ -23,7 +23,7 @@ from mst_scale import zero_shards
 from mst_scale.config import Experiment
 from mst_scale.distributed import Ranks, logger
 from mst_scale.engine.targets import choose_targets
-from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.runs import snapshots
 from mst_scale.runs.optional_writes import OptionalWrites

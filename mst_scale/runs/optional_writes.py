@@ -25,6 +25,3 @@ class OptionalWrites:
             if what in self.refused:
                 self.refused.remove(what)
                 logger.info("%s can be written again", what)
-
-
-OptionalWrites = OptionalWrites  # the old name, until mst_scale/pretrain/prepare.py uses the new one

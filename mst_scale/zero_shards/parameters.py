@@ -1,4 +1,4 @@
-"""How is a parameter made, seen and filled when ZeRO-3 cuts it up?"""
+"""Makes, shows and fills parameters that ZeRO-3 cuts up."""
 
 from __future__ import annotations
 

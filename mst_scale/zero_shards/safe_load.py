@@ -1,4 +1,4 @@
-"""What may a checkpoint from elsewhere do to the machine that reads it? Nothing but be data.
+"""Opens checkpoints as data: one from elsewhere cannot run anything on the machine that reads it.
 
 A `.pt` file is a pickle, and a pickle can call any function when it is opened. torch's `weights_only` opens tensors,
 numbers, strings and containers of them, and refuses the rest by name; of DeepSpeed's own classes the few that its

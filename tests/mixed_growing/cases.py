@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from mst_scale.mixed_growing import bits, chance, refinement, selection
+from mst_scale.mixed_growing import packed_bits, random_k, refinement, top_k
 from mst_scale.mixed_growing.evolve import Change, Layer, evolve
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
@@ -28,13 +28,13 @@ KINDS = ("normal", "ties", "equal", "zeros", "denormal", "huge", "heavy")
 def small_machine() -> Iterator[None]:
     """Sizes shrunk so that small layers take every path: several spans, samples, brackets that fail, many rounds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bits, "CPU_SPAN", 64)
-        patch.setattr(selection, "SMALL", 40)
-        patch.setattr(selection, "SAMPLE", 24)
-        for module in (selection, chance):
+        patch.setattr(packed_bits, "CPU_SPAN", 64)
+        patch.setattr(top_k, "SMALL", 40)
+        patch.setattr(top_k, "SAMPLE", 24)
+        for module in (top_k, random_k):
             patch.setattr(module, "SIGMAS", 0.1)
             patch.setattr(module, "SLACK", 0)
-        patch.setattr(selection, "SAMPLE_BITS", 2)
+        patch.setattr(top_k, "SAMPLE_BITS", 2)
         patch.setattr(refinement, "DIGIT_BITS", (2, 3))
         yield
 

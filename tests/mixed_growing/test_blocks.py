@@ -12,11 +12,11 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mst_scale.mixed_growing import bits
+from mst_scale.mixed_growing import packed_bits
+from mst_scale.mixed_growing.block_floor import must_stay
 from mst_scale.mixed_growing.blocks import Blocks
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
-from mst_scale.mixed_growing.least import must_stay
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import POLICIES, policy
 from mst_scale.shard import Shard
@@ -186,7 +186,7 @@ def run_case(rank: int, world: int, case: Case) -> tuple[list[np.ndarray], list[
         inputs = (torch.from_numpy(x[k].reshape(-1)[begin:end].copy()) for k in ("weight", "gradient", "momentum"))
         layers.append(Layer(mask, x["target"], *inputs))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bits, "CPU_SPAN", 64)  # several spans of rows
+        patch.setattr(packed_bits, "CPU_SPAN", 64)  # several spans of rows
         changes = Blocks(case.side, case.least).evolve(
             layers,
             policy=policy(case.policy, random_share=case.random_share),

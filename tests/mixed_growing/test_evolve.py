@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mst_scale.mixed_growing import bits
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.distribution import Plan, plan, share_of
 from mst_scale.mixed_growing.evolve import Change, Layer, evolve, sparsify
 from mst_scale.mixed_growing.exchange import Exchange
@@ -308,7 +308,7 @@ def test_coverage_counts_from_the_initial_masks():
     mask.track_ever()
     (change,) = sparsify([Layer(mask, 2, torch.tensor([1.0, 4, 2, 3]))], how="magnitude", seed=0, exchange=Exchange())
     assert change.ever_active == 2
-    assert bits.unpack(mask.ever, 4).tolist() == [False, True, False, True]
+    assert packed_bits.unpack(mask.ever, 4).tolist() == [False, True, False, True]
 
 
 def test_initial_masks_by_an_unknown_rule():

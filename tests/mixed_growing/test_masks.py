@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mst_scale.mixed_growing import bits
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet, StoredMask, assemble, sha256
 from mst_scale.shard import Shard
@@ -65,7 +65,7 @@ def test_ever_active_remembers():
     mask.track_ever()
     mask.set_flags(torch.tensor([False, True, False, True]), 2)
     assert mask.flags().tolist() == [False, True, False, True]
-    assert bits.unpack(mask.ever, 4).tolist() == [True, True, False, True]
+    assert packed_bits.unpack(mask.ever, 4).tolist() == [True, True, False, True]
 
 
 def test_retain_zeroes_several_views():
@@ -104,7 +104,7 @@ def test_masks_move_to_any_other_cut(old: list[int], new: list[int], dense: bool
         assert np.array_equal(masks["a"].flags().numpy(), flags[a:b])
         assert masks["a"].active == flags.sum()
         assert masks["a"].dense is dense
-        assert np.array_equal(bits.unpack(masks["a"].ever, b - a).numpy(), flags[a:b])
+        assert np.array_equal(packed_bits.unpack(masks["a"].ever, b - a).numpy(), flags[a:b])
     whole = assemble([shards["a"] for shards in written])
     assert np.array_equal(whole.numpy(), np.packbits(flags))
     assert sha256(whole) == hashlib.sha256(np.packbits(flags).tobytes()).hexdigest()
@@ -123,7 +123,7 @@ def test_coverage_starts_anew_where_the_writer_did_not_count():
     masks = MaskSet([sliced("a", ~flags, 0, 103)])
     masks["a"].track_ever()
     masks.load([MaskSet([sliced("a", flags, 0, 103)]).stored()])
-    assert np.array_equal(bits.unpack(masks["a"].ever, 103).numpy(), flags)
+    assert np.array_equal(packed_bits.unpack(masks["a"].ever, 103).numpy(), flags)
 
 
 def damaged(kind: str) -> list[dict[str, StoredMask]]:

@@ -14,7 +14,7 @@ from deepspeed.comm import comm as deepspeed_comm
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.config import load
-from mst_scale.mixed_growing import refinement, selection
+from mst_scale.mixed_growing import refinement, top_k
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.models.bert import BERT
 from mst_scale.models.gpt import GPT
@@ -115,7 +115,7 @@ class Named:
 def topology_calls(rank: int, world: int, config: dict[str, Any], step: int) -> dict[str, Any]:
     """Our own collectives of an optimizer step; and what depends on the weights: how many layers were open in each
     round of refinement, and how many had to be split at another bracket."""
-    patched = ((zero_shards, "NamedCollectives"), (refinement, "histograms"), (selection, "bracketed"))
+    patched = ((zero_shards, "NamedCollectives"), (refinement, "histograms"), (top_k, "bracketed"))
     plain = [getattr(module, name) for module, name in patched]
     opened: list[int] = []
     again: list[int] = []

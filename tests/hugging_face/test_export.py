@@ -21,8 +21,8 @@ from mst_scale.dead_units.lines import LineFlags
 from mst_scale.dead_units.units import find_units
 from mst_scale.hugging_face.export import export, keep_largest, open_source, validation_loss
 from mst_scale.hugging_face.gpt2_names import entries
-from mst_scale.mixed_growing.bits import unpack
 from mst_scale.mixed_growing.masks import assemble
+from mst_scale.mixed_growing.packed_bits import unpack
 from mst_scale.models.gpt import GPT
 from mst_scale.zero_shards import weight_files
 from tests import pool, tiny_run

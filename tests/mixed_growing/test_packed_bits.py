@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mst_scale.mixed_growing import bits
+from mst_scale.mixed_growing import packed_bits
 
 CPU = torch.device("cpu")
-LENGTHS = [0, 1, 7, 8, 9, 1000, bits.CPU_SPAN - 3, bits.CPU_SPAN + 13]
+LENGTHS = [0, 1, 7, 8, 9, 1000, packed_bits.CPU_SPAN - 3, packed_bits.CPU_SPAN + 13]
 
 
 def random_flags(length: int, density: float = 0.3) -> np.ndarray:
@@ -23,43 +23,43 @@ def random_flags(length: int, density: float = 0.3) -> np.ndarray:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_pack_is_numpys(length: int):
     flags = random_flags(length)
-    packed = bits.pack(torch.from_numpy(flags))
+    packed = packed_bits.pack(torch.from_numpy(flags))
     assert np.array_equal(packed.numpy(), np.packbits(flags))
-    assert np.array_equal(bits.unpack(packed, length).numpy(), flags)
-    assert bits.count(packed) == flags.sum()
-    assert np.array_equal(bits.indices(packed, length).numpy(), np.flatnonzero(flags))
-    assert np.array_equal(bits.complement(packed, length).numpy(), np.packbits(~flags))
-    assert np.array_equal(bits.ones(length, CPU).numpy(), np.packbits(np.ones(length, bool)))
+    assert np.array_equal(packed_bits.unpack(packed, length).numpy(), flags)
+    assert packed_bits.count(packed) == flags.sum()
+    assert np.array_equal(packed_bits.indices(packed, length).numpy(), np.flatnonzero(flags))
+    assert np.array_equal(packed_bits.complement(packed, length).numpy(), np.packbits(~flags))
+    assert np.array_equal(packed_bits.ones(length, CPU).numpy(), np.packbits(np.ones(length, bool)))
 
 
 def test_pack_takes_any_view():
     flags = torch.from_numpy(random_flags(1000))
     for view in (flags[3:], flags[::2], flags[5:105]):
-        assert np.array_equal(bits.pack(view).numpy(), np.packbits(view.numpy()))
+        assert np.array_equal(packed_bits.pack(view).numpy(), np.packbits(view.numpy()))
 
 
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(st.integers(0, 200), st.data())
 def test_cut_and_join_at_any_offset(length: int, data: st.DataObject):
     flags = random_flags(length)
-    packed = bits.pack(torch.from_numpy(flags))
+    packed = packed_bits.pack(torch.from_numpy(flags))
     ends = sorted(data.draw(st.lists(st.integers(0, length), max_size=4)))
     borders = [0, *ends, length]
-    pieces = [(bits.cut(packed, a, b), b - a) for a, b in pairwise(borders)]
+    pieces = [(packed_bits.cut(packed, a, b), b - a) for a, b in pairwise(borders)]
     for (piece, n), a in zip(pieces, borders, strict=False):
         assert np.array_equal(piece.numpy(), np.packbits(flags[a : a + n]))
-    assert torch.equal(bits.join(pieces, CPU), packed)
+    assert torch.equal(packed_bits.join(pieces, CPU), packed)
 
 
 def test_tests_and_adds_single_bits():
     flags = random_flags(100)
-    packed = bits.pack(torch.from_numpy(flags))
+    packed = packed_bits.pack(torch.from_numpy(flags))
     where = torch.tensor([99, 0, 50, 7, 8])
-    assert np.array_equal(bits.test(packed, where).numpy(), flags[where.numpy()])
+    assert np.array_equal(packed_bits.test(packed, where).numpy(), flags[where.numpy()])
     clear = torch.from_numpy(np.flatnonzero(~flags)[[1, 2, 3, 30, 40]])
     for index_type in (torch.int64, torch.int32):
         added = packed.clone()
-        bits.add_(added, clear.to(index_type))
+        packed_bits.add_(added, clear.to(index_type))
         expected = flags.copy()
         expected[clear.numpy()] = True
         assert np.array_equal(added.numpy(), np.packbits(expected))
@@ -73,7 +73,7 @@ def test_retain_writes_exact_zeros_over_anything(length: int, dtype: torch.dtype
     values[0::5], values[1::5], values[2::5] = float("nan"), float("-inf"), -0.0
     expected = torch.where(flags, values, torch.zeros((), dtype=dtype))
     whole = torch.cat([torch.ones(3, dtype=dtype), values])  # a view that starts inside a buffer, as a shard does
-    bits.retain_(whole[3:], bits.pack(flags))
+    packed_bits.retain_(whole[3:], packed_bits.pack(flags))
     assert torch.equal(whole[3:].isnan(), expected.isnan())
     kept = ~expected.isnan()
     assert torch.equal(whole[3:][kept], expected[kept])
@@ -82,7 +82,7 @@ def test_retain_writes_exact_zeros_over_anything(length: int, dtype: torch.dtype
 
 def test_retain_reaches_a_leaf_that_requires_grad():
     values = torch.ones(9, requires_grad=True)
-    bits.retain_(values, bits.pack(torch.arange(9) % 2 == 0))
+    packed_bits.retain_(values, packed_bits.pack(torch.arange(9) % 2 == 0))
     assert values.tolist() == [1, 0, 1, 0, 1, 0, 1, 0, 1]
 
 
@@ -91,5 +91,5 @@ def test_fill_writes_where_set_only(length: int):
     flags = torch.from_numpy(random_flags(length))
     values = torch.randn(length)
     expected = values.masked_fill(flags, 0.25)
-    bits.fill_(values, bits.pack(flags), 0.25)
+    packed_bits.fill_(values, packed_bits.pack(flags), 0.25)
     assert torch.equal(values, expected)

@@ -1,4 +1,4 @@
-"""Which k candidates does chance choose, when every layer is cut over many ranks?
+"""Draws k candidates at random in layers that are cut over many ranks.
 
 Those that come first in the layer's keyed permutation: their places are keys like scores' are, only that it is known
 beforehand where the k-th will be. Among the first p places stand about p·C/places of the C candidates, so the k-th is
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.permutation import Permutation
 from mst_scale.mixed_growing.refinement import Parts, Range, Request, bracketed, decided, joined

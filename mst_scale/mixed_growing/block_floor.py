@@ -1,4 +1,4 @@
-"""Which blocks must stay, so that no block row and no block column of a layer runs short?
+"""Finds the blocks that must stay, so that no block row or column of a layer runs short.
 
 Blocks are pruned from the smallest score up; one whose row or column is down to `least` live blocks is passed over, for
 good, since counts only fall. What has been passed over when nothing is left to prune is what must stay: any mask that

@@ -1,4 +1,4 @@
-"""Which k candidates have the largest (or smallest) scores, when every layer is cut over many ranks?
+"""Selects the k candidates of largest (or smallest) score in layers that are cut over many ranks.
 
 Exactly, with ties to the lower flat index. Keys are the scores' bit patterns; for "largest" they are turned round, so
 that the k smallest are wanted. A strided sample, counted in 2 × 128 bins and summed over ranks, gives each layer a
@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.refinement import (
     Parts,

@@ -39,8 +39,12 @@ def test_outside_of_the_dense_runs_the_answer_is_a_bound():
 
 
 def test_only_the_best_dense_runs_count():
-    points = [Point(1.0, 4.0), Point(2.0, 5.0), Point(2.0, 3.0), Point(3.0, 3.0), Point(4.0, 2.0), Point(9.0, 2.5)]
-    assert frontier(points) == [Point(1.0, 4.0), Point(2.0, 3.0), Point(4.0, 2.0)]
+    """Undercut: (2, 5), (3, 3), (9, 2.5); above the line from (1, 8) to (4, 2), on which (2, 4) lies: (2, 4.1)."""
+    points = [Point(1.0, 8.0), Point(2.0, 5.0), Point(2.0, 4.1), Point(3.0, 4.1), Point(4.0, 2.0), Point(9.0, 2.5)]
+    assert frontier(points) == [Point(1.0, 8.0), Point(4.0, 2.0)]
+    assert frontier([*points, Point(2.0, 3.9)]) == [Point(1.0, 8.0), Point(2.0, 3.9), Point(4.0, 2.0)]
+    assert frontier([Point(1.0, 3.0), Point(1.0, 2.0)]) == [Point(1.0, 2.0)]
+    assert needed(4.0, points).flops == pytest.approx(2.0), "between the corners"
     assert needed(1.9, points) == Needed(4.0, "≥")
 
 

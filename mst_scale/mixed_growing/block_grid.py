@@ -1,4 +1,4 @@
-"""Which weights make a block, and how do numbers of a shard become numbers of blocks?
+"""The blocks of a matrix, and numbers of them from the numbers of a shard.
 
 A parameter of shape (rows, …) is a matrix of `rows` rows; blocks of B × B weights tile it from its corner, and the last
 block row and column are narrower where B does not divide. Block (i, j) has number i · ⌈columns/B⌉ + j, so that blocks
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mst_scale.mixed_growing import bits as bitwise
+from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.config import grid_shape
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.scores import INFINITY_KEY

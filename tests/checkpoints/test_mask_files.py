@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mst_scale.checkpoints import mask_files
-from mst_scale.mixed_growing.bits import unpack
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet, assemble
+from mst_scale.mixed_growing.packed_bits import unpack
 from mst_scale.shard import Shard
 from mst_scale.sparsity_variation import Point
 from mst_scale.zero_shards.saving import carry_along

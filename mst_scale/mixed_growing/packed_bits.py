@@ -1,4 +1,4 @@
-"""How is one bit per weight stored, read and applied?
+"""Stores, reads and applies one bit per weight.
 
 Bit j of a shard stands in byte j >> 3, highest bit first: the order of `numpy.packbits`. Bits past the end are 0.
 Everything runs in spans that stay in cache, so a mask is never unpacked whole: temporaries are a few MB on a CPU.

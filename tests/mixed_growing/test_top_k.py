@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mst_scale.mixed_growing import bits, selection
-from mst_scale.mixed_growing.chance import select_at_random
+from mst_scale.mixed_growing import packed_bits, top_k
 from mst_scale.mixed_growing.exchange import Exchange, Traffic
+from mst_scale.mixed_growing.random_k import select_at_random
 from mst_scale.mixed_growing.refinement import Request
 from mst_scale.mixed_growing.scores import INFINITY_KEY, Scores
-from mst_scale.mixed_growing.selection import select
+from mst_scale.mixed_growing.top_k import select
 from mst_scale.shard import Shard
 from tests.mixed_growing import oracle
 from tests.mixed_growing.cases import CPU, KINDS, scores, small_machine
@@ -25,7 +25,7 @@ def request(
     whole = packed is None and candidates.all()
     return Request(
         shard=Shard.whole(name, (candidates.size,)),
-        bits=None if whole else bits.pack(torch.from_numpy(candidates)),
+        bits=None if whole else packed_bits.pack(torch.from_numpy(candidates)),
         candidates=int(candidates.sum()),
         want=want,
         device=CPU,
@@ -34,7 +34,7 @@ def request(
 
 
 def flags(packed: torch.Tensor, length: int) -> np.ndarray:
-    return bits.unpack(packed, length).numpy()
+    return packed_bits.unpack(packed, length).numpy()
 
 
 @settings(deadline=None, max_examples=150, derandomize=True)
@@ -64,7 +64,7 @@ def test_select_is_a_stable_sort(kind: str, size: int, density: float, share: fl
 @pytest.mark.parametrize("share", [0.003, 0.3, 0.9])
 def test_select_in_a_layer_large_enough_to_be_sampled(kind: str, share: float):
     rng = np.random.default_rng(7)
-    size = selection.SMALL * 4 + 3
+    size = top_k.SMALL * 4 + 3
     values = scores(rng, size, kind)
     for density in (0.05, 0.6):
         candidates = rng.random(size) < density
@@ -88,9 +88,9 @@ def test_a_wrong_bracket_costs_a_pass_and_not_the_result(guess: str, monkeypatch
         splits.append(bracket)
         return original(request, whole, bracket, largest)
 
-    original = selection._split
-    monkeypatch.setattr(selection, "_sampled_brackets", wrong)
-    monkeypatch.setattr(selection, "_split", counted)
+    original = top_k._split
+    monkeypatch.setattr(top_k, "_sampled_brackets", wrong)
+    monkeypatch.setattr(top_k, "_split", counted)
     (chosen,) = select([request("layer", values, everything, 250)], largest=False, exchange=Exchange())
     assert np.array_equal(flags(chosen, 500), oracle.smallest(values, everything, 250))
     assert len(splits) == 2
@@ -102,7 +102,7 @@ def test_sampled_brackets_hold_and_are_narrow():
     values, candidates = scores(rng, 1_000_000, "normal"), np.ones(1_000_000, bool)
     asked = [request("layer", values, candidates, k) for k in (300_000, 900_000)]
     whole = [(0, INFINITY_KEY)] * 2
-    for r, (low, high) in zip(asked, selection._sampled_brackets(asked, whole, False, Exchange()), strict=True):
+    for r, (low, high) in zip(asked, top_k._sampled_brackets(asked, whole, False, Exchange()), strict=True):
         keys = oracle.keys(values)
         below, inside = (keys < low).sum(), ((keys >= low) & (keys < high)).sum()
         assert below < r.want <= below + inside

@@ -148,7 +148,7 @@ def test_tensorboard_sees_weights_beside_masks_and_only_while_it_costs_less_than
 
 def test_slices_add_up_wherever_they_are_cut(monkeypatch):
     monkeypatch.setattr(snapshots, "CELLS", 4)
-    monkeypatch.setattr("mst_scale.mixed_growing.bits.CPU_SPAN", 30)  # several spans
+    monkeypatch.setattr("mst_scale.mixed_growing.packed_bits.CPU_SPAN", 30)  # several spans
     flat = torch.arange(11 * 7, dtype=torch.float32) - 30
     whole = cell_sums(flat, 0, (11, 7), magnitude=True)
     sizes = np.outer(np.bincount(np.arange(11) * 4 // 11), np.bincount(np.arange(7) * 4 // 7))
