@@ -57,7 +57,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 def end_all_of(test: str) -> None:
     """Kill what was started in this part of a test; pytest has put its name into their environment."""
-    from tests import forked, pool
+    from tests.support import forked, pool
 
     pool.close_all()
     forked.kill_all()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import mst_scale
-from tests import tiny_run
+from tests.support import tiny_run
 
 ROOT = tiny_run.ROOT
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "mst_scale", "benchmarks", "ds_configs", "launchers")

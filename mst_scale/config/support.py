@@ -28,7 +28,7 @@ TABLE = Path(__file__).with_name("deepspeed_support.txt")
 VERDICTS = ("exact", "harmless", "refused", "untested")
 STAGES, PRECISIONS = (0, 1, 2, 3), ("fp32", "bf16", "fp16")
 SAY_SO = " (say so)"
-TESTS = {"feature": "tests/test_support.py::test_feature", "optimizer": "tests/test_support.py::test_optimizer"}
+TESTS = {kind: f"tests/config/test_support.py::test_{kind}" for kind in ("feature", "optimizer")}
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mst_scale.benchmarks import quality
-from tests import pool
-from tests.tiny_run import config
+from tests.support import pool
+from tests.support.tiny_run import config
 
 
 def run_of(loss: float) -> quality.Row:

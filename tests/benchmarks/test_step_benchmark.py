@@ -15,8 +15,8 @@ from mst_scale.config import load
 from mst_scale.costs.flops import dense_step_flops
 from mst_scale.plan.memory import memory
 from mst_scale.plan.setting import setting_of
-from tests import pool, tiny_run
-from tests.whole_runs import MST
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import MST
 
 TOPOLOGY = {"interval": 2, "check_every": 0}
 BLOCKS = {"mst": {**MST, "topology": TOPOLOGY}, "training": {"steps": 200}, "zero_optimization": {"stage": 2}}

@@ -18,7 +18,7 @@ from mst_scale.mixed_growing.packed_bits import unpack
 from mst_scale.shard import Shard
 from mst_scale.sparsity_variation import Point
 from mst_scale.zero_shards.saving import carry_along
-from tests import pool
+from tests.support import pool
 
 SHAPES = {"a.weight": (5, 7), "b.weight": (3, 11), "c.weight": (2, 2)}
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ import torch
 import mst_scale
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.checkpoints.mask_report import inspect
-from tests import pool
-from tests.test_mask_files import SHAPES, even, save, whole
-from tests.toys import deepspeed_config, toy, toy_batch
+from tests.checkpoints.test_mask_files import SHAPES, even, save, whole
+from tests.support import pool
+from tests.support.toys import deepspeed_config, toy, toy_batch
 
 MICRO = 6  # micro-batches a step, shared by 1, 2 or 3 ranks
 

@@ -16,9 +16,9 @@ from mst_scale.checkpoints.reshape import reshape
 from mst_scale.config import load
 from mst_scale.config.check import batch_shape
 from mst_scale.pretrain import resume
-from tests import pool, tiny_run
-from tests.toys import Toy, allow_fp16, deepspeed_config, toy_batch
-from tests.whole_runs import MST, arguments, attempt, logged_attempt, without_times
+from tests.support import pool, tiny_run
+from tests.support.toys import Toy, allow_fp16, deepspeed_config, toy_batch
+from tests.support.whole_runs import MST, arguments, attempt, logged_attempt, without_times
 
 MICRO = 6  # micro-batches a step, shared by 1, 2 or 3 ranks
 SAVED, END = 10, 15

@@ -6,7 +6,7 @@ import pytest
 
 from mst_scale.checkpoints import store
 from mst_scale.distributed import Ranks
-from tests import pool
+from tests.support import pool
 
 
 class Engine:

@@ -7,10 +7,10 @@ from torch import nn
 import mst_scale
 from mst_scale.checkpoints.reshape import reshape
 from mst_scale.zero_shards.weight_files import weights_of
-from tests import pool
-from tests.test_reshape import MICRO, WithBuffer, train
-from tests.toy_engine import full, read_by_forward
-from tests.toys import deepspeed_config
+from tests.checkpoints.test_reshape import MICRO, WithBuffer, train
+from tests.support import pool
+from tests.support.toy_engine import full, read_by_forward
+from tests.support.toys import deepspeed_config
 
 SAVED, END = 8, 14
 

@@ -12,7 +12,7 @@ import pytest
 import mst_scale
 from mst_scale import cli, distributed
 from mst_scale.cli import launch
-from tests import tiny_run
+from tests.support import tiny_run
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", False), ("0", False), ("false", False), ("1", True), ("yes", True)])

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mst_scale import cli
-from tests import tiny_run
+from tests.support import tiny_run
 
 CONFIG = str(tiny_run.ROOT / "ds_configs" / "gpt2_small.json")
 

@@ -4,8 +4,8 @@ import json
 
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.cli import main
-from tests.test_inspect import damaged, sealed
-from tests.test_mask_files import SHAPES, whole
+from tests.checkpoints.test_mask_files import SHAPES, whole
+from tests.checkpoints.test_mask_report import damaged, sealed
 
 
 def test_the_table_is_aligned_and_holds_each_layer(tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 
 from mst_scale.cli import main
 from mst_scale.sparse_linear import crossovers
-from tests.tiny_run import ROOT, environment
+from tests.support.tiny_run import ROOT, environment
 
 CONFIGS = ROOT / "ds_configs"
 

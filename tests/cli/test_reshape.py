@@ -6,13 +6,13 @@ import pytest
 
 from mst_scale.checkpoints import reshape as module
 from mst_scale.cli import main
-from tests.test_inspect import sealed
-from tests.test_mask_files import whole
+from tests.checkpoints.test_mask_files import whole
+from tests.checkpoints.test_mask_report import sealed
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A checkpoint of masks; what DeepSpeed converts is left out (tests/test_reshape.py has it)."""
+    """A checkpoint of masks; what DeepSpeed converts is left out (tests/checkpoints/test_reshape.py has it)."""
     monkeypatch.setattr(module, "convert", lambda source, draft: (draft / "weights.pt").write_text("w"))
     return sealed(tmp_path / "step00000040", whole(1))
 

@@ -10,8 +10,8 @@ from mst_scale.config.check import batch_shape, check
 from mst_scale.costs.ledger import forecast
 from mst_scale.plan.answer import plan
 from mst_scale.plan.gpus import machine
-from tests import pool, tiny_run
-from tests.whole_runs import attempt
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import attempt
 
 FOLDER = tiny_run.ROOT / "ds_configs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))

@@ -21,11 +21,11 @@ from mst_scale.config import MSTConfig, load
 from mst_scale.config.check import check
 from mst_scale.config.support import TABLE, known_keys, refuse_unsupported, row_of, rows
 from mst_scale.config.support_page import page
-from tests import pool
-from tests.toy_engine import mst_config, watched
-from tests.toys import Toy, allow_fp16, toy
+from tests.support import pool
+from tests.support.toy_engine import mst_config, watched
+from tests.support.toys import Toy, allow_fp16, toy
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STEPS, LENGTH = 8, 16  # topology steps at 3 and 6, among others
 
 
@@ -437,7 +437,7 @@ def test_every_line_says_why_or_by_which_test_and_every_test_exists():
             cases = {"test_feature": FEATURES, "test_optimizer": OPTIMIZERS}.get(name)
             assert cases is None or case.removesuffix("]") in cases, row.test
     named = {row.test for row in rows()}
-    unnamed = [name for name in FEATURES if f"tests/test_support.py::test_feature[{name}]" not in named]
+    unnamed = [name for name in FEATURES if f"tests/config/test_support.py::test_feature[{name}]" not in named]
     assert unnamed == ["parameters and optimizer on the CPU"]
 
 

@@ -15,10 +15,10 @@ from mst_scale.dead_units.lines import LineFlags
 from mst_scale.dead_units.units import find_units
 from mst_scale.models import build
 from mst_scale.pretrain import prepare
-from tests import pool, tiny_run
-from tests.toy_engine import STAGES, full, mst_config
-from tests.toys import deepspeed_config, toy
-from tests.whole_runs import MST, arguments, attempt
+from tests.support import pool, tiny_run
+from tests.support.toy_engine import STAGES, full, mst_config
+from tests.support.toys import deepspeed_config, toy
+from tests.support.whole_runs import MST, arguments, attempt
 
 STEPS, DENSE_FROM = 10, 8
 DEAD = {"mlp": (6, 74), "value": (6, 30), "query_key": (6, 30)}  # at the start

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests import forked, tiny_run
+from tests.support import forked, tiny_run
 
 LONG = {"steps": 100_000, "save_every": 0, "eval_every": 0}
 

@@ -8,8 +8,8 @@ from mst_scale.config import load
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.hybrid_sparse_attention import Pattern, SelfAttention
 from mst_scale.models.gpt import GPT
-from tests import pool
-from tests.toys import deepspeed_config
+from tests.support import pool
+from tests.support.toys import deepspeed_config
 
 SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 32, "context": 16, "vocab_size": 64}
 CASES = {

@@ -7,13 +7,13 @@ import pytest
 import mst_scale
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.config import METHODS, load, to_dict
-from tests import pool
+from tests.engine.test_engine import invariants, masks_from_given_scores
 from tests.mixed_growing import block_oracle
 from tests.sparse_linear.test_training import config as gpt_config
 from tests.sparse_linear.test_training import losses_and_masks, mean_over_ranks
-from tests.test_engine import invariants, masks_from_given_scores
-from tests.toy_engine import OFFLOAD, mst_config, shas, train
-from tests.toys import toy
+from tests.support import pool
+from tests.support.toy_engine import OFFLOAD, mst_config, shas, train
+from tests.support.toys import toy
 
 BLOCKS = {"block": 4, "min_blocks": 1}  # parameters of 37 × 13, 13 × 37 and 7 × 13: ragged, cut inside of blocks
 

@@ -10,9 +10,9 @@ import mst_scale
 from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.config import METHODS
-from tests import pool
-from tests.toy_engine import OFFLOAD, STAGES, mst_config, read_by_forward, shas, train, watched
-from tests.toys import allow_fp16, deepspeed_config, toy
+from tests.support import pool
+from tests.support.toy_engine import OFFLOAD, STAGES, mst_config, read_by_forward, shas, train, watched
+from tests.support.toys import allow_fp16, deepspeed_config, toy
 
 # --- the same masks everywhere ---
 

@@ -6,10 +6,10 @@ import torch
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.engine import second_moments
-from tests import pool
 from tests.mixed_growing import oracle
-from tests.toy_engine import OFFLOAD, STAGES, full, mst_config, read_by_forward, train
-from tests.toys import allow_fp16, toy, toy_batch
+from tests.support import pool
+from tests.support.toy_engine import OFFLOAD, STAGES, full, mst_config, read_by_forward, train
+from tests.support.toys import allow_fp16, toy, toy_batch
 
 # --- clipping, overflow ---
 

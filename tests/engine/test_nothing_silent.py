@@ -10,10 +10,10 @@ from torch import nn
 
 import mst_scale
 from mst_scale.zero_shards import loss_scale
-from tests import pool
-from tests.test_own_models import hugging_face
-from tests.toy_engine import STAGES, mst_config, shas, train
-from tests.toys import allow_fp16, deepspeed_config, toy
+from tests.engine.test_own_models import hugging_face
+from tests.support import pool
+from tests.support.toy_engine import STAGES, mst_config, shas, train
+from tests.support.toys import allow_fp16, deepspeed_config, toy
 
 
 def raised(rank, world, config, steps, optimizer=None, model=toy):  # noqa: PLR0917

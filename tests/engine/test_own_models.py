@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 import mst_scale
 from mst_scale.config import TargetsConfig
 from mst_scale.engine.targets import choose_targets
-from tests import pool
-from tests.toys import deepspeed_config, toy, toy_batch
+from tests.support import pool
+from tests.support.toys import deepspeed_config, toy, toy_batch
 
 
 def hugging_face():

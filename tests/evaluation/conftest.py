@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from mst_scale.data.prepare import ensure
-from tests import pool, tiny_run
 from tests.evaluation.calls import CONTEXT, EXAMPLES, PAIRS, PASSAGES, TEXT, write
-from tests.whole_runs import attempt
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import attempt
 
 
 @pytest.fixture(scope="session")

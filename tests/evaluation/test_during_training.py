@@ -11,8 +11,8 @@ from mst_scale.data.prepare import ensure
 from mst_scale.evaluation.during_training import TasksDuringTraining
 from mst_scale.models.gpt import GPT
 from mst_scale.pretrain import options
-from tests import pool, tiny_run
-from tests.whole_runs import attempt
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import attempt
 
 
 def arguments(folder, stage, *more):

@@ -23,9 +23,9 @@ from mst_scale.evaluation.paper import PAPER, rows
 from mst_scale.evaluation.scorer import Score, Scorer
 from mst_scale.hugging_face.export import export, open_source
 from mst_scale.models.gpt import GPT
-from tests import tiny_run
 from tests.evaluation.calls import CONTEXT, EXAMPLES, PAIRS, PASSAGES, TEXT, evaluated, write
-from tests.saved_model import save
+from tests.support import tiny_run
+from tests.support.saved_model import save
 
 ENCODE = ByteTokenizer().encode
 

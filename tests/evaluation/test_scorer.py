@@ -8,7 +8,7 @@ import torch
 from mst_scale.config import ModelConfig
 from mst_scale.evaluation.scorer import Score, Scorer, Window, windows
 from mst_scale.models.gpt import GPT
-from tests import pool
+from tests.support import pool
 
 SMALL = ModelConfig(n_layer=1, n_head=2, n_embd=16, context=12, vocab_size=50)
 

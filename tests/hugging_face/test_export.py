@@ -25,9 +25,9 @@ from mst_scale.mixed_growing.masks import assemble
 from mst_scale.mixed_growing.packed_bits import unpack
 from mst_scale.models.gpt import GPT
 from mst_scale.zero_shards import weight_files
-from tests import pool, tiny_run
-from tests.saved_model import save
-from tests.whole_runs import MST, arguments, attempt
+from tests.support import pool, tiny_run
+from tests.support.saved_model import save
+from tests.support.whole_runs import MST, arguments, attempt
 
 SAVED = "step00000004"  # in the middle of sparse training
 

@@ -10,9 +10,9 @@ from mst_scale.config import ModelConfig
 from mst_scale.hugging_face import start_from
 from mst_scale.hugging_face.export import export, open_source
 from mst_scale.models.gpt import GPT
-from tests import pool, tiny_run
-from tests.saved_model import save
-from tests.whole_runs import attempt
+from tests.support import pool, tiny_run
+from tests.support.saved_model import save
+from tests.support.whole_runs import attempt
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 48, "vocab_size": 300}
 

@@ -7,8 +7,8 @@ import torch
 
 import mst_scale
 from mst_scale.hybrid_sparse_attention import Pattern, attach, set_pattern
-from tests import pool
-from tests.toys import deepspeed_config
+from tests.support import pool
+from tests.support.toys import deepspeed_config
 
 LENGTH = 24
 SPARSE = Pattern("strided", 5)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mst_scale.hybrid_sparse_attention import Pattern, attention
-from tests import triton_interpreter
 from tests.hybrid_sparse_attention.oracle import TOLERANCE, check, inputs
+from tests.support import triton_interpreter
 
 triton = pytest.importorskip("triton")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

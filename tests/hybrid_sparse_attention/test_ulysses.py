@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mst_scale.hybrid_sparse_attention import Pattern, SelfAttention, sequence_parallel
-from tests.pool import run
+from tests.support.pool import run
 
 LENGTH, WIDTH = 40, 32
 PATTERNS = [("strided", 8), ("fixed", 8), ("dense", 1)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny_run
+from tests.support import tiny_run
 
 LAUNCHERS = tiny_run.ROOT / "launchers"
 LONG = 10**6  # steps: such a run goes on until it is told otherwise, however fast the machine is

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests import tiny_run
+from tests.support import tiny_run
 
 LAUNCHERS = tiny_run.ROOT / "launchers"
 

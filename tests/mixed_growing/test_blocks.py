@@ -22,7 +22,7 @@ from mst_scale.mixed_growing.policies import POLICIES, policy
 from mst_scale.shard import Shard
 from tests.mixed_growing import block_oracle, oracle
 from tests.mixed_growing.cases import CPU, KINDS, scores
-from tests.pool import run
+from tests.support.pool import run
 
 # --- by hand --------------------------------------------------------------------------------------------------------
 

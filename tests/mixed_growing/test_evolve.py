@@ -18,7 +18,7 @@ from mst_scale.mixed_growing.policies import POLICIES, Policy, policy
 from mst_scale.shard import Shard
 from tests.mixed_growing import oracle
 from tests.mixed_growing.cases import CPU, scores
-from tests.pool import run
+from tests.support.pool import run
 
 RIGL = POLICIES["rigl"]
 

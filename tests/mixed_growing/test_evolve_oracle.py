@@ -15,7 +15,7 @@ from mst_scale.mixed_growing.policies import policy
 from mst_scale.shard import Shard
 from tests.mixed_growing import oracle
 from tests.mixed_growing.cases import CPU, Case, LayerCase, cases, run_case, scores, small_machine
-from tests.pool import run
+from tests.support.pool import run
 
 
 def expected_steps(case: Case) -> list[oracle.Step]:

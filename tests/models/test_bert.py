@@ -10,7 +10,7 @@ from mst_scale.engine.targets import choose_targets
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
 from mst_scale.models import BERT, GPT, build
 from tests.models.test_zero_init import compare_training
-from tests.pool import run
+from tests.support.pool import run
 
 TOY = ModelConfig(arch="bert", n_layer=2, n_head=2, n_embd=32, context=16, vocab_size=60, bias=True)
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from mst_scale.config import ModelConfig
 from mst_scale.hugging_face.export import export
 from tests.models.twins import GPT2, MASKED, Twins, randomised, x
-from tests.saved_model import save
+from tests.support.saved_model import save
 
 both = pytest.mark.parametrize("twins", [pytest.param(GPT2, id="gpt2"), pytest.param(MASKED, id="bert")])
 

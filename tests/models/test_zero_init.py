@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from mst_scale.config import ModelConfig
 from mst_scale.models import GPT
 from mst_scale.models import build as model_of
-from tests.pool import run
+from tests.support.pool import run
 
 TOY = ModelConfig(n_layer=3, n_head=2, n_embd=32, context=16, vocab_size=60, bias=True)
 # Many equal layers, so that "one layer" and "the model" are far apart: 24 · 12 · 64² · 4 bytes = 4.7 MB of matrices.

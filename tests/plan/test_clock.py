@@ -13,7 +13,7 @@ from mst_scale.plan.phases import of_tokens
 from mst_scale.plan.recommend import CLOSE, candidates, recommend
 from mst_scale.plan.setting import setting_of
 from mst_scale.plan.traffic import Call
-from tests.tiny_run import ROOT
+from tests.support.tiny_run import ROOT
 
 A100 = machine("a100-80gb", 8)
 

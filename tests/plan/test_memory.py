@@ -7,9 +7,9 @@ import pytest
 from mst_scale.config import load
 from mst_scale.plan.memory import Memory, memory
 from mst_scale.plan.setting import setting_of
-from tests import pool
 from tests.plan import measured
 from tests.plan.configs import MST, config
+from tests.support import pool
 
 WITHIN = 0.1  # padding, histograms and what is alive for an instant
 WIDE = {"n_embd": 64, "vocab_size": 1000}

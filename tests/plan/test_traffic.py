@@ -9,9 +9,9 @@ from mst_scale.plan import topology
 from mst_scale.plan.parameters import parameters
 from mst_scale.plan.setting import setting_of
 from mst_scale.plan.traffic import traffic
-from tests import pool
 from tests.plan import measured
 from tests.plan.configs import config
+from tests.support import pool
 
 KINDS = {"all_reduce": "all-reduce", "all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter"}
 EACH = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 0}

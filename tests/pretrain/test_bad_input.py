@@ -13,8 +13,8 @@ import pytest
 
 from mst_scale import distributed
 from mst_scale.pretrain import training_loop
-from tests import pool, tiny_run
-from tests.whole_runs import attempt
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import attempt
 
 
 def arguments(folder: Path, *more: str, **blocks) -> list[str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import pool, tiny_run
-from tests.whole_runs import MST, arguments, attempt, weights, without_times
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import MST, arguments, attempt, weights, without_times
 
 STEADY = {"lr_schedule": "wsd", "decay": 0, "steps": 12, "warmup": 0.2}  # two steps of 12
 # DeepSpeed's own Adam on the CPU may round otherwise after a load

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests import chaos
-from tests.chaos import Case
+from tests.support import chaos
+from tests.support.chaos import Case
 
 
 @pytest.mark.parametrize(

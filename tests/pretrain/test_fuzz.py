@@ -23,8 +23,8 @@ from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
 from mst_scale.pretrain import refusals
 from mst_scale.runs.metrics import MetricsFile, read
-from tests import pool, tiny_run
-from tests.whole_runs import MST, arguments, attempt
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import MST, arguments, attempt
 
 SECONDS = 1.0  # of this process's time, after start-up
 REACHED = 77  # nothing was refused before the ranks would meet

@@ -17,8 +17,8 @@ import torch
 from mst_scale.checkpoints import store
 from mst_scale.config import load
 from mst_scale.costs.ledger import forecast
-from tests import forked, pool, tiny_run
-from tests.whole_runs import MST, arguments, attempt, logged_attempt, weights, without_times
+from tests.support import forked, pool, tiny_run
+from tests.support.whole_runs import MST, arguments, attempt, logged_attempt, weights, without_times
 
 CONTRACT = [
     "step", "tokens", "loss", "lr", "grad_norm", "phase", "target_sparsity", "sparsity", "flops", "flops_dense",

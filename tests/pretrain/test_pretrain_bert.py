@@ -12,9 +12,9 @@ from transformers import AutoModelForMaskedLM
 from mst_scale.config import ModelConfig
 from mst_scale.costs.flops import dense_step_flops
 from mst_scale.hugging_face.export import export, open_source
-from tests import pool, tiny_run
 from tests.data.texts import jsonl, make
-from tests.whole_runs import MST, attempt
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import MST, attempt
 
 BERT = {"arch": "bert", "n_embd": 32, "vocab_size": 65, "bias": True}  # 64 ids, and one for [MASK]
 TOPICS, WORDS = 16, 4

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import mst_scale
-from tests import pool
-from tests.toy_engine import OFFLOAD, mst_config, shas, train
-from tests.toys import allow_fp16, toy
+from tests.support import pool
+from tests.support.toy_engine import OFFLOAD, mst_config, shas, train
+from tests.support.toys import allow_fp16, toy
 
 SAVED, STEPS = 8, 20  # topology steps at 9, 12, 15 and 18 follow the resumption
 

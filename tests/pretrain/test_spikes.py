@@ -9,8 +9,8 @@ import torch
 from mst_scale.config import SpikeConfig
 from mst_scale.pretrain import training_loop
 from mst_scale.pretrain.spikes import Spikes, batch_number
-from tests import pool, tiny_run
-from tests.whole_runs import MST, arguments, logged_attempt, weights, without_times
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import MST, arguments, logged_attempt, weights, without_times
 
 BAD = 13  # the batch that makes the loss jump
 

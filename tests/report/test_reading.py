@@ -14,8 +14,8 @@ from mst_scale.report.build import Report
 from mst_scale.report.groups import grouped, smoothed, spread
 from mst_scale.report.reading import Reader
 from mst_scale.report.table import rows as table_rows
-from tests import tiny_run
 from tests.report import runs
+from tests.support import tiny_run
 
 
 def read(folder: Path):

@@ -12,9 +12,9 @@ from PIL import Image
 from mst_scale.cli import main
 from mst_scale.report.build import Report
 from mst_scale.report.style import DARK, LIGHT
-from tests import pool, tiny_run
 from tests.report import runs
-from tests.whole_runs import MST, arguments, attempt
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import MST, arguments, attempt
 
 ONE_RUN = [
     "loss-steps", "loss-flops", "loss-flops-causal", "loss-time", "perplexity-steps", "perplexity-flops",

@@ -16,10 +16,10 @@ from mst_scale.report import from_checkpoint
 from mst_scale.runs import snapshots
 from mst_scale.runs.observer import Observer, cell_sums, phase_ends
 from mst_scale.sparsity_variation import SparsityConfig
-from tests import pool, tiny_run
-from tests.toy_engine import full, mst_config, train
-from tests.toys import toy
-from tests.whole_runs import MST, arguments, without_times
+from tests.support import pool, tiny_run
+from tests.support.toy_engine import full, mst_config, train
+from tests.support.toys import toy
+from tests.support.whole_runs import MST, arguments, without_times
 
 
 def cells_by_hand(matrix: np.ndarray, cells: int) -> np.ndarray:
@@ -191,7 +191,7 @@ def test_each_kind_of_matrix_is_pictured_in_the_first_and_the_middle_block():
 def test_a_run_keeps_phase_ends_shows_the_rest_in_tensorboard_and_trains_as_if_unseen(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from tests.whole_runs import attempt
+    from tests.support.whole_runs import attempt
 
     board = {"tensorboard": {"enabled": True, "output_path": str(tmp_path / "tb"), "job_name": ""}}
     argv = arguments(tmp_path, "seen", mst=MST, training={"look_every": 4}, **board)

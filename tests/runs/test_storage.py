@@ -13,9 +13,9 @@ from mst_scale.checkpoints import store
 from mst_scale.pretrain import build_locks
 from mst_scale.runs import run_file
 from mst_scale.runs.out_lock import OutLock
-from tests import pool, tiny_run
-from tests.test_checkpoint import Engine, alone
-from tests.whole_runs import MST, arguments, logged_attempt, without_times
+from tests.checkpoints.test_store import Engine, alone
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import MST, arguments, logged_attempt, without_times
 
 
 def troubled(rank, world, argv, trouble, calls):

@@ -9,7 +9,7 @@ import torch
 
 from mst_scale.benchmarks import linear, linear_cuda
 from mst_scale.sparse_linear import crossovers
-from tests import triton_interpreter
+from tests.support import triton_interpreter
 
 SMALL = """
 import json, time

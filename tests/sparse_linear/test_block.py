@@ -11,8 +11,8 @@ import torch
 triton = pytest.importorskip("triton")
 
 from mst_scale.sparse_linear import block, dispatch  # noqa: E402
-from tests import triton_interpreter  # noqa: E402
 from tests.sparse_linear.block_cases import TOLERANCE, errors, mask_of  # noqa: E402
+from tests.support import triton_interpreter  # noqa: E402
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 KINDS = ("some", "empty rows", "one", "all", "none")

@@ -7,9 +7,9 @@ import mst_scale
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.models.gpt import GPT
 from mst_scale.sparse_linear import layers
-from tests import pool
-from tests.toy_engine import full, shas
-from tests.toys import deepspeed_config
+from tests.support import pool
+from tests.support.toy_engine import full, shas
+from tests.support.toys import deepspeed_config
 
 STEPS = 13
 SHAPE = ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, vocab_size=40, vocab_multiple=8)

@@ -5,9 +5,9 @@ import pytest
 from deepspeed.comm.comm import comms_logger
 
 import mst_scale
-from tests import pool
-from tests.toy_engine import mst_config, train
-from tests.toys import toy
+from tests.support import pool
+from tests.support.toy_engine import mst_config, train
+from tests.support.toys import toy
 
 
 def logged(rank, world, config):

@@ -13,8 +13,8 @@ from mst_scale.checkpoints.reshape import reshape
 from mst_scale.evaluation.models import open_model
 from mst_scale.hugging_face.export import export
 from mst_scale.zero_shards import safe_load
-from tests import pool, tiny_run
-from tests.whole_runs import MST, arguments, attempt
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import MST, arguments, attempt
 
 
 class Exploit:

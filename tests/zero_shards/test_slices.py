@@ -9,8 +9,8 @@ from deepspeed.accelerator import get_accelerator
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.zero_shards import slices, step
-from tests import pool
-from tests.toys import allow_fp16, deepspeed_config, toy, toy_batch
+from tests.support import pool
+from tests.support.toys import allow_fp16, deepspeed_config, toy, toy_batch
 
 MATRICES = ("embed.weight", "up.weight", "down.weight", "out.weight")
 CASES = [(0, "fp32", {}), (1, "fp32", {}), (2, "fp32", {}), (3, "fp32", {})]

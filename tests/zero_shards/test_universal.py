@@ -7,9 +7,9 @@ import pytest
 from deepspeed.checkpoint import ds_to_universal
 
 import mst_scale
-from tests import pool
-from tests.toy_engine import mst_config, shas, train
-from tests.toys import toy
+from tests.support import pool
+from tests.support.toy_engine import mst_config, shas, train
+from tests.support.toys import toy
 
 SAVED, END = 6, 9
 WHOLE_COMMAND = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}

@@ -1,6 +1,6 @@
 """Kills, stops and starts a run at random, and checks that it ends as if nothing had happened.
 
-    python -m tests.chaos --faults 20 --seed 1 --out benchmarks/results/chaos.md
+    python -m tests.support.chaos --faults 20 --seed 1 --out benchmarks/results/chaos.md
 
 Each fault strikes at a random moment: a rank, or all, killed (SIGKILL); a rank frozen for a while (SIGSTOP, SIGCONT);
 a rank asked to stop (SIGTERM or SIGUSR1); a kill while a checkpoint is being written; the newest checkpoint damaged
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tests import forked, tiny_run
+from tests.support import forked, tiny_run
 
 SAVE_EVERY = 7
 FAULTS = ("kill a rank", "kill all", "kill during a save", "freeze a rank", "ask to stop", "damage the newest")
@@ -212,7 +212,8 @@ def main() -> None:
     lines = [
         "# Chaos: runs that are killed, frozen, stopped and damaged at random",
         "",
-        f"`python -m tests.chaos --faults {args.faults} --seed {args.seed} --cases {args.cases} --out {args.out}`",
+        f"`python -m tests.support.chaos --faults {args.faults} --seed {args.seed} --cases {args.cases} "
+        f"--out {args.out}`",
         "",
         f"A tiny GPT with MST, float32 on CPU ranks, a checkpoint every {SAVE_EVERY} steps; torch {torch.__version__}.",
         "Equal bit for bit to a run left in peace: logged rows, weights, optimizer states and masks of the last",

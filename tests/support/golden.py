@@ -1,7 +1,7 @@
 """Short runs whose numbers must not change when code is only moved: record them at two commits, and compare.
 
-    python -m tests.golden record before.json      at the old commit
-    python -m tests.golden compare before.json     at the new one: exit code 1 and the first difference, or "equal"
+    python -m tests.support.golden record before.json      at the old commit
+    python -m tests.support.golden compare before.json     at the new one: the first difference and 1, or "equal"
 
 Every ZeRO stage, several methods, both models, on two processes of this machine: every metric that is no time, bit for
 bit, and the digest of every mask. It asks nothing but the command line, so that it can look at any commit.

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests import tiny_run
+from tests.support import tiny_run
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["mst_scale.pretrain.training_loop", "mst_scale.checkpoints.reshape", "tests.tiny_run"])
+_context.set_forkserver_preload(
+    ["mst_scale.pretrain.training_loop", "mst_scale.checkpoints.reshape", "tests.support.tiny_run"]
+)
 _started: list[mp.process.BaseProcess] = []  # and not yet ended
 
 

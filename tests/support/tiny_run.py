@@ -13,7 +13,7 @@ import numpy as np
 
 from mst_scale.distributed import free_port
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONTEXT = 32
 
 

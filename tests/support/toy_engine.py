@@ -8,7 +8,7 @@ import torch
 
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.masks import assemble, sha256
-from tests.toys import deepspeed_config, toy_batch
+from tests.support.toys import deepspeed_config, toy_batch
 
 STAGES = [0, 1, 2, 3]
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}

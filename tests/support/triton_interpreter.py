@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-from tests.tiny_run import ROOT
+from tests.support.tiny_run import ROOT
 
 
 def interpret(arguments: list[str], cases: list[dict[str, Any]] | None = None, seconds: float = 300) -> str:

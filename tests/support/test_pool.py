@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import pool
+from tests.support import pool
 
 
 def total(rank: int, world: int, add: int) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from mst_scale import distributed
 from mst_scale.pretrain import training_loop
-from tests import tiny_run
+from tests.support import tiny_run
 
 MST = {
     "method": "mst",
