@@ -187,7 +187,7 @@ class Bench:
 
         def at_topology_step() -> None:
             self.pair.pin(due - 1)
-            mst.masks_loaded()
+            mst.masks_replaced()
 
         extra = []
         for _ in range(3):

@@ -112,7 +112,7 @@ class Pair:
         step = next((s for s in quiet if not due(s + 2)), quiet[0] if quiet else step)
         if mst.masks_weights and step:
             self.mst.engine.global_steps = step - 1
-            mst.masks_loaded()  # what a checkpoint of that step would do
+            mst.masks_replaced()  # what a checkpoint of that step would do
             self.mst.step()
             assert abs(mst.sparsity - schedule.at(step).sparsity) < 0.01 or mst.elements.side > 1
         return step

@@ -119,6 +119,10 @@ class Controller:
         self.begin_with_these_weights()
         return {key: value for key, value in state.items() if key != "module"}
 
+    def masks_replaced(self) -> None:
+        """Masks, and the step, have come from elsewhere."""
+        self._follow_pattern()
+
     # --- beginning from a checkpoint's weights ---
 
     def take_masks(self, checkpoint: Path) -> None:

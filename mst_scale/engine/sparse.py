@@ -287,11 +287,11 @@ class SparseController(Controller):
 
     def loaded(self, checkpoint: Path, state: dict[str, Any] | None) -> None:
         mask_files.restore(checkpoint, self, state)
-        self._masks_replaced()
+        self.masks_replaced()
 
     def take_masks(self, checkpoint: Path) -> None:
         mask_files.restore(checkpoint, self, mask_files.read(mask_files.file_of(checkpoint, 0))[0])
-        self._masks_replaced()
+        self.masks_replaced()
 
     def begin_with_these_weights(self) -> None:
         """Those of a start follow mst.sparsity.initial, later ones keep the largest weights, which training has
@@ -302,9 +302,9 @@ class SparseController(Controller):
         if self.point.sparsity:
             self._make_sparse(self.point.sparsity, "magnitude" if self.step else self.initial)
         self.digests = self.masks.digests(self.exchange)
-        self._masks_replaced()
+        self.masks_replaced()
 
-    def _masks_replaced(self) -> None:
+    def masks_replaced(self) -> None:
         """Masks, and the step, have come from elsewhere.
 
         Moments that did not come along (load_optimizer_states=False) are of the masks before: they would move weights

@@ -100,21 +100,11 @@ class Change:
         return (self.pruned + self.grown) / self.numel if self.numel else 0.0
 
     def pruned_indices(self) -> Tensor:
-        """Positions in the slice, int64: 8 bytes each, so `fill_pruned_` is lighter where many change."""
+        """Positions in the slice, int64."""
         return _indices(self.pruned_bits, self.length)
 
     def grown_indices(self) -> Tensor:
         return _indices(self.grown_bits, self.length)
-
-    def fill_pruned_(self, values: Tensor, value: float) -> None:
-        """Write `value` where this rank's slice was pruned."""
-        if self.pruned_bits is not None:
-            bitwise.fill_(values, self.pruned_bits, value)
-
-    def fill_grown_(self, values: Tensor, value: float) -> None:
-        """Write `value` where this rank's slice grew."""
-        if self.grown_bits is not None:
-            bitwise.fill_(values, self.grown_bits, value)
 
 
 def evolve(

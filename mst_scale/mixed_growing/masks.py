@@ -181,11 +181,6 @@ class MaskSet:
         """No mask is left and nothing is multiplied."""
         return all(layer.dense for layer in self)
 
-    def nbytes(self) -> int:
-        """Bytes kept on this rank."""
-        kept = [t for layer in self for t in (layer.bits, layer.ever) if t is not None]
-        return sum(t.numel() for t in kept)
-
     def stored(self) -> dict[str, StoredMask]:
         """This rank's masks, on the CPU, for a checkpoint."""
 

@@ -147,14 +147,6 @@ def count_outside(values: Tensor, bits: Tensor) -> int:
     return int(torch.stack(counts).sum()) if counts else 0
 
 
-def fill_(values: Tensor, bits: Tensor, value: float) -> None:
-    """Write `value` where a bit is set; values is flat and written in place."""
-    assert values.dim() == 1 and bits.numel() == byte_count(values.numel())
-    flat = values.detach()
-    for begin, end in spans(values.numel(), values.device):
-        flat[begin:end].masked_fill_(unpack_span(bits, begin, end), value)
-
-
 def _bit_table() -> Tensor:
     """(256, 8) int64: the bits of each byte, highest first."""
     return (torch.arange(256)[:, None] >> torch.arange(7, -1, -1)) & 1

@@ -283,7 +283,8 @@ def memory(rank, world, stage, variation, coverage):
     after = {key: tensor for key, tensor in tensors().items() if key not in before}
     kept = {mask.bits.data_ptr() for mask in engine.mst.masks}
     left = [tuple(t.shape) for t in after.values() if t.data_ptr() not in kept]
-    return engine.mst.masks.nbytes(), left, [change.ever_active for change in engine.mst.changes]
+    bits = [kept for mask in engine.mst.masks for kept in (mask.bits, mask.ever) if kept is not None]
+    return sum(kept.numel() for kept in bits), left, [change.ever_active for change in engine.mst.changes]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

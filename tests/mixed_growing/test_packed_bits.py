@@ -84,12 +84,3 @@ def test_retain_reaches_a_leaf_that_requires_grad():
     values = torch.ones(9, requires_grad=True)
     packed_bits.retain_(values, packed_bits.pack(torch.arange(9) % 2 == 0))
     assert values.tolist() == [1, 0, 1, 0, 1, 0, 1, 0, 1]
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_fill_writes_where_set_only(length: int):
-    flags = torch.from_numpy(random_flags(length))
-    values = torch.randn(length)
-    expected = values.masked_fill(flags, 0.25)
-    packed_bits.fill_(values, packed_bits.pack(flags), 0.25)
-    assert torch.equal(values, expected)

@@ -1,0 +1,187 @@
+"""Every hook stands in the list with its reason, and DeepSpeed still behaves as the reason says.
+
+A test that fails here after an update of DeepSpeed names the hook to look at.
+"""
+
+import inspect
+
+import deepspeed
+import pytest
+import torch
+from packaging.version import Version
+
+import mst_scale
+from mst_scale import zero_shards
+from mst_scale.zero_shards import HOOKS, versions
+from tests.support import pool
+from tests.support.toy_engine import STAGES, mst_config, train
+from tests.support.toys import allow_fp16, deepspeed_config, toy, toy_batch
+
+
+def of(model, stage, world, precision="fp32", **extra):
+    config = deepspeed_config(stage, world, precision, **extra)
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def test_the_list_is_in_order_and_for_this_deepspeed():
+    assert [hook.name for hook in HOOKS] == [
+        "plain step", "plain loss", "universal checkpoints", "step", "held update", "update", "checkpoints", "loading",
+    ]  # fmt: skip
+    first, below = map(Version, versions.SUPPORTED_DEEPSPEED)
+    for hook in HOOKS:
+        assert first <= Version(hook.seen_in) < below and hook.because and hook.changes
+
+
+@pytest.mark.parametrize("version", ["0.18.9", "0.20.0"])
+def test_another_deepspeed_is_refused(version):
+    with pytest.raises(ImportError, match=f"needs DeepSpeed 0.19.x, this is {version}"):
+        versions.check_versions(version)
+    with pytest.raises(ImportError, match=r"torch >= 2\.8"):
+        versions.check_versions(deepspeed.__version__, "2.7.1")
+
+
+def installed(rank, world, stage, precision, method):
+    if precision == "fp16":
+        allow_fp16()
+    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world, precision, method=method))
+    return [hook.name for hook in HOOKS if hook.applies(engine, engine.mst)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "method", "names"),
+    [
+        (0, "fp32", "dense", ["plain step", "universal checkpoints"]),
+        (0, "fp16", "mst", ["plain loss", "universal checkpoints", "step", "held update", "update", "checkpoints"]),
+        (2, "bf16", "mst", ["universal checkpoints", "step", "held update", "update", "checkpoints"]),
+    ],
+)
+def test_which_hooks_an_engine_gets(stage, precision, method, names):
+    assert pool.run(installed, 1, stage, precision, method) == [names]
+
+
+def plainly(rank, world):
+    """Stage 0 in fp32: its norm, and what a gradient that is not finite does."""
+    engine = of(toy(), 0, world)
+    loss = engine(*toy_batch(0, rank))
+    engine.backward(loss * float("nan"))
+    engine.step()
+    broken = not all(p.isfinite().all() for p in engine.module.parameters())
+    return engine.get_global_grad_norm(), broken
+
+
+def test_plain_step():
+    assert pool.run(plainly, 1) == [(None, True)]
+
+
+def scaled(rank, world):
+    """Stage 0 in fp16: the gradient that backward leaves, over the loss scale, against that of float32."""
+    allow_fp16()
+    torch.manual_seed(0)
+    engine = of(toy(), 0, world, "fp16", fp16={"enabled": True, "loss_scale": 1024.0})
+    engine.backward(engine(*toy_batch(0, rank)))
+    found = engine.module.up.weight.grad.float().norm()
+    model = toy()
+    model(*toy_batch(0, rank)).backward()
+    return float(found / model.up.weight.grad.norm())
+
+
+def test_plain_loss():
+    (ratio,) = pool.run(scaled, 1)
+    assert ratio == pytest.approx(1.0, rel=0.05), "DeepSpeed has begun to scale the loss at stage 0 by itself"
+
+
+def order_of_events(rank, world, stage, accumulation, overflow):
+    """What of a bare engine's step comes when: our hooks' places, clipping, the copy into what the forward reads."""
+    engine = of(toy(), stage, world, "bf16" if stage else "fp32", accumulation=accumulation)
+    events = []
+    zero_shards.around_model_step(engine, lambda: events.append("before"), lambda: events.append("after"))
+    parameter = engine.module.up.weight
+    read = parameter.detach().clone() if stage < 3 else None
+
+    def updated(tensors):
+        same = read is None or torch.equal(parameter.detach(), read)
+        events.append("update" if same or not stage else "update, read already")
+
+    zero_shards.step.after_master_update(engine, updated)
+    for k in range(accumulation):
+        loss = engine(*toy_batch(0, k))
+        engine.backward(loss * float("inf") if overflow else loss)
+        engine.step()
+    return events
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_step_and_update(stage):
+    (events,) = pool.run(order_of_events, 1, stage, 2, False)
+    assert (events[0], events[-1]) == ("before", "after") and set(events[1:-1]) == {"update"}, "once a boundary"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_no_update_after_an_overflow(stage):
+    assert pool.run(order_of_events, 1, stage, 1, True) == [["before", "after"]]
+
+
+def clipped_before(rank, world, stage):
+    """The largest gradient where we come in."""
+    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world, gradient_clipping=1e-3))
+    seen = []
+
+    def look():
+        seen.extend(float(engine.mst.shards.gradient(i).abs().max()) for i in range(len(engine.mst.masks)))
+
+    zero_shards.around_model_step(engine, look, lambda: None)
+    train(engine, rank, world, 1)
+    return max(seen)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_step_comes_before_clipping(stage):
+    (largest,) = pool.run(clipped_before, 1, stage)
+    assert largest > 1e-2, "a clipped gradient has a norm of 0.001"
+
+
+def untouched_without_gradients(rank, world, fused):
+    model = toy()
+    made = {"lr": 1e-2} if fused else {"lr": 1e-2, "torch_adam": True}
+    engine = of(model, 1, world, optimizer={"type": "AdamW", "params": made})
+    base = zero_shards.base_optimizer(engine)
+    engine.backward(engine(*toy_batch(0, rank)))
+    engine.step()
+    flats = [p for group in base.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in flats]
+    counts = [dict(base.state[p]).get("step") for p in flats]
+    counts = [int(c) if c is not None else None for c in counts]
+    for p in flats:
+        p.grad = None
+    base.step()
+    after = [dict(base.state[p]).get("step") for p in flats]
+    same = all(torch.equal(a, b.detach()) for a, b in zip(before, flats, strict=True))
+    return same, counts == [int(c) if c is not None else None for c in after]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_held_update(fused):
+    assert pool.run(untouched_without_gradients, 1, fused) == [(True, True)]
+
+
+def client_state(rank, world, folder, stage):
+    engine = of(toy(), stage, world)
+    engine.save_checkpoint(folder, tag="t", client_state={"mst": {"step": 7}})
+    changed = engine.module.up.weight if stage < 3 else None
+    if changed is not None:
+        changed.data.zero_()
+    _path, state = engine.load_checkpoint(folder, tag="t", load_module_only=True)
+    return state.get("mst"), changed is None or bool(changed.detach().any())
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_client_state_comes_back(tmp_path, stage):
+    assert pool.run(client_state, 1, str(tmp_path), stage) == [({"step": 7}, True)]
+
+
+def test_what_the_wrappers_bind_is_there():
+    """`carry_along` binds these by name."""
+    engine = deepspeed.DeepSpeedEngine
+    assert {"save_dir", "tag", "client_state"} <= set(inspect.signature(engine.save_checkpoint).parameters)
+    assert {"load_dir", "tag", "load_module_only"} <= set(inspect.signature(engine.load_checkpoint).parameters)
+    assert list(inspect.signature(engine._take_model_step).parameters)[1:] == ["lr_kwargs"]
