@@ -37,7 +37,7 @@ setup(
     packages=[*find_packages(include=["mst_scale", "mst_scale.*"], exclude=list(INSIDE)), *INSIDE],
     package_dir=INSIDE,
     package_data={
-        "mst_scale": ["**/*.cpp", "**/*.h", "**/*.json", "config/*.txt"],
+        "mst_scale": ["py.typed", "**/*.cpp", "**/*.h", "**/*.json", "config/*.txt"],
         "mst_scale.benchmarks.studies": ["*.json"],
         "mst_scale.ds_configs": ["*.json"],
         "mst_scale.launchers": ["*.sh"],

@@ -50,7 +50,7 @@ def train(sampler: Any, grown_moments: str, beta2: float, steps: int) -> Row:
             "topology": {"interval": INTERVAL, "update_schedule": "constant", "grown_moments": grown_moments},
         },
     }
-    engine = mst_scale.initialize(model=model, config=config)[0]
+    engine: Any = mst_scale.initialize(model=model, config=config)[0]
     losses: list[float] = []
     sizes: dict[int, list[float]] = {k: [] for k in range(1, 6)}
     grown: dict[int, torch.Tensor] = {}

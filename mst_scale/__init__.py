@@ -8,20 +8,31 @@ continues from weights and masks alone, with a fresh optimizer.
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mst_scale.checkpoints.warm_start import warm_start
+    from mst_scale.engine.api import initialize
+    from mst_scale.engine.types import MST, Engine
 
 __version__ = "0.1.0"
-__all__ = ["initialize", "warm_start"]
+__all__ = ["MST", "Engine", "initialize", "warm_start"]
+
+_WHERE = {
+    "MST": "engine.types",
+    "Engine": "engine.types",
+    "initialize": "engine.api",
+    "warm_start": "checkpoints.warm_start",
+}
 
 
 def __getattr__(name: str) -> Any:
     # DeepSpeed is imported when it is first needed: the command line and the attention kernels work without it.
-    if name == "initialize":
-        from mst_scale.engine.api import initialize
-
-        return initialize
-    if name == "warm_start":
-        from mst_scale.checkpoints.warm_start import warm_start
-
-        return warm_start
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"mst_scale.{_WHERE[name]}"), name)
     raise AttributeError(f"module 'mst_scale' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

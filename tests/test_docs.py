@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import mst_scale
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("benchmarks/results/*.md")]
@@ -60,3 +62,14 @@ def test_questions_and_half_sentences_are_seen():
     assert opening("x = 1") is None
     assert states_something("Does this:") and not states_something("What is this? That.")
     assert not states_something("No end")
+
+
+def test_the_public_surface_is_documented():
+    from mst_scale.engine.types import MST
+
+    text = (ROOT / "docs" / "api.md").read_text()
+    names = [name for name in vars(MST) if not name.startswith("_")]
+    assert len(names) > 10 and all(f"`{name}" in text for name in names)
+    assert all(f"`mst_scale.{name}" in text for name in mst_scale.__all__) and set(mst_scale.__all__) <= set(
+        dir(mst_scale)
+    )

@@ -1,6 +1,6 @@
 """Mixed Sparsity Training beside a DeepSpeed engine: the three parts joined in its optimizer step.
 
-api             `initialize`
+api             `initialize`; types: what it returns
 targets         which parameters become sparse
 controller      `engine.mst`: the run's place on its schedule, and its attention pattern
 sparse          the same with masks: the order of one training step

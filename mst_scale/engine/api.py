@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from argparse import Namespace
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from mst_scale import zero_shards
 from mst_scale.config import Experiment, load, states
@@ -15,20 +18,24 @@ from mst_scale.config.support import refuse_unsupported
 from mst_scale.distributed import logger, speak
 from mst_scale.engine.controller import Controller
 from mst_scale.engine.sparse import SparseController
+from mst_scale.engine.types import MST, Engine
 
 zero_shards.check_versions()
 
 
+Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
+
+
 def initialize(
-    args: Any = None,
+    args: Namespace | None = None,
     model: torch.nn.Module | None = None,
-    optimizer: Any = None,
-    model_parameters: Any = None,
+    optimizer: torch.optim.Optimizer | Callable[[Parameters], torch.optim.Optimizer] | None = None,
+    model_parameters: Parameters | None = None,
     *more: Any,
     config: Experiment | dict[str, Any] | str | Path | None = None,
     config_params: dict[str, Any] | str | None = None,
     **others: Any,
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[Engine, torch.optim.Optimizer, Iterable[Any] | None, LRScheduler | None]:
     """`deepspeed.initialize`, its arguments in its order, for a config that may hold our blocks.
 
     The config may also be `config_params` or `args.deepspeed_config`, as there. Returns (engine, optimizer, loader,
@@ -39,7 +46,7 @@ def initialize(
     if model is None or len(configs) != 1:
         what = "a model" if model is None else f"one config, not {len(configs) or 'none'}"
         raise ValueError(f"mst_scale.initialize needs {what}: initialize(model=…, config=…), or args.deepspeed_config")
-    if of_args is not None:  # DeepSpeed would read the file itself, our blocks and presets unseen
+    if args is not None and of_args is not None:  # DeepSpeed would read the file itself, our blocks and presets unseen
         args = copy.copy(args)
         args.deepspeed_config = None
     experiment = configs[0] if isinstance(configs[0], Experiment) else load(configs[0])
@@ -50,7 +57,7 @@ def initialize(
     speak()
     for note in notes:
         logger.warning("%s", note)
-    engine, optimizer, loader, scheduler = deepspeed.initialize(
+    engine, made, loader, scheduler = deepspeed.initialize(
         args,
         model,
         optimizer,
@@ -59,10 +66,12 @@ def initialize(
         config=experiment.deepspeed,
         **others,
     )
-    engine.mst = (Controller if experiment.mst.stays_dense else SparseController)(engine, experiment)
-    zero_shards.install(engine, engine.mst)
-    engine.mst.describe()
-    return engine, optimizer, loader, scheduler
+    controller = (Controller if experiment.mst.stays_dense else SparseController)(engine, experiment)
+    public: MST = controller
+    engine.mst = public
+    zero_shards.install(engine, controller)
+    controller.describe()
+    return engine, made, loader, scheduler
 
 
 def _require_length(config: Experiment | dict[str, Any] | str | Path, experiment: Experiment) -> None:

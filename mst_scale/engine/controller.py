@@ -84,6 +84,9 @@ class Controller:
         """(woken, all) units by kind, if the last step has woken any."""
         return {}
 
+    def check_drift(self) -> None:
+        """Nothing can drift without masks."""
+
     def sparsity_in_words(self) -> str:
         return "no weight is masked"
 

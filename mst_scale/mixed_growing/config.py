@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from mst_scale.mixed_growing.policies import POLICIES
 
 BLOCK_SIDES = (4, 8, 16, 32, 64, 128)  # the GPU's kernels take 16 and more; 4 and 8 are there to compare with
 
@@ -31,7 +34,7 @@ class TopologyConfig:
     """Mixed-Growing: how often the topology moves, how far, and by which scores."""
 
     interval: int | None = None  # None: 100 steps, or a fifth of the shortest gradual phase where that is less
-    policy: Literal["mst", "rigl", "set", "mest", "snfs", "static", "gmp"] = "mst"
+    policy: str = "mst"  # mst, rigl, set, mest, snfs, static, gmp, or one that was registered
     granularity: Literal["element"] | BlockGranularity = "element"
     update_fraction: float = 0.3
     update_schedule: Literal["constant", "1-cosine", "2-cosine", "n-cosine", "decay-n-cosine"] = "decay-n-cosine"
@@ -47,6 +50,10 @@ class TopologyConfig:
     rezero: bool = False  # zero inactive weights and their states after every update: for optimizers that move them
 
     def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            near = difflib.get_close_matches(self.policy, POLICIES, n=1, cutoff=0.0)[0]
+            known = ", ".join(POLICIES)
+            raise ValueError(f"mst.topology.policy = {self.policy!r}: the nearest is {near!r} (there are {known})")
         if self.interval is not None and self.interval < 1:
             raise ValueError(f"mst.topology.interval must be at least 1, not {self.interval}")
         for name in ("mest_lambda", "check_every"):

@@ -100,6 +100,14 @@ POLICIES = {
 }
 
 
+def register(policy: Policy) -> Policy:
+    """Make a policy known by its name: `mst.topology.policy` may then say it."""
+    if POLICIES.get(policy.name, policy) != policy:
+        raise ValueError(f"there is a policy {policy.name!r} already: choose another name")
+    POLICIES[policy.name] = policy
+    return policy
+
+
 def policy(name: str, *, random_share: float | None = None, mest_share: float | None = None) -> Policy:
     """The policy of that name, with another R or another λ."""
     if name not in POLICIES:

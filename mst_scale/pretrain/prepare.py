@@ -193,7 +193,7 @@ def built_engine(experiment: Experiment, out: Path, start: Any) -> Any:
         deepspeed.checkpointing.configure(None, deepspeed_config=experiment.deepspeed)
     monitored = _with_monitors(experiment, out)
     with refusals.in_deepspeeds_words():
-        built, *_ = initialize(model=model, model_parameters=decay_groups(model), config=monitored)
+        built: Any = initialize(model=model, model_parameters=decay_groups(model), config=monitored)[0]
     _spare_the_run(built.monitor)
     return built
 
