@@ -1,35 +1,8 @@
 """Fixtures of this folder's tests."""
 
-from __future__ import annotations
-
-import ctypes
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-from mst_scale import compiled
 from mst_scale.hybrid_sparse_attention import cpp
+from tests.support.kernels import of_another_processor, one_thread
 
+__all__ = ["another_processor", "narrower_library", "one_thread"]
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: waking threads costs more than it brings, most of all where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session", params=["-mno-avx512f", "-mno-avx"], ids=["avx2", "sse"])
-def narrower_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel as another processor has it, built without this machine's widest vectors."""
-    folder = tmp_path_factory.mktemp("kernels")
-    library = ctypes.CDLL(str(compiled.build("sparse_attention", cpp.SOURCES, folder, [request.param, "-O0"])))
-    cpp.declare(library)
-    return library
-
-
-@pytest.fixture
-def another_processor(narrower_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpp, "library", lambda: narrower_library)
+narrower_library, another_processor = of_another_processor("sparse_attention", cpp)
