@@ -12,7 +12,7 @@ Sparsity Variation (the paper's equations as meant, x = progress of the phase in
     dense      S = 0
 
 Each gradual phase is staged, x = ⌊t/Δ⌋/N with N stages of Δ steps, or continuous: x is read at each multiple of
-the topology interval. The update fraction is a piecewise cosine; piece i runs from T_{i−1} to T_i:
+the topology interval. The update fraction is a cosine in parts; part i runs from T_{i−1} to T_i:
 
     ζ_t = ζ_i/2 · (1 + cos(π · (t − T_{i−1}) / (T_i − T_{i−1}))),   T_1 = T_W + T_U, then every Δ_R
 
@@ -55,10 +55,10 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Phase:
     """Steps [start, stop) of one phase; a gradual one has stages = N, or 0 where it is continuous."""
 
-    phase: str
+    name: str
     start: int
     stop: int
     stages: int = 0
@@ -70,7 +70,7 @@ class Piece:
         return sorted({start for start in starts if start < self.stop})
 
     def progress(self, step: int) -> float:
-        """x = ⌊t/Δ⌋/N with Δ = T/N, of a staged piece."""
+        """x = ⌊t/Δ⌋/N with Δ = T/N, of a staged phase."""
         return (step - self.start) * self.stages // (self.stop - self.start) / self.stages
 
 
@@ -81,31 +81,31 @@ class Schedule:
     total_steps: int
     interval: int
     max_sparsity: float
-    pieces: tuple[Piece, ...]
+    phases: tuple[Phase, ...]
     cosine_bounds: tuple[int, ...]
-    """T_0 < T_1 < …: ends of the cosine pieces; empty means a constant update fraction while sparse."""
+    """T_0 < T_1 < …: ends of the cosines; empty means a constant update fraction while sparse."""
     update_fraction: float
     update_decay: float
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
-        return tuple(piece.start for piece in self.pieces)
+        return tuple(phase.start for phase in self.phases)
 
     @cached_property
     def sparse_until(self) -> int:
         """First step from which the network stays dense; total_steps if it ends sparse."""
-        last = self.pieces[-1]
-        return last.start if last.phase == "dense" else self.total_steps
+        last = self.phases[-1]
+        return last.start if last.name == "dense" else self.total_steps
 
     def first_step(self, phase: str) -> int | None:
         """First step of a phase, None where the schedule has no such phase."""
-        return next((piece.start for piece in self.pieces if piece.phase == phase), None)
+        return next((found.start for found in self.phases if found.name == phase), None)
 
     def at(self, step: int) -> Point:
         """Phase, target sparsity and update fraction ζ for the forward pass after `step` optimizer steps."""
-        piece = self._piece(step)
-        sparsity = self._sparsity(piece, step)
-        return Point(piece.phase, sparsity, self._update_fraction(piece, step))
+        phase = self._phase(step)
+        sparsity = self._sparsity(phase, step)
+        return Point(phase.name, sparsity, self._update_fraction(phase, step))
 
     def is_topology_step(self, step: int) -> bool:
         """Whether optimizer step number `step` (the first is 1) ends with a topology step.
@@ -123,15 +123,15 @@ class Schedule:
 
     def segments(self) -> Iterator[Segment]:
         """The run as maximal stretches of equal phase and sparsity, in order: the ledger's input."""
-        for piece in self.pieces:
-            changes = sorted({piece.start, *self._changes(piece)})
-            open_at, value = changes[0], self._sparsity(piece, changes[0])
+        for phase in self.phases:
+            changes = sorted({phase.start, *self._changes(phase)})
+            open_at, value = changes[0], self._sparsity(phase, changes[0])
             for step in changes[1:]:
-                sparsity = self._sparsity(piece, step)
+                sparsity = self._sparsity(phase, step)
                 if sparsity != value:
-                    yield Segment(open_at, step, piece.phase, value)
+                    yield Segment(open_at, step, phase.name, value)
                     open_at, value = step, sparsity
-            yield Segment(open_at, piece.stop, piece.phase, value)
+            yield Segment(open_at, phase.stop, phase.name, value)
 
     def mean(self, value: Callable[[Segment], float]) -> float:
         """Mean over all steps of a quantity that is constant on a segment."""
@@ -141,39 +141,39 @@ class Schedule:
         """Every step in [1, total_steps] for which `is_topology_step` holds."""
         return (step for step in range(1, self.total_steps + 1) if self.is_topology_step(step))
 
-    def _piece(self, step: int) -> Piece:
+    def _phase(self, step: int) -> Phase:
         if step < 0:
             raise ValueError(f"step {step} is before the run; steps count from 0")
-        return self.pieces[bisect_right(self._starts, step) - 1]
+        return self.phases[bisect_right(self._starts, step) - 1]
 
-    def _changes(self, piece: Piece) -> list[int]:
-        """Steps inside a piece at which its sparsity may move."""
-        if piece.phase in ("dense", "ultra"):
+    def _changes(self, phase: Phase) -> list[int]:
+        """Steps inside a phase at which its sparsity may move."""
+        if phase.name in ("dense", "ultra"):
             return []
-        if piece.stages:
-            return piece.stage_starts()
-        first = -(-piece.start // self.interval) * self.interval
-        return list(range(first, piece.stop, self.interval))
+        if phase.stages:
+            return phase.stage_starts()
+        first = -(-phase.start // self.interval) * self.interval
+        return list(range(first, phase.stop, self.interval))
 
-    def _sparsity(self, piece: Piece, step: int) -> float:
-        if piece.phase == "dense":
+    def _sparsity(self, phase: Phase, step: int) -> float:
+        if phase.name == "dense":
             return 0.0
-        if piece.phase == "ultra":
+        if phase.name == "ultra":
             return self.max_sparsity
-        if step >= piece.stop:  # past the end of the run: nothing is pruned that no step would train without
-            if piece.phase == "warmup":
-                return self._sparsity(piece, piece.stop - 1)
+        if step >= phase.stop:  # past the end of the run: nothing is pruned that no step would train without
+            if phase.name == "warmup":
+                return self._sparsity(phase, phase.stop - 1)
             x = 1.0  # what has grown starts at 0 and changes nothing
-        elif piece.stages:
-            x = piece.progress(step)
+        elif phase.stages:
+            x = phase.progress(step)
         else:
-            read_at = max(piece.start, step // self.interval * self.interval)
-            x = (read_at - piece.start) / (piece.stop - piece.start)
+            read_at = max(phase.start, step // self.interval * self.interval)
+            x = (read_at - phase.start) / (phase.stop - phase.start)
         cubic = (1.0 - x) ** 3
-        return self.max_sparsity * (1.0 - cubic if piece.phase == "warmup" else cubic)
+        return self.max_sparsity * (1.0 - cubic if phase.name == "warmup" else cubic)
 
-    def _update_fraction(self, piece: Piece, step: int) -> float:
-        if piece.phase == "dense" or step >= self.total_steps:
+    def _update_fraction(self, phase: Phase, step: int) -> float:
+        if phase.name == "dense" or step >= self.total_steps:
             return 0.0
         if not self.cosine_bounds:
             return self.update_fraction
@@ -243,15 +243,15 @@ class SparsityConfig:
         has one step at least (where there are fewer steps than phases, the last ones have none)."""
         if total_steps < 1:
             raise ValueError(f"total_steps {total_steps} must be at least 1")
-        pieces = self._pieces(total_steps)
-        gradual = [p.stop - p.start for p in pieces if p.phase in ("warmup", "restore")]
+        phases = self._phases(total_steps)
+        gradual = [p.stop - p.start for p in phases if p.name in ("warmup", "restore")]
         interval = moves.interval or max(1, min([DEFAULT_INTERVAL, *(length // 5 for length in gradual)]))
         return Schedule(
             total_steps=total_steps,
             interval=interval,
             max_sparsity=self.max,
-            pieces=pieces,
-            cosine_bounds=self._cosine_bounds(pieces, moves.update_schedule),
+            phases=phases,
+            cosine_bounds=self._cosine_bounds(phases, moves.update_schedule),
             update_fraction=moves.update_fraction,
             update_decay=moves.update_decay if moves.update_schedule == "decay-n-cosine" else 1.0,
         )
@@ -262,12 +262,12 @@ class SparsityConfig:
         def shape(total: int) -> tuple[object, ...]:
             schedule = self.schedule(total, moves)
             gradual = ("warmup", "restore")
-            pieces = [(p.phase, p.start, p.stop if p.phase in gradual else None) for p in schedule.pieces]
-            return pieces, schedule.cosine_bounds if moves.update_fraction > 0 and self.max > 0 else ()
+            phases = [(p.name, p.start, p.stop if p.name in gradual else None) for p in schedule.phases]
+            return phases, schedule.cosine_bounds if moves.update_fraction > 0 and self.max > 0 else ()
 
         return shape(10**12) != shape(2 * 10**12)
 
-    def _pieces(self, total: int) -> tuple[Piece, ...]:
+    def _phases(self, total: int) -> tuple[Phase, ...]:
         warmup, ultra, restore = (_steps(d, total) for d in (self.warmup, self.ultra, self.restore))
         if self.variation == "sv":
             stated = [("warmup", warmup), ("ultra", ultra), ("restore", restore), ("dense", None)]
@@ -291,10 +291,10 @@ class SparsityConfig:
             stated = [("dense", warmup), *turns, ("ultra", None)]
         return self._laid_out(stated, total)
 
-    def _laid_out(self, stated: list[tuple[str, float | None]], total: int) -> tuple[Piece, ...]:
-        pieces: list[Piece] = []
+    def _laid_out(self, stated: list[tuple[str, float | None]], total: int) -> tuple[Phase, ...]:
+        phases: list[Phase] = []
         position, begin = 0.0, 0
-        for phase, length in stated:
+        for name, length in stated:
             if length is None:
                 end = total
             elif length == 0:
@@ -303,34 +303,34 @@ class SparsityConfig:
                 position += length
                 end = max(math.floor(position + 0.5), begin + 1)  # half up; at least one step for what was asked
             if math.floor(position + 0.5) > total:
-                phases = ", ".join(phase for phase, length in stated if length)
+                said = ", ".join(name for name, length in stated if length)
                 raise ValueError(
-                    f"phases {phases} do not fit in {total} steps: shorten them, state them as shares of the run "
+                    f"phases {said} do not fit in {total} steps: shorten them, state them as shares of the run "
                     "(floats at most 1.0), or lengthen the run"
                 )
             end = min(end, total)
             if end > begin:
-                pieces.append(Piece(phase, begin, end, self._stages(phase)))
+                phases.append(Phase(name, begin, end, self._stages(name)))
             begin = end
         assert begin == total, "an open last phase reaches the end of the run"
-        return tuple(pieces)
+        return tuple(phases)
 
     def _stages(self, phase: str) -> int:
         moves = {"warmup": self.warmup_moves, "restore": self.restore_moves}.get(phase, "continuous")
         return self.stages if moves == "staged" else 0
 
-    def _cosine_bounds(self, pieces: tuple[Piece, ...], update_schedule: str) -> tuple[int, ...]:
-        sparse = [piece for piece in pieces if piece.phase != "dense"]
+    def _cosine_bounds(self, phases: tuple[Phase, ...], update_schedule: str) -> tuple[int, ...]:
+        sparse = [phase for phase in phases if phase.name != "dense"]
         if update_schedule == "constant" or not sparse:
             return ()
         end = sparse[-1].stop
         bounds = {0, end}
-        restore = sparse[-1] if sparse[-1].phase == "restore" else None
+        restore = sparse[-1] if sparse[-1].name == "restore" else None
         if restore and update_schedule != "1-cosine":
             bounds.add(restore.start)
             if update_schedule != "2-cosine":
                 # Δ_R is T_R/N whether restoration is staged or continuous
-                bounds.update(Piece("restore", restore.start, restore.stop, self.stages).stage_starts())
+                bounds.update(Phase("restore", restore.start, restore.stop, self.stages).stage_starts())
         return tuple(sorted(bounds))
 
 

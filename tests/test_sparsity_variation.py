@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mst_scale.mixed_growing.config import TopologyConfig
-from mst_scale.sparsity_variation import Piece, Schedule, Segment, SparsityConfig
+from mst_scale.sparsity_variation import Phase, Schedule, Segment, SparsityConfig
 
 VARIATIONS = get_args(get_type_hints(SparsityConfig)["variation"])
 UPDATES = get_args(get_type_hints(TopologyConfig)["update_schedule"])
@@ -121,7 +121,7 @@ def test_topology_steps_of_the_preset():
 
 def test_a_run_of_300_steps_has_the_papers_shape():
     schedule = resolved(300)
-    assert [(p.phase, p.start, p.stop) for p in schedule.pieces] == [
+    assert [(p.name, p.start, p.stop) for p in schedule.phases] == [
         ("warmup", 0, 21),  # 300/14 = 21.43, 11·300/14 = 235.7, 12·300/14 = 257.1
         ("ultra", 21, 236),
         ("restore", 236, 257),
@@ -164,8 +164,8 @@ def test_nothing_is_pruned_after_the_last_update_of_a_warmup():
 
 def test_steps_and_shares_mix():
     schedule = resolved(200, warmup=20, ultra=0.5, restore=30, interval=10)
-    assert [p.stop for p in schedule.pieces] == [20, 120, 150, 200]
-    assert resolved(50, warmup=0, ultra=1.0, restore=0).pieces == (Piece("ultra", 0, 50),)
+    assert [p.stop for p in schedule.phases] == [20, 120, 150, 200]
+    assert resolved(50, warmup=0, ultra=1.0, restore=0).phases == (Phase("ultra", 0, 50),)
 
 
 def test_an_interval_longer_than_a_phase_loses_no_phase():
@@ -203,10 +203,10 @@ def test_restoration_that_ends_the_run_ends_dense():
 )
 def test_phases_of_each_pattern(pattern: str, phases: list[str]):
     schedule = resolved(1400, variation=pattern)
-    assert [piece.phase for piece in schedule.pieces] == phases
+    assert [phase.name for phase in schedule.phases] == phases
     ends_dense = phases[-1] == "dense"
     assert (schedule.at(1400).sparsity == 0) is ends_dense
-    assert schedule.sparse_until == (schedule.pieces[-1].start if ends_dense else 1400)
+    assert schedule.sparse_until == (schedule.phases[-1].start if ends_dense else 1400)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_the_target_moves_at_topology_steps_only(schedule: Schedule):
 @given(st.integers(8, 2000))
 def test_no_phase_of_the_preset_is_lost_to_rounding(total: int):
     schedule = resolved(total)
-    assert [piece.phase for piece in schedule.pieces] == ["warmup", "ultra", "restore", "dense"]
+    assert [phase.name for phase in schedule.phases] == ["warmup", "ultra", "restore", "dense"]
     assert schedule.is_topology_step(schedule.sparse_until)
 
 

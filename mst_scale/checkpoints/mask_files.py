@@ -176,7 +176,7 @@ def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) ->
     if found.head["names"] != rider.masks.names:
         raise ValueError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
     before = {"granularity": "element", **found.head}  # files from before there were blocks do not say
-    before["schedule"] = re.sub(r", update_until=\d+", "", before["schedule"])  # and said this, which was the run's end
+    before["schedule"] = _schedule_in_todays_words(before["schedule"])
     for what, now in (("schedule", str(rider.schedule)), ("seed", rider.seed), ("granularity", rider.granularity)):
         if before[what] != now:
             raise ValueError(
@@ -184,6 +184,12 @@ def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) ->
                 "block as they were, or go on dense with --method dense"
             )
     return found
+
+
+def _schedule_in_todays_words(text: str) -> str:
+    """Of a file of version 0.1.0: phases were called pieces, and the run's end was said once more."""
+    text = text.replace("pieces=", "phases=").replace("Piece(phase=", "Phase(name=")
+    return re.sub(r", update_until=\d+", "", text)
 
 
 def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:

@@ -77,9 +77,9 @@ class MSTConfig:
             dense_from = attention.dense_from
         of_phase = vars(attention.phase_strides)
         pieces = [
-            (piece.start, Pattern(attention.pattern, of_phase[piece.phase] or attention.stride))
-            for piece in schedule.pieces
-            if dense_from is None or piece.start < dense_from
+            (phase.start, Pattern(attention.pattern, of_phase[phase.name] or attention.stride))
+            for phase in schedule.phases
+            if dense_from is None or phase.start < dense_from
         ]
         return strides_per_phase(pieces if dense_from is None else [*pieces, (dense_from, Pattern("dense"))])
 

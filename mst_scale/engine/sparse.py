@@ -340,7 +340,7 @@ class SparseController(Controller):
         return {} if self.units.woken_at != self.step else self.units.woken
 
     def sparsity_in_words(self) -> str:
-        phases = ", ".join(f"{piece.phase} from step {piece.start}" for piece in self.schedule.pieces)
+        phases = ", ".join(f"{phase.name} from step {phase.start}" for phase in self.schedule.phases)
         side = self.elements.side
         in_blocks = "" if isinstance(self.elements, Elements) else f" in blocks of {side} × {side}"
         trained = sum(math.prod(zero_shards.shape_of(p)) for p in self.engine.module.parameters())

@@ -268,7 +268,7 @@ class Reader:
         if not run.series.rows:
             return
         attention = experiment.attention_schedule
-        starts = {piece.start for piece in run.schedule.pieces} | {start for start, _ in attention.pieces}
+        starts = {phase.start for phase in run.schedule.phases} | {start for start, _ in attention.pieces}
         starts = {start for start in starts if start < run.step}
         if len(starts) > MAX_SPANS:
             return

@@ -195,7 +195,7 @@ def draw(writer: Any, snapshot: Snapshot, histograms: dict[str, tuple[list[float
 
 def phase_ends(schedule: Schedule) -> set[int]:
     """Finished steps whose weights are kept: the last of each phase, before the topology moves on to the next."""
-    return {piece.stop - 1 for piece in schedule.pieces[:-1]} | {schedule.total_steps}
+    return {phase.stop - 1 for phase in schedule.phases[:-1]} | {schedule.total_steps}
 
 
 def describe(name: str, shape: tuple[int, int], active: int, sums: list[float], largest: float) -> Matrix:

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mst_scale.checkpoints import mask_files
+from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet, assemble
 from mst_scale.mixed_growing.packed_bits import unpack
 from mst_scale.shard import Shard
-from mst_scale.sparsity_variation import Point
+from mst_scale.sparsity_variation import Point, SparsityConfig
 from mst_scale.zero_shards.saving import carry_along
 from tests.support import pool
 
@@ -292,3 +293,22 @@ def test_a_file_that_is_no_mask_file_is_refused_by_name(tmp_path):
     state = save(tmp_path, whole(1), even(1))
     save_file({"x": torch.zeros(3)}, mask_files.file_of(tmp_path, 0))
     assert "rank_00000.safetensors is not a mask file" in refusal(tmp_path, state)
+
+
+# as version 0.1.0 wrote it
+OLD = (
+    "Schedule(total_steps=42, interval=3, max_sparsity=0.8, pieces=(Piece(phase='warmup', start=0, stop=3, stages=0), "
+    "Piece(phase='ultra', start=3, stop=33, stages=0), Piece(phase='restore', start=33, stop=36, stages=5), "
+    "Piece(phase='dense', start=36, stop=42, stages=0)), cosine_bounds=(0, 33, 34, 35, 36), update_fraction=0.3, "
+    "update_decay=0.5, update_until=42)"
+)
+
+
+def test_a_checkpoint_of_before_goes_on_with_the_same_schedule(tmp_path):
+    same = SparsityConfig(max=0.8).schedule(42, TopologyConfig(interval=3))
+    state = save(tmp_path, whole(1), even(1), schedule=OLD)
+    (rider,) = riders(whole(2), even(1), schedule=same)
+    mask_files.restore(tmp_path, rider, state)
+    (other,) = riders(whole(2), even(1), schedule=SparsityConfig(max=0.8).schedule(43, TopologyConfig(interval=3)))
+    with pytest.raises(ValueError, match="another schedule of sparsity"):
+        mask_files.restore(tmp_path, other, state)

@@ -50,11 +50,11 @@ def test_it_loads_and_can_run(name):
     check(experiment)
     schedule = experiment.schedule
     assert schedule.max_sparsity == experiment.mst.sparsity.max
-    assert [piece.phase for piece in schedule.pieces] == ["warmup", "ultra", "restore", "dense"]
+    assert [phase.name for phase in schedule.phases] == ["warmup", "ultra", "restore", "dense"]
     if name == "demo":
         return
     # the paper's shares of its 140,000 steps, in whole steps
-    assert [piece.start * 14 for piece in schedule.pieces] == [n * experiment.training.steps for n in (0, 1, 11, 12)]
+    assert [phase.start * 14 for phase in schedule.phases] == [n * experiment.training.steps for n in (0, 1, 11, 12)]
     assert experiment.mst.sparsity.max == 0.96 and experiment.mst.targets.lm_head
     if name.startswith("gpt2"):
         assert experiment.deepspeed["train_batch_size"] == GPT2_BATCH

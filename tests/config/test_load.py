@@ -34,7 +34,7 @@ def test_the_papers_config():
     sparsity, topology = paper.mst.sparsity, paper.mst.topology
     assert (sparsity.max, sparsity.stages) == (0.96, 5)
     schedule = paper.schedule
-    assert [(piece.phase, piece.start) for piece in schedule.pieces] == [
+    assert [(phase.name, phase.start) for phase in schedule.phases] == [
         ("warmup", 0), ("ultra", 10_000), ("restore", 110_000), ("dense", 120_000)
     ]  # fmt: skip
     assert (topology.interval, topology.update_fraction, topology.random_ratio) == (100, 0.3, 0.25)

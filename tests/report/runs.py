@@ -104,7 +104,7 @@ def pictures(resolved: dict[str, Any]):
     schedule = experiment.schedule
     rng = np.random.default_rng(7)
     names, width = layer_names(resolved), resolved["model"]["n_embd"]
-    for step in (0, *(piece.stop - 1 for piece in schedule.pieces[:-1]), schedule.total_steps):
+    for step in (0, *(piece.stop - 1 for piece in schedule.phases[:-1]), schedule.total_steps):
         point = schedule.at(max(0, step - 1))
         matrices = [
             snapshots.Matrix(name, (width, width), width, 0.0, 0.02, 0.5 / width + 0.01 * i, 0.2)

@@ -30,7 +30,7 @@ def test_rows_become_series_spans_layers_and_spikes(tmp_path):
     assert run.series.rows == 60 and run.notes == []
     assert run.series.last("seconds")[-1] == run.seconds == pytest.approx(36)
     assert [span.phase for span in run.spans] == ["warmup", "ultra", "restore", "dense"]
-    ends = [piece.stop for piece in run.schedule.pieces]
+    ends = [piece.stop for piece in run.schedule.phases]
     assert [span.last for span in run.spans] == ends, "phases end where the schedule says, not at the next row"
     assert [span.stride for span in run.spans] == [8, 8, 8, 1]
     assert list(run.spikes) == [(400, pytest.approx(20, rel=0.5))] and run.spike_count == 1
