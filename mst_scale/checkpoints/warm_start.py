@@ -20,7 +20,7 @@ import torch
 from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.distributed import Damaged, logger
-from mst_scale.zero_shards.weight_files import Weights, opened, rank_of, weights_of
+from mst_scale.zero_shards.weight_files import Weights, untrained_of, weights_of
 
 
 def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> int:
@@ -39,7 +39,7 @@ def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> in
     engine.global_steps = int(state["global_steps"])
     engine.global_samples = int(state["global_samples"])
     if engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
-        _place(engine.lr_scheduler, state["lr_scheduler"], zero_shards.base_optimizer(engine))
+        zero_shards.place_scheduler(engine, state["lr_scheduler"])
     masked = (source / mask_files.FOLDER).is_dir()
     if masked:
         engine.mst.take_masks(source)
@@ -56,31 +56,9 @@ def take_weights(engine: Any, source: Path) -> dict[str, Any]:
     if faults := store.damage(source) if store.head(source) else []:
         raise Damaged(f"{source} is damaged: {faults[0]}")
     trained = weights_of(source)
-    files = sorted(source.glob("*_model_states.pt"))
-    state = opened(files[0])
-    _fill(engine, source, trained, _untrained(files, state))
-    return dict(state)
-
-
-def _place(scheduler: Any, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Rates lie in the optimizer's groups, so they have to be put there again."""
-    scheduler.load_state_dict(state)
-    if hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's own, which keep only this
-        scheduler.step(scheduler.last_batch_iteration)
-        return
-    for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-        group["lr"] = rate
-
-
-def _untrained(files: list[Path], state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Frozen parameters and buffers. Stage 3 cuts the former evenly over the ranks' files."""
-    found = {**(state["module"] or {}), **state.get("mst_buffers", {})}
-    ranks = [opened(path).get("frozen_param_fragments") or {} for path in sorted(files, key=rank_of)]
-    for name, shape in (state.get("frozen_param_shapes") or {}).items():
-        if len(ranks) > 1 or name not in found:
-            flat = torch.cat([fragments[name].view(-1) for fragments in ranks])
-            found[name] = flat[: shape.numel()].view(shape)
-    return found
+    state, untrained = untrained_of(source)
+    _fill(engine, source, trained, untrained)
+    return state
 
 
 def _fill(engine: Any, source: Path, trained: Weights, untrained: dict[str, torch.Tensor]) -> None:

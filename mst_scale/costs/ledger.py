@@ -113,7 +113,7 @@ def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
     chosen = policy(topology.policy, random_share=topology.random_ratio)
     schedule = experiment.schedule
     every = "momentum" in chosen.reads
-    due = set() if every or "gradient" not in chosen.reads or not chosen.exchange else set(schedule.topology_steps())
+    due = set() if every or "gradient" not in chosen.reads or not chosen.swaps else set(schedule.topology_steps())
     dense, count, extra = dense_step_flops(model), 0, Flops()
     for stretch in stretches(experiment):
         if not stretch.sparsity:

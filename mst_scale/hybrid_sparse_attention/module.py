@@ -37,13 +37,16 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(n_embd, n_embd, bias=bias)
         self.n_head, self.head_dim = n_head, n_embd // n_head
         self.dropout, self.causal, self.pattern, self.backend = dropout, causal, pattern, backend
-        self.exchange: nn.Module | None = None  # see `sequence_parallel`
+        self.across_ranks: nn.Module | None = None  # see `sequence_parallel`
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         # unbind, not three slices: its backward is one stack instead of three zero-filled buffers
         q, k, v = self.qkv(x).view(batch, length, 3, self.n_head, self.head_dim).unbind(2)
-        out = self.attend(q, k, v) if self.exchange is None else self.exchange(q, k, v, 0)  # 0: where the batch is
+        if self.across_ranks is None:
+            out = self.attend(q, k, v)
+        else:
+            out = self.across_ranks(q, k, v, 0)  # 0: where the batch is
         return self.proj(out.reshape(batch, length, width))
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -85,5 +88,5 @@ def sequence_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) 
     for layer in layers:
         if layer.n_head % world:
             raise ValueError(f"{layer.n_head} heads cannot be dealt to {world} ranks: choose a divisor as group size")
-        layer.exchange = DistributedAttention(layer.attend, group or dist.group.WORLD, scatter_idx=2, gather_idx=1)
+        layer.across_ranks = DistributedAttention(layer.attend, group or dist.group.WORLD, scatter_idx=2, gather_idx=1)
     return len(layers)

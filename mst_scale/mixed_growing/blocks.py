@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mst_scale.mixed_growing import evolve as weights
+from mst_scale.mixed_growing import evolve as elements
 from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.block_floor import must_stay
 from mst_scale.mixed_growing.block_grid import CPU, BlockedShard, Grid, l1_norms
@@ -52,8 +52,8 @@ class Elements:
     def at_least(self, shape: Sequence[int]) -> int:
         return 0
 
-    evolve = staticmethod(weights.evolve)
-    sparsify = staticmethod(weights.sparsify)
+    evolve = staticmethod(elements.evolve)
+    sparsify = staticmethod(elements.sparsify)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Blocks:
             return []
         views = [_View(layer, self) for layer in layers]
         _read_masks(views, exchange)
-        zeta = update_fraction if policy.exchange else 0.0
+        zeta = update_fraction if policy.swaps else 0.0
         work = [view for view in views if view.changes(zeta, policy)]
         reads = set(policy.prune.reads)
         if any(view.plan.by_score for view in work):
@@ -97,7 +97,7 @@ class Blocks:
             _read_scores(what, work, peaks[what], exchange)
         for view in work:
             view.protect(policy.prune.score(*(view.norms[what] for what in policy.prune.reads)))
-        changes = weights.evolve(
+        changes = elements.evolve(
             [view.blocks() for view in views],
             policy=policy,
             update_fraction=update_fraction,
@@ -125,7 +125,7 @@ class Blocks:
             else:  # the last places go first
                 order = Permutation(view.grid.numel, "start", seed, view.mask.name, device=CPU)
                 view.protect(-order.place(torch.arange(view.grid.numel)))
-        changes = weights.sparsify([view.blocks() for view in views], how=how, seed=seed, exchange=ALONE)
+        changes = elements.sparsify([view.blocks() for view in views], how=how, seed=seed, exchange=ALONE)
         for view in views:
             if view.layer.mask.ever is not None:
                 view.layer.mask.ever.zero_()

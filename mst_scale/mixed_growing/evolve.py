@@ -123,7 +123,7 @@ def evolve(
     Called by all ranks of the exchange with the same layers in the same order. `gradient_size` asks for the mean
     square of the gradient of the layers that grow.
     """
-    zeta = update_fraction if policy.exchange else 0.0
+    zeta = update_fraction if policy.swaps else 0.0
     plans = [
         plan(x.mask.numel, x.mask.active, x.target, zeta, policy.random_share, regrow, x.protected_count)
         for x in layers

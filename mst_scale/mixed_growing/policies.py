@@ -6,8 +6,8 @@
     set       |w|                   –                           1
     mest      |w| + λ|g|            –                           1
     snfs      |w|                   |momentum|                  0
-    static    no exchange           |g|                         0
-    gmp       no exchange           |g|                         0
+    static    no swaps              |g|                         0
+    gmp       no swaps              |g|                         0
 
 The last two change only when the target does: `static` keeps one sparsity, `gmp` follows a rising one (and would grow
 by gradient if its target fell). Scores are element-wise functions of cuts of (weight, gradient, momentum); the
@@ -66,8 +66,8 @@ class Policy:
     grow: Criterion = BY_GRADIENT
     random_share: float = 0.25
     """R: share of grown weights drawn at random."""
-    exchange: bool = True
-    """Whether connections are exchanged while the target stands still; False reads ζ as 0."""
+    swaps: bool = True
+    """Whether active weights are swapped for others while the target stands still; False reads ζ as 0."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.random_share <= 1:
@@ -94,8 +94,8 @@ POLICIES = {
         Policy("set", random_share=1.0),
         mest(),
         Policy("snfs", grow=BY_MOMENTUM, random_share=0.0),
-        Policy("static", random_share=0.0, exchange=False),
-        Policy("gmp", random_share=0.0, exchange=False),
+        Policy("static", random_share=0.0, swaps=False),
+        Policy("gmp", random_share=0.0, swaps=False),
     )
 }
 

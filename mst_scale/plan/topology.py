@@ -101,7 +101,7 @@ def layers(experiment: Experiment, step: int) -> list[Layer]:
     found = sparse_parameters(experiment.model, mst.targets)
     grids = [grid_of(p.shape, mst.topology) for p in found]
     now, then = schedule.at(step), schedule.at(step - 1)
-    zeta = now.update_fraction if chosen.exchange else 0.0
+    zeta = now.update_fraction if chosen.swaps else 0.0
     shapes, distribution = [grid.shape for grid in grids], mst.sparsity.distribution
     before, after = (active_counts(shapes, point.sparsity, distribution) for point in (then, now))
     result = []

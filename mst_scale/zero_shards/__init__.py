@@ -9,6 +9,7 @@ slices        for every sparse parameter this rank's slice, with live views of i
 saving        saves that fail together, loads that carry masks, universal checkpoints at every stage
 safe_load     checkpoints are data, and run nothing
 weight_files  where a checkpoint's weights lie on disk
+universal     DeepSpeed's universal layout, for every stage
 """
 
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
@@ -38,6 +39,7 @@ from mst_scale.zero_shards.step import (
     loss_scale,
     optimized,
     optimizer_name,
+    place_scheduler,
     refuse_unoptimized,
 )
 from mst_scale.zero_shards.versions import check_versions
@@ -63,6 +65,7 @@ __all__ = [
     "optimized",
     "optimizer_name",
     "partitioned_construction",
+    "place_scheduler",
     "put_reads",
     "refuse_arguments",
     "refuse_unoptimized",

@@ -103,6 +103,17 @@ class NamedCollectives:
         self.all_reduce = functools.partial(ds_comm.all_reduce, log_name=f"{name}_all_reduce")
 
 
+def place_scheduler(engine: Any, state: dict[str, Any]) -> None:
+    """Put the engine's scheduler where a saved one stood, and its rates into the optimizer's groups, where they lie."""
+    scheduler = engine.lr_scheduler
+    scheduler.load_state_dict(state)
+    if hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's own, which keep only this
+        scheduler.step(scheduler.last_batch_iteration)
+        return
+    for group, rate in zip(base_optimizer(engine).param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+
+
 # --- its norm and its scale ---
 
 

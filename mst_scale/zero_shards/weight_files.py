@@ -83,6 +83,22 @@ def weights_of(checkpoint: Path) -> Weights:
     return _sharded(shards, state) if shards else _replicated(files[0], state)
 
 
+def untrained_of(checkpoint: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a checkpoint's first file holds beside weights, and frozen parameters and buffers by name.
+
+    Stage 3 cuts frozen parameters evenly over the ranks' files.
+    """
+    files = sorted(checkpoint.glob("*_model_states.pt"))
+    state = opened(files[0])
+    found = {**(state["module"] or {}), **state.get("mst_buffers", {})}
+    ranks = [opened(path).get("frozen_param_fragments") or {} for path in sorted(files, key=rank_of)]
+    for name, shape in (state.get("frozen_param_shapes") or {}).items():
+        if len(ranks) > 1 or name not in found:
+            flat = torch.cat([fragments[name].view(-1) for fragments in ranks])
+            found[name] = flat[: shape.numel()].view(shape)
+    return dict(state), found
+
+
 def opened(path: Path) -> State:
     """A file's contents, tensors mapped and not read."""
     try:

@@ -211,7 +211,7 @@ def assert_like_the_oracle(case: Case, ranks: list[tuple[list[np.ndarray], list[
         )
         expected = block_oracle.evolve(
             x["name"], x["alive"], x["grid"], prune, grow,
-            target=x["target"], least=case.least, zeta=case.zeta if chosen.exchange else 0.0,
+            target=x["target"], least=case.least, zeta=case.zeta if chosen.swaps else 0.0,
             random_share=chosen.random_share, seed=case.seed, step=100, regrow=case.regrow,
         )  # fmt: skip
         found = np.concatenate([flags[i] for flags, _ in ranks])

@@ -34,7 +34,7 @@ def expected_steps(case: Case) -> list[oracle.Step]:
                 prune,
                 grow,
                 target=x["target"],
-                zeta=case.zeta if chosen.exchange else 0.0,
+                zeta=case.zeta if chosen.swaps else 0.0,
                 random_share=chosen.random_share,
                 seed=case.seed,
                 step=100,

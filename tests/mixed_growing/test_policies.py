@@ -30,7 +30,7 @@ def test_scores_by_hand(name: str, prune: list, grow: list | None, random_share:
         assert chosen.grow.score(*(inputs[x] for x in chosen.grow.reads)).abs().tolist() == grow
     assert chosen.random_share == random_share
     assert chosen.reads == reads
-    assert chosen.exchange is (name not in ("static", "gmp"))
+    assert chosen.swaps is (name not in ("static", "gmp"))
 
 
 def test_scoring_leaves_its_inputs_alone():
