@@ -66,6 +66,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def measured(words: Sequence[str]) -> dict[str, Any]:
+    """What `mst bench step WORDS` finds."""
+    options = parser().parse_args(words)
+    check_options(options)
+    return run(options)
+
+
 def parser() -> argparse.ArgumentParser:
     found = Parser(prog="mst bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--config", required=True, metavar="C", help="the experiment: a file, or a ready config by name")
@@ -123,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device.add_argument("--device", choices=("cuda",))
     where, others = device.parse_known_args(given)
     if where.device:
-        return step_cuda.main(others)
+        return step_cuda.main(others, measured)
     options = parser().parse_args(given)
     check_options(options)
     found = here(options) if launched() else run(options)

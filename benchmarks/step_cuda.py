@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mst_scale.distributed.parser import Parser, at_least
@@ -52,18 +52,15 @@ def words(shape: Shape, rounds: int) -> list[str]:
     ]
 
 
-def run(configs: Sequence[str], rounds: int) -> list[Row]:
+def run(configs: Sequence[str], rounds: int, measure: Callable[[list[str]], Row]) -> list[Row]:
+    """`measure` takes the words of `mst bench step` and returns what it finds."""
     import torch
-
-    from . import step
 
     rows = []
     for shape in (SHAPES[name] for name in configs):
         row: Row = {"parameters": shape.parameters, "config": shape.config, "block": shape.block, "goal": shape.goal}
         if torch.cuda.is_available():
-            options = step.parser().parse_args(words(shape, rounds))
-            step.check_options(options)
-            found = step.run(options)
+            found = measure(words(shape, rounds))
             row |= {**found["rows"][0], "model": found["setting"]["model"]}
         else:
             row |= {"ours_ms": None, "rival": "the same DeepSpeed run, dense", "rival_ms": None, "speedup": None}
@@ -86,7 +83,7 @@ def table(rows: Sequence[Row]) -> str:
     return grid(head, lines)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], measure: Callable[[list[str]], Row]) -> int:
     parser = Parser(
         prog="mst bench step --device cuda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -101,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=at_least(2), default=7, help="pairs of steps (7)")
     outputs(parser)
     options = parser.parse_args(arguments)
-    rows, about = run(options.configs, options.rounds), machine()
+    rows, about = run(options.configs, options.rounds, measure), machine()
     command = f"mst bench step --device cuda --rounds {options.rounds}"
     tell(options, rows, table(rows), about=about, doc=__doc__, command=command)
     return 0
