@@ -119,21 +119,29 @@ free_port() {
     python -c 'from mst_scale.distributed import free_port; print(free_port())'
 }
 
-# The ranks among the processes below PID.
-ranks_below() {
+# The processes below PID, those nearest to it first.
+all_below() {
     local pid
     # shellcheck disable=SC2013
     for pid in $(cat "/proc/$1/task/$1/children" 2>/dev/null); do
+        printf '%s\n' "$pid"
+        all_below "$pid"
+    done
+}
+
+# The ranks among them.
+ranks_below() {
+    local pid
+    for pid in $(all_below "$1"); do
         if grep -qz '^RANK=' "/proc/$pid/environ" 2>/dev/null &&
             grep -qzx 'mst_scale.pretrain' "/proc/$pid/cmdline" 2>/dev/null; then
             printf '%s\n' "$pid"
-        else
-            ranks_below "$pid"
         fi
     done
 }
 
-# ask_ranks_below PID: one signal to one rank is enough for all to save and end; before there are any, end it.
+# ask_ranks_below PID: one signal to one rank is enough for all to save and end; before there are any, end all that is
+# there. DeepSpeed's runner alone would leave behind what it has started; a rank that comes meanwhile saves and ends.
 ask_ranks_below() {
     local pids
     pids="$(ranks_below "$1")"
@@ -141,7 +149,8 @@ ask_ranks_below() {
         # shellcheck disable=SC2086
         kill -USR1 $pids 2>/dev/null
     else
-        kill -TERM "$1" 2>/dev/null
+        # shellcheck disable=SC2046
+        kill -TERM "$1" $(all_below "$1") 2>/dev/null
     fi
 }
 
@@ -159,6 +168,8 @@ guarded() {
         [ -n "$interrupted" ] || break # else that was the signal's number, and the command's own code is still to come
     done
     child=""
+    [ -z "$asking" ] || kill "$asking" 2>/dev/null || true
+    asking=""
     return "$code"
 }
 
@@ -166,6 +177,7 @@ stopping="" # the first signal that came
 interrupted=""
 child=""
 resting=""
+asking="" # the process that asks again
 stop_child() {
     if [ -n "$resting" ]; then
         kill -TERM "$child" 2>/dev/null || true
@@ -176,7 +188,9 @@ stop_child() {
 }
 # Who was still being reached has heard nothing; who has heard it is not disturbed by hearing it again.
 keep_asking() {
-    ({ while sleep "${MST_ASK_AGAIN:-10}" && kill -0 "$1"; do remind "$1"; done } </dev/null >/dev/null 2>&1 &)
+    [ -z "$asking" ] || return 0
+    while sleep "${MST_ASK_AGAIN:-10}" && kill -0 "$1"; do remind "$1"; done </dev/null >/dev/null 2>&1 &
+    asking=$!
 }
 remind() {
     local pids

@@ -201,6 +201,19 @@ class Moves(Protocol):
     def update_decay(self) -> float: ...
 
 
+# Which durations a variation reads.
+DURATIONS: dict[str, tuple[str, ...]] = {
+    "sv": ("warmup", "ultra", "restore"),
+    "dense": (),
+    "sparse": (),
+    "sd": ("warmup", "ultra"),
+    "dsd": ("warmup", "ultra"),
+    "gd": ("warmup", "ultra", "restore"),
+    "gmp": ("warmup",),
+    "acdc": ("warmup", "ultra", "turn"),
+}
+
+
 @dataclass(frozen=True)
 class SparsityConfig:
     """The block `mst.sparsity`: how sparse, when; and how a global sparsity is spread over layers.
@@ -258,14 +271,11 @@ class SparsityConfig:
 
     def depends_on_length(self, moves: Moves) -> bool:
         """Whether another length of the run would be another schedule: not where all that counts is stated in steps."""
-
-        def shape(total: int) -> tuple[object, ...]:
-            schedule = self.schedule(total, moves)
-            gradual = ("warmup", "restore")
-            phases = [(p.name, p.start, p.stop if p.name in gradual else None) for p in schedule.phases]
-            return phases, schedule.cosine_bounds if moves.update_fraction > 0 and self.max > 0 else ()
-
-        return shape(10**12) != shape(2 * 10**12)
+        if any(isinstance(value := getattr(self, name), float) and value > 0 for name in DURATIONS[self.variation]):
+            return True
+        ends_sparse = self.variation in ("sparse", "gmp", "acdc")
+        cosine = moves.update_schedule != "constant" and moves.update_fraction > 0 and self.max > 0
+        return ends_sparse and cosine  # which reaches to the end of the run
 
     def _phases(self, total: int) -> tuple[Phase, ...]:
         warmup, ultra, restore = (_steps(d, total) for d in (self.warmup, self.ultra, self.restore))

@@ -313,3 +313,33 @@ def test_values_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         SparsityConfig().stages = 4  # type: ignore[misc]
     assert hash(SparsityConfig()) == hash(SparsityConfig()) and hash(PAPER) == hash(resolved(140_000))
+
+
+duration = st.integers(0, 300) | st.floats(0, 0.3)
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(
+    st.sampled_from(VARIATIONS), st.sampled_from(UPDATES), duration, duration, duration,
+    st.integers(1, 300) | st.floats(0.01, 0.3), st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 0.8]),
+)  # fmt: skip
+def test_what_depends_on_the_length_of_the_run(variation, update, warmup, ultra, restore, turn, fraction, most):  # noqa: PLR0917
+    stated = {"warmup": warmup, "ultra": ultra, "restore": restore, "turn": turn, "variation": variation, "max": most}
+    sparsity = SparsityConfig(**stated)
+    moves = TopologyConfig(update_schedule=update, update_fraction=fraction)
+
+    def shape(total: int) -> tuple[object, ...]:
+        schedule = sparsity.schedule(total, moves)
+        gradual = ("warmup", "restore")
+        phases = [(p.name, p.start, p.stop if p.name in gradual else None) for p in schedule.phases]
+        return phases, schedule.cosine_bounds if fraction > 0 and most > 0 else ()
+
+    if shape(60_000) != shape(120_000):
+        assert sparsity.depends_on_length(moves)
+    elif sparsity.depends_on_length(moves):  # a share so small that it is one step in both, or of a turn that none has
+        shares = [value for value in (warmup, ultra, restore, turn) if isinstance(value, float)]
+        assert (shares and min(shares) * 60_000 < 1.5) or variation == "acdc"
+
+
+def test_turns_without_end_are_not_laid_out_to_see_whether_they_depend_on_the_length():
+    assert SparsityConfig(variation="acdc", turn=100).depends_on_length(TopologyConfig())

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +84,7 @@ def describe(rider: Rider) -> dict[str, Any]:
         "phase": str(point.phase),
         "target_sparsity": point.sparsity,
         "seed": rider.seed,
-        "schedule": str(rider.schedule),
+        "schedule": _in_the_files_words(rider.schedule),
         "granularity": rider.granularity,
         "files": 1 if rider.exchange.group is None else rider.exchange.ranks,
         "names": rider.masks.names,
@@ -176,8 +175,8 @@ def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) ->
     if found.head["names"] != rider.masks.names:
         raise ValueError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
     before = {"granularity": "element", **found.head}  # files from before there were blocks do not say
-    before["schedule"] = _schedule_in_todays_words(before["schedule"])
-    for what, now in (("schedule", str(rider.schedule)), ("seed", rider.seed), ("granularity", rider.granularity)):
+    schedule = _in_the_files_words(rider.schedule)
+    for what, now in (("schedule", schedule), ("seed", rider.seed), ("granularity", rider.granularity)):
         if before[what] != now:
             raise ValueError(
                 f"{checkpoint} was trained with another {what} of sparsity: keep training.steps, the seed and the mst "
@@ -186,10 +185,11 @@ def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) ->
     return found
 
 
-def _schedule_in_todays_words(text: str) -> str:
-    """Of a file of version 0.1.0: phases were called pieces, and the run's end was said once more."""
-    text = text.replace("pieces=", "phases=").replace("Piece(phase=", "Phase(name=")
-    return re.sub(r", update_until=\d+", "", text)
+def _in_the_files_words(schedule: Schedule) -> str:
+    """A schedule as text, in the words of version 0.1.0 whatever its classes are called now: phases were pieces, and
+    the run's end was said twice."""
+    text = str(schedule).replace("phases=", "pieces=").replace("Phase(name=", "Piece(phase=")
+    return f"{text[:-1]}, update_until={schedule.total_steps})"
 
 
 def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:

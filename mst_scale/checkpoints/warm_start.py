@@ -36,13 +36,15 @@ def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> in
         engine.mst.begin_with_these_weights()
         logger.info("%s: its weights are taken; the run begins at step 0", source)
         return 0
+    masked = (source / mask_files.FOLDER).is_dir()
+    if masked:
+        engine.mst.take_masks(source)
     engine.global_steps = int(state["global_steps"])
     engine.global_samples = int(state["global_samples"])
     if engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
         zero_shards.place_scheduler(engine, state["lr_scheduler"])
-    masked = (source / mask_files.FOLDER).is_dir()
     if masked:
-        engine.mst.take_masks(source)
+        engine.mst.masks_replaced()
     else:
         engine.mst.begin_with_these_weights()
     what = "weights, masks and" if masked else "weights (it has no masks) and"

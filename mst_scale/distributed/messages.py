@@ -25,7 +25,7 @@ def speak() -> None:
 class _Terminal(logging.StreamHandler[Any]):
     """stderr as it is when a message comes; a progress line that stands there is cleared first.
 
-    Silent where the program around us has come to log for itself: each message is said once.
+    Silent where the program around us has come to say it there: each message is said once.
     """
 
     def __init__(self) -> None:
@@ -41,8 +41,14 @@ class _Terminal(logging.StreamHandler[Any]):
         pass  # logging's constructor names the stderr of that moment
 
     def emit(self, record: logging.LogRecord) -> None:
-        if logging.getLogger().handlers:
+        if any(_says(handler, record) for handler in logging.getLogger().handlers):
             return
         if self.stream.isatty():
             self.stream.write("\r\x1b[K")
         super().emit(record)
+
+
+def _says(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    """Whether a handler of the root logger puts this message on the terminal."""
+    shown = isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stderr, sys.stdout)
+    return shown and record.levelno >= handler.level

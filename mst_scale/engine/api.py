@@ -70,7 +70,7 @@ def initialize(
     public: MST = controller
     engine.mst = public
     zero_shards.install(engine, controller)
-    controller.describe()
+    controller.begin()
     return engine, made, loader, scheduler
 
 

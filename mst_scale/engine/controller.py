@@ -36,14 +36,15 @@ class Controller:
         self.span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a stopwatch of whoever measures us
         self.attention_backend = experiment.mst.attention.backend
         self.attended = 0  # layers that follow the pattern …
-        self._follow_pattern()
         self.dense_attention: str | None = None  # … and why others do not
-        if self.pattern.kind != "dense":
-            self.dense_attention = attach(engine.module, self.pattern, self.attention_backend)
-            self._follow_pattern()
 
-    def describe(self) -> None:
-        """The one line that says what has been chosen; a warning where attention could follow and does not."""
+    def begin(self) -> None:
+        """Nothing has been refused: let attention follow, and say in one line what has been chosen; a warning where
+        attention could follow and does not."""
+        self._follow_pattern()
+        if self.pattern.kind != "dense":
+            self.dense_attention = attach(self.engine.module, self.pattern, self.attention_backend)
+            self._follow_pattern()
         able = any(hasattr(module, "set_attn_implementation") for module in self.engine.module.modules())
         said = [self.sparsity_in_words(), self.attention_in_words()]
         level = WARNING if self.dense_attention and able else INFO
@@ -129,8 +130,7 @@ class Controller:
     # --- beginning from a checkpoint's weights ---
 
     def take_masks(self, checkpoint: Path) -> None:
-        """The masks of a checkpoint whose weights have just been taken."""
-        self._follow_pattern()
+        """The masks of a checkpoint whose weights have just been taken; `masks_replaced` follows, at its step."""
 
     def begin_with_these_weights(self) -> None:
         """Weights came without masks: take those that the schedule asks for at this step."""

@@ -172,6 +172,8 @@ class SparseController(Controller):
     def after_step(self) -> None:
         with self.span("masking" if self.under_way is None else "topology"):
             under_way, self.under_way = self.under_way, None
+            if under_way is not None:
+                under_way.gradients.clear()
             if self.updated and self.moved.looks:
                 self.moved.refuse(self.step, self.check_drift)
             if self.masks.dense and self.step >= self.schedule.sparse_until:
@@ -291,7 +293,6 @@ class SparseController(Controller):
 
     def take_masks(self, checkpoint: Path) -> None:
         mask_files.restore(checkpoint, self, mask_files.read(mask_files.file_of(checkpoint, 0))[0])
-        self.masks_replaced()
 
     def begin_with_these_weights(self) -> None:
         """Those of a start follow mst.sparsity.initial, later ones keep the largest weights, which training has

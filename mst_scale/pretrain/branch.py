@@ -37,7 +37,10 @@ def planned(experiment: Experiment, origin: str, out: Path) -> Experiment:
         before = load(begun).training
         return _decaying(experiment, before.warmup, before.decay)
     checkpoint = checkpoint_of(origin)
-    step = int((store.head(checkpoint) or {})["step"])
+    manifest = store.head(checkpoint)
+    if manifest is None:
+        raise ValueError(f"{OPTION} {origin}: {checkpoint} has no manifest: it was not saved by mst_scale.pretrain")
+    step = int(manifest["step"])
     trunk = load(_config_of(checkpoint))
     where = f"{OPTION} {origin}: "
     _refuse_another_course(where, experiment, trunk)
@@ -82,6 +85,7 @@ def trunks_schedule(mst: Any, source: Path | None, own: Path) -> Iterator[None]:
         yield
     finally:
         mst.schedule = mine
+    mst.masks_replaced()  # what the next step asks of the layers, by its own schedule
 
 
 def checkpoint_of(origin: str) -> Path:
@@ -148,11 +152,9 @@ def _refuse_moved_rate(where: str, trunk: Experiment, step: int) -> None:
 
 def _refuse_other_masks(where: str, experiment: Experiment, trunk: Experiment, step: int) -> None:
     """Up to the branch the trunk must have done what the planned run would have: the same sparsity at each step."""
-    if experiment.mst.stays_dense:
-        return
     ours, theirs = experiment.schedule, trunk.schedule
     attention = [e.attention_schedule for e in (experiment, trunk)]
-    for s in range(step + 1):
+    for s in range(step + 2):  # what is due at the next step is prepared before it
         same = ours.at(s) == theirs.at(s) and ours.is_topology_step(s) == theirs.is_topology_step(s)
         if not same or attention[0].pattern_at(s) != attention[1].pattern_at(s):
             raise ValueError(

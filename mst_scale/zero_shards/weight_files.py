@@ -169,7 +169,7 @@ def _cut_parameters(
         if offset + share > sizes[vector]:
             raise ValueError(f"{files[0]}: {name} does not fit where it should lie; DeepSpeed's layout has changed")
         find = partial(_flat_group, key, vector)
-        pieces = [Piece(start, min(share, numel - start)) for start in range(0, numel, share)]
+        pieces = [Piece(start, min(share, numel - start)) for start in range(0, numel, max(share, 1))]
         parts[name] = [Part(piece, path, find, offset) for piece, path in zip(pieces, files, strict=False)]
         offset += share
     return parts

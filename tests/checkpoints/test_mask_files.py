@@ -17,7 +17,7 @@ from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet, assemble
 from mst_scale.mixed_growing.packed_bits import unpack
 from mst_scale.shard import Shard
-from mst_scale.sparsity_variation import Point, SparsityConfig
+from mst_scale.sparsity_variation import Point, Schedule, SparsityConfig
 from mst_scale.zero_shards.saving import carry_along
 from tests.support import pool
 
@@ -36,7 +36,7 @@ class Rider:
     seed: int = 3
     settled: int = 40
     step: int = 40
-    schedule: str = "the same"
+    schedule: Schedule = SparsityConfig().schedule(100, TopologyConfig())  # noqa: RUF009 (frozen)
     granularity: object = "element"
     point: Point = Point("ultra", 0.8, 0.1)  # noqa: RUF009 (frozen)
 
@@ -304,9 +304,10 @@ OLD = (
 )
 
 
-def test_a_checkpoint_of_before_goes_on_with_the_same_schedule(tmp_path):
+def test_the_schedule_stands_in_files_as_it_always_has(tmp_path):
     same = SparsityConfig(max=0.8).schedule(42, TopologyConfig(interval=3))
-    state = save(tmp_path, whole(1), even(1), schedule=OLD)
+    state = save(tmp_path, whole(1), even(1), schedule=same)
+    assert state["schedule"] == OLD
     (rider,) = riders(whole(2), even(1), schedule=same)
     mask_files.restore(tmp_path, rider, state)
     (other,) = riders(whole(2), even(1), schedule=SparsityConfig(max=0.8).schedule(43, TopologyConfig(interval=3)))

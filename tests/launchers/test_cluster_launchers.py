@@ -343,6 +343,20 @@ def test_no_signal_is_lost_before_the_run_has_begun(tmp_path):
     assert child.returncode == 143 and "starts again" not in text and not (tmp_path / "running").exists()
 
 
+def test_what_a_launcher_below_has_started_before_there_are_ranks_ends_with_it(tmp_path):
+    """DeepSpeed's runner does not hand a signal on to what it has started."""
+    tools = programs(tmp_path / "bin", deepspeed="bash starter & wait")
+    (tmp_path / "starter").write_text(f"{RUN}\n")
+    child = launch("local.sh", str(config(tmp_path)), cwd=tmp_path, PATH=tools)
+    wait_for_file(tmp_path / "running", child)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(timeout=PATIENCE) == 143
+    deadline = time.monotonic() + PATIENCE
+    while not (tmp_path / "asked").exists():
+        assert time.monotonic() < deadline, "what it has started goes on"
+        time.sleep(0.02)
+
+
 def test_a_run_that_has_not_heard_is_asked_again(tmp_path):
     deaf = (
         'trap "touch heard" USR1; touch running; until [ -e heard ]; do read -r -t 0.1 <> <(:) || true; done; rm heard'

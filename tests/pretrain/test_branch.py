@@ -98,3 +98,28 @@ def test_shares_of_the_run_are_refused_for_sparse_training(tmp_path):
     words = ["--branch-decay-from", f"{tmp_path / 'trunk'}:step00000008", "--steps", "20"]
     code, text = run(tmp_path, "out", *words, mst=MST)
     assert code == 2 and "state mst.sparsity" in text and text.count("\n") <= 1
+
+
+@pytest.mark.parametrize(
+    ("mst", "tag", "from_step"),
+    [
+        # dense weights, but the trunk's attention is dense from step 6 on and the planned run's from step 10
+        ({"method": "dense", "attention": {"pattern": "strided", "stride": 8, "dense_from": 0.5}}, 8, 6),
+        # the planned run has a topology step right after the branch, and the trunk has none at its end
+        (
+            {
+                "method": "sparse",
+                "sparsity": {"max": 0.8},
+                "topology": {"interval": 12, "update_schedule": "constant"},
+                "attention": {"pattern": "dense"},
+            },
+            11,
+            12,
+        ),
+    ],
+)
+def test_attention_and_what_is_due_next_must_be_the_same_too(tmp_path, mst, tag, from_step):
+    assert run(tmp_path, "trunk", mst=mst, training={**STEADY, "save_every": tag}) == (0, "")
+    words = ["--branch-decay-from", f"{tmp_path / 'trunk'}:step{tag:08}", "--steps", "20"]
+    code, text = run(tmp_path, "out", *words, mst=mst)
+    assert code == 2 and f"would be another one from step {from_step} on" in text, text
