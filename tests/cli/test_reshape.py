@@ -13,7 +13,7 @@ from tests.checkpoints.test_mask_report import sealed
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A checkpoint of masks; what DeepSpeed converts is left out (tests/checkpoints/test_reshape.py has it)."""
-    monkeypatch.setattr(module, "convert", lambda source, draft: (draft / "weights.pt").write_text("w"))
+    monkeypatch.setattr(module.universal, "convert", lambda source, draft: (draft / "weights.pt").write_text("w"))
     return sealed(tmp_path / "step00000040", whole(1))
 
 
@@ -53,7 +53,7 @@ def test_a_conversion_that_fails_leaves_nothing(folder, monkeypatch, capsys):
         (draft / "half.pt").write_text("w")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(module, "convert", full)
+    monkeypatch.setattr(module.universal, "convert", full)
     assert main(["reshape", str(folder)]) == 1
     assert "No space left" in capsys.readouterr().err
     assert not list(folder.glob("universal*"))
