@@ -153,12 +153,15 @@ def _notes(found: list[Outcome]) -> str:
 
 
 def _all_runs(plan: Plan, rows: Mapping[str, Row], data: str) -> str:
-    """Those of the plan as it is now, in its order."""
-    lines = []
+    """Those of the plan as it is now that have been made, in its order, and how many are to come."""
+    lines, to_come = [], 0
     for one in facts.wanted(plan, rows, data)[0]:
         row = rows.get(one.digest)
-        status = "to come" if row is None else row["status"]
-        loss = f"{row['val_loss']:.4f}" if row is not None and status == FINISHED else "–"
-        why = "" if row is None else row.get("reason", "")
-        lines.append([one.digest, str(one.cell), f"{one.rate:g}", one.seed, f"{one.steps:,}", loss, status, why])
-    return grid(["run", "cell", "rate", "seed", "steps", "validation loss", "status", "reason"], lines)
+        if row is None:
+            to_come += 1
+            continue
+        loss = f"{row['val_loss']:.4f}" if row["status"] == FINISHED else "–"
+        what = [one.digest, str(one.cell), f"{one.rate:g}", one.seed, f"{one.steps:,}", loss]
+        lines.append([*what, row["status"], row.get("reason", "")])
+    table = grid(["run", "cell", "rate", "seed", "steps", "validation loss", "status", "reason"], lines)
+    return f"{table}\n\n{to_come} runs of the plan are to come." if to_come else table
