@@ -8,6 +8,7 @@ from deepspeed.accelerator import get_accelerator
 
 import mst_scale
 from mst_scale import zero_shards
+from mst_scale.shard import Shard
 from mst_scale.zero_shards import slices, step
 from tests.support import pool
 from tests.support.toys import allow_fp16, deepspeed_config, toy, toy_batch
@@ -46,7 +47,7 @@ def assembled(rank: int, world: int, stage: int, precision: str, extra: dict) ->
 
     zero_shards.around_model_step(engine, before=lambda: look("gradient"), after=lambda: None)
     updated: list[set] = []
-    zero_shards.after_master_update(engine, updated.append)
+    zero_shards.step.after_master_update(engine, updated.append)
     look("weight")
     for k in range(engine.gradient_accumulation_steps()):
         loss = engine(*toy_batch(0, k * world + rank))
@@ -152,7 +153,7 @@ def test_the_norm_of_an_offloaded_gradient_lies_where_deepspeed_adds_it_up(monke
     zero = SimpleNamespace(offload_optimizer=True, norm_for_param_grads={}, get_param_id=lambda parameter: 7)
     zero._get_fp32_grad_state_partition = partition
     shards = object.__new__(slices.CutParameters)
-    shards.zero, shards.parameters, shards.slices = zero, [None], [slices.Slice("w", (3,), 0, 3)]
+    shards.zero, shards.parameters, shards.slices = zero, [None], [Shard.whole("w", (3,))]
     gradient = shards.gradient(0)
     assert gradient.data_ptr() == live.data_ptr() and gradient.tolist() == [3, 0, 4], "live, without the padding"
     shards.put_gradient(0, gradient)
