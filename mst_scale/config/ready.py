@@ -20,7 +20,7 @@ def configs() -> dict[str, Path]:
 
 def config_file(name: str | Path) -> Path:
     """Also a file that is not there, whose reader says so."""
-    return Path(name) if os.path.exists(name) else configs().get(str(name), Path(name))
+    return Path(name) if os.path.isfile(name) else configs().get(str(name), Path(name))
 
 
 def refusal(name: str | Path) -> str:
