@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.launchers.test_cluster_launchers import HOSTILE, LONG, PATIENCE, config, finish, kill_rank_1, launch, story
 from tests.support import tiny_run
+from tests.support.launched import HOSTILE, LONG, PATIENCE, config, finish, kill_rank_1, launch, story
 
 pytestmark = pytest.mark.slurm
 DAEMONS = ("munged", "slurmctld", "slurmd")
