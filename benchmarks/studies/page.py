@@ -117,14 +117,13 @@ def _figures(plan: Plan, found: list[Outcome], folder: Path) -> list[str]:
 def _tables(plan: Plan, found: list[Outcome]) -> list[str]:
     parts = []
     methods = [one.method for one in found]
-    for size in plan.sizes:
-        for budget in plan.tokens_per_parameter:
-            mine = [one for one in found if (one.cell.size, one.cell.budget) == (size, budget)]
-            if mine:
-                parts += [
-                    f"## {size}, {budget} tokens a parameter",
-                    grid(HEAD_OF_CELLS, [_line(one, methods) for one in mine]),
-                ]
+    for size, budget in dict.fromkeys((cell.size, cell.budget) for cell in plan.cells()):
+        mine = [one for one in found if (one.cell.size, one.cell.budget) == (size, budget)]
+        if mine:
+            parts += [
+                f"## {size}, {budget} tokens a parameter",
+                grid(HEAD_OF_CELLS, [_line(one, methods) for one in mine]),
+            ]
     return parts
 
 

@@ -46,11 +46,12 @@ EVALUATIONS = 4  # of a run, for its curve
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and what a smaller one has instead."""
+    """A model, and what a smaller one has instead; its own rates and budgets, if any, go before the plan's."""
 
     model: dict[str, Any]
     small: dict[str, Any] = field(default_factory=dict)
     rates: tuple[float, ...] = ()
+    tokens_per_parameter: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class Plan:
     def cells(self) -> list[Cell]:
         return [
             Cell(size, budget, name, share)
-            for size in self.sizes
-            for budget in self.tokens_per_parameter
+            for size, its in self.sizes.items()
+            for budget in its.tokens_per_parameter or self.tokens_per_parameter
             for name, variant in self.variants.items()
             for share in variant.shares
         ]
