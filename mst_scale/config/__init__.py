@@ -1,12 +1,13 @@
 """Reads the JSON file of an experiment: a DeepSpeed config with four blocks of ours."""
 
 from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, SpikeConfig, TrainingConfig, in_steps
-from mst_scale.config.load import load, read, resolve, states, to_dict
+from mst_scale.config.load import BLOCKS, load, read, resolve, states, to_dict
 from mst_scale.config.method import MSTConfig
 from mst_scale.config.presets import METHODS, MODELS, RECIPES
 from mst_scale.config.targets import TargetsConfig
 
 __all__ = [
+    "BLOCKS",
     "METHODS",
     "MODELS",
     "RECIPES",

@@ -19,17 +19,18 @@ from mst_scale.distributed.messages import logger
 LINGER = 20.0  # s; a launcher ends all ranks when it sees that one has failed, which takes a second or two
 
 
-def end(error: BaseException) -> NoReturn:
+def end(error: BaseException, alike: bool = False) -> NoReturn:
     """Say on one line what a user did wrong or what the machine refused; anything else is ours, with a traceback.
 
-    Before the ranks have met, each finds the same mistake for itself and rank 0 says it. Leaves at once: a rank that
+    Before the ranks have met, each finds the same mistake for itself and rank 0 says it; afterwards, too, where they
+    are `alike`. Leaves at once: a rank that
     unwinds slowly, waiting for collectives, would hang the others. Only who leaves it to another rank to speak lets
     that one go first, or the launcher might end it before it has spoken.
     """
     if exit_code(error) == 2:
         tell_launcher("MST_REFUSED")
     silent = isinstance(error, Elsewhere) or (isinstance(error, SharedMistake) and launched_rank() != 0)
-    if silent or (launched_rank() != 0 and not _met()):
+    if silent or (launched_rank() != 0 and (alike or not _met())):
         _linger(exit_code(error))
         silent = silent or os.environ.get("LOCAL_RANK") != "0"  # still here: this machine's mistake, and not rank 0's
     with contextlib.suppress(OSError):  # a log on a full disk, a terminal that was closed

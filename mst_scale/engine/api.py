@@ -21,7 +21,7 @@ from mst_scale.engine.sparse import SparseController
 from mst_scale.engine.types import MST, Engine
 
 zero_shards.check_versions()
-
+_deepspeeds_own = deepspeed.initialize  # before anybody puts another in its place (doors.integrate)
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -57,7 +57,7 @@ def initialize(
     speak()
     for note in notes:
         logger.warning("%s", note)
-    engine, made, loader, scheduler = deepspeed.initialize(
+    engine, made, loader, scheduler = _deepspeeds_own(
         args,
         model,
         optimizer,

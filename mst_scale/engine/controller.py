@@ -15,6 +15,7 @@ from mst_scale.checkpoints import warm_start
 from mst_scale.config import Experiment
 from mst_scale.dead_units.kinds import Tally
 from mst_scale.distributed import logger
+from mst_scale.engine.types import MST
 from mst_scale.hybrid_sparse_attention import Pattern, attach, set_pattern
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.mixed_growing.masks import MaskSet
@@ -27,7 +28,7 @@ class Controller:
     masks_weights = False
 
     def __init__(self, engine: Any, experiment: Experiment):
-        self.engine = engine
+        self.engine, self.experiment = engine, experiment
         self.method = experiment.mst.method
         self.schedule, self.attention = experiment.schedule, experiment.attention_schedule
         self.masks = MaskSet([])
@@ -37,6 +38,7 @@ class Controller:
         self.attention_backend = experiment.mst.attention.backend
         self.attended = 0  # layers that follow the pattern …
         self.dense_attention: str | None = None  # … and why others do not
+        self.after_steps: list[Callable[[MST], None]] = []
 
     def begin(self) -> None:
         """Nothing has been refused: let attention follow, and say in one line what has been chosen; a warning where
@@ -91,11 +93,17 @@ class Controller:
     def sparsity_in_words(self) -> str:
         return "no weight is masked"
 
-    # --- what the engine tells it (zero_shards.hooks.Follower) ---
+    # --- who wants to know ---
 
-    @property
-    def follows_steps(self) -> bool:
-        return len(self.attention.pieces) > 1
+    def on_step(self, call: Callable[[MST], None]) -> None:
+        """Call `call(engine.mst)` at the end of every optimizer step, on every rank, taken or skipped."""
+        self.after_steps.append(call)
+
+    def on_topology_step(self, call: Callable[[MST], None]) -> None:
+        """The same where the step has pruned and grown: `changes` say what."""
+        self.on_step(lambda mst: call(mst) if mst.changed_at == mst.step else None)
+
+    # --- what the engine tells it (zero_shards.hooks.Follower) ---
 
     def before_step(self) -> None: ...
 
@@ -106,6 +114,8 @@ class Controller:
 
     def after_step(self) -> None:
         self._follow_pattern()
+        for call in self.after_steps:
+            call(self)
 
     def saving(self, checkpoint: Path) -> dict[str, Any]:
         return {}

@@ -119,10 +119,6 @@ class SparseController(Controller):
 
     # --- one step ---
 
-    @property
-    def follows_steps(self) -> bool:
-        return True
-
     def before_step(self) -> None:
         with self.span("masking"):
             step = self.step + 1

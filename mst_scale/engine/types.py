@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +55,12 @@ class MST(Protocol):
 
     def check_drift(self) -> None:
         """Stop on all ranks if a mask is no longer what the last topology step left. Call it on every rank."""
+
+    def on_step(self, call: Callable[[MST], None]) -> None:
+        """Call `call(engine.mst)` at the end of every optimizer step, on every rank, taken or skipped."""
+
+    def on_topology_step(self, call: Callable[[MST], None]) -> None:
+        """The same where the step has pruned and grown: `changes` say what."""
 
 
 class Engine(Protocol):

@@ -45,6 +45,11 @@ def attach(model: nn.Module, pattern: Pattern, backend: str = "auto") -> str | N
     return next((reason for reason in reasons if reason), None)
 
 
+def is_attention(module: nn.Module) -> bool:
+    """Whether it is a layer that transformers' attention interface reaches."""
+    return hasattr(module, "is_causal") and "Attention" in type(module).__name__
+
+
 def _of_transformers(module: nn.Module) -> Iterator[Any]:
     """The models of transformers in a module, each without the parts that are such models too."""
     if hasattr(module, "set_attn_implementation") and hasattr(module, "config"):
@@ -58,7 +63,7 @@ def _attach(model: Any, pattern: Pattern, backend: str) -> str | None:
     config = model.config
     if reason := _why_not(config):
         return reason
-    layers = [m for m in model.modules() if hasattr(m, "is_causal") and "Attention" in type(m).__name__]
+    layers: list[Any] = [m for m in model.modules() if is_attention(m)]
     if not layers:
         return f"{type(model).__name__} has no attention layers that transformers' interface reaches"
     try:

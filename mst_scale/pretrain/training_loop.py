@@ -77,9 +77,10 @@ class Run:
         self.observer = Observer(self.engine, self.experiment, self.out, self.ranks, self.step)
         self.record = Record(
             self.out,
-            self.experiment,
+            self.training.steps,
             batch=self.batch,
             step=self.step,
+            tokens=self._tokens(),
             monitor=self.engine.monitor,
             first=self.ranks.first,
             layers=prepared.place.layers,
@@ -172,7 +173,7 @@ class Run:
         self.rollbacks += 1
         self.nonfinite = 0
         self._happened("rolled back", from_step=here, to_step=self.step, skipped=left_out)
-        self.record.rewind(self.step)
+        self.record.rewind(self.step, self._tokens())
         self.observer.rewind(self.step)
         self.record.say(f"back to step {self.step}, without the data of batch {', '.join(map(str, left_out))}")
         return True
@@ -180,13 +181,12 @@ class Run:
     def _log(self, loss: torch.Tensor, evaluates: bool) -> None:
         row = {
             "step": self.step,
-            "tokens": self.step * self.batch * self.experiment.model.context,
             "loss": self._mean(loss),
             "lr": learning_rate(self.step - 1, self.peak, self.training),
             "grad_norm": zero_shards.grad_norm(self.engine),
             **state_of(self.engine.mst),
             **self.ledger.row(),
-            **self.record.pace(self.step),
+            **self.record.pace(self.step, self._tokens()),
         }
         if self.save_seconds is not None:
             row["save_s"], self.save_seconds = self.save_seconds, None
@@ -194,6 +194,9 @@ class Run:
             row["val_loss"] = self.evaluate()
             row |= {} if self.tasks is None else self.tasks.at(self.engine, self.step)
         self.record.write(row)
+
+    def _tokens(self) -> int:
+        return self.step * self.batch * self.experiment.model.context
 
     def _mean(self, loss: torch.Tensor) -> float:
         mean = loss.double().cpu()

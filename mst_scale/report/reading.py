@@ -156,9 +156,11 @@ class Reader:
         self._read_metrics()
         run = self.run
         run.notes = []
-        run.config = self._json("config.json") or {}
         run.evaluation = self._json("eval.json") or {}
         run.launched = self._json("run.json") or {}
+        # run.json has it too; in a folder of transformers' Trainer config.json is the model's
+        config = run.launched.get("config") or self._json("config.json")
+        run.config = config if isinstance(config, dict) else {}
         self._plan()
         self._read_snapshots()
         self._note()

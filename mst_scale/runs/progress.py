@@ -22,7 +22,7 @@ class ProgressLine:
         left = elapsed / max(1, row["step"] - self.first_step) * (self.total - row["step"])
         parts = [
             f"step {row['step']:>{len(str(self.total))}}/{self.total}",
-            f"loss {row['loss']:.4f}",
+            "no loss" if row["loss"] is None else f"loss {row['loss']:.4f}",
             f"{row['tokens_per_s']:,.0f} tokens/s",
             f"ETA {clock(left)}",
         ]
@@ -54,7 +54,9 @@ class ProgressLine:
             self.out.flush()
 
 
-UNITS = ((1e24, "YFLOP"), (1e21, "ZFLOP"), (1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
+UNITS = (
+    (1e24, "YFLOP"), (1e21, "ZFLOP"), (1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"),
+)  # fmt: skip
 
 
 def flops_unit(largest: float) -> tuple[float, str]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from mst_scale.checkpoints import store
-from mst_scale.config import Experiment
 from mst_scale.dead_units.kinds import Tally, total
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.runs.metrics import MetricsFile, read
@@ -32,23 +31,27 @@ class Record:
     def __init__(
         self,
         out: Path,
-        experiment: Experiment,
+        steps: int,
         *,
         batch: int,
         step: int,
+        tokens: int,
         monitor: Any,
         first: bool,
         layers: dict[str, Row],
+        shows: bool = True,
     ):
-        self.out, self.batch, self.context = out, batch, experiment.model.context
+        """A run of `steps` steps of `batch` sequences, at `step`, where it has seen so many tokens; the progress line
+        is there if `shows`."""
+        self.out, self.batch = out, batch
         self.monitor, self.first = monitor, first
         self.layers = layers
         self.disk = OptionalWrites()
-        self.window, self.window_start = step, time.monotonic()
+        self.window, self.window_tokens, self.window_start = step, tokens, time.monotonic()
         if first:
             self.metrics = MetricsFile(out / "metrics.jsonl", step)
             self.started = time.monotonic() - self.metrics.seconds
-        self.line = ProgressLine(experiment.training.steps, step, sys.stdout if first else io.StringIO())
+        self.line = ProgressLine(steps, step, sys.stdout if first and shows else io.StringIO())
 
     def gather(self, mst: Any) -> None:
         """Add up what topology steps do to each layer between two rows."""
@@ -60,11 +63,15 @@ class Record:
                 now[count] += before.get(count, 0)
             self.layers[change.name] = now
 
-    def pace(self, step: int) -> Row:
-        """Time a step since the last row, and memory."""
-        seconds = (time.monotonic() - self.window_start) / (step - self.window)
-        speed = {"tokens_per_s": self.batch * self.context / seconds, "step_ms": 1e3 * seconds}
-        return {**speed, "peak_memory_bytes": peak_memory()}
+    def pace(self, step: int, tokens: int) -> Row:
+        """Tokens so far, time a step since the last row, and memory."""
+        seconds = time.monotonic() - self.window_start
+        return {
+            "tokens": tokens,
+            "tokens_per_s": (tokens - self.window_tokens) / seconds,
+            "step_ms": 1e3 * seconds / (step - self.window),
+            "peak_memory_bytes": peak_memory(),
+        }
 
     def write(self, row: Row) -> None:
         """Write a row, with the sums over the topology steps since the last row."""
@@ -75,7 +82,7 @@ class Record:
             self.disk.attempt("metrics.jsonl", lambda: self.metrics.write(row))
             self.disk.attempt("TensorBoard's numbers", lambda: self._monitor(row))
             self.line.show(row)
-        self.window, self.window_start = row["step"], time.monotonic()
+        self.window, self.window_tokens, self.window_start = row["step"], row["tokens"], time.monotonic()
 
     def _monitor(self, row: Row) -> None:
         samples = row["step"] * self.batch
@@ -91,11 +98,11 @@ class Record:
         if self.monitor.enabled:
             self.monitor.write_events(events)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, tokens: int) -> None:
         """The run goes back to `step`: what was written after it goes."""
         if self.first:
             self.metrics = MetricsFile(self.out / "metrics.jsonl", step)
-        self.window, self.window_start = step, time.monotonic()
+        self.window, self.window_tokens, self.window_start = step, tokens, time.monotonic()
 
     def say(self, message: str) -> None:
         self.line.say(message)
@@ -110,11 +117,10 @@ class Record:
         path = self.out / "metrics.jsonl"
         for row in read(path) if path.exists() else ():
             last, validated = row, row if "val_loss" in row else validated
-        tokens = step * self.batch * self.context
         rows = [
             ("train loss", f"{last['loss']:.4f}" if last else "–"),
             ("validation loss", f"{validated['val_loss']:.4f}" if validated else "–"),
-            ("tokens", f"{tokens:,} in {step:,} steps"),
+            ("tokens", f"{last.get('tokens', 0):,} in {step:,} steps"),
             ("time", clock(seconds) + (f" (since step {first_step})" if first_step else "")),
             ("metrics", str(path)),
             ("report", f"mst report {self.out}"),

@@ -15,6 +15,7 @@ universal     DeepSpeed's universal layout, for every stage
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
 from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, shape_of, whole, zero_stage
 from mst_scale.zero_shards.saving import (
+    carry_state,
     errors_after_saving,
     load_checkpoint,
     saved_classes,
@@ -41,6 +42,7 @@ from mst_scale.zero_shards.step import (
     optimizer_name,
     place_scheduler,
     refuse_unoptimized,
+    watch_losses,
 )
 from mst_scale.zero_shards.versions import check_versions
 
@@ -51,6 +53,7 @@ __all__ = [
     "Shards",
     "around_model_step",
     "base_optimizer",
+    "carry_state",
     "check_versions",
     "clip_factor",
     "data_parallel_group",
@@ -73,6 +76,7 @@ __all__ = [
     "shape_of",
     "shards_of",
     "updates_of",
+    "watch_losses",
     "whole",
     "zero_inactive",
     "zero_stage",

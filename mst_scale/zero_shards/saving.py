@@ -118,6 +118,29 @@ def carry_along(engine: Any, follower: Any) -> None:
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 
 
+def carry_state(
+    engine: Any, name: str, saved: Callable[[], dict[str, Any]], loaded: Callable[[dict[str, Any] | None], None]
+) -> None:
+    """From now on checkpoints hold `saved()` under a name of its own in their client_state; a load gives it to
+    `loaded`, or None where there is none. Both are called on every rank, after the masks' own part."""
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+    of_save = inspect.signature(save)
+
+    @functools.wraps(save)
+    def save_checkpoint(*args: Any, **named: Any) -> Any:
+        given = of_save.bind(*args, **named).arguments
+        return save(**{**given, "client_state": {**(given.get("client_state") or {}), name: saved()}})
+
+    @functools.wraps(load)
+    def load_checkpoint(*args: Any, **named: Any) -> Any:
+        path, state = load(*args, **named)
+        if path is not None:
+            loaded((state or {}).get(name))
+        return path, state
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
 def fit_universal_checkpoints(engine: Any) -> None:
     """Let every stage load what `mst reshape` writes, and stage 0 write what it can convert.
 

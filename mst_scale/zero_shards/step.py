@@ -59,6 +59,18 @@ def around_model_step(engine: Any, before: Callable[[], None], after: Callable[[
     engine._take_model_step = step
 
 
+def watch_losses(engine: Any, see: Callable[[torch.Tensor, bool], None]) -> None:
+    """Call `see` with each loss that goes backward, and whether DeepSpeed divides it by the micro-batches of a step."""
+    inner = engine.backward
+
+    @functools.wraps(inner)
+    def backward(loss: torch.Tensor, *args: Any, **named: Any) -> Any:
+        see(loss.detach(), bool(named.get("scale_wrt_gas", True)))
+        return inner(loss, *args, **named)
+
+    engine.backward = backward
+
+
 def after_master_update(engine: Any, hook: Callable[[set[int]], None]) -> None:
     """Call `hook` after each update of master weights, before the low-precision copy and gather.
 

@@ -1,0 +1,75 @@
+"""A causal language model with transformers' Trainer, as its documentation shows it, and two lines that make it sparse.
+
+deepspeed --num_accelerators 2 examples/trainer.py --deepspeed examples/ds_trainer.json --output_dir runs/trainer
+mst report runs/trainer
+
+Every other option is Trainer's own (--max_steps, --resume_from_checkpoint, --report_to tensorboard, …).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+
+import mst_scale  # the first line
+
+
+@dataclass
+class Text:
+    """What is trained on, and the shape of the model."""
+
+    text: str = field(default=__file__, metadata={"help": "a text file; its bytes are the tokens"})
+    length: int = field(default=64, metadata={"help": "tokens of a sequence"})
+    model_type: str = field(default="llama", metadata={"help": "llama, gpt2, …"})
+    width: int = field(default=64)
+
+
+class Pieces(Dataset):
+    """A text, cut."""
+
+    def __init__(self, text: bytes, length: int):
+        count = len(text) // length
+        self.tokens = torch.tensor(list(text[: count * length])).view(count, length)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[i], "labels": self.tokens[i]}
+
+
+def main() -> None:
+    parser = HfArgumentParser((Text, TrainingArguments))
+    given, args = parser.parse_args_into_dataclasses()
+    mst_scale.integrate()  # the second
+    pieces = Pieces(Path(given.text).read_bytes(), given.length)
+    held_out = max(1, len(pieces) // 10)
+    torch.manual_seed(args.seed)
+    shape = AutoConfig.for_model(
+        given.model_type, vocab_size=256, hidden_size=given.width, num_hidden_layers=2, num_attention_heads=4,
+        bos_token_id=0, eos_token_id=0, **sizes(given),
+    )  # fmt: skip
+    trainer = Trainer(
+        AutoModelForCausalLM.from_config(shape),
+        args,
+        train_dataset=torch.utils.data.Subset(pieces, range(held_out, len(pieces))),
+        eval_dataset=torch.utils.data.Subset(pieces, range(held_out)),
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+    print(f"evaluation loss {trainer.evaluate()['eval_loss']:.4f}")
+
+
+def sizes(given: Text) -> dict[str, float]:
+    """What each kind of model calls the rest of its shape; sparse attention knows no dropout."""
+    if given.model_type == "gpt2":
+        return {"n_positions": given.length, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    return {"intermediate_size": 4 * given.width, "max_position_embeddings": given.length}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Adds up the FLOPs of training any `nn.Module`, from what its matrices multiply and what its attention compares.
+
+`ledger` knows our models by their config. Of another model the first training forward tells how many rows each matrix
+multiplies for a token of the input, and every later one how many tokens there were. Formulas and accountings are those
+of `flops`. Attention is counted where it is ours or reached by transformers' attention interface.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from mst_scale.hybrid_sparse_attention import SelfAttention
+from mst_scale.hybrid_sparse_attention.hugging_face import is_attention
+from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
+from mst_scale.zero_shards import shape_of
+
+KEYS = {"paper": "flops", "causal": "flops_causal"}
+DENSE_KEYS = {"paper": "flops_dense", "causal": "flops_dense_causal"}
+DENSE = Pattern("dense")
+
+
+@dataclass
+class Product:
+    """One matrix in the first training forward."""
+
+    name: str
+    outputs: int = 0
+    inputs: int = 0
+    rows: float = 0.0
+    """How many it multiplied for a token of the model's input."""
+
+
+class ModelLedger:
+    """Follows a model's training forwards on this rank; `add` ends a step."""
+
+    def __init__(self, model: nn.Module):
+        self.attention = [found for layer in model.modules() if (found := _attention(layer)) is not None]
+        self.products: dict[int, Product] = {}
+        self.inputs: list[tuple[int, int]] = []  # (tokens, their sequences' length) of each micro-batch of the step
+        self.spent = dict.fromkeys(("tokens", *KEYS.values(), *DENSE_KEYS.values()), 0.0)
+        self.training = False  # a training forward is under way
+        names = {id(p): name for name, p in model.named_parameters()}
+        self.measuring = []
+        for module in model.modules():
+            weight = getattr(module, "weight", None)
+            if id(weight) in names and _multiplies(module):
+                product = self.products.setdefault(id(weight), Product(names[id(weight)]))
+                self.measuring.append(module.register_forward_hook(self._measure(product)))
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
+
+    # --- what forwards tell ---
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self.training = model.training and torch.is_grad_enabled()
+        if self.training:
+            self.inputs.append(_size(tree_leaves((args, named))))
+
+    def _measure(self, product: Product) -> Any:
+        def look(module: Any, args: tuple[Any, ...], output: Any) -> None:
+            if self.training and torch.is_tensor(output):  # what checkpointing computes again comes after the forward
+                product.outputs = output.shape[-1]
+                product.inputs = math.prod(shape_of(module.weight)) // output.shape[-1]
+                product.rows += output.numel() / output.shape[-1] / max(1, self.inputs[-1][0])
+
+        return look
+
+    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.training:
+            while self.measuring:
+                self.measuring.pop().remove()
+        self.training = False
+
+    # --- what a step has cost ---
+
+    def add(self, pattern: Pattern, densities: Mapping[str, float]) -> None:
+        """An optimizer step with these shares of active weights and this attention, on what forwards have held since
+        the one before."""
+        inputs, self.inputs = self.inputs, []
+        tokens = sum(count for count, _ in inputs)
+        self.spent["tokens"] += tokens
+        for shares, keys, seen in ((densities, KEYS, pattern), ({}, DENSE_KEYS, DENSE)):
+            matrices = tokens * sum(_row(product) * shares.get(product.name, 1.0) for product in self.products.values())
+            for accounting in ACCOUNTINGS:
+                pairs = sum(self._pairs(seen, accounting, *one) for one in inputs)
+                self.spent[keys[accounting]] += 3 * (matrices + pairs)
+
+    def _pairs(self, pattern: Pattern, accounting: str, tokens: int, length: int) -> float:
+        """Forward FLOPs of scores and of what they weigh, as `flops.forward_flops` counts them."""
+        total = 0.0
+        for width, causal in self.attention:
+            half = accounting == "causal" and causal
+            pairs = (length + 1) / 2 if half else length  # of a token
+            total += pattern.share(length, accounting, causal) * 4 * pairs * tokens * width
+        return total
+
+    def in_words(self) -> str:
+        """What is counted."""
+        attention = f"{len(self.attention)} attention layers" if self.attention else "no attention layer that is known"
+        return f"FLOPs are those of {sum(p.rows > 0 for p in self.products.values())} matrices and of {attention}"
+
+
+def row(spent: Mapping[str, float]) -> dict[str, float]:
+    """For the metrics, as `ledger.Ledger.row`; of what all ranks have spent."""
+    flops = {key: spent[key] for a in ACCOUNTINGS for key in (KEYS[a], DENSE_KEYS[a])}
+    return {
+        **flops,
+        "reduction": spent["flops_dense"] / spent["flops"] if spent["flops"] else 1.0,
+        "reduction_causal": spent["flops_dense_causal"] / spent["flops_causal"] if spent["flops_causal"] else 1.0,
+    }
+
+
+def _row(product: Product) -> float:
+    """FLOPs that its dense matrix costs a token of the input in a forward pass."""
+    return product.rows * (2 * product.inputs - 1) * product.outputs
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a module's `weight` is a matrix that is multiplied with what comes in."""
+    table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    return not table and sum(side > 1 for side in shape_of(module.weight)) == 2  # type: ignore[arg-type]
+
+
+def _size(inputs: Iterable[Any]) -> tuple[int, int]:
+    """(tokens, length) of a micro-batch: the first tensor of integers holds tokens; else the last side is features."""
+    tensors = [value for value in inputs if torch.is_tensor(value) and value.dim()]
+    for tensor in tensors:
+        if not tensor.is_floating_point() and tensor.dtype != torch.bool:
+            return tensor.numel(), tensor.shape[-1] if tensor.dim() > 1 else 1
+    for tensor in tensors:
+        return tensor.numel() // max(1, tensor.shape[-1]), tensor.shape[-2] if tensor.dim() > 2 else 1
+    return 0, 1
+
+
+def _attention(layer: Any) -> tuple[int, bool] | None:
+    """(width of all heads, whether causal) of an attention layer."""
+    if isinstance(layer, SelfAttention):
+        return layer.n_head * layer.head_dim, layer.causal
+    if not is_attention(layer):
+        return None
+    heads = getattr(getattr(layer, "config", None), "num_attention_heads", None)
+    head = getattr(layer, "head_dim", None)
+    return None if heads is None or head is None else (int(heads) * int(head), bool(layer.is_causal))

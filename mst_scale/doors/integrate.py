@@ -1,0 +1,176 @@
+"""`mst_scale.integrate()`: one line, after which `deepspeed.initialize` makes engines that train sparsely.
+
+Trainer, Accelerate, Lightning and Fabric look `deepspeed.initialize` up when they call it, as most scripts do; so what
+stands there then decides. An engine whose config has an `mst` block is ours; one without, or one that does not train,
+is DeepSpeed's, unchanged.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+
+from mst_scale.config import BLOCKS
+from mst_scale.distributed import SharedMistake, exits, logger, speak
+from mst_scale.doors.length import with_length
+from mst_scale.doors.on_import import when_imported
+from mst_scale.engine import api
+from mst_scale.runs.recording import Recording
+
+
+class Door:
+    """What stands in the place of `deepspeed.initialize`."""
+
+    def __init__(self, mst: dict[str, Any] | None, steps: int | None):
+        self.mst, self.steps = mst, steps
+        self.plain = deepspeed.initialize
+        self.trainer: Any = None  # a word of doors.trainer about the engine that is made next
+        self.made: weakref.ref[Any] | None = None  # the newest sparse engine
+        self.recording: Recording | None = None  # of the newest, where it is Trainer's
+        self.told_dense = False
+
+    def initialize(
+        self,
+        args: Any = None,
+        model: Any = None,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+        *more: Any,
+        config: Any = None,
+        config_params: Any = None,
+        **others: Any,
+    ) -> Any:
+        """`deepspeed.initialize`, its arguments in its order."""
+        given = next(
+            (one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one is not None), None
+        )
+        raw = _read(given)
+        trains = optimizer is not None or "optimizer" in (raw or {})
+        if raw is not None and self.mst is not None:
+            raw = {"mst": self.mst, **raw}
+        if raw is None or "mst" not in raw or not trains:
+            if trains and not self.told_dense:
+                logger.warning("deepspeed.initialize: the config has no mst block, so this engine trains dense")
+                self.told_dense = True
+            if raw is not None and not trains:  # an engine for evaluation, say
+                config, config_params = _without_ours(raw), None
+            return self.plain(
+                args, model, optimizer, model_parameters, *more, config=config, config_params=config_params, **others
+            )
+        self._refuse_second(model)
+        asked, self.trainer = self.trainer, None
+        raw = with_length(raw, model, self.steps, asked.steps if asked else None)
+        if asked and asked.seed is not None:
+            raw["training"] = {"seed": asked.seed, **raw["training"]}
+        if getattr(args, "deepspeed_config", None) is not None:
+            args = None
+        made = api.initialize(args, model, optimizer, model_parameters, *more, config=raw, **others)
+        self.made = weakref.ref(made[0])
+        self.recording = None
+        if asked:
+            self.recording = Recording(made[0], asked.out, every=0, tensorboard=False, shows=asked.shows)
+        return made
+
+    def _refuse_second(self, model: Any) -> None:
+        """A model that is trained on (Trainer.train twice) may have a new engine; two models at once may not."""
+        if self._another(model):
+            gc.collect()  # an engine and its hooks hold each other
+        if self._another(model):
+            raise SharedMistake(
+                "a second model comes to deepspeed.initialize with an mst block while the first is in training, and "
+                "integrate() makes one sparse: give the other (a reference, a teacher) a config without mst, or call "
+                "mst_scale.initialize for both"
+            )
+
+    def _another(self, model: Any) -> bool:
+        engine = self.made() if self.made is not None else None
+        return engine is not None and engine.module is not model
+
+    def tell_if_unused(self) -> None:
+        """At the end of the program."""
+        if self.made is None and not self.told_dense:
+            logger.warning(
+                "integrate() was called and no engine came of it: deepspeed.initialize was not called, or under a name "
+                "that was imported before (from deepspeed import initialize)"
+            )
+
+
+_door: Door | None = None
+
+
+def integrate(mst: dict[str, Any] | None = None, steps: int | None = None) -> None:
+    """From now on `deepspeed.initialize` trains sparsely what its config has an `mst` block for.
+
+    `mst`: that block, for configs that have none (of `accelerate config`, say). `steps`: how many optimizer steps the
+    run takes, where neither the config nor the framework says it.
+    """
+    global _door  # noqa: PLW0603  (deepspeed.initialize is one for the whole process, and so is what stands there)
+    speak()
+    if _door is not None:
+        if (mst, steps) != (_door.mst, _door.steps):
+            raise SharedMistake("integrate() was called before, with other arguments: call it once")
+        logger.warning("integrate() was called before: once is enough")
+        return
+    if mst is not None and not isinstance(mst, dict):
+        raise SharedMistake(f'integrate(mst=…) is the mst block, such as {{"method": "mst"}}, not {mst!r}')
+    door = Door(mst, steps)
+    _door = door
+
+    @functools.wraps(door.plain)
+    def initialize(*given: Any, **named: Any) -> Any:
+        return door.initialize(*given, **named)
+
+    deepspeed.initialize = initialize
+    when_imported("transformers.trainer", lambda module: _open_trainer(module, door))
+    atexit.register(door.tell_if_unused)
+    _say_mistakes_in_one_line()
+
+
+def _open_trainer(module: Any, door: Door) -> None:
+    from mst_scale.doors import trainer  # imports transformers
+
+    trainer.open_door(module, door)
+
+
+def _read(given: Any) -> dict[str, Any] | None:
+    """A config as a dict of our own; None where it is not one that could hold our blocks."""
+    if isinstance(given, dict):
+        return dict(given)
+    if isinstance(given, str | Path) and Path(given).is_file():
+        try:
+            found = json.loads(Path(given).read_text())
+        except ValueError:  # DeepSpeed says what is wrong with it
+            return None
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def _without_ours(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in BLOCKS}
+
+
+def _say_mistakes_in_one_line() -> None:
+    """A mistake that we refuse ends the program with one line on one rank, and all of its ranks."""
+    before = sys.excepthook
+
+    def hook(kind: Any, error: BaseException, trace: Any) -> None:
+        ours = isinstance(error, ValueError) and trace is not None and _raised_here(trace)
+        if ours and not hasattr(sys, "ps1"):
+            exits.end(error, alike=True)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _raised_here(trace: Any) -> bool:
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return str(trace.tb_frame.f_globals.get("__name__", "")).startswith("mst_scale.")

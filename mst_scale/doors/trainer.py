@@ -1,0 +1,128 @@
+"""Opens transformers' Trainer: it tells how long it trains, and logs what sparse training does.
+
+Two places of transformers.trainer change: `Trainer.train` gets our callback, and refuses to train without DeepSpeed;
+`deepspeed_init` tells the number of steps before the engine is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from mst_scale.distributed import SharedMistake, logger
+from mst_scale.runs.progress import flops_unit
+from mst_scale.runs.record import Row
+
+if TYPE_CHECKING:
+    from mst_scale.doors.integrate import Door
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a Trainer says of the engine it is about to make."""
+
+    steps: int
+    seed: int
+    out: Path
+    shows: bool
+    """Whether there is no bar of its own that moves."""
+
+
+def open_door(module: Any, door: Door) -> None:
+    """`module` is transformers.trainer."""
+    train, init = module.Trainer.train, module.deepspeed_init
+
+    @functools.wraps(train)
+    def with_callback(trainer: Any, *given: Any, **named: Any) -> Any:
+        if not trainer.is_deepspeed_enabled:
+            raise SharedMistake(
+                "integrate() was called and this Trainer runs without DeepSpeed, so nothing would be sparse: give "
+                "TrainingArguments deepspeed=CONFIG, a file with an mst block, or leave integrate() out"
+            )
+        callbacks = trainer.callback_handler.callbacks
+        if not any(isinstance(one, SparseTraining) for one in callbacks):
+            callbacks.insert(0, SparseTraining(door, trainer))  # ahead of those that write the logs
+        return train(trainer, *given, **named)
+
+    @functools.wraps(init)
+    def with_length(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
+        if not inference:
+            _refuse_lone_ranks(trainer.accelerator)
+            args, config = trainer.args, trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+            door.trainer = Asked(num_training_steps, args.seed, Path(args.output_dir), bool(args.disable_tqdm))
+            if (config.get("training") or {}).get("steps") == "auto":
+                del config["training"]["steps"]  # Accelerate refuses an "auto" that it does not know
+        return init(trainer, num_training_steps, inference)
+
+    module.Trainer.train, module.deepspeed_init = with_callback, with_length
+
+
+def _refuse_lone_ranks(accelerator: Any) -> None:
+    """On CPUs Accelerate does not look at the launcher's ranks: each would take all of the data."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if accelerator.num_processes != ranks:
+        raise SharedMistake(
+            f"{ranks} ranks were started and Accelerate counts {accelerator.num_processes}, so each rank would train "
+            "on all of the data: on a CPU start one process (python SCRIPT)"
+        )
+
+
+class SparseTraining(TrainerCallback):
+    """Adds `mst/…` to what Trainer logs, shows it beside its bar, and keeps `metrics.jsonl` in its output folder."""
+
+    def __init__(self, door: Door, trainer: Any):
+        self.door, self.trainer = door, trainer
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:
+        recording = self.door.recording
+        if recording is None or recording.record is None or logs is None:
+            return
+        if "loss" in logs:
+            known = {"loss": logs["loss"], "grad_norm": logs.get("grad_norm")}
+            row = recording.row(**{key: float(value) for key, value in known.items() if value is not None})
+            ours = _logged(row, recording.mst)
+            logs |= ours
+            state.log_history[-1] |= ours
+            self._beside_the_bar(row)
+        elif "eval_loss" in logs:
+            recording.note(val_loss=float(logs["eval_loss"]))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        recording = self.door.recording
+        if recording is not None and recording.record is not None:
+            row = recording.newest or recording.row()
+            recording.close()
+            saved = f"FLOPs ÷{row['reduction']:.2f}, {_saved(row)}"
+            logger.info("%d steps: %s; its figures: mst report %s", row["step"], saved, recording.out)
+
+    def _beside_the_bar(self, row: Row) -> None:
+        for callback in self.trainer.callback_handler.callbacks:
+            if bar := getattr(callback, "training_bar", None):
+                bar.set_postfix_str(_in_words(row), refresh=False)
+
+
+def _logged(row: Row, mst: Any) -> dict[str, float]:
+    """Numbers only, as TensorBoard and W&B want them; `phase` is the place of the phase among the schedule's."""
+    here = max(i for i, phase in enumerate(mst.schedule.phases) if phase.start <= row["step"])
+    return {
+        "mst/sparsity": row["sparsity"],
+        "mst/target_sparsity": row["target_sparsity"],
+        "mst/phase": here,
+        "mst/flops_saved": row["flops_dense"] - row["flops"],
+        "mst/flops_reduction": row["reduction"],
+    }
+
+
+def _in_words(row: Row) -> str:
+    return f"{row['phase']}, {row['sparsity']:.0%} sparse, FLOPs ÷{row['reduction']:.2f}, {_saved(row)}"
+
+
+def _saved(row: Row) -> str:
+    saved = row["flops_dense"] - row["flops"]
+    size, unit = flops_unit(saved)
+    return f"{saved / size:.3g} {unit} saved"

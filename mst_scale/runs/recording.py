@@ -1,0 +1,237 @@
+"""Records an engine that trains in a loop of somebody else's, so that `mst report` works for it.
+
+    recording = mst_scale.record(engine, "runs/mine")        after initialize, on every rank
+    …
+    recording.note(val_loss=…)                               what only the loop knows, beside the step just taken
+
+`OUT/metrics.jsonl`, `run.json` and TensorBoard are those of `mst_scale.pretrain`. The loss is what goes backward, the
+FLOPs are counted from what the model multiplies (`costs.any_model`); what is spent and the rows of the metrics follow
+the engine's checkpoints, so that a resumed run reads like one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mst_scale import zero_shards
+from mst_scale.config import Experiment, to_dict
+from mst_scale.costs import any_model
+from mst_scale.distributed import logger
+from mst_scale.engine.types import MST, Engine
+from mst_scale.hybrid_sparse_attention.pattern import Pattern
+from mst_scale.runs import run_file
+from mst_scale.runs.record import Record, Row, state_of
+from mst_scale.runs.run_file import RunFile
+
+STATE = "mst_record"  # its name in a checkpoint's client_state
+DENSE = Pattern("dense")
+
+
+def record(engine: Engine, out: str | Path, *, every: int = 10, tensorboard: bool = True) -> Recording:
+    """Record a run from now on: a row every so many optimizer steps, and at the last one. Call it on every rank."""
+    if every < 1:
+        raise ValueError(f"record(every={every}): a row is written every 1 or more steps")
+    return Recording(engine, Path(out), every=every, tensorboard=tensorboard, shows=True)
+
+
+class Recording:
+    """Every rank has one; the first rank writes. `every` 0: rows are written when `row` is called, and only then."""
+
+    def __init__(self, engine: Any, out: Path, *, every: int, tensorboard: bool, shows: bool):
+        if not hasattr(engine, "mst"):
+            raise ValueError("record() follows the engine that mst_scale.initialize returns: this one has no .mst")
+        self.engine, self.out, self.every, self.tensorboard, self.shows = engine, out, every, tensorboard, shows
+        self.mst: Any = engine.mst
+        self.steps: int = self.mst.schedule.total_steps
+        self.group = zero_shards.data_parallel_group(engine)
+        self.first = engine.global_rank == 0
+        self.ledger = any_model.ModelLedger(engine.module)
+        self.before = dict.fromkeys(self.ledger.spent, 0.0)  # by all ranks, in starts before this one
+        self.layers: dict[str, Row] = {}
+        self.loss = torch.zeros((), device=engine.device)  # of the step under way
+        self.losses, self.divided = 0, True
+        self.record: Record | None = None  # from the first step on: a checkpoint may be loaded before
+        self.run_file: RunFile | None = None
+        self.step = -1
+        self.newest: Row | None = None  # row, which what is noted joins …
+        self.waits = False  # … as long as it is not written
+        self.saved_row: Row | None = None  # what waited when the loaded checkpoint was saved
+        self._compute_with_these()
+        zero_shards.watch_losses(engine, self._see)
+        zero_shards.carry_state(engine, STATE, self._saved, self._loaded)
+        self.mst.on_step(self._after_step)
+        atexit.register(self.close)
+
+    # --- what the engine tells ---
+
+    def _see(self, loss: torch.Tensor, divided: bool) -> None:
+        if self.engine.module.training:
+            self.loss += loss.float()
+            self.losses, self.divided = self.losses + 1, divided
+
+    def _compute_with_these(self) -> None:
+        """Masks, pattern and rate of the next step; when it is over, those of the one after hold."""
+        self.densities = self.mst.densities()
+        self.pattern = self.mst.pattern if self.mst.attended else DENSE
+        self.rate = self._rate()
+
+    def _after_step(self, mst: MST) -> None:
+        if self.record is None or mst.step > self.step + 1 or mst.step <= self.step:
+            self._begin(mst.step - 1)
+        assert self.record is not None
+        self._flush()
+        self.step = mst.step
+        self.ledger.add(self.pattern, self.densities)
+        self.record.gather(mst)
+        if self.engine.lr_scheduler is None:
+            self.rate = self._rate()
+        self.norm = zero_shards.grad_norm(self.engine)
+        self.last = (self.loss / (self.losses if self.divided else 1) if self.losses else None, self.rate)
+        self.loss, self.losses = torch.zeros_like(self.loss), 0
+        self._compute_with_these()
+        if self.every and (self.step % self.every == 0 or self.step == self.steps):
+            self.row()
+
+    def _begin(self, step: int) -> None:
+        """Steps begin at `step`: the first of a start, or after a checkpoint was loaded."""
+        tokens = int(self.before["tokens"])
+        (row, self.saved_row), kept = (self.saved_row, None), step
+        if row is not None:
+            self.newest, self.waits, kept = row, True, row["step"] - 1
+        if self.record is not None:
+            self.record.layers = self.layers
+            self.record.rewind(kept, tokens)
+            return
+        if self.first:
+            self.out.mkdir(parents=True, exist_ok=True)
+            if step == 0 and (self.out / "metrics.jsonl").exists():
+                logger.warning("%s held the metrics of an earlier run: this one's take their place", self.out)
+            self.run_file = RunFile(self.out / "run.json", self._config(), self._start(step))
+        self.record = Record(
+            self.out, self.steps, batch=self.engine.train_batch_size(), step=kept, tokens=tokens,
+            monitor=_Board(self.out if self.tensorboard and self.first else None), first=self.first,
+            layers=self.layers, shows=self.shows,
+        )  # fmt: skip
+
+    # --- rows ---
+
+    def row(self, **known: Any) -> Row:
+        """A row for the step just taken. Call it on every rank; `known` goes before what is seen here."""
+        assert self.record is not None, "no optimizer step has been taken"
+        loss, rate = self.last
+        spent = self._spent()
+        row = {
+            "step": self.step,
+            "loss": None if loss is None else self._mean(loss),
+            "lr": rate,
+            "grad_norm": self.norm,
+            **state_of(self.mst),
+            **any_model.row(spent),
+            **self.record.pace(self.step, int(spent["tokens"])),
+            **known,
+        }
+        self.newest, self.waits = row, True
+        return row
+
+    def note(self, **values: float) -> None:
+        """Put what only the loop knows (val_loss=…) beside the step just taken. Call it on every rank."""
+        if self.record is None:
+            raise ValueError("note() speaks of the step just taken, and there has been none")
+        row = self.newest
+        if row is None or row["step"] != self.step:
+            row = self.row()
+        row |= values
+
+    def _flush(self) -> None:
+        if self.waits and self.newest is not None and self.record is not None:
+            self.record.write(self.newest)
+        self.waits = False
+
+    def close(self) -> None:
+        """Write what waits; a run that has taken all its steps is finished."""
+        self._flush()
+        if self.record is not None:
+            self.record.close()
+        if self.run_file is not None:
+            self.run_file.ended("finished" if self.step >= self.steps else "ended", self.step)
+            self.run_file = None
+
+    def _rate(self) -> float:
+        return float(zero_shards.base_optimizer(self.engine).param_groups[0]["lr"])
+
+    def _mean(self, loss: torch.Tensor) -> float:
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=self.group)
+        return float(mean) / dist.get_world_size(self.group)
+
+    def _spent(self) -> dict[str, float]:
+        """By all ranks, this start and those before."""
+        mine = torch.tensor(list(self.ledger.spent.values()), dtype=torch.float64, device=self.engine.device)
+        dist.all_reduce(mine, group=self.group)
+        return {key: self.before[key] + value for key, value in zip(self.before, mine.tolist(), strict=True)}
+
+    # --- checkpoints ---
+
+    def _saved(self) -> dict[str, Any]:
+        return {
+            "spent": self._spent(),
+            "layers": {} if self.record is None else self.record.layers,
+            "row": self.newest if self.waits else None,
+        }
+
+    def _loaded(self, state: dict[str, Any] | None) -> None:
+        """Of a checkpoint that was saved without a recording nothing is known."""
+        self._flush()
+        self.before = dict(state["spent"]) if state else dict.fromkeys(self.before, 0.0)
+        self.layers = dict(state["layers"]) if state else {}
+        self.saved_row = state["row"] if state else None
+        self.ledger.spent = dict.fromkeys(self.ledger.spent, 0.0)
+        self.ledger.inputs.clear()
+        self._compute_with_these()
+
+    # --- run.json ---
+
+    def _config(self) -> dict[str, Any]:
+        experiment: Experiment = self.mst.experiment
+        full = to_dict(experiment)
+        return {key: value for key, value in full.items() if key not in ("model", "data")}
+
+    def _start(self, step: int) -> dict[str, Any]:
+        engine = self.engine
+        parameters = sum(math.prod(zero_shards.shape_of(p)) for p in engine.module.parameters())
+        logger.info("recording into %s: %s", self.out, self.ledger.in_words())
+        return run_file.about(
+            from_step=step,
+            checkpoint=None,
+            ranks=engine.world_size,
+            hosts=[socket.gethostname()],
+            batch={
+                "sequences": engine.train_batch_size(),
+                "micro": engine.train_micro_batch_size_per_gpu(),
+                "accumulation": engine.gradient_accumulation_steps(),
+            },
+            model={"class": type(engine.module).__name__, "parameters": parameters},
+        )
+
+
+class _Board:
+    """TensorBoard's writer, where there is a folder for it."""
+
+    def __init__(self, out: Path | None):
+        self.enabled = out is not None
+        if out is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(out / "tensorboard"))
+
+    def write_events(self, events: list[tuple[str, float, int]]) -> None:
+        for name, value, samples in events:
+            self.writer.add_scalar(name, value, samples)
+        self.writer.flush()
