@@ -18,13 +18,15 @@ class TargetsConfig:
 
     def choose(self, names: Collection[str]) -> list[str]:
         """The names of matrices that match an `include` glob and no `exclude` glob, in the given order."""
+        if not names:
+            raise ValueError(
+                "the model has no matrix that can become sparse (norms, biases and embeddings never do): use method "
+                "dense, or leave the mst block out"
+            )
         for glob in self.include + self.exclude:
             if not any(fnmatchcase(name, glob) for name in names):
-                near = difflib.get_close_matches(glob, names, n=1, cutoff=0.0)
-                raise ValueError(
-                    f"mst.targets: {glob!r} matches no parameter that can be sparse; the nearest is "
-                    f"{near[0] if near else 'none: the model has no matrices'!r}"
-                )
+                near = difflib.get_close_matches(glob, names, n=1, cutoff=0.0)[0]
+                raise ValueError(f"mst.targets: {glob!r} matches no parameter that can be sparse; the nearest is {near!r}")
         chosen = [
             name
             for name in names

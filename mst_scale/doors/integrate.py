@@ -73,6 +73,7 @@ class Door:
         if getattr(args, "deepspeed_config", None) is not None:
             args = None
         made = api.initialize(args, model, optimizer, model_parameters, *more, config=raw, **others)
+        _look_like_an_optimizer(made[0])
         self.made = weakref.ref(made[0])
         self.recording = None
         if asked:
@@ -151,6 +152,13 @@ def _read(given: Any) -> dict[str, Any] | None:
             return None
         return found if isinstance(found, dict) else None
     return None
+
+
+def _look_like_an_optimizer(engine: Any) -> None:
+    """Fabric's optimizer.step() calls engine.step() only where the engine has these, and goes past it otherwise."""
+    for name in ("param_groups", "defaults", "state"):
+        if not hasattr(engine, name):
+            setattr(engine, name, getattr(engine.optimizer, name, {}))
 
 
 def _without_ours(config: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from mst_scale import zero_shards
-from mst_scale.config import Experiment, load, states
+from mst_scale.config import Experiment, load, read, states
 from mst_scale.config.support import refuse_unsupported
 from mst_scale.distributed import logger, speak
 from mst_scale.engine.controller import Controller
@@ -23,6 +23,7 @@ from mst_scale.engine.types import MST, Engine
 zero_shards.check_versions()
 _deepspeeds_own = deepspeed.initialize  # before anybody puts another in its place (doors.integrate)
 
+READ = ("steps", "seed")  # of the block `training`
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
 
@@ -51,7 +52,8 @@ def initialize(
         args.deepspeed_config = None
     experiment = configs[0] if isinstance(configs[0], Experiment) else load(configs[0])
     _require_length(configs[0], experiment)
-    notes = refuse_unsupported(experiment.deepspeed, experiment.mst)
+    unread = _refuse_two_schedules(configs[0], experiment, others)
+    notes = [*refuse_unsupported(experiment.deepspeed, experiment.mst), *unread]
     if not experiment.mst.stays_dense:
         zero_shards.refuse_arguments(model, *more, **others)
     speak()
@@ -81,3 +83,20 @@ def _require_length(config: Experiment | dict[str, Any] | str | Path, experiment
             "how many optimizer steps will the run take? The phases of sparsity are shares of it: add "
             '"training": {"steps": N} to the config'
         )
+
+
+def _refuse_two_schedules(
+    config: Experiment | dict[str, Any] | str | Path, experiment: Experiment, others: dict[str, Any]
+) -> list[str]:
+    """The rate of a loop of the user's is DeepSpeed's or the loop's own; what the config says beside is told."""
+    if isinstance(config, Experiment):
+        return []
+    unread = [key for key in read(config)[1].get("training", {}) if key not in READ]
+    of_deepspeed = "scheduler" in experiment.deepspeed or others.get("lr_scheduler") is not None
+    if of_deepspeed and "lr_schedule" in unread:
+        raise ValueError(
+            "the config has two schedules of the learning rate, training.lr_schedule and DeepSpeed's scheduler: remove "
+            "training.lr_schedule, which mst_scale.pretrain alone follows"
+        )
+    names = ", ".join(f"training.{key}" for key in unread)
+    return [f"{names}: read by mst_scale.pretrain alone; this loop is yours"] if unread else []

@@ -30,7 +30,7 @@ from mst_scale.checkpoints import mask_files
 from mst_scale.config import Experiment
 from mst_scale.dead_units.kinds import Tally
 from mst_scale.dead_units.live import LiveUnits
-from mst_scale.distributed import logger
+from mst_scale.distributed import SharedMistake, logger
 from mst_scale.engine import moved_weights, second_moments
 from mst_scale.engine.controller import Controller
 from mst_scale.engine.targets import choose_targets
@@ -97,6 +97,7 @@ class SparseController(Controller):
                 mask.track_ever()
         self.moved = moved_weights.MovedWeights(engine, self.masks, self.exchange, self.everyone)
         self.under_way: TopologyStep | None = None
+        self.stepping = False  # DeepSpeed's engine takes a step
         self.updated = False  # at the step under way: an overflow leaves it so
         self.settled = 0  # the last step whose topology work is done
         self.initial = mst.sparsity.initial
@@ -122,7 +123,7 @@ class SparseController(Controller):
     def before_step(self) -> None:
         with self.span("masking"):
             step = self.step + 1
-            self.updated = False
+            self.stepping, self.updated = True, False
             self.under_way = self._begin(step) if self._is_due(step) else None
             every = self.topology.check_every
             self.moved.begin_step(bool(every and step % every == 0))
@@ -148,6 +149,11 @@ class SparseController(Controller):
         return self.topology.replaces_update and self.under_way is not None
 
     def after_update(self, tensors: Collection[int]) -> None:
+        if not self.stepping:
+            raise SharedMistake(
+                f"{zero_shards.optimizer_name(self.engine)} has taken a step of its own, past DeepSpeed's engine, and "
+                "no mask was applied: call engine.step(), not optimizer.step()"
+            )
         with self.span("masking" if self.under_way is None else "topology"):
             self.updated = True
             rezero = self.topology.rezero or not self.masks_states
@@ -168,6 +174,7 @@ class SparseController(Controller):
     def after_step(self) -> None:
         with self.span("masking" if self.under_way is None else "topology"):
             under_way, self.under_way = self.under_way, None
+            self.stepping = False
             if under_way is not None:
                 under_way.gradients.clear()
             if self.updated and self.moved.looks:
