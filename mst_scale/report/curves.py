@@ -69,11 +69,10 @@ def loss(groups: Sequence[Group], against: Against) -> Plot:
         axes = figure.subplots()
         unit = _x_axis(axes, against, [*training, *validation])
         phases = _shade(axes, groups, theme, against, unit)
-        for i, (group, curve) in enumerate(zip(groups, training, strict=True)):
-            if len(group.runs) == 1 and curve is not None:
-                x, y = _curve(group.first.series, against, "loss")
-                axes.plot(x / unit, y, color=_colour(theme, i), linewidth=0.7, alpha=0.35)
         alone = len(groups) == 1
+        if alone and len(groups[0].runs) == 1:
+            x, y = _curve(groups[0].first.series, against, "loss")
+            axes.plot(x / unit, y, color=theme.series[0], linewidth=0.7, alpha=0.35)
         names = ["training"] if alone else _names(groups)
         handles = _lines(axes, theme, training, names, unit=unit, linewidth=1.7 if alone else 1.2)
         names = [name if curve is None else "" for name, curve in zip(names, training, strict=True)]
