@@ -12,13 +12,15 @@ from typing import Any
 from mst_scale.distributed.parser import refuse_no_folder
 
 ABOUT = """\
-One page with every figure of a run, or of several runs compared: loss and perplexity over steps, FLOPs and time;
-sparsity, phases and attention; pruning, growing and the layers; weights beside their masks; a table of costs.
+One page of a run, or of several runs compared: what they reached and cost, their recipe, machine and code; training and
+validation loss over steps, FLOPs or time; sparsity, phases and attention; pruning, growing and the layers; weights
+beside their masks.
 
 RUN is the OUT folder of a training run, finished or not. The page is RUN/report/index.html; beside it lies each figure
 as PNG and SVG, light and dark. Several runs go into ./report or --out; those that differ only in their seed are one
 line, mean and range. Weights are those of the ends of phases (RUN/snapshots), or where there are none of the newest
-checkpoint. What a run does not tell is left out with a note. --json prints {"page", "figures", "notes", "runs"}.
+checkpoint. What a run does not tell, or what would say nothing, is left out with a note. --json prints {"page",
+"figures", "notes", "runs"}.
 
 --frontier asks one question of finished runs, dense ones of several lengths (and sizes) among them: how many times its
 FLOPs is each method worth? That is the FLOPs that dense training needs for the method's validation loss, read between

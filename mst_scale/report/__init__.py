@@ -2,6 +2,7 @@
 
 reading, thinned, groups   metrics of any length in bounded memory; runs that differ in their seed
 style                      palettes, light and dark; drawing to PNG, SVG and into the page
-curves, topology, weights  the figures
-table, page, build         numbers, HTML, and what calls what
+curves, topology, weights  the figures; phases: what is shaded behind them
+table, facts               what a run reached and cost; how it was made
+page, build                HTML, and what calls what
 """

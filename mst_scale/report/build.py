@@ -8,13 +8,14 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mst_scale.report import frontier, table
+from mst_scale.report import facts, frontier, table
 from mst_scale.report.curves import comparing
 from mst_scale.report.groups import Group, grouped
-from mst_scale.report.page import Figure, Section, page
+from mst_scale.report.page import Figure, Section, Table, page
 from mst_scale.report.reading import Reader, Run
 from mst_scale.report.style import DARK, LIGHT, Missing, Plot, drawn, drawn_png, inline, recoloured
 from mst_scale.report.topology import one_run
@@ -22,6 +23,18 @@ from mst_scale.report.weights import by_scale, deviations, heat_maps
 
 SHOWN_ALONE = 8  # groups that get a section of their own
 Say = Callable[[str], None]
+
+
+@dataclass
+class Job:
+    """A section and what is to be drawn into it; `run` where it is of one run alone."""
+
+    section: Section
+    plots: Sequence[Plot] = ()
+    prefix: str = ""
+    run: str = ""
+    missing: dict[str, list[str]] = field(default_factory=dict)
+    """Why which figures could not be drawn."""
 
 
 class Report:
@@ -48,29 +61,35 @@ class Report:
         """Draw everything; without `pictures` only the page. Returns what was written, as JSON-ready data."""
         self.out.mkdir(parents=True, exist_ok=True)
         groups = grouped(self.runs)
-        sections = [self._overview(groups), Section("Curves"), *([] if len(groups) == 1 else [Section("Weights")])]
+        overview = self._overview(groups)
+        jobs = [Job(Section("Curves"), comparing(groups))]
         scale = by_scale(groups)
-        alone = groups[:SHOWN_ALONE]
-        jobs: list[tuple[Section, str, Plot]] = [(sections[1], "", plot) for plot in comparing(groups)]
         if len(groups) > 1:
-            jobs.append((sections[2], "", scale))
-        for i, group in enumerate(alone):
-            run, prefix = group.first, f"run{i + 1}-" if len(groups) > 1 else ""
-            plots = one_run(run)
-            weights = [*deviations(run), *([scale] if len(groups) == 1 else []), *heat_maps(run, len(groups) == 1)]
-            mine = [Section(f"Sparsity: {_called(group)}"), Section(f"Weights: {_called(group)}")]
-            for section, some in zip(mine, (plots, weights), strict=True):
-                jobs += [(section, prefix, plot) for plot in some]
-            sections += mine
+            jobs.append(Job(Section("Weights"), scale))
+        for i, group in enumerate(groups[:SHOWN_ALONE]):
+            run, alone = group.first, len(groups) == 1
+            prefix, name = ("", "") if alone else (f"run{i + 1}-", f": {_called(group)}")
+            weights = [*deviations(run), *heat_maps(run, alone)]
+            jobs.append(Job(Section(f"Sparsity{name}"), one_run(run), prefix, run.name))
+            jobs.append(Job(Section(f"Weights{name}"), weights, prefix, run.name))
         if len(groups) > SHOWN_ALONE:
             rest = ", ".join(group.name for group in groups[SHOWN_ALONE:])
-            sections[0].notes.append(f"without sections of their own (the first {SHOWN_ALONE} have one): {rest}")
-        for i, (section, prefix, plot) in enumerate(jobs):
-            say(f"figure {i + 1} of {len(jobs)}")
-            self._add(section, prefix, plot, pictures)
+            overview.notes.append(f"without sections of their own (the first {SHOWN_ALONE} have one): {rest}")
+        count = 0
+        for job in jobs:
+            for plot in job.plots:
+                count += 1
+                say(f"figure {count} of {sum(len(job.plots) for job in jobs)}")
+                self._add(job, plot, pictures)
+            of_run = f"{job.run}: " if job.run and len(self.runs) > 1 else ""
+            for reason, keys in job.missing.items():
+                job.section.notes.append(f"{of_run}no figure of {', '.join(keys)}: {reason}")
         title = f"Training report: {', '.join(group.name for group in groups)}"
         if len(self.runs) == 1:
             title = f"Training report: {self.runs[0].name}"
+        sections = [overview, *(job.section for job in jobs)]
+        if len(groups) > 1:
+            sections.append(Section("Machine and code", tables=facts.tables("Start", groups, facts.machine)))
         return {**self._written(title, _lead(self.runs), sections, refresh), "runs": table.rows(groups)}
 
     def write_frontier(self, *, say: Say = lambda _: None) -> dict[str, Any]:
@@ -78,11 +97,11 @@ class Report:
         compared = frontier.compared(grouped(self.runs))
         self.out.mkdir(parents=True, exist_ok=True)
         section = Section("Worth of their FLOPs")
-        section.tables.append(("", *frontier.cells(compared)))
+        section.tables.append(Table("", *frontier.cells(compared)))
         section.notes += [f"{run.name} has not finished and is left out" for run in self.runs if not run.finished]
         for accounting in frontier.ACCOUNTINGS:
             say(f"figure of the {accounting} accounting")
-            self._add(section, "", frontier.loss_over_flops(compared, accounting), pictures=True)
+            self._add(Job(section), frontier.loss_over_flops(compared, accounting), pictures=True)
         lead = f"{len(compared)} settings over FLOPs; those that differ only in their seed are one."
         return {**self._written("What FLOPs are worth", lead, [section], None), "runs": frontier.rows(compared)}
 
@@ -100,27 +119,22 @@ class Report:
         }
 
     def _overview(self, groups: Sequence[Group]) -> Section:
-        section = Section("Runs")
-        head, lines = table.cells(groups)
-        section.tables.append(("", head, lines))
-        scores = table.evaluations(self.runs)
-        if scores:
-            section.tables.append(("Evaluation", *scores))
-        for run in self.runs:
-            events = table.events(run)
-            if events:
-                section.tables.append((f"What happened: {run.name}", *events))
+        section = Section("Run" if len(self.runs) == 1 else "Runs")
+        section.tables += [table.results(groups), *facts.tables("Recipe", groups, facts.recipe)]
+        if len(groups) == 1:
+            section.tables += facts.tables("Machine and code", groups, facts.machine)
+        section.tables += [*table.evaluations(self.runs), *table.events(self.runs)]
         for run in self.runs:
             prefix = f"{run.name}: " if len(self.runs) > 1 else ""
             section.notes += [prefix + note for note in run.notes]
         return section
 
-    def _add(self, section: Section, prefix: str, plot: Plot, pictures: bool) -> None:
-        key = prefix + plot.key
+    def _add(self, job: Job, plot: Plot, pictures: bool) -> None:
+        key = job.prefix + plot.key
         try:
             png, svg = drawn(plot, LIGHT, png=pictures)
         except Missing as missing:
-            section.notes.append(f"{plot.key} is left out: {missing}")
+            job.missing.setdefault(str(missing), []).append(plot.key)
             return
         files = []
         if pictures:
@@ -133,7 +147,9 @@ class Report:
             ):
                 (self.out / name).write_bytes(content)
                 files.append(name)
-        section.figures.append(Figure(key, plot.caption, inline(svg, key, html.escape(plot.caption)), files))
+        place = plot.place and job.prefix + plot.place
+        drawing = inline(svg, key, html.escape(plot.caption))
+        job.section.figures.append(Figure(key, plot.caption, drawing, files, place, plot.choice))
 
 
 def unambiguous(folders: Sequence[Path]) -> list[str]:
@@ -162,4 +178,5 @@ def _lead(runs: Sequence[Run]) -> str:
     layers, width = run.setting("model", "n_layer"), run.setting("model", "n_embd")
     shape = f"{layers} layers, {width} wide" if layers and width else ""
     state = "finished" if run.finished else f"at step {run.step:,}"
-    return ", ".join(part for part in (f"method {run.method}", shape, state) if part)
+    method = f"method {run.method}" if run.setting("mst", "method") else ""
+    return ", ".join(part for part in (method, shape, state) if part)

@@ -1,4 +1,4 @@
-"""Draws the figures that compare runs: loss and perplexity over steps, FLOPs and time; speed; memory; final results.
+"""Draws the figures that compare runs: loss over steps, FLOPs or time; gradient norm; speed; final results.
 
 A group of runs that differ in their seed is one line, the mean, in a band from the least to the greatest.
 """
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from mst_scale.report.groups import Curve, Group, Spread, smoothed, spread
-from mst_scale.report.reading import Run
+from mst_scale.report.phases import phased, shade
 from mst_scale.report.style import (
     LINE_STYLES,
     Missing,
@@ -27,9 +27,12 @@ from mst_scale.report.style import (
     steps_axis,
     time_unit,
 )
+from mst_scale.report.thinned import Thinned
 from mst_scale.runs.progress import flops_unit
 
 WARM = 0.03  # of a run: where its loss falls so steeply that the rest would be flat beside it
+MARKS = 40  # evaluations that are marked on a line
+LEGEND = 88  # characters that fit beside each other, a handle counting as 9
 
 
 @dataclass(frozen=True)
@@ -39,63 +42,52 @@ class Against:
     key: str
     column: str
     words: str
-    title: str
+    choice: str
 
 
-STEPS = Against("steps", "step", "optimizer step", "over steps")
-FLOPS = Against("flops", "flops", "training FLOPs, paper's accounting", "over FLOPs (paper)")
-CAUSAL = Against("flops-causal", "flops_causal", "training FLOPs, causal accounting", "over FLOPs (causal)")
-TIME = Against("time", "seconds", "wall-clock time", "over wall-clock time")
+STEPS = Against("steps", "step", "optimizer step", "steps")
+FLOPS = Against("flops", "flops", "training FLOPs, paper's accounting", "FLOPs")
+CAUSAL = Against("flops-causal", "flops_causal", "training FLOPs, causal accounting", "FLOPs, causal")
+TIME = Against("time", "seconds", "wall-clock time", "time")
 AXES = (STEPS, FLOPS, CAUSAL, TIME)
 
 
 def comparing(groups: Sequence[Group]) -> list[Plot]:
     """Figures in which every run stands beside the others."""
     plots = [loss(groups, against) for against in AXES]
-    plots += [perplexity(groups, against) for against in AXES]
     if len(groups) > 1:
         plots.append(endings(groups))
-    return [*plots, throughput(groups), memory(groups)]
+    return [*plots, gradient_norm(groups), throughput(groups)]
 
 
 def loss(groups: Sequence[Group], against: Against) -> Plot:
+    """Training and validation on one axis; of one run they differ in colour, of several in their width and dots."""
+
     def draw(figure: Figure, theme: Theme) -> None:
-        curves = [spread(g, lambda run: smoothed(_series(run, against, "loss"))) for g in groups]
-        _need(curves, "loss", against)
+        training, validation = _losses(groups, against)
+        _need([*training, *validation], "loss", against)
         axes = figure.subplots()
-        unit = _x_axis(axes, against, curves)
-        for i, (group, curve) in enumerate(zip(groups, curves, strict=True)):
-            if len(group.runs) == 1 and curve is not None:
-                x, y = _series(group.first, against, "loss")
-                axes.plot(x / unit, y, color=_colour(theme, i), linewidth=0.7, alpha=0.35)
-        _lines(figure, axes, theme, groups, curves, unit=unit)
-        axes.set_ylabel("training loss (nats a token)")
-        axes.set_title(f"Training loss {against.title}")
-        settled = [_after_warm_up(curve) for curve in curves if curve is not None]
-        low, high = min(c.min() for c in settled), max(c.max() for c in settled)
-        room = max(0.05 * (high - low), 1e-3)
-        axes.set_ylim(low - room, high + 2 * room)
+        unit = _x_axis(axes, against, [*training, *validation])
+        phases = _shade(axes, groups, theme, against, unit)
+        alone = len(groups) == 1
+        if alone and len(groups[0].runs) == 1:
+            x, y = _curve(groups[0].first.series, against, "loss")
+            axes.plot(x / unit, y, color=theme.series[0], linewidth=0.7, alpha=0.35)
+        names = ["training"] if alone else _names(groups)
+        handles = _lines(axes, theme, training, names, unit=unit, linewidth=1.7 if alone else 1.2)
+        names = [name if curve is None else "" for name, curve in zip(names, training, strict=True)]
+        names = ["validation"] if alone else names
+        handles += _lines(axes, theme, validation, names, unit=unit, shift=int(alone), marker="o", markersize=4)
+        axes.set_ylabel("loss (nats a token)")
+        axes.set_title("Loss")
+        axes.set_ylim(*_limits(groups))
+        _legend(figure, handles, phases)
 
-    caption = (
-        "Mean of neighbouring rows, with the single rows faint behind it; "
-        f"the first {WARM:.0%} of a run may lie above the axis."
-    )
-    return Plot(f"loss-{against.key}", caption, draw)
-
-
-def perplexity(groups: Sequence[Group], against: Against) -> Plot:
-    def draw(figure: Figure, theme: Theme) -> None:
-        curves = [spread(g, lambda run: _validation(run, against)) for g in groups]
-        _need(curves, "val_loss", against)
-        axes = figure.subplots()
-        unit = _x_axis(axes, against, curves)
-        _lines(figure, axes, theme, groups, curves, unit=unit, marker="o")
-        values = np.concatenate([c.mean for c in curves if c is not None])
-        axes.set_ylabel("perplexity")
-        axes.set_title(f"Validation perplexity {against.title}")
-        ratio_axis(axes.yaxis, float(values.min()), float(values.max()))
-
-    return Plot(f"perplexity-{against.key}", "exp of the mean validation loss; dots are evaluations.", draw)
+    said = "Training loss is the mean of neighbouring rows, the single rows faint behind it; dots are evaluations."
+    if len(groups) > 1:
+        said = "Thin lines are training loss, the mean of neighbouring rows; thick ones with dots are evaluations."
+    said += f" The first {WARM:.0%} of a run may lie above the axis.{_shaded(groups)}"
+    return Plot(f"loss-{against.key}", said, draw, place="loss", choice=against.choice)
 
 
 def endings(groups: Sequence[Group]) -> Plot:
@@ -127,53 +119,104 @@ def endings(groups: Sequence[Group]) -> Plot:
     return Plot("perplexity-last", caption, draw, height)
 
 
+def gradient_norm(groups: Sequence[Group]) -> Plot:
+    def draw(figure: Figure, theme: Theme) -> None:
+        curves = [spread(g, lambda run: _curve(run.series, STEPS, "grad_norm")) for g in groups]
+        _need(curves, "grad_norm", STEPS)
+        axes = figure.subplots()
+        unit = _x_axis(axes, STEPS, curves)
+        phases = _shade(axes, groups, theme, STEPS, unit)
+        lows, highs = [c.low for c in curves if c is not None], [c.high for c in curves if c is not None]
+        if len(groups) == len(groups[0].runs) == 1:
+            series = groups[0].first.series
+            low, high = series.low("grad_norm"), series.high("grad_norm")
+            axes.fill_between(series.last("step"), low, high, color=theme.series[0], alpha=0.3, linewidth=0)
+            lows, highs = [low], [high]
+        handles = _lines(axes, theme, curves, _names(groups), unit=unit, linewidth=1.2)
+        spikes = 0
+        for i, group in enumerate(groups):
+            look: dict[str, Any] = {"color": _colour(theme, i + 1 if len(groups) == 1 else i), "marker": "v", "lw": 0}
+            for run in group.runs:
+                axes.plot([step for step, _ in run.spikes], [1.15 * norm for _, norm in run.spikes], **look)
+                spikes += run.spike_count
+        if spikes:
+            colour = theme.series[1] if len(groups) == 1 else theme.axis
+            handles.append(Line2D([], [], color=colour, marker="v", lw=0, label=f"spikes ({spikes})"))
+        ratio_axis(axes.yaxis, float(np.nanmin(np.concatenate(lows))), float(np.nanmax(np.concatenate(highs))))
+        axes.set_ylabel("gradient norm before clipping")
+        axes.set_title("Gradient norm")
+        _legend(figure, handles, phases)
+
+    caption = "Of the masked gradient. A spike is a logged norm above 3 times the median of the 100 rows before it."
+    return Plot("gradient-norm", caption + _shaded(groups), draw)
+
+
 def throughput(groups: Sequence[Group]) -> Plot:
     def draw(figure: Figure, theme: Theme) -> None:
-        curves = [spread(g, lambda run: smoothed(_series(run, STEPS, "tokens_per_s"))) for g in groups]
+        curves = [spread(g, lambda run: smoothed(_curve(run.series, STEPS, "tokens_per_s"))) for g in groups]
         _need(curves, "tokens_per_s", STEPS)
         axes = figure.subplots()
         unit = _x_axis(axes, STEPS, curves)
-        _lines(figure, axes, theme, groups, curves, unit=unit)
+        phases = _shade(axes, groups, theme, STEPS, unit)
+        handles = _lines(axes, theme, curves, _names(groups), unit=unit)
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(counted)
         axes.set_ylabel("tokens a second, all ranks")
         axes.set_title("Throughput")
+        _legend(figure, handles, phases)
 
-    return Plot("throughput", "Mean of neighbouring rows; saves lie in it, evaluations do not.", draw)
-
-
-def memory(groups: Sequence[Group]) -> Plot:
-    def draw(figure: Figure, theme: Theme) -> None:
-        curves = [spread(g, lambda run: _series(run, STEPS, "peak_memory_bytes")) for g in groups]
-        _need(curves, "peak_memory_bytes", STEPS)
-        axes = figure.subplots()
-        x_unit = _x_axis(axes, STEPS, curves)
-        largest = max(float(c.high.max()) for c in curves if c is not None)
-        size, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
-        curves = [c and Spread(c.x, c.mean / size, c.low / size, c.high / size, c.runs) for c in curves]
-        _lines(figure, axes, theme, groups, curves, unit=x_unit)
-        axes.set_ylim(0, 1.1 * largest / size)
-        axes.set_ylabel(f"peak memory of rank 0 ({name})")
-        axes.set_title("Memory")
-
-    return Plot("memory", "Tensors on the GPU; the whole process where there is no GPU. The peak so far.", draw)
+    caption = "Mean of neighbouring rows; saves lie in it, evaluations do not."
+    return Plot("throughput", caption + _shaded(groups), draw)
 
 
 # --- lines ---
 
 
-def _series(run: Run, against: Against, column: str) -> Curve:
-    return run.series.last(against.column), run.series.mean(column)
+def _curve(table: Thinned, against: Against, column: str) -> Curve:
+    return table.last(against.column), table.mean(column)
 
 
-def _validation(run: Run, against: Against) -> Curve:
-    with np.errstate(over="ignore"):
-        return run.validation.last(against.column), np.exp(run.validation.mean("val_loss"))
+def _losses(groups: Sequence[Group], against: Against) -> tuple[list[Spread | None], list[Spread | None]]:
+    """(training, validation) of each group."""
+    return (
+        [spread(g, lambda run: smoothed(_curve(run.series, against, "loss"))) for g in groups],
+        [spread(g, lambda run: _curve(run.validation, against, "val_loss")) for g in groups],
+    )
+
+
+def _limits(groups: Sequence[Group]) -> tuple[float, float]:
+    """Of the loss once it has settled: the same whatever stands on the x axis."""
+    training, validation = _losses(groups, STEPS)
+    settled = [_after_warm_up(curve) for curve in (*training, *validation) if curve is not None]
+    low, high = min(c.min() for c in settled), max(c.max() for c in settled)
+    room = max(0.05 * (high - low), 1e-3)
+    return low - room, high + 2 * room
+
+
+def _phased(groups: Sequence[Group]) -> Group | None:
+    return next((group for group in groups if phased(group.first)), None)
+
+
+def _shade(axes: Axes, groups: Sequence[Group], theme: Theme, against: Against, unit: float) -> list[Any]:
+    group = _phased(groups)
+    return [] if group is None else shade(axes, group.first, theme, against.column, unit)
+
+
+def _shaded(groups: Sequence[Group]) -> str:
+    """Whose phases are shaded, where that is not plain."""
+    group = _phased(groups)
+    return f" Shaded are the phases of {group.name}." if group is not None and len(groups) > 1 else ""
+
+
+def _legend(figure: Figure, handles: list[Any], phases: list[Any]) -> None:
+    handles = [*handles, *phases]
+    longest = max((len(handle.get_label()) for handle in handles), default=0)
+    legend(figure, handles, columns=min(4, LEGEND // (longest + 9)))
 
 
 def _need(curves: Sequence[Spread | None], column: str, against: Against) -> None:
-    if not any(curve is not None for curve in curves):
-        raise Missing(f"no run has {column} and {against.column} in its metrics.jsonl")
+    if not any(curve is not None and curve.x[-1] > 0 for curve in curves):
+        raise Missing(f"no row has {column}" if against is STEPS else f"no row with {column} tells what it has taken")
 
 
 def _colour(theme: Theme, i: int) -> str:
@@ -184,30 +227,35 @@ def _style(i: int, theme: Theme) -> Any:
     return LINE_STYLES[(i + i // len(theme.series)) % len(LINE_STYLES)]
 
 
+def _names(groups: Sequence[Group]) -> list[str]:
+    """In the legend; a single run needs none."""
+    if len(groups) == len(groups[0].runs) == 1:
+        return [""]
+    return [f"{g.name} ({len(g.runs)} seeds)" if len(g.runs) > 1 else g.name for g in groups]
+
+
 def _lines(
-    figure: Figure,
     axes: Axes,
     theme: Theme,
-    groups: Sequence[Group],
     curves: Sequence[Spread | None],
+    names: Sequence[str],
     *,
     unit: float,
-    marker: str = "",
-) -> None:
+    shift: int = 0,
+    **more: Any,
+) -> list[Any]:
+    """Draw one line a group, in the colour of its place `shift` further; the handles of those with a name."""
     handles = []
-    for i, (group, curve) in enumerate(zip(groups, curves, strict=True)):
+    for i, (curve, name) in enumerate(zip(curves, names, strict=True)):
         if curve is None:
             continue
-        look: dict[str, Any] = {"color": _colour(theme, i), "linestyle": _style(i, theme)}
-        if marker and len(curve.x) <= 60:
-            look |= {"marker": marker, "markersize": 4}
-        axes.plot(curve.x / unit, curve.mean, **look)
+        look: dict[str, Any] = {"color": _colour(theme, i + shift), "linestyle": _style(i + shift, theme)} | more
+        axes.plot(curve.x / unit, curve.mean, markevery=-(-len(curve.x) // MARKS), **look)
         if curve.runs > 1:
             axes.fill_between(curve.x / unit, curve.low, curve.high, color=look["color"], alpha=0.2, linewidth=0)
-        name = f"{group.name} ({curve.runs} seeds)" if curve.runs > 1 else group.name
-        handles.append(Line2D([], [], label=name, **look))
-    if len(groups) > 1 or len(groups[0].runs) > 1:
-        legend(figure, handles, columns=2 if max(len(g.name) for g in groups) > 20 else 3)
+        if name:
+            handles.append(Line2D([], [], label=name, **look))
+    return handles
 
 
 def _x_axis(axes: Axes, against: Against, curves: Sequence[Spread | None]) -> float:

@@ -119,6 +119,12 @@ class Run:
     def step(self) -> int:
         return int(self.last.get("step", 0))
 
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """What run.json tells of each start, but for later ones that took no step."""
+        told = listed(self.launched.get("starts"))
+        return told[:1] + [s for s in told[1:] if "last_step" not in s or s["last_step"] != s.get("from_step")]
+
     def setting(self, *path: str) -> Any:
         """A key of the config, whatever it holds; None where it has none."""
         node: Any = self.config
@@ -127,8 +133,26 @@ class Run:
         return node
 
     @property
+    def sparse(self) -> bool:
+        """Whether weights are masked, or attention leaves out pairs, or are planned to."""
+        told = [self.series.high("sparsity"), self.series.high("target_sparsity")]
+        if self.schedule is not None:
+            told.append(plan(self.schedule)[1])
+        masked = bool(np.nanmax(np.concatenate(told), initial=0.0) > 0)
+        return masked or self.layers is not None or any(span.attention != "dense" for span in self.spans)
+
+    @property
     def finished(self) -> bool:
         return 0 < self.steps <= self.step
+
+
+def plan(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, target sparsity) of the whole run, as a line with corners."""
+    steps, target = [], []
+    for segment in schedule.segments():
+        steps += [segment.start, segment.stop]
+        target += [segment.sparsity, segment.sparsity]
+    return np.array(steps, dtype=float), np.array(target)
 
 
 class Reader:
@@ -216,7 +240,7 @@ class Reader:
             run.last_val_loss = number(row["val_loss"])
         self._take_span(row)
         self._take_spike(step, number(row.get("grad_norm")))
-        run.last = row
+        run.last |= row  # what this row does not tell is as it was
 
     def _take_span(self, row: dict[str, Any]) -> None:
         spans = self.run.spans
@@ -336,7 +360,9 @@ class Reader:
             run.notes.append("no config.json: method, seed and model are not known")
         if not run.series.rows:
             run.notes.append("no row in metrics.jsonl yet")
-        if run.steps_alone:
+        if run.series.rows and run.schedule is None and not np.isfinite(run.series.last("sparsity")).any():
+            run.notes.append("metrics.jsonl tells of no sparsity")
+        if run.steps_alone and run.seconds:
             run.notes.append("time is that of the steps alone: rows hold no wall-clock seconds")
         if self.damaged:
             run.notes.append(f"{self.damaged} lines of metrics.jsonl could not be read and are left out")
@@ -353,6 +379,16 @@ def dead_shares(units: Any) -> dict[str, float]:
         kind: counts for kind, counts in told.items() if isinstance(counts, dict) and number(counts.get("all")) > 0
     }
     return {kind: number(counts.get("dead")) / number(counts["all"]) for kind, counts in known.items()}
+
+
+def listed(value: Any) -> list[dict[str, Any]]:
+    """The objects of a list, as far as it is one."""
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+
+
+def moment(time: Any) -> str:
+    """`2026-01-02T03:04:05+0000` → `2026-01-02 03:04`."""
+    return str(time or "")[:16].replace("T", " ")
 
 
 def number(value: Any, missing: float = math.nan) -> float:

@@ -73,12 +73,17 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Plot:
-    """One figure. `key` names its files, `caption` says how to read it."""
+    """One figure. `key` names its files, `caption` says how to read it.
+
+    Neighbours of one `place` are one figure of the page, between which the reader chooses by `choice`.
+    """
 
     key: str
     caption: str
     draw: Draw
     height: float = HEIGHT
+    place: str = ""
+    choice: str = ""
 
 
 # --- drawing ---

@@ -1,4 +1,4 @@
-"""Computes the table of what each run cost and reached, one row per run."""
+"""Computes the tables of what each run cost and reached, and of what happened on the way."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from mst_scale.report.groups import Group, dotted
-from mst_scale.report.reading import Run, number
+from mst_scale.report.page import Table
+from mst_scale.report.reading import Run, listed, moment, number
 from mst_scale.report.style import counted
 from mst_scale.runs.progress import clock, flops_unit
 
 NONE = "–"
 MOST_EVENTS = 30
+MOST_COLUMNS = 5  # runs that stand beside each other
 
 
 def rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -49,7 +51,6 @@ def rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 COLUMNS: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
     ("run", lambda row: row["name"] + (f" ({len(row['runs'])} seeds)" if len(row["runs"]) > 1 else "")),
-    ("method", lambda row: row["method"]),
     ("parameters", lambda row: _said(row["parameters"], lambda n: counted(float(f"{n:.3g}")))),
     ("steps", lambda row: f"{row['step']:,}" + (f" of {row['steps']:,}" if (row["steps"] or 0) > row["step"] else "")),
     ("tokens", lambda row: _said(row["tokens"], lambda n: counted(float(f"{n:.3g}")))),
@@ -67,11 +68,23 @@ COLUMNS: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
 ]
 
 
-def cells(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """(head, rows) of the table as people read it; a column that no run fills is left out."""
-    table = [[say(row) for _, say in COLUMNS] for row in rows(groups)]
-    kept = [i for i in range(len(COLUMNS)) if any(line[i] != NONE for line in table)]
-    return [COLUMNS[i][0] for i in kept], [[line[i] for i in kept] for line in table]
+def results(groups: Sequence[Group]) -> Table:
+    """What people read of `rows`; what no run tells is left out."""
+    told = rows(groups)
+    lines = [(name, [say(row) for row in told]) for name, say in COLUMNS]
+    return upright("Result", [(name, cells) for name, cells in lines if any(cell != NONE for cell in cells)])
+
+
+def upright(title: str, lines: Sequence[tuple[str, Sequence[str]]]) -> Table:
+    """A fact a row and a run a column, the first line as the head; a run a row where they are many.
+
+    A single run needs no head.
+    """
+    table = [[name, *cells] for name, cells in lines]
+    if len(table[0]) > 1 + MOST_COLUMNS:
+        table = [list(line) for line in zip(*table, strict=True)]
+    single = len(table[0]) == 2
+    return Table(title, [] if single else table[0], table[1:])
 
 
 def _last(key: str) -> Callable[[Run], float | None]:
@@ -149,14 +162,12 @@ def _bytes(value: float) -> str:
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
 
 
-def evaluations(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]] | None:
-    """What `mst eval` has left beside the runs: one row a run, one column a metric."""
+def evaluations(runs: Sequence[Run]) -> list[Table]:
+    """What `mst eval` has left beside the runs."""
     found = {run.name: _metrics(run) for run in runs}
     columns = list(dict.fromkeys(name for metrics in found.values() for name in metrics))
-    if not columns:
-        return None
-    lines = [[name, *(_said(metrics.get(c), "{:.4g}".format) for c in columns)] for name, metrics in found.items()]
-    return ["run", *columns], lines
+    lines = [(c, [_said(metrics.get(c), "{:.4g}".format) for metrics in found.values()]) for c in columns]
+    return [upright("Evaluation", [("run", list(found)), *lines])] if columns else []
 
 
 def _metrics(run: Run) -> dict[str, float]:
@@ -169,20 +180,15 @@ def _metrics(run: Run) -> dict[str, float]:
     }
 
 
-def events(run: Run) -> tuple[list[str], list[list[str]]] | None:
-    """Restarts, spikes and rollbacks that `run.json` tells of."""
-    lines = []
-    starts, happened = (
-        [entry for entry in told if isinstance(entry, dict)] if isinstance(told, list) else []
-        for told in (run.launched.get("starts"), run.launched.get("events"))
-    )
-    for start in starts[1:]:
-        lines.append([str(start.get("time", "")), f"started again from step {start.get('from_step', '?')}"])
-    for event in happened:
-        more = ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("time", "what", "start"))
-        lines.append(
-            [str(event.get("time", "")), f"{event.get('what', '?')}: {more}" if more else str(event.get("what", "?"))]
-        )
-    lines.sort()
-    shown = lines[-MOST_EVENTS:]
-    return (["time", "event"], shown) if shown else None
+def events(runs: Sequence[Run]) -> list[Table]:
+    """Restarts, spikes and rollbacks that `run.json` tells of; a table a run."""
+    tables = []
+    for run in runs:
+        lines = [(start, f"started again from step {start.get('from_step', '?')}") for start in run.starts[1:]]
+        for event in listed(run.launched.get("events")):
+            more = ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("time", "what", "start"))
+            lines.append((event, f"{event.get('what', '?')}: {more}" if more else str(event.get("what", "?"))))
+        told = sorted((moment(entry.get("time")), words) for entry, words in lines)[-MOST_EVENTS:]
+        if told:
+            tables.append(Table("What happened" + (f": {run.name}" if len(runs) > 1 else ""), [], told))
+    return tables

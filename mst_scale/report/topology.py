@@ -1,4 +1,4 @@
-"""Draws how one run became sparse, and where: sparsity, update fraction, prune and grow, layers, gradient norm."""
+"""Draws how one run became sparse, and where: sparsity, update fraction, prune and grow, dead units, layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -14,11 +13,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from mst_scale.dead_units.kinds import KINDS
-from mst_scale.report.reading import LAYER, Run
+from mst_scale.report.phases import shade
+from mst_scale.report.reading import LAYER, Run, plan
 from mst_scale.report.style import (
     HEIGHT,
     LINE_STYLES,
-    PHASES,
     Missing,
     Plot,
     Theme,
@@ -29,17 +28,19 @@ from mst_scale.report.style import (
     steps_axis,
 )
 from mst_scale.runs.snapshots import kind_of
-from mst_scale.sparsity_variation import Schedule
 
 MAP = "cividis"  # one lightness scale for all kinds of colour vision
+NO_TOPOLOGY = "metrics.jsonl tells of no topology step"
 LABELS = 24  # layers that can be named beside a map
 
 
 def one_run(run: Run) -> list[Plot]:
-    """Figures of the schedule and the topology of a run; keys are made unique by the caller."""
+    """Figures of the schedule and the topology of a run; none of a dense one. Keys are made unique by the caller."""
+    if not run.sparse:
+        return []
     return [
-        sparsity(run), update_fraction(run), gradient_norm(run), prune_and_grow(run), dead_units(run),
-        by_layer(run, "pruned"), by_layer(run, "grown"), churn(run), exploration(run), densities(run),
+        sparsity(run), update_fraction(run), prune_and_grow(run), dead_units(run),
+        churn(run), by_layer(run, "pruned"), by_layer(run, "grown"), exploration(run), densities(run),
     ]  # fmt: skip
 
 
@@ -50,22 +51,24 @@ def sparsity(run: Run) -> Plot:
     strided = any(span.attention != "dense" for span in run.spans)
 
     def draw(figure: Figure, theme: Theme) -> None:
-        steps, target, actual = _columns(run, "target_sparsity", "sparsity")
+        steps, actual, target = _columns(run, "sparsity", "target_sparsity")
         planned = steps
         if run.schedule is not None:
             planned, target = plan(run.schedule)
+        if not (strided or _varies(actual) or _varies(target)):
+            raise Missing(f"the sparsity is {_percent(np.nanmax(actual))} all along")
         if strided:
             upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         else:
             upper = lower = figure.subplots()
-        handles = _shade(upper, run, theme)
+        handles = shade(upper, run, theme)
         upper.plot(planned, target, color=theme.series[1], linestyle=(0, (3, 2)), linewidth=2.2)
         upper.plot(steps, actual, color=theme.series[0])
         percent_axis(upper, "sparsity")
         upper.set_ylim(-0.03, 1.03)
         upper.set_title("Sparsity")
         if strided:
-            _shade(lower, run, theme)
+            shade(lower, run, theme)
             edges = [*(span.first for span in run.spans), run.spans[-1].last]
             lower.stairs([span.stride for span in run.spans], edges, baseline=None, color=theme.series[2], linewidth=2)
             lower.set_ylabel("attention\nstride")
@@ -86,10 +89,10 @@ def sparsity(run: Run) -> Plot:
 def update_fraction(run: Run) -> Plot:
     def draw(figure: Figure, theme: Theme) -> None:
         steps, fraction = _columns(run, "update_fraction")
-        if not np.nanmax(fraction, initial=0.0) > 0:
-            raise Missing("no connection is exchanged: the update fraction is 0 all along")
+        if not _varies(fraction):
+            raise Missing(f"the update fraction is {_percent(np.nanmax(fraction))} all along")
         axes = figure.subplots()
-        handles = _shade(axes, run, theme)
+        handles = shade(axes, run, theme)
         axes.plot(steps, fraction, color=theme.series[0])
         percent_axis(axes, "update fraction")
         axes.set_ylim(bottom=0)
@@ -100,37 +103,15 @@ def update_fraction(run: Run) -> Plot:
     return Plot("update-fraction", "Share of living weights that a topology step exchanges at most.", draw)
 
 
-def gradient_norm(run: Run) -> Plot:
-    def draw(figure: Figure, theme: Theme) -> None:
-        steps, norm = _columns(run, "grad_norm")
-        axes = figure.subplots()
-        handles = _shade(axes, run, theme)
-        low, high = run.series.low("grad_norm"), run.series.high("grad_norm")
-        axes.fill_between(steps, low, high, color=theme.series[0], alpha=0.3, linewidth=0)
-        axes.plot(steps, norm, color=theme.series[0], linewidth=1.2)
-        lines = [Line2D([], [], color=theme.series[0], label="mean of rows, in their range")]
-        if run.spikes:
-            x, y = zip(*run.spikes, strict=True)
-            look: dict[str, Any] = {"color": theme.series[1], "marker": "v", "linestyle": "", "markersize": 7}
-            axes.plot(x, [1.15 * value for value in y], **look)
-            lines.append(Line2D([], [], label=f"spikes ({run.spike_count})", **look))
-        ratio_axis(axes.yaxis, float(np.nanmin(low)), float(np.nanmax(high)))
-        axes.set_ylabel("gradient norm before clipping")
-        axes.set_title("Gradient norm")
-        steps_axis(axes)
-        legend(figure, [*lines, *handles], columns=3)
-
-    caption = "Of the masked gradient. A spike is a logged norm above 3 times the median of the 100 rows before it."
-    return Plot("gradient-norm", caption, draw)
-
-
 def prune_and_grow(run: Run) -> Plot:
     def draw(figure: Figure, theme: Theme) -> None:
+        if run.layers is None:
+            raise Missing(NO_TOPOLOGY)
         steps, *counts = _columns(run, "pruned", "grown", "regrown")
         if not any(np.nansum(count) > 0 for count in counts):
-            raise Missing("metrics.jsonl tells of no topology step")
+            raise Missing("no weight was pruned or grown at a topology step")
         axes = figure.subplots()
-        handles = _shade(axes, run, theme)
+        handles = shade(axes, run, theme)
         lines = []
         words = ("pruned", "grown", "pruned and grown back")
         styles = (("o", 0), ("^", 1), ("s", 2))
@@ -159,8 +140,11 @@ def dead_units(run: Run) -> Plot:
         shares = {kind: share for kind, share in shares.items() if np.isfinite(share).any()}
         if not shares:
             raise Missing("metrics.jsonl does not count units: the run is dense, or its model's units are not known")
+        if not any(_varies(share) for share in shares.values()):
+            held = ", ".join(f"{_percent(np.nanmax(share))} of {KINDS[kind]}" for kind, share in shares.items())
+            raise Missing(f"they are constant, {held}")
         axes = figure.subplots()
-        handles = _shade(axes, run, theme)
+        handles = shade(axes, run, theme)
         lines = []
         for i, (kind, share) in enumerate(shares.items()):
             look: dict[str, Any] = {"color": theme.series[i], "linestyle": LINE_STYLES[i % len(LINE_STYLES)]}
@@ -196,7 +180,7 @@ def churn(run: Run) -> Plot:
         "Changes of a layer's mask bits as a share of its weights, added up over the topology steps between two logged "
         "rows: a bit that flips back counts twice. Blank where none did."
     )
-    return Plot("churn", caption, draw, _map_height(run))
+    return Plot("churn", caption, draw, _map_height(run), place="layers", choice="churn")
 
 
 def by_layer(run: Run, what: str) -> Plot:
@@ -218,7 +202,7 @@ def by_layer(run: Run, what: str) -> Plot:
         "Added up over the topology steps between two logged rows; the mean where rows are merged. "
         "Blank where there were none."
     )
-    return Plot(f"layers-{what}", caption, draw, _map_height(run))
+    return Plot(f"layers-{what}", caption, draw, _map_height(run), place="layers", choice=what)
 
 
 def exploration(run: Run) -> Plot:
@@ -226,11 +210,13 @@ def exploration(run: Run) -> Plot:
         values = _layers(run, "ever_active")
         if not np.isfinite(values).any():
             raise Missing("it was not counted which weights were ever alive (mst.topology.track_coverage)")
+        if not _varies(values):
+            raise Missing(f"{_percent(np.nanmax(values))} of the weights of every layer were ever alive")
         _layer_map(figure, theme, run, values, norm=Normalize(0, 1), label="share ever alive")
         figure.axes[0].set_title("Exploration of each layer (ITOP)")
 
-    caption = "Share of a layer's weights that were alive at any time so far; all of them in a run that starts dense."
-    return Plot("exploration", caption, draw, _map_height(run))
+    caption = "Share of a layer's weights that were alive at any time so far."
+    return Plot("exploration", caption, draw, _map_height(run), place="layers", choice="ever alive")
 
 
 def densities(run: Run) -> Plot:
@@ -238,6 +224,8 @@ def densities(run: Run) -> Plot:
         found = run.densest
         if not found:
             raise Missing("metrics.jsonl has no density of a layer")
+        if not _varies(np.array(list(found.values()))):
+            raise Missing("every layer is as dense as the others")
         kinds: dict[str, list[str]] = {}
         for name in found:
             kinds.setdefault(kind_of(name), []).append(name)
@@ -317,15 +305,6 @@ def _map_height(run: Run) -> float:
 # --- pieces ---
 
 
-def plan(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, target sparsity) of the whole run, as a line with corners."""
-    steps, target = [], []
-    for segment in schedule.segments():
-        steps += [segment.start, segment.stop]
-        target += [segment.sparsity, segment.sparsity]
-    return np.array(steps, dtype=float), np.array(target)
-
-
 def _columns(run: Run, *columns: str) -> list[np.ndarray]:
     """Step and columns where the first of them is there."""
     table = [run.series.last("step"), *(run.series.mean(column) for column in columns)]
@@ -334,21 +313,17 @@ def _columns(run: Run, *columns: str) -> list[np.ndarray]:
     return table
 
 
+def _varies(values: np.ndarray) -> bool:
+    """By more than what rounding does."""
+    known = values[np.isfinite(values)]
+    return bool(known.size and np.ptp(known) > 1e-6)
+
+
 def _layers(run: Run, what: str) -> np.ndarray:
     assert what in LAYER
     if run.layers is None:
-        raise Missing("metrics.jsonl tells of no topology step")
+        raise Missing(NO_TOPOLOGY)
     return run.layers.matrix(what)
-
-
-def _shade(axes: Axes, run: Run, theme: Theme) -> list[Patch]:
-    """Phases behind the lines; the handles of those that occur."""
-    for span in run.spans:
-        colour = theme.phases.get(span.phase)
-        if colour is not None:
-            axes.axvspan(span.first, span.last, facecolor=colour, linewidth=0, zorder=0)
-    here = [phase for phase in PHASES if any(span.phase == phase for span in run.spans)]
-    return [Patch(facecolor=theme.phases[phase], edgecolor=theme.axis, label=PHASES[phase]) for phase in here]
 
 
 def short(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -21,58 +22,56 @@ MARKERS = "osD^vP*X"
 
 
 def heat_maps(run: Run, all_blocks: bool) -> list[Plot]:
-    """One figure a pictured matrix; those of the first block alone where several runs are shown."""
-    if not run.snapshots:
-        return [heat_map(run, "weights")]
-    names = list(run.snapshots[-1].weights)
-    if not all_blocks:
-        seen: dict[str, str] = {}
-        for name in names:
-            seen.setdefault(kind_of(name), name)
-        names = list(seen.values())
-    return [heat_map(run, name) for name in names]
+    """One figure a pictured matrix, kind by kind; those of the first block alone where several runs are shown."""
+    kinds: dict[str, list[str]] = {}
+    for name in run.snapshots[-1].weights if run.snapshots else ():
+        kinds.setdefault(kind_of(name), []).append(name)
+    return [heat_map(run, name) for names in kinds.values() for name in (names if all_blocks else names[:1])]
 
 
 def heat_map(run: Run, name: str) -> Plot:
+    """Weights above their mask, where there is one."""
+    shown = [s for s in run.snapshots if name in s.weights and s.step > 0][-PHASES_SHOWN:]
+    masked = any((s.alive[name] < 1).any() for s in shown)
+
     def draw(figure: Figure, theme: Theme) -> None:
-        shown = [s for s in run.snapshots if name in s.weights and s.step > 0][-PHASES_SHOWN:]
         if not shown:
-            raise Missing("there is no snapshot of the weights (RUN/snapshots) yet, and no checkpoint")
-        grid = figure.subplots(2, max(FEWEST, len(shown)), squeeze=False)
+            raise Missing("there is no snapshot of the weights but that of the start")
+        grid = figure.subplots(1 + masked, max(FEWEST, len(shown)), squeeze=False)
         for axes in grid[:, len(shown) :].flat:
             axes.set_visible(False)
         grid = grid[:, : len(shown)]
         # one scale for all phases: the largest cells, but for outliers that would make the rest dark
         top = max(float(np.quantile(s.weights[name], 0.995)) for s in shown) or 1.0
-        maps = []
-        for column, snapshot in zip(grid.T, shown, strict=True):
-            upper, lower = column
-            maps = [
-                upper.imshow(snapshot.weights[name], cmap=MAP, vmin=0, vmax=top, interpolation="nearest"),
-                lower.imshow(snapshot.alive[name], cmap="gray", vmin=0, vmax=1, interpolation="nearest"),
-            ]
-            for axes, image in zip(column, (snapshot.weights[name], snapshot.alive[name]), strict=True):
+        rows: list[tuple[str, str, list[np.ndarray], dict[str, Any]]] = [
+            ("weights", "mean |w|", [s.weights[name] for s in shown], {"cmap": MAP, "vmin": 0, "vmax": top})
+        ]
+        if masked:
+            rows.append(("mask", "alive", [s.alive[name] for s in shown], {"cmap": "gray", "vmin": 0, "vmax": 1}))
+        for line, (what, label, images, look) in zip(grid, rows, strict=True):
+            for axes, image in zip(line, images, strict=True):
+                drawn = axes.imshow(image, interpolation="nearest", **look)
                 axes.set_xticks([])
                 axes.set_yticks([])
                 axes.grid(visible=False)
                 axes.set_aspect("auto")
                 axes.set_box_aspect(min(1.4, max(0.7, image.shape[0] / image.shape[1])))
                 axes.spines[:].set_visible(True)
-            when = "in" if run.from_checkpoint else "end of"
-            upper.set_title(f"{when}\n{_words(snapshot)}", fontsize=9, fontweight="normal", loc="center")
-            lower.set_xlabel(f"step {snapshot.step:,}", fontsize=9)
-        grid[0, 0].set_ylabel("weights", fontsize=10)
-        grid[1, 0].set_ylabel("mask", fontsize=10)
-        for row, image, label in ((0, maps[0], "mean |w|"), (1, maps[1], "alive")):
-            bar = figure.colorbar(image, ax=list(grid[row]), pad=0.02, aspect=12)
+            line[0].set_ylabel(what, fontsize=10)
+            bar = figure.colorbar(drawn, ax=list(line), pad=0.02, aspect=12)
             bar.set_label(label, fontsize=9.5)
             bar.ax.yaxis.set_major_locator(MaxNLocator(3))
             bar.ax.tick_params(labelsize=8.5)
             bar.outline.set_edgecolor(theme.axis)
-            if row:
+            if what == "mask":
                 bar.ax.yaxis.set_major_locator(FixedLocator([0, 0.5, 1]))
                 bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        figure.suptitle(f"Weights and mask: {_placed(name)}", x=0.01, ha="left", fontsize=11.5, fontweight="bold")
+        when = "in" if run.from_checkpoint else "end of"
+        for upper, lower, snapshot in zip(grid[0], grid[-1], shown, strict=True):
+            upper.set_title(f"{when}\n{_words(snapshot)}", fontsize=9, fontweight="normal", loc="center")
+            lower.set_xlabel(f"step {snapshot.step:,}", fontsize=9)
+        what = "Weights and mask" if masked else "Weights"
+        figure.suptitle(f"{what}: {_placed(name)}", x=0.01, ha="left", fontsize=11.5, fontweight="bold")
 
     shape = next((m.shape for s in run.snapshots for m in s.matrices if m.name == name), None)
     cells = next((s.weights[name].shape for s in run.snapshots if name in s.weights), None)
@@ -80,7 +79,10 @@ def heat_map(run: Run, name: str) -> Plot:
     if shape is not None and cells is not None:
         scale = f"{shape[0]} outputs (rows) × {shape[1]} inputs (columns)"
         scale += "." if shape == cells else f", in {cells[0]} × {cells[1]} cells."
-    return Plot(f"weights-{name.removesuffix('.weight').replace('.', '-')}", scale, draw, 4.2)
+    return Plot(
+        f"weights-{_key(name)}", scale, draw, 4.2 if masked else 2.6,
+        place=f"weights-{_key(kind_of(name)).replace('*', 'n')}", choice=f"block {block_of(name)}",
+    )  # fmt: skip
 
 
 def deviations(run: Run) -> list[Plot]:
@@ -141,8 +143,10 @@ def by_phase(run: Run) -> Plot:
     return Plot("std-phases", "Standard deviation of the living weights, mean over blocks.", draw)
 
 
-def by_scale(groups: Sequence[Group]) -> Plot:
-    """The paper's figure: the first block at different scales of one model."""
+def by_scale(groups: Sequence[Group]) -> list[Plot]:
+    """The paper's figure: the first block at different scales of one model. None where all runs are of one size."""
+    if len({run.snapshots[-1].parameters for group in groups for run in group.runs if run.snapshots}) < 2:
+        return []
 
     def draw(figure: Figure, theme: Theme) -> None:
         found: dict[str, list[tuple[int, float]]] = {}
@@ -150,8 +154,6 @@ def by_scale(groups: Sequence[Group]) -> Plot:
             for kind, members in _kinds(run.snapshots[-1]).items() if run.snapshots else ():
                 if len(members) > 1 or block_of(members[0].name):
                     found.setdefault(kind, []).append((run.snapshots[-1].parameters, members[0].std_active))
-        if len({size for points in found.values() for size, _ in points}) < 2:
-            raise Missing("this needs runs of models of at least two sizes")
         axes = figure.subplots()
         handles = []
         for i, (kind, points) in enumerate(found.items()):
@@ -175,7 +177,7 @@ def by_scale(groups: Sequence[Group]) -> Plot:
         legend(figure, handles, columns=3)
 
     caption = "At each run's last snapshot, mean over runs of one size. The paper finds larger models more homogeneous."
-    return Plot("std-scale", caption, draw)
+    return [Plot("std-scale", caption, draw)]
 
 
 def _last(run: Run) -> Snapshot:
@@ -189,6 +191,10 @@ def _kinds(snapshot: Snapshot) -> dict[str, list[Matrix]]:
     for matrix in snapshot.matrices:
         kinds.setdefault(kind_of(matrix.name), []).append(matrix)
     return kinds
+
+
+def _key(name: str) -> str:
+    return name.removesuffix(".weight").replace(".", "-")
 
 
 def _placed(name: str) -> str:

@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mst_scale.checkpoints.store import write_if_possible
 
 PACKAGES = ("mst_scale", "torch", "deepspeed", "numpy", "safetensors", "triton", "mpi4py")
@@ -73,6 +75,7 @@ def about(**more: Any) -> dict[str, Any]:
         "time": now(),
         "command": command(),
         "folder": os.getcwd(),
+        "device": device(),
         "versions": versions(),
         "git": git_state(Path(__file__).resolve().parents[2]),
         "job": {name: os.environ[name] for name in SCHEDULERS if name in os.environ},
@@ -92,6 +95,16 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def device() -> str:
+    """The GPU's name, or the processor's and its number of cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def git_state(root: Path) -> dict[str, Any] | None:

@@ -22,6 +22,12 @@ LABELS = """JSON.stringify([...document.querySelectorAll('figure')].map(figure =
 }))"""
 COLOURS = """JSON.stringify([getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color,
   getComputedStyle(document.querySelector('figure svg text')).fill])"""
+EVERY_CHOICE = """document.head.insertAdjacentHTML('beforeend',
+  '<style>.place > figure { display: block !important; }</style>')"""
+SHOWN = """JSON.stringify([...document.querySelectorAll('.place figure')].filter(f => f.offsetHeight).map(f => f.id))"""
+LEVEL = """JSON.stringify(['loss-steps', 'gradient-norm'].map(
+  id => document.querySelector('#' + id + ' svg').getBoundingClientRect().top))"""
+CUT_OFF = """[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth).length"""
 WIDTH = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -39,6 +45,7 @@ def pages(tmp_path_factory):
     one = runs.write(folder / "one", blocks=30, until=500)
     others = [runs.write(folder / f"mst-{seed}", seed=seed) for seed in (1, 2)]
     others.append(runs.write(folder / "dense", "dense", steps=400, width=128))
+    others.append(runs.write(folder / "long", steps=900, blocks=1))  # names of two settings in the legends
     made = {}
     for name, folders, out in (("one", [one], folder / "a"), ("several", others, folder / "b")):
         report = Report(folders, out)
@@ -60,9 +67,10 @@ def test_the_page_in_a_browser(browser, pages, name, window, scheme):
     assert browser.errors == []
     assert [url[:80] for url in browser.requests if not url.startswith(("file:", "data:"))] == []
     assert [url for url in browser.requests if url.startswith("file:")] == [Path(pages[name]["page"]).as_uri()]
+    browser.evaluate(EVERY_CHOICE)
     figures = json.loads(browser.evaluate(LABELS))
     assert [figure["id"] for figure in figures] == [figure["name"] for figure in pages[name]["figures"]]
-    assert len(figures) > 20
+    assert len(figures) >= 20
     for figure in figures:
         left, top, right, bottom = figure["box"]
         assert right - left > 300 and bottom - top > 100, f"{figure['id']} is drawn"
@@ -73,11 +81,34 @@ def test_the_page_in_a_browser(browser, pages, name, window, scheme):
         for (first, a), (second, b) in combinations(figure["labels"], 2):
             assert not overlap(a, b), f"{figure['id']}: {first!r} and {second!r} overlap"
         if figure["id"].rpartition("run1-")[2].startswith("weights-"):
-            assert figure["images"] >= 2 and figure["images"] % 2 == 0, "weights beside masks"
+            dense = figure["id"].startswith("run2-")
+            assert figure["images"] >= 1 + (not dense), "weights, beside masks where there are any"
     assert browser.evaluate(WIDTH) <= 0, "nothing but the table scrolls sideways"
     paper, ink, label = json.loads(browser.evaluate(COLOURS))
     assert paper == ("rgb(23, 24, 27)" if scheme == "dark" else "rgb(255, 255, 255)")
     assert label == ink != paper, "the drawings follow the theme"
+
+
+def test_one_figure_of_a_place_is_shown_and_the_reader_chooses_which(browser, pages):
+    """By a click, without a script."""
+    page = Path(pages["one"]["page"])
+    assert "<script" not in page.read_text()
+    browser.open(page, width=1400, height=900, scheme="light")
+    shown = json.loads(browser.evaluate(SHOWN))
+    assert {"loss-steps", "churn", "weights-blocks-0-mlp-up"} <= set(shown)
+    assert not {"loss-flops", "loss-time", "layers-grown", "weights-blocks-15-mlp-up"} & set(shown)
+    before, after = json.loads(browser.evaluate(LEVEL))
+    assert abs(before - after) <= 1, "neighbours are level"
+    for choice, figure in (("FLOPs", "loss-flops"), ("time", "loss-time")):
+        browser.evaluate(f"[...document.querySelectorAll('label')].find(l => l.textContent == '{choice}').click()")
+        assert [name for name in json.loads(browser.evaluate(SHOWN)) if name.startswith("loss")] == [figure]
+
+
+@pytest.mark.parametrize("name", ["one", "several"])
+def test_no_table_is_cut_off_on_a_wide_screen(browser, pages, name):
+    browser.open(Path(pages[name]["page"]), width=1400, height=900, scheme="light")
+    assert browser.evaluate("document.querySelectorAll('.scroll').length") >= 3
+    assert browser.evaluate(CUT_OFF) == 0
 
 
 def test_the_browser_sees_an_error_a_request_and_an_overlap(browser, tmp_path):

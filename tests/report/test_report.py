@@ -1,29 +1,37 @@
 """`mst report` as a user calls it: every figure of one run and of several; what is missing is a note; it watches."""
 
+import html
 import json
+import re
 import shutil
 import threading
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 from PIL import Image
 
 from mst_scale.cli import main
 from mst_scale.report.build import Report
-from mst_scale.report.style import DARK, LIGHT
+from mst_scale.report.curves import FLOPS, STEPS, TIME, comparing, gradient_norm, loss, throughput
+from mst_scale.report.groups import grouped
+from mst_scale.report.reading import Reader
+from mst_scale.report.style import DARK, LIGHT, Missing, Plot, render
+from mst_scale.report.table import results
+from mst_scale.report.topology import one_run
 from tests.report import runs
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, attempt
 
 ONE_RUN = [
-    "loss-steps", "loss-flops", "loss-flops-causal", "loss-time", "perplexity-steps", "perplexity-flops",
-    "perplexity-flops-causal", "perplexity-time", "throughput", "memory", "sparsity", "update-fraction",
-    "gradient-norm", "prune-grow", "dead-units", "layers-pruned", "layers-grown", "churn", "exploration", "densities",
-    "std-layers", "std-phases",
-    *(f"weights-blocks-{i}-{kind}" for i in (0, 1) for kind in (
-        "attention-qkv", "attention-proj", "mlp-up", "mlp-down"
-    )),
+    "loss-steps", "loss-flops", "loss-flops-causal", "loss-time", "gradient-norm", "throughput", "sparsity",
+    "update-fraction", "prune-grow", "dead-units", "churn", "layers-pruned", "layers-grown", "densities", "std-layers",
+    "std-phases",
+    *(f"weights-blocks-{i}-{kind}" for kind in ("attention-qkv", "attention-proj", "mlp-up", "mlp-down")
+      for i in (0, 1)),
 ]  # fmt: skip
 
 
@@ -38,8 +46,8 @@ def test_a_real_run_draws_every_figure_as_page_png_and_svg(tmp_path, capsys):
     found = report(capsys, str(tmp_path / "out"))
     names = [figure["name"] for figure in found["figures"]]
     left_out = [name for name in ONE_RUN if name not in names]
-    assert set(left_out) <= {"loss-flops-causal", "perplexity-flops-causal"} and set(names) <= set(ONE_RUN)
-    assert "std-scale is left out: this needs runs of models of at least two sizes" in found["notes"]
+    assert set(left_out) <= {"loss-flops-causal", "dead-units"} and names == [n for n in ONE_RUN if n not in left_out]
+    assert "no figure of exploration: 100 % of the weights of every layer were ever alive" in found["notes"]
     folder = tmp_path / "out" / "report"
     assert found["page"] == str(folder / "index.html")
     text = (folder / "index.html").read_text()
@@ -91,14 +99,101 @@ def test_runs_of_other_lengths_methods_and_sizes_are_compared(compared):
     assert {"run1-sparsity", "run3-churn", "run2-std-layers", "run1-weights-blocks-0-mlp-up"} <= set(names)
     assert "run1-dead-units" in names and "run2-dead-units" not in names
     assert [row["dead_units"] for row in found["runs"]][:2] == [2, None]
-    assert "run2-churn" not in names, "a dense run prunes nothing"
+    assert "run2-churn" not in names and "run2-sparsity" not in names, "a dense run prunes nothing"
     assert [(row["name"], len(row["runs"])) for row in found["runs"]] == [("mst", 3), ("dense", 1), ("rigl", 1)]
-    assert "rigl: not finished: step 700 of 900" in found["notes"]
     text = (folder / "both" / "index.html").read_text()
+    assert "Sparsity: dense" not in text
     assert "mst (3 seeds)" in text and "one of 3 seeds" in text
-    assert "<th>dead units</th>" in text and "<td>2 of 300</td>" in text
-    assert "<th>lambada acc</th>" in text and "<td>0.6074</td>" in text, "what mst eval has left"
-    assert "spike: step 40, loss 9.5" in text and "started again from step 30" in text, "what run.json tells"
+    assert row_of(text, "dead units") == ["2 of 300", "–", "18 of 300"]
+    assert row_of(text, "lambada acc") == ["0.6074", "–", "–", "–", "–"], "what mst eval has left"
+    assert row_of(text, "2026-01-01 00:00") == ["spike: step 40, loss 9.5"], "what run.json tells"
+    assert row_of(text, "2026-01-02 00:00") == ["started again from step 30"]
+    assert "Recipe of all runs" in text and row_of(text, "model") == [
+        "gpt, 3 layers, 2 heads, 64 wide, vocabulary 64", "gpt, 3 layers, 2 heads, 128 wide, vocabulary 64",
+        "gpt, 3 layers, 2 heads, 64 wide, vocabulary 64",
+    ]  # fmt: skip
+    assert row_of(text, "method") == ["mst", "dense", "rigl"] and row_of(text, "seed") == ["1, 2, 3", "1", "1"]
+    assert row_of(text, "precision") == ["fp32"], "said once where all runs agree"
+    assert "rigl: not finished: step 700 of 900" in found["notes"]
+    assert "rigl: no figure of sparsity: the sparsity is 80 % all along" in found["notes"]
+    assert all(note.partition(":")[0] in {run.name for run in both.runs} for note in found["notes"]), "each names a run"
+
+
+def row_of(text: str, name: str) -> list[str]:
+    """The cells beside this name in the page's first table that has it."""
+    (line, *_) = re.findall(rf'<tr><th scope="row">{re.escape(name)}</th>(.*?)</tr>', text)
+    return [html.unescape(cell) for cell in re.findall("<td>(.*?)</td>", line)]
+
+
+def test_a_single_run_stands_upright_with_its_recipe_and_its_machine(tmp_path):
+    folder = runs.write(tmp_path / "run")
+    start = {
+        "time": "2026-01-01T10:00:00+0000", "ended": "2026-01-01T11:00:00+0000", "how": "finished",
+        "from_step": 0, "last_step": 600, "ranks": 3, "hosts": ["a", "a", "b"], "device": "NVIDIA H200",
+        "git": {"commit": "0123456789abcdef", "changed": ["x.py"]}, "command": ["/bin/python", "-m", "m", "a b"],
+        "versions": {"python": "3.11", "torch": "2.8", "system": "Linux"}, "job": {"SLURM_JOB_ID": "7"},
+    }  # fmt: skip
+    nothing = {**start, "time": "2026-01-02T10:00:00+0000", "from_step": 600}
+    (folder / "run.json").write_text(json.dumps({"starts": [start, nothing]}))
+    resolved = json.loads((folder / "config.json").read_text())
+    spent = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["flops"]
+    resolved["optimizer"] = {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95]}}
+    resolved |= {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0}
+    (folder / "config.json").write_text(json.dumps(resolved))
+    made = Report([folder], tmp_path / "page")
+    made.read()
+    made.write(pictures=False)
+    text = (tmp_path / "page" / "index.html").read_text()
+    for name, said in {
+        "steps": "600", "validation loss": "2.0199", "FLOPs": f"{spent / 1e12:.4g} TFLOP", "method": "mst",
+        "model": "gpt, 3 layers, 2 heads, 64 wide, vocabulary 64", "batch": "8 sequences, 32 tokens each",
+        "learning rate": "0.003, cosine, warm-up 1.43 %, at least 6e-05", "optimizer": "AdamW, betas 0.9 0.95",
+        "precision": "bf16", "ZeRO stage": "1", "gradient clipping": "1.0", "seed": "1",
+        "phases": "warm-up to step 43, ultra-sparse to step 471, restoration to step 514, dense to step 600",
+        "sparsity": "96 % at most, erdos-renyi, variation sv", "attention": "strided, stride 8, dense from restore_end",
+        "started": "2026-01-01 10:00", "ended": "2026-01-01 11:00, finished", "ranks": "3", "hosts": "a × 2, b",
+        "hardware": "NVIDIA H200", "commit": "0123456789ab, 1 files changed", "job": "SLURM_JOB_ID 7",
+        "versions": "python 3.11, torch 2.8", "system": "Linux", "command": "python -m m 'a b'",
+    }.items():  # fmt: skip
+        assert row_of(text, name) == [said]
+    assert "What happened" not in text and "started again" not in text, "a start that took no step is no event"
+    assert "<thead>" not in text, "a single run's tables have no head"
+
+
+def test_phases_are_shaded_behind_the_curves_over_steps_flops_and_time(tmp_path):
+    folder = runs.write(tmp_path / "run")
+    run = Reader(folder)
+    run.update()
+    (group,) = grouped([run.run])
+    spent = run.run.series.last("flops")
+    for against, unit in ((STEPS, 1.0), (FLOPS, 1e12), (TIME, 1.0)):
+        axes = render(loss([group], against), LIGHT).axes[0]
+        shades = [patch for patch in axes.patches if patch.get_zorder() == 0]
+        colours = [to_hex(patch.get_facecolor()) for patch in shades]
+        assert colours == [LIGHT.phases[phase] for phase in ("warmup", "ultra", "restore", "dense")]
+        ends = [patch.get_x() + patch.get_width() for patch in shades]
+        expected = [np.interp(piece.stop, run.run.series.last("step"), run.run.series.last(against.column) / unit)
+                    for piece in run.run.schedule.phases]  # fmt: skip
+        assert ends == pytest.approx(expected), f"{against.key}, where {spent[-1]} FLOPs were spent"
+    for plot in (gradient_norm([group]), throughput([group])):
+        assert len(render(plot, LIGHT).axes[0].patches) == 4
+
+
+def test_training_and_validation_loss_share_their_axes(tmp_path):
+    one, other = (Reader(runs.write(tmp_path / name, name)) for name in ("mst", "dense"))
+    one.update(), other.update()
+    for readers, names in (([one], {"training", "validation"}), ([one, other], {"mst", "dense"})):
+        figure = render(loss(grouped([reader.run for reader in readers]), STEPS), LIGHT)
+        (axes,) = figure.axes
+        dotted = [line for line in axes.lines if line.get_marker() == "o"]
+        np.testing.assert_allclose(dotted[0].get_ydata(), one.run.validation.mean("val_loss"))
+        assert len(dotted) == len(readers)
+        assert len(axes.lines) == (3 if len(readers) == 1 else 4), (
+            "smoothed and evaluated; single rows of one run alone"
+        )
+        (told,) = figure.legends
+        assert names <= {text.get_text() for text in told.get_texts()}
+    assert "Shaded are the phases of mst." in loss(grouped([other.run, one.run]), STEPS).caption
 
 
 def test_a_comparison_goes_into_a_folder_of_its_own(tmp_path, monkeypatch, capsys):
@@ -115,12 +210,105 @@ def test_a_run_of_which_much_is_missing_is_drawn_as_far_as_it_goes(tmp_path, cap
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.5}\n{"step": 3, "lo')
     found = report(capsys, str(folder))
-    assert [figure["name"] for figure in found["figures"]] == ["loss-steps", "loss-time"]
+    assert [figure["name"] for figure in found["figures"]] == ["loss-steps"]
     notes = "\n".join(found["notes"])
-    for name in ("sparsity", "churn", "gradient-norm", "throughput", "weights-weights", "std-layers"):
-        assert f"{name} is left out" in notes
+    for name in ("loss-flops, loss-flops-causal, loss-time", "gradient-norm", "throughput", "std-layers, std-phases"):
+        assert f"no figure of {name}" in notes
+    assert "metrics.jsonl tells of no sparsity" in notes
+    assert '<p class="lead">at step 2</p>' in (folder / "report" / "index.html").read_text()
     (folder / "metrics.jsonl").write_text("")
     assert report(capsys, str(folder))["figures"] == []
+
+
+OPTIONAL = (
+    "loss", "tokens", "lr", "grad_norm", "phase", "target_sparsity", "sparsity", "update_fraction", "attention",
+    "attention_stride", "flops", "flops_dense", "flops_causal", "flops_dense_causal", "tokens_per_s", "step_ms",
+    "seconds", "peak_memory_bytes", "units", "dead_units", "val_loss", "layers",
+)  # fmt: skip
+NEEDED = {
+    "loss-flops": "flops", "gradient-norm": "grad_norm", "throughput": "tokens_per_s", "sparsity": "sparsity",
+    "update-fraction": "update_fraction", "dead-units": "units", "churn": "layers",
+}  # fmt: skip
+
+
+def lacking(folder: Path, keys: Iterable[str], blocks: Iterable[str] = ()) -> Path:
+    """A run whose rows have none of these keys and whose config none of these blocks."""
+    runs.write(folder, blocks=1, steps=200)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{key: value for key, value in row.items() if key not in keys} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    resolved = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in resolved.items() if k not in blocks}))
+    return folder
+
+
+def drawable(plot: Plot) -> bool:
+    try:
+        render(plot, LIGHT)
+    except Missing:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("absent", [*((key,) for key in OPTIONAL), OPTIONAL[1:]], ids=lambda keys: keys[0])
+def test_rows_of_other_loops_may_lack_any_key(tmp_path, absent):
+    """What does not need the key is drawn all the same, and stands in the table."""
+    reader = Reader(lacking(tmp_path / "run", absent))
+    reader.update()
+    groups = grouped([reader.run])
+    drawn = {plot.key for plot in (*comparing(groups), *one_run(reader.run)) if drawable(plot)}
+    assert "loss-steps" in drawn, "training or validation"
+    assert {figure for figure in NEEDED if figure not in drawn} == {f for f, key in NEEDED.items() if key in absent}
+    told = [row[0] for row in results(groups).rows]
+    assert ("tokens" in told) == ("tokens" not in absent) and ("FLOPs" in told) == ("flops" not in absent)
+
+
+@pytest.mark.parametrize("blocks", [("model", "data"), ("model", "data", "training", "mst")])
+def test_a_loop_of_ones_own_may_have_no_model_in_its_config(tmp_path, blocks):
+    """And rows with nothing but a loss, or without any."""
+    for name, absent in (("a", OPTIONAL[1:]), ("b", OPTIONAL)):
+        made = Report([lacking(tmp_path / name, absent, blocks)], tmp_path / f"page-{name}")
+        made.read()
+        found = made.write(pictures=False)
+        text = Path(found["page"]).read_text()
+        assert row_of(text, "batch") == ["8 sequences"] and row_of(text, "steps")[0].startswith("200")
+        assert ">model<" not in text and ">tokens<" not in text and "None" not in text and "nan" not in text
+        assert ("loss-steps" in [figure["name"] for figure in found["figures"]]) == (name == "a")
+
+
+def test_what_only_some_rows_tell_is_known_at_the_end(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    told = [{"step": 10, "loss": 3.0, "flops": 5e12, "tokens": 640}, {"step": 20, "loss": 2.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    made = Report([folder], tmp_path / "page")
+    made.read()
+    (row,) = made.write(pictures=False)["runs"]
+    assert (row["step"], row["flops"], row["tokens"]) == (20, 5e12, 640)
+
+
+def test_a_panel_that_would_say_nothing_is_a_note(tmp_path):
+    """What is constant, and how many weights were ever alive in a run that starts dense."""
+
+    def same(row):
+        for layer in row.get("layers", {}).values():
+            layer |= {"ever_active": 1.0, "density": 0.3}
+        return row | {"update_fraction": 0.3, "units": {"mlp": {"dead": 0, "all": 9}}}
+
+    folder = runs.write(tmp_path / "run", "rigl", blocks=1, steps=200)
+    lines = [same(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    made = Report([folder], tmp_path / "page")
+    made.read()
+    found = made.write(pictures=False)
+    assert {"prune-grow", "churn"} <= {figure["name"] for figure in found["figures"]}
+    assert [note for note in found["notes"] if "no figure" in note] == [
+        "no figure of sparsity: the sparsity is 80 % all along",
+        "no figure of update-fraction: the update fraction is 30 % all along",
+        "no figure of dead-units: they are constant, 0 % of MLP neurons",
+        "no figure of exploration: 100 % of the weights of every layer were ever alive",
+        "no figure of densities: every layer is as dense as the others",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -297,6 +297,7 @@ def test_run_json_explains_the_run(tmp_path):
     assert (first["from_step"], first["last_step"], second["from_step"], second["last_step"]) == (0, 4, 4, 8)
     assert second["checkpoint"].endswith("step00000004") and first["checkpoint"] is None
     assert first["hosts"] == [os.uname().nodename] * 2 and first["ranks"] == 2
+    assert first["device"] == run_file.device() and any(c.isalpha() for c in first["device"])
     assert first["seeds"] == {"training": 1337, "mst": 1337} and first["batch"]["sequences"] == 8
     assert {"torch", "deepspeed", "python"} <= first["versions"].keys() and first["command"] and first["time"]
     assert run["config"] == json.loads((tmp_path / "out" / "config.json").read_text())
