@@ -26,7 +26,9 @@ class TargetsConfig:
         for glob in self.include + self.exclude:
             if not any(fnmatchcase(name, glob) for name in names):
                 near = difflib.get_close_matches(glob, names, n=1, cutoff=0.0)[0]
-                raise ValueError(f"mst.targets: {glob!r} matches no parameter that can be sparse; the nearest is {near!r}")
+                raise ValueError(
+                    f"mst.targets: {glob!r} matches no parameter that can be sparse; the nearest is {near!r}"
+                )
         chosen = [
             name
             for name in names
