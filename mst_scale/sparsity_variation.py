@@ -141,6 +141,22 @@ class Schedule:
         """Every step in [1, total_steps] for which `is_topology_step` holds."""
         return (step for step in range(1, self.total_steps + 1) if self.is_topology_step(step))
 
+    def parts_from(self, other: Schedule, until: int) -> int | None:
+        """The first step up to `until` at which the other asks for another topology; None where it asks for the same.
+
+        Looked at are the steps at which either may move anything: ends of phases and stages, and both grids.
+        """
+        steps = sorted({step for schedule in (self, other) for step in schedule._moments(until)})
+        return next((step for step in steps if self._asks(step) != other._asks(step)), None)
+
+    def _asks(self, step: int) -> tuple[str, float, float | None]:
+        point = self.at(step)
+        return point.phase, point.sparsity, point.update_fraction if self.is_topology_step(step) else None
+
+    def _moments(self, until: int) -> set[int]:
+        changes = {step for phase in self.phases for step in (phase.start, *self._changes(phase)) if step <= until}
+        return changes | set(range(0, until + 1, self.interval))
+
     def _phase(self, step: int) -> Phase:
         if step < 0:
             raise ValueError(f"step {step} is before the run; steps count from 0")

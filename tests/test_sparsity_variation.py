@@ -292,6 +292,28 @@ def test_segments_agree_with_at_and_cover_every_step(schedule: Schedule):
     assert expected_start == schedule.total_steps
 
 
+def asked(schedule: Schedule, step: int) -> Any:
+    """What a step does to the topology."""
+    point = schedule.at(step)
+    return point.phase, point.sparsity, point.update_fraction * schedule.is_topology_step(step)
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(any_schedule(), any_schedule(), st.integers(1, 100), st.integers(0, 420))
+def test_where_two_schedules_part(ours: Schedule, other: Schedule, more: int, until: int):
+    """Of one run, a longer one and any other."""
+    last = ours.phases[-1]
+    longer = dataclasses.replace(
+        ours,
+        total_steps=ours.total_steps + more,
+        phases=(*ours.phases[:-1], dataclasses.replace(last, stop=last.stop + more)),
+    )
+
+    for theirs in (ours, other, longer):
+        apart = (step for step in range(until + 1) if asked(ours, step) != asked(theirs, step))
+        assert ours.parts_from(theirs, until) == theirs.parts_from(ours, until) == next(apart, None)
+
+
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(any_schedule())
 def test_the_target_moves_at_topology_steps_only(schedule: Schedule):

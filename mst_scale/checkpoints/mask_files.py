@@ -12,6 +12,7 @@ name. The files hold no pickles, so that `mst inspect` runs nothing that a check
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import json
@@ -28,7 +29,7 @@ from mst_scale.distributed import Damaged
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import MaskSet, StoredMask
 from mst_scale.shard import Shard
-from mst_scale.sparsity_variation import Point, Schedule
+from mst_scale.sparsity_variation import Phase, Point, Schedule
 
 FOLDER = "mst"
 FORMAT = "mst_scale masks 1"
@@ -175,9 +176,13 @@ def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) ->
     if found.head["names"] != rider.masks.names:
         raise ValueError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
     before = {"granularity": "element", **found.head}  # files from before there were blocks do not say
-    schedule = _in_the_files_words(rider.schedule)
-    for what, now in (("schedule", schedule), ("seed", rider.seed), ("granularity", rider.granularity)):
-        if before[what] != now:
+    same = {
+        "schedule": _same_course(before["schedule"], rider.schedule, int(found.head["step"])),
+        "seed": before["seed"] == rider.seed,
+        "granularity": before["granularity"] == rider.granularity,
+    }
+    for what, fits in same.items():
+        if not fits:
             raise ValueError(
                 f"{checkpoint} was trained with another {what} of sparsity: keep training.steps, the seed and the mst "
                 "block as they were, or go on dense with --method dense"
@@ -190,6 +195,28 @@ def _in_the_files_words(schedule: Schedule) -> str:
     the run's end was said twice."""
     text = str(schedule).replace("phases=", "pieces=").replace("Phase(name=", "Piece(phase=")
     return f"{text[:-1]}, update_until={schedule.total_steps})"
+
+
+def _same_course(words: str, schedule: Schedule, step: int) -> bool:
+    """Whether masks of `step`, made by the schedule in these words, are those of ours: a longer run may be the same up
+    to there. What is due at the next step is prepared before it."""
+    if words == _in_the_files_words(schedule):
+        return True
+    before = _schedule_in(words)
+    return before is not None and before.parts_from(schedule, step + 1) is None
+
+
+def _schedule_in(words: str) -> Schedule | None:
+    """The reverse of `_in_the_files_words`; None where the words are none of ours."""
+    try:
+        values = {k.arg: k.value for k in ast.parse(words, mode="eval").body.keywords}  # type: ignore[attr-defined]
+        pieces = [[ast.literal_eval(k.value) for k in piece.keywords] for piece in values.pop("pieces").elts]
+        del values["update_until"]
+        return Schedule(
+            phases=tuple(Phase(*piece) for piece in pieces), **{k: ast.literal_eval(v) for k, v in values.items()}
+        )
+    except (SyntaxError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        return None
 
 
 def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:

@@ -5,6 +5,9 @@ options         which experiment the command line asks for
 refusals        what DeepSpeed, torch or the machine would refuse later
 prepare         token files, first weights, the engine
 resume          from which checkpoint a run continues, on which batch
+lengthen        more steps than a run was begun with
+branch          a decay from another run's checkpoint
+course          up to which step two runs train the same
 learning_rate   the rate of a step
 spikes          spikes of the loss
 build_locks     locks that a killed build has left

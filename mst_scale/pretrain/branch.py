@@ -7,16 +7,15 @@ on. It is bit for bit the run whose decay was planned so from its first step; wh
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mst_scale.checkpoints import store
 from mst_scale.config import Experiment, in_steps, load, to_dict
 from mst_scale.distributed import Ranks, logger
+from mst_scale.pretrain.course import masks_part
 
 OPTION = "--branch-decay-from"
 # What the steps before the branch depend on, but for the lengths of things, which are looked at one by one.
@@ -71,21 +70,6 @@ def source(origin: str | None, experiment: Experiment, ranks: Ranks) -> Path | N
             )
         )
     return checkpoint
-
-
-@contextlib.contextmanager
-def trunks_schedule(mst: Any, source: Path | None, own: Path) -> Iterator[None]:
-    """While a branch loads the checkpoint of its trunk: the masks in it are of the trunk's schedule, which `planned`
-    has found to be the same up to there."""
-    if source is None or source.parent == own:
-        yield
-        return
-    mine, mst.schedule = mst.schedule, load(_config_of(source)).schedule
-    try:
-        yield
-    finally:
-        mst.schedule = mine
-    mst.masks_replaced()  # what the next step asks of the layers, by its own schedule
 
 
 def checkpoint_of(origin: str) -> Path:
@@ -152,13 +136,10 @@ def _refuse_moved_rate(where: str, trunk: Experiment, step: int) -> None:
 
 def _refuse_other_masks(where: str, experiment: Experiment, trunk: Experiment, step: int) -> None:
     """Up to the branch the trunk must have done what the planned run would have: the same sparsity at each step."""
-    ours, theirs = experiment.schedule, trunk.schedule
-    attention = [e.attention_schedule for e in (experiment, trunk)]
-    for s in range(step + 2):  # what is due at the next step is prepared before it
-        same = ours.at(s) == theirs.at(s) and ours.is_topology_step(s) == theirs.is_topology_step(s)
-        if not same or attention[0].pattern_at(s) != attention[1].pattern_at(s):
-            raise ValueError(
-                f"{where}a run of {experiment.training.steps:,} steps would be another one from step {s:,} on than "
-                f"that of {trunk.training.steps:,}: state mst.sparsity, mst.topology.interval and "
-                "mst.attention.dense_from in steps (integers), and branch before the trunk's last step"
-            )
+    parted = masks_part(experiment, trunk, step + 1)  # what is due at the next step is prepared before it
+    if parted is not None:
+        raise ValueError(
+            f"{where}a run of {experiment.training.steps:,} steps would be another one from step {parted:,} on than "
+            f"that of {trunk.training.steps:,}: state mst.sparsity, mst.topology.interval and "
+            "mst.attention.dense_from in steps (integers), and branch before the trunk's last step"
+        )

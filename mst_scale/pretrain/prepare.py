@@ -24,7 +24,7 @@ from mst_scale.distributed import Ranks, logger
 from mst_scale.engine.api import initialize
 from mst_scale.hugging_face import start_from
 from mst_scale.models import build
-from mst_scale.pretrain import branch, refusals, resume
+from mst_scale.pretrain import branch, lengthen, refusals, resume
 from mst_scale.runs import run_file
 from mst_scale.runs.optional_writes import OptionalWrites
 from mst_scale.runs.run_file import RunFile
@@ -72,8 +72,9 @@ def prepare(
     experiment: Experiment, out: Path, ranks: Ranks, how: str = "auto", branch_from: str | None = None
 ) -> Prepared:
     """Data, model, engine, checkpoint; `how` and `branch_from` are the options --resume and --branch-decay-from."""
-    source = resume.choose(out, how, ranks) or branch.source(branch_from, experiment, ranks)
+    own = resume.choose(out, how, ranks)
     ranks.on_first(lambda: resume.refuse_another_model(out, experiment))
+    source = lengthen.beginning(own, out, experiment, how, ranks) or branch.source(branch_from, experiment, ranks)
     fitted = experiment
     if source is not None:
         fitted = ranks.together(lambda: resume.with_batch_of(experiment, source, ranks.world_size))
@@ -93,8 +94,7 @@ def prepare(
     place, left_out = Place(), []
     if loadable is not None:
         left_out = ranks.on_first(lambda: run_file.rollbacks(out / "run.json"))
-        with branch.trunks_schedule(engine.mst, source, out / "checkpoints"):
-            place = load(engine, ledger, out, ranks, loadable)
+        place = load(engine, ledger, out, ranks, loadable)
         place = replace(place, skipped=tuple(sorted({*place.skipped, *(batch for some in left_out for batch in some)})))
     story = begin_story(fitted, out, ranks, step=place.step, source=source, shape=(batch, micro, accumulation))
     return Prepared(

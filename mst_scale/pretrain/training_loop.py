@@ -29,7 +29,7 @@ from mst_scale.costs.ledger import shortened
 from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units.kinds import in_words
 from mst_scale.distributed import Ranks, Verdict, Watch, logger
-from mst_scale.pretrain import build_locks, resume
+from mst_scale.pretrain import build_locks, lengthen, resume
 from mst_scale.pretrain.learning_rate import learning_rate
 from mst_scale.pretrain.options import arguments, experiment_of, out_of
 from mst_scale.pretrain.prepare import Prepared, load, prepare
@@ -326,6 +326,8 @@ def _train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: R
     fitted = ranks.together(lambda: shortened(experiment, began_on))
     run = Run(prepare(fitted, out, ranks, args.resume, args.branch_decay_from), stop)
     start, first = time.monotonic(), run.step
+    if first >= run.training.steps and ranks.first:
+        run.record.say(f"{out} is finished, at step {first:,}; {lengthen.advice(out, run.experiment)}")
     run.to_the_end()
     if run.run_file is not None:
         run.run_file.ended("finished", run.step)

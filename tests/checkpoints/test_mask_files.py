@@ -313,3 +313,16 @@ def test_the_schedule_stands_in_files_as_it_always_has(tmp_path):
     (other,) = riders(whole(2), even(1), schedule=SparsityConfig(max=0.8).schedule(43, TopologyConfig(interval=3)))
     with pytest.raises(ValueError, match="another schedule of sparsity"):
         mask_files.restore(tmp_path, other, state)
+
+
+def test_masks_are_those_of_a_longer_run_that_was_the_same_up_to_them(tmp_path):
+    def of(total: int, warmup: int = 3):
+        return SparsityConfig(max=0.8, warmup=warmup, ultra=30, restore=3).schedule(total, TopologyConfig(interval=3))
+
+    assert str(of(42)) != str(of(60))
+    state = save(tmp_path, whole(1), even(1), schedule=of(42))
+    (longer,) = riders(whole(2), even(1), schedule=of(60))
+    mask_files.restore(tmp_path, longer, state)
+    (other,) = riders(whole(2), even(1), schedule=of(60, warmup=4))
+    with pytest.raises(ValueError, match="another schedule of sparsity"):
+        mask_files.restore(tmp_path, other, state)
