@@ -234,8 +234,8 @@ def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:
             if isinstance(head, dict) and all(head.get(key) == value for key, value in state.items()):
                 return folder
     raise ValueError(
-        f"{checkpoint} holds no masks, as DeepSpeed's ds_to_universal copies none, and they do not lie beside it: copy "
-        f"the {FOLDER} folder of the checkpoint it was made from into it, or make it with mst reshape"
+        f"{checkpoint} holds no masks, as DeepSpeed's ds_to_universal copies none: make a copy that has them with "
+        "mst reshape CHECKPOINT OUT, where CHECKPOINT is what it was made from"
     )
 
 

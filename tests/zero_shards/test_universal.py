@@ -71,7 +71,8 @@ def test_without_them_every_rank_says_so_in_one_line(converted, tmp_path):
     head.write_bytes(head.read_bytes().replace(b'\\"step\\": 6', b'\\"step\\": 7'))  # the masks of another checkpoint
     first, second = pool.run(loads, 2, stage, str(tmp_path), "alone")
     assert first == second and len(first.splitlines()) == 1
-    assert "ds_to_universal copies none" in first and "mst reshape" in first
+    assert "ds_to_universal copies none" in first and first.count("mst reshape CHECKPOINT OUT") == 1
+    assert "folder" not in first, "nothing is to be copied by hand"
 
 
 def test_masks_copied_into_it_are_its_own(converted, tmp_path):
