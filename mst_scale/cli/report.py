@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mst_scale.distributed import may_rewrite
 from mst_scale.distributed.parser import refuse_no_folder
 
 ABOUT = """\
@@ -96,7 +97,7 @@ def _watch(report: Any, every: int) -> None:
 
 
 def _progress(message: str) -> None:
-    if sys.stderr.isatty():
+    if may_rewrite(sys.stderr):
         sys.stderr.write(f"\r\x1b[K{message}")
         sys.stderr.flush()
 

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+from mst_scale.distributed import may_rewrite
+
 LINE_SECONDS = 30.0
 
 
@@ -24,7 +26,7 @@ class Report:
 
         self.unit, self.total, self.done = unit, total, done
         self.began = self.said = time.monotonic()
-        if not self.quiet and sys.stderr.isatty():
+        if not self.quiet and may_rewrite(sys.stderr):
             self.bar = tqdm(total=total, initial=done, unit=unit, unit_scale=True, dynamic_ncols=True)
 
     def advance(self, amount: int, tokens: int) -> None:

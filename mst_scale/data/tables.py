@@ -13,6 +13,7 @@ from typing import Any
 
 from mst_scale.data.recipe import Recipe
 from mst_scale.data.sources import TRAIN, VAL, Batches, File, Rows, Stream, describe_files
+from mst_scale.distributed import may_rewrite
 
 READ_ROWS = 256  # at a time
 READ_BUFFER = 1 << 20  # bytes; without it the column of a whole row group is read at once
@@ -142,7 +143,7 @@ def _through_datasets(name: str, call: Callable[[Any], Any]) -> Any:
     import datasets
     import huggingface_hub.utils.logging as hub_logging
 
-    if not sys.stderr.isatty():
+    if not may_rewrite(sys.stderr):
         datasets.disable_progress_bars()
     before = hub_logging.get_verbosity()
     hub_logging.set_verbosity_error()  # it logs each of its retries; their outcome is reported below

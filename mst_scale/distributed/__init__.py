@@ -14,7 +14,7 @@ from mst_scale.distributed.errors import Damaged, Elsewhere, SharedMistake, exit
 from mst_scale.distributed.exits import end, leave, tell_launcher, thread_failed
 from mst_scale.distributed.group import Ranks, init
 from mst_scale.distributed.launch import free_port, launched_rank, several
-from mst_scale.distributed.messages import logger, speak
+from mst_scale.distributed.messages import logger, may_rewrite, speak
 from mst_scale.distributed.peers import Watch
 from mst_scale.distributed.votes import Verdict, Votes
 
@@ -34,6 +34,7 @@ __all__ = [
     "launched_rank",
     "leave",
     "logger",
+    "may_rewrite",
     "one_line",
     "several",
     "shown",

@@ -14,7 +14,7 @@ LOWEST_PORT = 10_000  # below, the well-known services
 
 def several() -> bool:
     """Whether a launcher has started this process beside others."""
-    return int(os.environ["WORLD_SIZE"]) > 1 if "WORLD_SIZE" in os.environ else _under_mpi()
+    return int(os.environ["WORLD_SIZE"]) > 1 if "WORLD_SIZE" in os.environ else under_mpi()
 
 
 def launched_rank() -> int:
@@ -22,14 +22,15 @@ def launched_rank() -> int:
     return int(next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), 0))
 
 
+def under_mpi() -> bool:
+    """Whether mpirun has started this process."""
+    return any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"))
+
+
 def complete_environment() -> None:
     """Give this process the variables of a launcher where none has: those that mpi4py finds, or of one rank alone."""
     if not all(name in os.environ for name in LAUNCHER_VARIABLES):
-        os.environ.update(_mpi_ranks() if _under_mpi() else _alone())
-
-
-def _under_mpi() -> bool:
-    return any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"))
+        os.environ.update(_mpi_ranks() if under_mpi() else _alone())
 
 
 def _alone() -> dict[str, str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from typing import Any
+from typing import Any, TextIO
 
-from mst_scale.distributed.launch import launched_rank
+from mst_scale.distributed.launch import launched_rank, under_mpi
 
 logger = logging.getLogger("mst_scale")
 
@@ -20,6 +21,16 @@ def speak() -> None:
         logger.setLevel(logging.INFO if launched_rank() == 0 else logging.ERROR)
     if not logger.hasHandlers():
         logger.addHandler(_Terminal())
+
+
+def may_rewrite(stream: TextIO) -> bool:
+    """Whether a line on this stream can be rewritten: on a terminal it can.
+
+    Under mpirun a rank cannot tell: OpenMPI gives each a terminal of its own, wherever the output goes. There, and
+    everywhere else, MST_PROGRESS=live or lines decides.
+    """
+    asked = os.environ.get("MST_PROGRESS")
+    return asked == "live" if asked else stream.isatty() and not under_mpi()
 
 
 class _Terminal(logging.StreamHandler[Any]):
@@ -43,7 +54,7 @@ class _Terminal(logging.StreamHandler[Any]):
     def emit(self, record: logging.LogRecord) -> None:
         if any(_says(handler, record) for handler in logging.getLogger().handlers):
             return
-        if self.stream.isatty():
+        if may_rewrite(self.stream):
             self.stream.write("\r\x1b[K")
         super().emit(record)
 

@@ -8,6 +8,8 @@ import sys
 import time
 from typing import Any, TextIO
 
+from mst_scale.distributed import may_rewrite
+
 
 class ProgressLine:
     """The progress of a run, as rank 0 prints it."""
@@ -15,7 +17,7 @@ class ProgressLine:
     def __init__(self, total: int, step: int, out: TextIO | None = None):
         self.out = out or sys.stdout
         self.total, self.first_step, self.start = total, step, time.monotonic()
-        self.live = self.out.isatty()
+        self.live = may_rewrite(self.out)
 
     def show(self, row: dict[str, Any]) -> None:
         elapsed = time.monotonic() - self.start

@@ -49,6 +49,7 @@ def test_each_launcher_trains_on_two_processes(tmp_path, launcher):
     shards = list((tmp_path / "out" / "checkpoints" / "step00000003").glob("*optim_states.pt"))
     assert len(shards) == 2, "two ranks took part"
     assert "validation loss" in child.stdout and "tokens/s" in child.stdout and "ETA" in child.stdout
+    assert not {"\r", "\x1b"} & {*child.stdout, *child.stderr}, "no terminal reads it"
 
 
 def test_a_config_that_names_a_source_runs_in_a_fresh_folder(tmp_path):

@@ -45,6 +45,25 @@ def test_one_line_rewritten_on_a_terminal():
     assert text.endswith("saved\n")
 
 
+@pytest.mark.parametrize(
+    ("variables", "live"),
+    [
+        ({}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, False),  # OpenMPI gives each rank a terminal, wherever the output goes
+        ({"OMPI_COMM_WORLD_SIZE": "2", "MST_PROGRESS": "live"}, True),
+        ({"MST_PROGRESS": "lines"}, False),
+    ],
+)
+def test_whether_a_line_is_rewritten(monkeypatch, variables, live):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    out = Terminal()
+    line = ProgressLine(100, 0, out)
+    line.show(ROW)
+    line.close()
+    assert ("\r" in out.getvalue()) == live and ("\n" in out.getvalue()) != live
+
+
 def test_the_table_is_aligned():
     lines = table([("loss", "1"), ("tokens", "22")]).splitlines()
     assert lines[1:3] == ["  loss    1", "  tokens  22"]
