@@ -59,6 +59,7 @@ def initialize(
     speak()
     for note in notes:
         logger.warning("%s", note)
+    zero_shards.hasten()
     engine, made, loader, scheduler = _deepspeeds_own(
         args,
         model,

@@ -1,6 +1,7 @@
 """Pretraining: the loop, and what it needs before its first step.
 
-training_loop   every step as a list; __main__ is the command (python -m mst_scale.pretrain)
+start           from the command line to the loop; __main__ is the command (python -m mst_scale.pretrain)
+training_loop   every step as a list
 options         which experiment the command line asks for
 refusals        what DeepSpeed, torch or the machine would refuse later
 prepare         token files, first weights, the engine

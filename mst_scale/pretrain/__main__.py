@@ -1,7 +1,7 @@
 """The command: python -m mst_scale.pretrain, also under deepspeed, torchrun and mpirun."""
 
 from mst_scale import distributed
-from mst_scale.pretrain.training_loop import main
+from mst_scale.pretrain.start import main
 
 if __name__ == "__main__":
     try:

@@ -75,7 +75,7 @@ def in_common(before: Experiment, longer: Experiment, out: Path) -> Common:
             keep = "larger training.keep_checkpoints, or decay by --branch-decay-from, keep one in the next run"
             both = Common(parted, f"the learning rate decays from step {parted:,} on", f"{again}; {keep}")
     if (parted := masks_part(longer, before, both.until + 1)) is not None:  # what is due next is prepared before it
-        why = f"sparsity, topology or attention of the longer run are others at step {parted:,}"
+        why = f"the longer run's sparsity, topology or attention is another at step {parted:,}"
         cure = "state mst.sparsity, mst.topology.interval and mst.attention.dense_from in steps (integers)"
         both = Common(parted - 2, why, cure)
     return both

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,18 @@ class Prepared:
 
 
 def prepare(
-    experiment: Experiment, out: Path, ranks: Ranks, how: str = "auto", branch_from: str | None = None
+    experiment: Experiment,
+    out: Path,
+    ranks: Ranks,
+    how: str = "auto",
+    branch_from: str | None = None,
+    *,
+    begins: Callable[..., None] = lambda part, about="": None,
 ) -> Prepared:
-    """Data, model, engine, checkpoint; `how` and `branch_from` are the options --resume and --branch-decay-from."""
+    """Data, model, engine, checkpoint; `how` and `branch_from` are the options --resume and --branch-decay-from.
+
+    `begins` is told what is done next.
+    """
     own = resume.choose(out, how, ranks)
     ranks.on_first(lambda: resume.refuse_another_model(out, experiment))
     source = lengthen.beginning(own, out, experiment, how, ranks) or branch.source(branch_from, experiment, ranks)
@@ -82,17 +92,22 @@ def prepare(
     ranks.together(lambda: refusals.refuse(fitted, ranks.world_size))
     ledger = Ledger(fitted.model, batch)
     loadable = None if source is None else resume.loadable(source, ranks, zero_shards.zero_stage(fitted.deepspeed))
+    begins("corpus", f" {fitted.data.dir or fitted.data.source or ''}")
     folder = ranks.on_first(lambda: corpus(fitted.data))
 
     def opened(split: str) -> Sampler:
         return open_sampler(folder, split, fitted.model, fitted.training.seed, check_ids=ranks.first)
 
     train, val = ranks.together(lambda: (opened("train"), opened("val")))
+    if fitted.training.eval_tasks is not None:
+        begins("evaluation tasks")
     evaluated = tasks(fitted, out, micro, ranks)
+    begins("model and engine", f" ({fitted.model.weights:,} weights; operators are compiled at first use)")
     start = initial_weights(fitted, ranks) if source is None else None
     engine = ranks.together(lambda: built_engine(fitted, out, start))
     place, left_out = Place(), []
     if loadable is not None:
+        begins("checkpoint", f" {loadable[0]}")
         left_out = ranks.on_first(lambda: run_file.rollbacks(out / "run.json"))
         place = load(engine, ledger, out, ranks, loadable)
         place = replace(place, skipped=tuple(sorted({*place.skipped, *(batch for some in left_out for batch in some)})))

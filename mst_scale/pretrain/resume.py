@@ -10,16 +10,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from mst_scale.checkpoints import store
-from mst_scale.checkpoints.reshape import reshape
 from mst_scale.checkpoints.store import MANIFEST, UNIVERSAL
 from mst_scale.config import Experiment, to_dict
 from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.distributed import Ranks, logger
-from mst_scale.hugging_face import start_from
 from mst_scale.runs import run_file
 
 # The blocks in which a resumed run must agree with its checkpoint.
@@ -89,14 +88,16 @@ def with_shape_of(experiment: Experiment, init: str, out: Path) -> Experiment:
     """
     if experiment.model.arch != "gpt":
         raise ValueError(f"--init takes a GPT-2's weights, and model.arch is {experiment.model.arch!r}: leave it out")
-    keys = _shape_of_run(out) or start_from.model_keys(start_from.folder_of(init))
+    from mst_scale.hugging_face import start_from  # likewise
+
+    keys = _shape_of_run(out, start_from.SHAPE) or start_from.model_keys(start_from.folder_of(init))
     changed = {key: value for key, value in keys.items() if getattr(experiment.model, key) != value}
     if changed:
         logger.info("the model has the shape of %s: %s", init, ", ".join(f"{k} = {v}" for k, v in changed.items()))
     return dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, **keys))
 
 
-def _shape_of_run(out: Path) -> dict[str, Any] | None:
+def _shape_of_run(out: Path, keys: Iterable[str]) -> dict[str, Any] | None:
     path = out / "config.json"
     if not store.list_tags(out / "checkpoints") or not path.exists():
         return None
@@ -104,7 +105,7 @@ def _shape_of_run(out: Path) -> dict[str, Any] | None:
     if before.get("training", {}).get("init") is None:
         return None
     logger.info("%s has a checkpoint: the weights of %s are not read again", out, before["training"]["init"])
-    return {key: before["model"][key] for key in start_from.SHAPE}
+    return {key: before["model"][key] for key in keys}
 
 
 def loadable(source: Path, ranks: Ranks, stage: int) -> tuple[Path, bool]:
@@ -127,6 +128,8 @@ def loadable(source: Path, ranks: Ranks, stage: int) -> tuple[Path, bool]:
 
 
 def _reshaped(source: Path, misfit: str) -> float:
+    from mst_scale.checkpoints.reshape import reshape  # and with it torch, which options do without
+
     try:
         return reshape(source).seconds
     except (ValueError, OSError) as error:

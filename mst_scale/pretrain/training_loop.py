@@ -1,8 +1,4 @@
-"""Pretrain a GPT or BERT with DeepSpeed: the training loop, readable as one list.
-
-    deepspeed --num_accelerators 2 --module mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
-    torchrun --nproc_per_node 2 -m mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
-    mpirun -n 2 python -m mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
+"""Trains step by step: the training loop, readable as one list.
 
 Each step is a pure function of (weights, optimizer state, seed, step): batches, learning rate, dropout and topology ask
 the step's number, never a generator's state. That is why a killed run continues bit for bit.
@@ -12,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import signal
-import threading
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +22,15 @@ from mst_scale.config.check import peak_learning_rate
 from mst_scale.costs.ledger import shortened
 from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units.kinds import in_words
-from mst_scale.distributed import Ranks, Verdict, Watch, logger
-from mst_scale.pretrain import build_locks, lengthen, resume
+from mst_scale.distributed import Ranks, Verdict, logger
+from mst_scale.pretrain import lengthen, resume
 from mst_scale.pretrain.learning_rate import learning_rate
-from mst_scale.pretrain.options import arguments, experiment_of, out_of
 from mst_scale.pretrain.prepare import Prepared, load, prepare
 from mst_scale.pretrain.spikes import Spikes, batch_number
 from mst_scale.randomness import counter_hash
 from mst_scale.runs.observer import Observer
-from mst_scale.runs.out_lock import OutLock
 from mst_scale.runs.record import Record, state_of
+from mst_scale.runs.starting import Starting
 
 FAILED_SAVES = 3  # in a row, after which a run stops
 
@@ -282,54 +275,21 @@ class Run:
             self._happened("failed save", step=self.step, why=str(error) if isinstance(error, OSError) else "elsewhere")
 
 
-def main(argv: list[str] | None = None) -> None:
-    watch = Watch()
-    try:
-        _main(argv, watch)
-    except SystemExit:
-        _end_quietly(watch)
-        raise
-    except BaseException as error:
-        watch.explain(error)
-        distributed.end(error)
-    _end_quietly(watch)
-
-
-def _end_quietly(watch: Watch) -> None:
-    """What is done is not undone by a second signal, which would find Python without its handlers."""
-    watch.close()
-    for name in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(name, signal.SIG_IGN)
-
-
-def _main(argv: list[str] | None, watch: Watch) -> None:
-    # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: true, and nothing a user can act on
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    threading.excepthook = distributed.thread_failed
-    args = arguments(argv, __doc__)
-    experiment = experiment_of(args)
-    ranks = distributed.init()
-    watch.start(ranks)
-    build_locks.clear_stale(ranks)
-    out = out_of(args, experiment)
-    lock = OutLock(out)
-    try:
-        ranks.on_first(lambda: lock.take(resume.restarted()))
-        _train(args, experiment, out, ranks)
-    finally:
-        lock.release()
-
-
-def _train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks) -> None:
+def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks, starting: Starting) -> None:
+    """From the options to the table at the end."""
     stop = StopRequest()
     began_on = resume.ranks_at_first(out, ranks)
     fitted = ranks.together(lambda: shortened(experiment, began_on))
-    run = Run(prepare(fitted, out, ranks, args.resume, args.branch_decay_from), stop)
-    start, first = time.monotonic(), run.step
-    if first >= run.training.steps and ranks.first:
+    run = Run(prepare(fitted, out, ranks, args.resume, args.branch_decay_from, begins=starting.begins), stop)
+    begun, first = time.monotonic(), run.step
+    if first < run.training.steps:
+        starting.begins("first step")
+        run.advance()
+        starting.done()
+    elif ranks.first:
         run.record.say(f"{out} is finished, at step {first:,}; {lengthen.advice(out, run.experiment)}")
     run.to_the_end()
     if run.run_file is not None:
         run.run_file.ended("finished", run.step)
-        run.record.say(run.record.summary(run.step, time.monotonic() - start, first))
+        run.record.say(run.record.summary(run.step, time.monotonic() - begun, first))
     ranks.leave()

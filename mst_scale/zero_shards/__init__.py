@@ -1,6 +1,7 @@
 """The seam to DeepSpeed (0.19.x): the only package that reads its insides, live and on disk.
 
 versions      which DeepSpeed and which torch
+quick_start   what DeepSpeed's start can leave out
 hooks         every change to a live engine, in one ordered list
 parameters    construction under ZeRO-3, full shapes, filling what is cut up
 step          the optimizer step: where it is hooked, its norm and loss scale, what stage 0 lacks
@@ -14,6 +15,7 @@ universal     DeepSpeed's universal layout, for every stage
 
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
 from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, shape_of, whole, zero_stage
+from mst_scale.zero_shards.quick_start import hasten
 from mst_scale.zero_shards.saving import (
     carry_state,
     errors_after_saving,
@@ -61,6 +63,7 @@ __all__ = [
     "grad_norm",
     "group_of",
     "has_moments",
+    "hasten",
     "install",
     "is_matrix",
     "load_checkpoint",

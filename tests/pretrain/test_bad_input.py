@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mst_scale import distributed
-from mst_scale.pretrain import training_loop
+from mst_scale.pretrain import start, training_loop
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import attempt
 
@@ -244,7 +244,7 @@ def test_a_forked_worker_really_leaves(monkeypatch):
                 leave(8)
         raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
-    monkeypatch.setattr(training_loop, "main", forks)
+    monkeypatch.setattr(start, "main", forks)
     assert attempt(0, 1, []) == (7, "")
 
 

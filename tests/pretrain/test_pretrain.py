@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -49,6 +50,10 @@ def test_each_launcher_trains_on_two_processes(tmp_path, launcher):
     shards = list((tmp_path / "out" / "checkpoints" / "step00000003").glob("*optim_states.pt"))
     assert len(shards) == 2, "two ranks took part"
     assert "validation loss" in child.stdout and "tokens/s" in child.stdout and "ETA" in child.stdout
+    said = [line for line in child.stdout.splitlines() if line.startswith("start")]
+    parts = ["torch and DeepSpeed", f"corpus {tmp_path / 'corpus'}", "model and engine (", "first step"]
+    assert len(said) == 5 and all(line.startswith(f"starting: {part}") for line, part in zip(said, parts, strict=False))
+    assert re.match(r"started in \d+ s: torch and DeepSpeed \d+ s", said[-1])
     assert not {"\r", "\x1b"} & {*child.stdout, *child.stderr}, "no terminal reads it"
 
 

@@ -28,12 +28,12 @@ def _rank(environment: dict[str, str], argv: list[str], log: str, before: Callab
     os.dup2(file, 2)
     import torch
 
-    from mst_scale.pretrain import training_loop
+    from mst_scale.pretrain import start
 
     torch.set_num_threads(1)
     if before is not None:
         before()
-    training_loop.main(argv)
+    start.main(argv)
 
 
 def start(

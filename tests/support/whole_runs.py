@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from mst_scale import distributed
-from mst_scale.pretrain import training_loop
+from mst_scale.pretrain import start
 from tests.support import tiny_run
 
 MST = {
@@ -44,7 +44,7 @@ def attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
         logging.getLogger("mst_scale").addHandler(warnings)
     try:
         with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
-            training_loop.main(argv)
+            start.main(argv)
         code = 0
     except Exited as exited:
         code = exited.args[0]

@@ -1,0 +1,63 @@
+"""Pretrain a GPT or BERT with DeepSpeed.
+
+    deepspeed --num_accelerators 2 --module mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
+    torchrun --nproc_per_node 2 -m mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
+    mpirun -n 2 python -m mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
+
+Options and config are read first: a mistake in them, or --help, does not wait for torch and DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import warnings
+
+from mst_scale import distributed
+from mst_scale.distributed import Watch
+from mst_scale.pretrain import build_locks, resume
+from mst_scale.pretrain.options import arguments, experiment_of, out_of
+from mst_scale.runs.out_lock import OutLock
+from mst_scale.runs.starting import Starting
+
+
+def main(argv: list[str] | None = None) -> None:
+    watch = Watch()
+    try:
+        _main(argv, watch)
+    except SystemExit:
+        _end_quietly(watch)
+        raise
+    except BaseException as error:
+        watch.explain(error)
+        distributed.end(error)
+    _end_quietly(watch)
+
+
+def _end_quietly(watch: Watch) -> None:
+    """What is done is not undone by a second signal, which would find Python without its handlers."""
+    watch.close()
+    for name in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(name, signal.SIG_IGN)
+
+
+def _main(argv: list[str] | None, watch: Watch) -> None:
+    # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: true, and nothing a user can act on
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    threading.excepthook = distributed.thread_failed
+    args = arguments(argv, __doc__)
+    experiment = experiment_of(args)
+    starting = Starting()
+    starting.begins("torch and DeepSpeed")
+    from mst_scale.pretrain.training_loop import train
+
+    ranks = distributed.init()
+    watch.start(ranks)
+    build_locks.clear_stale(ranks)
+    out = out_of(args, experiment)
+    lock = OutLock(out)
+    try:
+        ranks.on_first(lambda: lock.take(resume.restarted()))
+        train(args, experiment, out, ranks, starting)
+    finally:
+        lock.release()
