@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mst_scale.data.corpus import META
 from mst_scale.distributed import shown
 from mst_scale.distributed.parser import refuse_no_folder
 
@@ -123,6 +122,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _is_corpus(folder: Path) -> bool:
     """Whether there is a corpus to verify; a meta.json that cannot be parsed counts as one."""
+    from mst_scale.data.corpus import META
+
     try:
         meta = json.loads((folder / META).read_bytes())
     except (OSError, RecursionError):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import urllib.parse
-import urllib.request
 
 
 def offline_unless_reachable() -> str | None:
     """Set HF_HUB_OFFLINE, with which the libraries look into their cache at once; returns the host not reached."""
+    import urllib.parse
+    import urllib.request
+
     address = urllib.parse.urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     if "HF_HUB_OFFLINE" in os.environ or "https" in urllib.request.getproxies():
         return None
