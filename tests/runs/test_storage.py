@@ -286,11 +286,9 @@ def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog)
 
 
 def test_run_json_explains_the_run(tmp_path):
+    steady = {"mst": {"method": "dense"}, "training": {"lr_schedule": "wsd", "decay": 0}}
     for steps in ("4", "8"):
-        assert (
-            pool.run(logged_attempt, 2, arguments(tmp_path, "out", "--steps", steps, mst={"method": "dense"}))[0][0]
-            == 0
-        )
+        assert pool.run(logged_attempt, 2, arguments(tmp_path, "out", "--steps", steps, **steady))[0][0] == 0
     run = json.loads((tmp_path / "out" / "run.json").read_text())
     assert run["restarts"] == 1 and [start["how"] for start in run["starts"]] == ["finished", "finished"]
     first, second = run["starts"]
