@@ -24,7 +24,7 @@ def arguments(argv: list[str] | None = None, description: str | None = None) -> 
     parser.add_argument("--like", metavar="C", help="for dense-short: the run (config or folder) whose FLOPs it spends")
     parser.add_argument("--data", metavar="DIR", help="a folder with train.bin and val.bin: overrides data.dir")
     parser.add_argument("--out", metavar="DIR", help="where the run's files go (default: runs/<config>-<method>)")
-    parser.add_argument("--steps", type=int, metavar="N", help="overrides training.steps")
+    parser.add_argument("--steps", type=int, metavar="N", help="overrides training.steps; more lengthen a run (wsd)")
     parser.add_argument("--init", metavar="M", help="start from weights: gpt2, a folder of transformers, or a run")
     parser.add_argument(
         "--branch-decay-from", metavar="RUN[:TAG]",
