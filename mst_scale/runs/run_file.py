@@ -17,8 +17,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mst_scale.checkpoints.store import write_if_possible
 
 PACKAGES = ("mst_scale", "torch", "deepspeed", "numpy", "safetensors", "triton", "mpi4py")
@@ -99,6 +97,8 @@ def versions() -> dict[str, str]:
 
 def device() -> str:
     """The GPU's name, or the processor's and its number of cores."""
+    import torch
+
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")

@@ -18,11 +18,21 @@ def forget():
 
 @contextlib.contextmanager
 def opened(**given):
-    """Two ranks on a CPU are seen by Accelerate, and nothing is left of its state of an earlier test."""
+    """An open door; two ranks on a CPU are seen by Accelerate."""
+    with closing():
+        import mst_scale
+        from mst_scale.doors import integrate
+
+        mst_scale.integrate(**given)
+        yield integrate._door
+
+
+@contextlib.contextmanager
+def closing():
+    """A door that is opened inside is closed at the end, and what Accelerate keeps for a process is forgotten."""
     import deepspeed
     import transformers.trainer
 
-    import mst_scale
     from mst_scale.doors import integrate
     from tests.support.accelerate_on_cpu import see_ranks
 
@@ -30,9 +40,8 @@ def opened(**given):
     before = deepspeed.initialize, sys.excepthook, module.Trainer.train, module.deepspeed_init
     see_ranks()
     forget()
-    mst_scale.integrate(**given)
     try:
-        yield integrate._door
+        yield
     finally:
         atexit.unregister(integrate._door.tell_if_unused)
         integrate._door = None

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.support import tiny_run
+from tests.support import pool, tiny_run
 
 EXAMPLES = tiny_run.ROOT / "examples"
 
@@ -53,3 +53,51 @@ def test_a_policy_of_a_known_name_is_refused():
     assert register(POLICIES["rigl"]) is POLICIES["rigl"]
     with pytest.raises(ValueError, match="there is a policy 'rigl' already"):
         register(Policy("rigl", random_share=0.5))
+
+
+def test_trainer(tmp_path):
+    out = str(tmp_path / "out")
+    config = str(EXAMPLES / "ds_trainer.json")
+    options = "--max_steps 20 --logging_steps 5 --learning_rate 1e-2 --report_to none --disable_tqdm true"
+    text = run("trainer.py", "--deepspeed", config, "--output_dir", out, *options.split())
+    assert "'mst/sparsity': '0.8'" in text and "ultra, sparsity" in text and "evaluation loss" in text
+    assert (tmp_path / "out" / "metrics.jsonl").is_file() and losses(text)[-1] < 5
+
+
+def test_accelerate_loop(tmp_path):
+    text = run("accelerate_loop.py", "--out", str(tmp_path / "out"))
+    assert "sparsity 80% of 80%" in text and "0% sparse at the end" in text
+    assert losses(text)[-1] < losses(text)[0] / 2 and (tmp_path / "out" / "run.json").is_file()
+
+
+def of_lightning(rank, world, name, folder):
+    """On the stand-in for a GPU that the strategies ask for."""
+    import importlib
+
+    from tests.doors.opened import closing
+    from tests.support.lightning_on_cpu import accelerator
+
+    sys.path.insert(0, str(EXAMPLES))
+    if name == "lightning_module":
+        from lightning.pytorch.accelerators import CUDAAccelerator
+    else:
+        from lightning.fabric.accelerators import CUDAAccelerator
+    example, gpu = importlib.import_module(name), accelerator(CUDAAccelerator)
+    with closing():
+        if name == "lightning_module":
+            trainer = example.fit(folder, accelerator=gpu, devices=1)
+            loss, mst = float(trainer.callback_metrics["loss"]), trainer.strategy.model.mst
+        else:
+            recording, loss = example.train(folder, accelerator=gpu, devices=1)
+            mst = recording.mst
+        return loss, mst.schedule.total_steps, mst.schedule.max_sparsity, mst.changed_at
+
+
+def test_lightning_module(tmp_path):
+    ((loss, steps, sparsest, changed_at),) = pool.run(of_lightning, 1, "lightning_module", str(tmp_path))
+    assert loss < 0.5 and (steps, sparsest) == (60, 0.8) and changed_at > 40
+
+
+def test_fabric_loop(tmp_path):
+    ((loss, steps, sparsest, changed_at),) = pool.run(of_lightning, 1, "fabric_loop", str(tmp_path))
+    assert loss < 0.6 and (steps, sparsest) == (60, 0.8) and changed_at > 40
