@@ -23,6 +23,7 @@ class MSTConfig:
 
     method: str | None = None  # a config without an mst block is dense; a block must name one
     like: str | None = None  # dense-short: the config (or run folder) whose FLOPs it spends on dense steps
+    masks: str | None = None  # fixed: "zeros" (those of the weights), or a file of masks (mst masks)
     seed: int | None = None  # of the random growth; None: training.seed
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
@@ -38,6 +39,15 @@ class MSTConfig:
             raise ValueError(
                 "method dense-short trains as many dense steps as another run's FLOPs buy: name that run's config or "
                 "folder with --like C, or as mst.like"
+            )
+        if (self.method == "fixed") != (self.masks is not None):
+            raise ValueError(
+                'mst.masks names the masks that method fixed keeps, "zeros" or a file: leave it out with '
+                f"{self.method}, or choose method fixed"
+            )
+        if self.method == "fixed" and not isinstance(self.topology.granularity, str):
+            raise ValueError(
+                "method fixed keeps masks as they are, weight by weight: leave mst.topology.granularity out"
             )
         if self.like is not None and self.method != "dense-short":
             raise ValueError(f"mst.like goes with method dense-short, not with {self.method}: leave it out")

@@ -45,6 +45,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "tiny": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},
     "dense-short": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},  # its length: ledger.shortened
     "static": _constant("static", update_schedule="constant", update_fraction=0.0),
+    "fixed": {"masks": "zeros", **_constant("static", 0.5, update_schedule="constant", update_fraction=0.0)},
     "rigl": _constant("rigl"),
     "set": _constant("set"),
     "mest": _constant("mest"),

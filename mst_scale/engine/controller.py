@@ -11,6 +11,7 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
+from mst_scale import zero_shards
 from mst_scale.checkpoints import warm_start
 from mst_scale.config import Experiment
 from mst_scale.dead_units.kinds import Tally
@@ -97,6 +98,8 @@ class Controller:
 
     def on_step(self, call: Callable[[MST], None]) -> None:
         """Call `call(engine.mst)` at the end of every optimizer step, on every rank, taken or skipped."""
+        if not self.follows_steps and not self.after_steps:  # the engine is DeepSpeed's own until somebody asks
+            zero_shards.around_model_step(self.engine, self.before_step, self.after_step)
         self.after_steps.append(call)
 
     def on_topology_step(self, call: Callable[[MST], None]) -> None:
@@ -104,6 +107,10 @@ class Controller:
         self.on_step(lambda mst: call(mst) if mst.changed_at == mst.step else None)
 
     # --- what the engine tells it (zero_shards.hooks.Follower) ---
+
+    @property
+    def follows_steps(self) -> bool:
+        return len(self.attention.pieces) > 1
 
     def before_step(self) -> None: ...
 

@@ -33,6 +33,7 @@ from mst_scale.dead_units.live import LiveUnits
 from mst_scale.distributed import SharedMistake, logger
 from mst_scale.engine import moved_weights, second_moments
 from mst_scale.engine.controller import Controller
+from mst_scale.engine.given_masks import GivenMasks
 from mst_scale.engine.targets import choose_targets
 from mst_scale.mixed_growing.blocks import Elements, granularity_of
 from mst_scale.mixed_growing.distribution import active_counts
@@ -41,6 +42,7 @@ from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
 from mst_scale.mixed_growing.policies import policy
 from mst_scale.sparse_linear import SparseLayers
+from mst_scale.sparsity_variation import Point
 
 
 @dataclass
@@ -101,7 +103,10 @@ class SparseController(Controller):
         self.updated = False  # at the step under way: an overflow leaves it so
         self.settled = 0  # the last step whose topology work is done
         self.initial = mst.sparsity.initial
-        if self.schedule.at(0).sparsity:
+        self.given = self._given(mst.masks, targets)
+        if self.given is not None:
+            self._take_given(self.given)
+        elif self.schedule.at(0).sparsity:
             self._make_sparse(self.schedule.at(0).sparsity, self.initial)
         self.digests = self.masks.digests(self.exchange)
         self.layers = self._layers(targets, mst.compute.backend)
@@ -118,11 +123,31 @@ class SparseController(Controller):
         assert layers is not None
         return layers
 
+    def _given(self, stated: str | None, targets: dict[str, torch.nn.Parameter]) -> GivenMasks | None:
+        if stated is None:
+            return None
+        given, error = None, None
+        try:
+            given = GivenMasks(stated, [name for name, _ in self.engine.module.named_parameters()], targets)
+        except (ValueError, OSError) as met:  # of a file that this host does not have, say
+            error = met
+        self.everyone.raise_first(error)
+        return given
+
     # --- one step ---
+
+    @property
+    def follows_steps(self) -> bool:
+        return True
 
     def before_step(self) -> None:
         with self.span("masking"):
             step = self.step + 1
+            if self.given is not None and self.masks.dense:
+                raise SharedMistake(
+                    "method fixed keeps the zeros that the weights have, and they have none: load a pruned model "
+                    "before the first step, or name a file with mst.masks"
+                )
             self.stepping, self.updated = True, False
             self.under_way = self._begin(step) if self._is_due(step) else None
             every = self.topology.check_every
@@ -303,7 +328,9 @@ class SparseController(Controller):
         for mask in self.masks:
             mask.forget()
         self.settled = self.step
-        if self.point.sparsity:
+        if self.given is not None:
+            self._take_given(self.given)
+        elif self.point.sparsity:
             self._make_sparse(self.point.sparsity, "magnitude" if self.step else self.initial)
         self.digests = self.masks.digests(self.exchange)
         self.masks_replaced()
@@ -326,6 +353,22 @@ class SparseController(Controller):
         counts = active_counts(self.shapes, sparsity, self.distribution)
         layers = [Layer(m, counts[i], self.shards.weight(i)) for i, m in enumerate(self.masks)]
         self.elements.sparsify(layers, how=how, seed=self.seed, exchange=self.exchange)
+        self._zero_inactive()
+
+    def _take_given(self, given: GivenMasks) -> None:
+        """The masks that the run keeps, in place of what a schedule asks for."""
+        flags, error = [], None
+        try:
+            flags = [given.of(self.shards, i) for i in range(len(self.masks))]
+        except (ValueError, OSError) as met:
+            error = met
+        self.everyone.raise_first(error)
+        active = self.exchange.sum(torch.tensor([int(f.sum()) for f in flags], dtype=torch.int64)).tolist()
+        for mask, kept, count in zip(self.masks, flags, active, strict=True):
+            mask.set_flags(kept, count)
+        self._zero_inactive()
+
+    def _zero_inactive(self) -> None:
         for i, mask in enumerate(self.masks):
             mask.retain_(self.shards.weight(i))
             zero_shards.zero_inactive(self.shards, i, mask.flags())
@@ -335,6 +378,11 @@ class SparseController(Controller):
         self.masks.check_drift(self.digests, self.exchange, self.everyone)
 
     # --- what others read ---
+
+    @property
+    def point(self) -> Point:
+        point = super().point
+        return point if self.given is None else replace(point, sparsity=self.masks.sparsity)
 
     def dead_units(self) -> Tally:
         return self.units.count()
@@ -349,6 +397,11 @@ class SparseController(Controller):
         in_blocks = "" if isinstance(self.elements, Elements) else f" in blocks of {side} × {side}"
         trained = sum(math.prod(zero_shards.shape_of(p)) for p in self.engine.module.parameters())
         weights, bits = sum(m.numel for m in self.masks), 1 + self.counts_coverage
+        if self.given is not None:
+            return (
+                f"{len(self.masks)} matrices with {weights:,} of {trained:,} parameters keep {self.given.in_words()}: "
+                f"{100 * self.sparsity:.3g} % sparse, for {self.schedule.total_steps} steps"
+            )
         return (
             f"{len(self.masks)} matrices with {weights:,} of {trained:,} parameters become up to "
             f"{100 * self.schedule.max_sparsity:.3g} % sparse{in_blocks} by policy {self.policy.name}; {phases}, of "

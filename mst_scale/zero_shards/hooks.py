@@ -19,6 +19,10 @@ class Follower(Protocol):
     """Who follows an engine's steps, saves and loads."""
 
     @property
+    def follows_steps(self) -> bool:
+        """Whether anything changes between steps."""
+
+    @property
     def masks_weights(self) -> bool:
         """Whether updates are masked, and masks ride in checkpoints."""
 
@@ -91,7 +95,7 @@ HOOKS = (
         "engine._take_model_step",
         "it runs once an accumulation boundary, with reduced gradients, before clipping",
         "0.19",
-        _always,
+        lambda _, follower: follower.follows_steps,
         lambda engine, follower: step.around_model_step(engine, follower.before_step, follower.after_step),
     ),
     Hook(
@@ -123,7 +127,7 @@ HOOKS = (
         "engine.load_checkpoint",
         "another step may be another attention pattern",
         "0.19",
-        lambda _, follower: not follower.masks_weights,
+        lambda _, follower: follower.follows_steps and not follower.masks_weights,
         lambda engine, follower: saving.after_loading(engine, lambda path: follower.loaded(path, None)),
     ),
 )

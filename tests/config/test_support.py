@@ -322,7 +322,7 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize(("given", "extra", "message"), ARGUMENTS)
 def test_arguments_are_refused_before_deepspeed_builds_anything(monkeypatch, given, extra, message):
-    monkeypatch.setattr("mst_scale.engine.api.deepspeed.initialize", with_signature_of(deepspeed.initialize))
+    monkeypatch.setattr("mst_scale.engine.api._deepspeeds_own", with_signature_of(deepspeed.initialize))
     with pytest.raises(ValueError, match=message):
         mst_scale.initialize(model=toy(), config=mst_config(2, 2, **extra), **given)
     with pytest.raises(AssertionError, match="asked to build"):
@@ -334,7 +334,7 @@ def with_signature_of(function: Any) -> Any:
 
 
 def test_a_pipeline_is_refused_before_deepspeed_builds_anything(monkeypatch):
-    monkeypatch.setattr("mst_scale.engine.api.deepspeed.initialize", with_signature_of(deepspeed.initialize))
+    monkeypatch.setattr("mst_scale.engine.api._deepspeeds_own", with_signature_of(deepspeed.initialize))
     with pytest.raises(ValueError, match="give the model whole"):
         mst_scale.initialize(
             model=object.__new__(deepspeed.PipelineModule), model_parameters=[], config=mst_config(1, 2)

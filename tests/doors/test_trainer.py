@@ -45,8 +45,9 @@ def trained(folder, stage, kind, *, resume=None, **more):
         def on_step_end(self, args, state, control, **others):
             masks.append(digests(trainer.deepspeed))
 
+    made = model(kind)  # before transformers knows of ZeRO-3, which would draw other weights
     args = arguments(folder, deepspeed_config(stage), **more)
-    trainer = keeping(seen)(model(kind), args, train_dataset=Words(), eval_dataset=Words(8), callbacks=[Look()])
+    trainer = keeping(seen)(made, args, train_dataset=Words(), eval_dataset=Words(8), callbacks=[Look()])
     trainer.train(resume_from_checkpoint=resume)
     return trainer, seen, masks
 

@@ -50,7 +50,7 @@ def installed(rank, world, stage, precision, method):
 @pytest.mark.parametrize(
     ("stage", "precision", "method", "names"),
     [
-        (0, "fp32", "dense", ["plain step", "universal checkpoints", "step", "loading"]),
+        (0, "fp32", "dense", ["plain step", "universal checkpoints"]),
         (0, "fp16", "mst", ["plain loss", "universal checkpoints", "step", "held update", "update", "checkpoints"]),
         (2, "bf16", "mst", ["universal checkpoints", "step", "held update", "update", "checkpoints"]),
     ],

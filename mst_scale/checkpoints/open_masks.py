@@ -1,0 +1,94 @@
+"""Masks in an open format, for tools that know nothing of ours: one safetensors file, a parameter's name → its mask.
+
+bool of the parameter's shape       true where the weight is kept; what a notebook writes with `save_file`
+uint8, one bit a weight             in the order of `numpy.packbits` over the flattened parameter; the shapes stand
+                                    in the file's metadata, {"shapes": {name: shape}}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mst_scale.checkpoints import mask_files, store
+from mst_scale.distributed import Damaged
+from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing.masks import assemble
+
+Named = Iterable[tuple[str, Tensor]]
+
+
+def write(path: Path, masks: Named, packed: bool = False) -> int:
+    """Write (name, bool mask) pairs; how many there were."""
+    tensors, shapes = {}, {}
+    for name, mask in masks:
+        shapes[name] = list(mask.shape)
+        flat = mask.cpu().contiguous()
+        tensors[name] = bitwise.pack(flat.view(-1)) if packed else flat
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, metadata={"shapes": json.dumps(shapes)})
+    return len(tensors)
+
+
+class OpenMasks:
+    """A file of masks; one is read at a time."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        if not path.is_file():
+            raise ValueError(f"there is no file of masks {path}: mst masks SOURCE {path} writes one")
+        try:
+            with safe_open(path, framework="pt") as file:
+                self.names = list(file.keys())
+                self.shapes = json.loads((file.metadata() or {}).get("shapes", "{}"))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise Damaged(f"{path} is not a file of masks in safetensors ({error})") from None
+
+    def mask(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The mask of a parameter of this shape, as bool."""
+        with safe_open(self.path, framework="pt") as file:
+            found: Tensor = file.get_tensor(name)
+        packed = found.dtype == torch.uint8 and found.dim() == 1 and len(shape) > 1
+        told = tuple(self.shapes.get(name, shape if packed else found.shape))
+        if told != shape or (packed and found.numel() != bitwise.byte_count(math.prod(shape))):
+            raise ValueError(f"{self.path}: the mask of {name} has shape {told}, the parameter {shape}")
+        return bitwise.unpack(found, math.prod(shape)).view(shape) if packed else found != 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.names:
+            with safe_open(self.path, framework="pt") as file:
+                shape = tuple(self.shapes.get(name) or file.get_slice(name).get_shape())
+            yield name, self.mask(name, shape)
+
+
+def of_source(source: Path) -> Named:
+    """The masks of a checkpoint or run of ours, of the zeros in a folder of transformers, or of a file of masks."""
+    if source.is_file():
+        return OpenMasks(source)
+    weights = sorted(source.glob("*.safetensors"))
+    return _of_zeros(weights) if weights else _of_checkpoint(store.locate(source))
+
+
+def _of_checkpoint(checkpoint: Path) -> Named:
+    found = mask_files.read_all(checkpoint)
+    for name in found.head["names"]:
+        shards = found.shards(name)
+        shape = shards[0].shard.shape
+        yield name, bitwise.unpack(assemble(shards, name), math.prod(shape)).view(shape)
+
+
+def _of_zeros(files: Iterable[Path]) -> Named:
+    """Matrices that have zeros."""
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (no dict)
+                value = file.get_tensor(name)
+                if value.dim() > 1 and value.is_floating_point() and not value.all():
+                    yield name, value != 0

@@ -1,0 +1,56 @@
+"""Masks that a run is given and keeps (method "fixed"): the zeros of its weights, or those of a file."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from pathlib import Path
+
+from torch import Tensor
+
+from mst_scale import zero_shards
+from mst_scale.checkpoints.open_masks import OpenMasks
+from mst_scale.distributed import logger
+
+ZEROS = "zeros"
+
+
+class GivenMasks:
+    """What `mst.masks` names, for the sparse parameters of this rank."""
+
+    def __init__(self, stated: str, parameters: Collection[str], targets: Collection[str]):
+        self.stated = stated
+        self.file = None if stated == ZEROS else OpenMasks(Path(stated))
+        if self.file is None:
+            return
+        for name in self.file.names:
+            if name not in parameters:
+                near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.0)
+                raise ValueError(
+                    f"{self.file.path} has a mask for {name!r}, which is no parameter of this model: the nearest is "
+                    f"{near[0] if near else 'none'!r}"
+                )
+        ignored = [name for name in self.file.names if name not in targets]
+        if ignored:
+            logger.warning(
+                "%s: %d masks are of parameters that mst.targets leaves out (%s) and are not applied",
+                self.file.path, len(ignored), ignored[0],
+            )  # fmt: skip
+        missing = [name for name in targets if name not in self.file.names]
+        if missing:
+            logger.warning(
+                "%s: it has no mask for %d matrices (%s), which stay dense", self.file.path, len(missing), missing[0]
+            )
+
+    def of(self, shards: zero_shards.Shards, i: int) -> Tensor:
+        """True where a weight of this rank's slice is kept."""
+        part, weight = shards.slices[i], shards.weight(i)
+        if self.file is None:
+            return weight != 0
+        if part.name not in self.file.names:
+            return (weight == weight).fill_(True)  # noqa: PLR0124  (true, in its shape and on its device)
+        whole = self.file.mask(part.name, part.shape).view(-1)
+        return whole[part.start : part.start + part.length].to(weight.device)
+
+    def in_words(self) -> str:
+        return "the zeros of its weights" if self.file is None else f"the masks of {self.file.path}"

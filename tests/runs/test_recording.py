@@ -1,0 +1,136 @@
+"""A loop of one's own is recorded as `mst_scale.pretrain` records: rows, FLOPs, run.json, and on through a resume."""
+
+import json
+
+import pytest
+import torch
+
+import mst_scale
+from mst_scale.config import ModelConfig
+from mst_scale.costs.any_model import ModelLedger, row
+from mst_scale.costs.flops import step_flops
+from mst_scale.hybrid_sparse_attention.pattern import Pattern
+from tests.support import pool
+from tests.support.toy_engine import mst_config
+from tests.support.toys import toy, toy_batch
+
+
+def rows(folder):
+    with open(f"{folder}/metrics.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+def recorded(rank, world, folder, method, stage):
+    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world, method=method))
+    recording = mst_scale.record(engine, folder, every=2)
+    happened = []
+    engine.mst.on_topology_step(lambda mst: happened.append((mst.step, sum(c.grown for c in mst.changes))))
+    losses = []
+    for step in range(5):
+        loss = engine(*toy_batch(step, rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        if step == 3:
+            recording.note(val_loss=1.5)
+    recording.close()
+    return losses, happened, engine.mst.step
+
+
+@pytest.mark.parametrize(("method", "stage"), [("rigl", 2), ("dense", 0), ("dense", 3)])
+def test_a_loop_of_ones_own(tmp_path, method, stage):
+    found = pool.run(recorded, 2, str(tmp_path), method, stage)
+    written = rows(tmp_path)
+    assert [one["step"] for one in written] == [2, 4]
+    for one in written:
+        mean = sum(losses[one["step"] - 1] for losses, *_ in found) / 2
+        assert one["loss"] == pytest.approx(mean, rel=1e-6) and one["tokens"] == 16 * one["step"]
+        assert (one["flops"] < one["flops_dense"]) == (method == "rigl")
+    assert written[1]["val_loss"] == 1.5 and "val_loss" not in written[0]
+    story = json.loads((tmp_path / "run.json").read_text())
+    assert story["config"]["mst"]["method"] == method and story["starts"][0]["model"]["class"] == "Toy"
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    happened = found[0][1]
+    assert happened == found[1][1] and bool(happened) == (method == "rigl")
+
+
+def test_flops_are_those_of_the_formula():
+    """A GPT-2 of transformers, against the ledger of our own model of the same shape."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = {"n_layer": 2, "n_head": 4, "n_embd": 32}
+    sizes = {"n_positions": 16, "vocab_size": 64, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(**shape, **sizes))
+    ledger = ModelLedger(model)
+    tokens = torch.randint(64, (3, 16))
+    for _ in range(2):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    with torch.no_grad():
+        model(input_ids=tokens)  # an evaluation costs nothing here
+    model.eval()(input_ids=tokens)
+    pattern, density = Pattern("strided", 4), 0.25
+    names = {product.name for product in ledger.products.values()}
+    ledger.add(pattern, dict.fromkeys(names, density))
+    like = ModelConfig(**shape, context=16, vocab_size=64)
+    for accounting, key in (("paper", "flops"), ("causal", "flops_causal")):
+        assert ledger.spent[key] == pytest.approx(6 * step_flops(like, density, pattern, accounting).total)
+        assert ledger.spent[key.replace("flops", "flops_dense")] == pytest.approx(
+            6 * step_flops(like, accounting=accounting).total
+        )
+    assert ledger.spent["tokens"] == 6 * 16
+    assert row(ledger.spent)["reduction"] == pytest.approx(ledger.spent["flops_dense"] / ledger.spent["flops"])
+    ledger.add(pattern, {})
+    assert ledger.spent["tokens"] == 6 * 16, "a step without a forward adds nothing"
+
+
+def test_checkpointed_layers_are_counted_once():
+    """What is computed again in the backward pass is not counted, as in the paper."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 8)
+
+        def forward(self, x, again):
+            if not again:
+                return self.inner(x).sum()
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False).sum()
+
+    spent = []
+    for again in (False, True):
+        model = Model()
+        ledger = ModelLedger(model)
+        for _ in range(2):
+            model(torch.ones(5, 4, requires_grad=True), again).backward()
+        ledger.add(Pattern("dense"), {})
+        spent.append(ledger.spent)
+    assert spent[0] == spent[1] and spent[0]["flops"] == 2 * 3 * 5 * 7 * 8
+
+
+def refused(rank, world, folder):
+    import deepspeed
+
+    found = []
+    plain = deepspeed.initialize(
+        model=toy(),
+        config={"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+    )[0]
+    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(1, world))
+    recording = mst_scale.record(engine, folder)
+    for call in (
+        lambda: mst_scale.record(plain, folder),
+        lambda: mst_scale.record(engine, folder, every=0),
+        lambda: recording.note(val_loss=1.0),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_wrong_use_is_one_line(tmp_path):
+    (found,) = pool.run(refused, 1, str(tmp_path))
+    assert (
+        "this one has no .mst" in found[0] and "every 1 or more steps" in found[1] and "there has been none" in found[2]
+    )
