@@ -35,7 +35,7 @@ def keeping(seen):
     return Keeping
 
 
-def trained(folder, stage, kind, *, resume=None, **more):
+def trained(folder, stage, kind, *, resume=None, callback=None, **more):
     """Losses and mask digests step by step, what the model was given, and the trainer at its end."""
     from transformers import TrainerCallback
 
@@ -47,7 +47,9 @@ def trained(folder, stage, kind, *, resume=None, **more):
 
     made = model(kind)  # before transformers knows of ZeRO-3, which would draw other weights
     args = arguments(folder, deepspeed_config(stage), **more)
-    trainer = keeping(seen)(made, args, train_dataset=Words(), eval_dataset=Words(8), callbacks=[Look()])
+    trainer = keeping(seen)(
+        made, args, train_dataset=Words(), eval_dataset=Words(8), callbacks=[Look(), *([callback] if callback else [])]
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer, seen, masks
 
@@ -126,7 +128,7 @@ def without_times(folder):
         return [{k: v for k, v in json.loads(line).items() if k not in times} for line in file]
 
 
-@pytest.mark.parametrize(("stage", "kind"), [(0, "gpt2"), (1, "llama"), (2, "gpt2"), (3, "llama")])
+@pytest.mark.parametrize(("stage", "kind"), [(0, "gpt2"), (1, "llama"), (3, "llama")])
 def test_a_run_continues_bit_for_bit(tmp_path, stage, kind):
     for same, losses, masks, logs, files in pool.run(resumed, 2, str(tmp_path), stage, kind):
         assert (same, losses, masks, logs, files) == (True, True, True, True, True)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tests.support import tiny_run
 
-_context = mp.get_context("forkserver")
-_context.set_forkserver_preload(
+context = mp.get_context("forkserver")
+context.set_forkserver_preload(
     ["mst_scale.pretrain.training_loop", "mst_scale.checkpoints.reshape", "tests.support.tiny_run"]
 )
 _started: list[mp.process.BaseProcess] = []  # and not yet ended
@@ -48,7 +48,7 @@ def start(
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **more,
         }  # fmt: skip
-        process = _context.Process(target=_rank, args=(environment, argv, str(logs / f"rank{rank}"), before))
+        process = context.Process(target=_rank, args=(environment, argv, str(logs / f"rank{rank}"), before))
         process.start()
         processes.append(process)
         _started.append(process)
