@@ -36,6 +36,7 @@ class Door:
         self.made: weakref.ref[Any] | None = None  # the newest sparse engine
         self.recording: Recording | None = None  # of the newest, where it is Trainer's
         self.told_dense = False
+        self.failed = False  # the program ends with an error
 
     def initialize(
         self,
@@ -97,7 +98,7 @@ class Door:
 
     def tell_if_unused(self) -> None:
         """At the end of the program."""
-        if self.made is None and not self.told_dense:
+        if self.made is None and not self.told_dense and not self.failed:
             logger.warning(
                 "integrate() was called and no engine came of it: deepspeed.initialize was not called, or under a name "
                 "that was imported before (from deepspeed import initialize)"
@@ -132,7 +133,7 @@ def integrate(mst: dict[str, Any] | None = None, steps: int | None = None) -> No
     deepspeed.initialize = initialize
     when_imported("transformers.trainer", lambda module: _open_trainer(module, door))
     atexit.register(door.tell_if_unused)
-    _say_mistakes_in_one_line()
+    _say_mistakes_in_one_line(door)
 
 
 def _open_trainer(module: Any, door: Door) -> None:
@@ -165,11 +166,12 @@ def _without_ours(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in BLOCKS}
 
 
-def _say_mistakes_in_one_line() -> None:
+def _say_mistakes_in_one_line(door: Door) -> None:
     """A mistake that we refuse ends the program with one line on one rank, and all of its ranks."""
     before = sys.excepthook
 
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
+        door.failed = True
         ours = isinstance(error, ValueError) and trace is not None and _raised_here(trace)
         if ours and not hasattr(sys, "ps1"):
             exits.end(error, alike=True)
