@@ -33,15 +33,19 @@ def tables(title: str, groups: Sequence[Group], about: Callable[[Run], Facts]) -
 
 def recipe(run: Run) -> Facts:
     """What the config says; what it does not say is left out."""
-    of = run.setting
+    of, start = run.setting, run.starts[-1] if run.starts else {}
+    model, batch = (found if isinstance(found := start.get(key), dict) else {} for key in ("model", "batch"))
     facts = {
         "method": _words(of("mst", "method")),
         "model": _words(
             of("model", "arch"), (of("model", "n_layer"), "layers"), (of("model", "n_head"), "heads"),
             (of("model", "n_embd"), "wide"), ("vocabulary", of("model", "vocab_size")),
+            model.get("class"), (model.get("parameters"), "parameters"),
         ),
         "data": _words(of("data", "source") or of("data", "dir"), ("tokenizer", of("data", "tokenizer"))),
-        "batch": _words((of("train_batch_size"), "sequences"), (of("model", "context"), "tokens each")),
+        "batch": _words(
+            (of("train_batch_size") or batch.get("sequences"), "sequences"), (of("model", "context"), "tokens each")
+        ),
         "learning rate": _words(
             of("optimizer", "params", "lr"), of("training", "lr_schedule"),
             ("warm-up", _span(of("training", "warmup"))),

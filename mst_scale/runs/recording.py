@@ -24,6 +24,7 @@ from mst_scale import zero_shards
 from mst_scale.config import Experiment, to_dict
 from mst_scale.costs import any_model
 from mst_scale.distributed import logger
+from mst_scale.engine.api import READ
 from mst_scale.engine.types import MST, Engine
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.runs import run_file
@@ -199,9 +200,11 @@ class Recording:
     # --- run.json ---
 
     def _config(self) -> dict[str, Any]:
+        """What of the config counts in a loop of somebody else's."""
         experiment: Experiment = self.mst.experiment
         full = to_dict(experiment)
-        return {key: value for key, value in full.items() if key not in ("model", "data")}
+        training = {key: full["training"][key] for key in READ}
+        return {**experiment.deepspeed, "training": training, "mst": full["mst"]}
 
     def _start(self, step: int) -> dict[str, Any]:
         engine = self.engine
