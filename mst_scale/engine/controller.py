@@ -11,6 +11,8 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mst_scale import zero_shards
 from mst_scale.checkpoints import warm_start
 from mst_scale.config import Experiment
@@ -116,6 +118,8 @@ class Controller:
 
     def holds_update(self) -> bool:
         return False
+
+    def mask_update(self, parameter: torch.nn.Parameter, update: torch.Tensor) -> None: ...
 
     def after_update(self, tensors: Collection[int]) -> None: ...
 

@@ -7,6 +7,7 @@ What is added to DeepSpeed's own step is marked by *:
   * mask this rank's gradient, so that its norm is the masked gradient's
     norm, clipping; an overflow ends the step here, and the topology step stays due
     the optimizer updates master weights (an inactive weight has g = m = v = w = 0 and stays exactly 0)
+  * Muon: mask the orthogonalised update, which has filled what is inactive
   * or, with topology.replaces_update, leaves them as they are on a topology step
   * every so often count what the optimizer has moved though it is inactive: more than nothing is refused
   * on a topology step: prune, grow, zero what was pruned, start what has grown, wake what no gradient reaches
@@ -91,6 +92,7 @@ class SparseController(Controller):
         self.units = LiveUnits(engine, self.seed)
         device = self.shards.weight(0).device
         self.masks = MaskSet(LayerMask(shard, device) for shard in self.shards.slices)
+        self.mask_of = {id(p): mask for p, mask in zip(self.shards.parameters, self.masks, strict=True)}
         self.shapes = [self.elements.grid_shape(s.shape) for s in self.shards.slices]  # in elements
         # a run that starts dense has had every weight active: the share is 1, and no bit need be kept to know it
         self.counts_coverage = self.topology.track_coverage and self.schedule.at(0).sparsity > 0
@@ -172,6 +174,11 @@ class SparseController(Controller):
 
     def holds_update(self) -> bool:
         return self.topology.replaces_update and self.under_way is not None
+
+    def mask_update(self, parameter: torch.nn.Parameter, update: torch.Tensor) -> None:
+        mask = self.mask_of.get(id(parameter))
+        if mask is not None and not mask.dense:
+            mask.retain_(update)
 
     def after_update(self, tensors: Collection[int]) -> None:
         if not self.stepping:

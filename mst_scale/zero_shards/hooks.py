@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mst_scale.zero_shards import saving, step
+from torch import Tensor, nn
+
+from mst_scale.zero_shards import muon, saving, step
 
 
 class Follower(Protocol):
@@ -31,6 +33,9 @@ class Follower(Protocol):
 
     def holds_update(self) -> bool:
         """Whether this step leaves weights and moments as they are."""
+
+    def mask_update(self, parameter: nn.Parameter, update: Tensor) -> None:
+        """Zero what is inactive in this rank's slice of an update, flat."""
 
     def after_update(self, tensors: set[int]) -> None:
         """The optimizer has updated these master tensors (ids); what the forward reads is not yet written."""
@@ -105,6 +110,14 @@ HOOKS = (
         "0.19",
         lambda _, follower: follower.masks_weights,
         lambda engine, follower: step.hold_updates(engine, follower.holds_update),
+    ),
+    Hook(
+        "muon",
+        "the optimizer's step hooks; parameters and ZeRO-3 are told that they do not use Muon",
+        "it orthogonalises before masks come, fills what is inactive, and clips the update in place of the gradient",
+        "0.19.8",
+        lambda engine, follower: muon.takes_over(engine, follower.masks_weights),
+        muon.install,
     ),
     Hook(
         "update",

@@ -16,7 +16,40 @@ from mst_scale.shard import Shard
 from mst_scale.zero_shards.step import base_optimizer, total_norm
 
 
-class Replicated:
+class Slices:
+    """What the three layouts share: where a parameter's master weights lie, and all that lies as they do."""
+
+    optimizer: Any
+    parameters: list[nn.Parameter]
+    slices: list[Shard]
+
+    def owner(self, i: int) -> torch.Tensor:
+        """The tensor among the base optimizer's parameters that this parameter's master weights are part of."""
+        return self._place(i)[0]
+
+    def weight(self, i: int) -> torch.Tensor:
+        """Live fp32 master weights of this rank's slice, flat."""
+        return self.part(i, self.owner(i))
+
+    def states(self, i: int) -> dict[str, torch.Tensor]:
+        """Live optimizer states of this rank's slice, flat, by their key ("exp_avg", "exp_avg_sq")."""
+        owner = self.owner(i)
+        return {
+            key: self.part(i, value)
+            for key, value in self.optimizer.state.get(owner, {}).items()
+            if torch.is_tensor(value) and value.numel() == owner.numel() and value.dim() > 0
+        }
+
+    def part(self, i: int, like_owner: torch.Tensor) -> torch.Tensor:
+        """This rank's slice, flat, of a tensor that lies as the master weights do."""
+        return like_owner.detach().view(-1).narrow(0, self._place(i)[1], self.slices[i].length)
+
+    def _place(self, i: int) -> tuple[torch.Tensor, int]:
+        """(owner, where the slice begins in it)."""
+        raise NotImplementedError
+
+
+class Replicated(Slices):
     """Stage 0: every rank holds every parameter whole, so there is nothing to reconcile (`group` is None)."""
 
     group = None
@@ -26,20 +59,6 @@ class Replicated:
         self.parameters = list(parameters.values())
         self.slices = [Shard.whole(name, p.shape) for name, p in parameters.items()]
         self._masters = _stage0_masters(engine.optimizer)
-
-    def owner(self, i: int) -> torch.Tensor:
-        """The tensor among the base optimizer's parameters that this parameter's master weights are part of."""
-        return self._master(i)[0]
-
-    def weight(self, i: int) -> torch.Tensor:
-        """Live fp32 master weights of this rank's slice, flat."""
-        flat, offset = self._master(i)
-        return flat.detach().view(-1).narrow(0, offset, self.slices[i].length)
-
-    def states(self, i: int) -> dict[str, torch.Tensor]:
-        """Live optimizer states of this rank's slice, flat, by their key ("exp_avg", "exp_avg_sq")."""
-        flat, offset = self._master(i)
-        return _states_of(self.optimizer, flat, offset, self.slices[i].length)
 
     def gradient(self, i: int) -> torch.Tensor | None:
         """The reduced, still loss-scaled gradient of this rank's slice, flat; write back with `put_gradient`."""
@@ -52,11 +71,11 @@ class Replicated:
         if live.data_ptr() != gradient.data_ptr():
             live.copy_(gradient)
 
-    def _master(self, i: int) -> tuple[torch.Tensor, int]:
+    def _place(self, i: int) -> tuple[torch.Tensor, int]:
         return self._masters.get(id(self.parameters[i]), (self.parameters[i], 0))
 
 
-class FlatPartitions:
+class FlatPartitions(Slices):
     """Stages 1 and 2: a parameter group is one flat buffer cut evenly; a parameter may straddle ranks.
 
     What a rank owns nothing of has an empty slice there. Nothing is cached: DeepSpeed rebinds states on load.
@@ -69,16 +88,6 @@ class FlatPartitions:
         self.parameters = list(parameters.values())
         self.slices = [self._slice(name, p) for name, p in parameters.items()]
         self._group_of = {id(p): g for g, group in enumerate(self.zero.bit16_groups) for p in group}
-
-    def owner(self, i: int) -> torch.Tensor:
-        return self.zero.single_partition_of_fp32_groups[self._group_of[id(self.parameters[i])]]
-
-    def weight(self, i: int) -> torch.Tensor:
-        flat, start = self.owner(i), self._hp_start(i)
-        return flat.detach().view(-1).narrow(0, start, self.slices[i].length)
-
-    def states(self, i: int) -> dict[str, torch.Tensor]:
-        return _states_of(self.optimizer, self.owner(i), self._hp_start(i), self.slices[i].length)
 
     def gradient(self, i: int) -> torch.Tensor:
         parameter: Any = self.parameters[i]
@@ -98,12 +107,14 @@ class FlatPartitions:
         start, length = (0, 0) if address is None else (address.start, address.numel)
         return Shard.of_range(name, parameter.shape, start, length)
 
-    def _hp_start(self, i: int) -> int:
-        mapping = self.parameters[i]._hp_mapping  # type: ignore[attr-defined]
-        return 0 if mapping is None else mapping.hp_fragment_address.start
+    def _place(self, i: int) -> tuple[torch.Tensor, int]:
+        parameter: Any = self.parameters[i]
+        mapping = parameter._hp_mapping
+        start = 0 if mapping is None else mapping.hp_fragment_address.start
+        return self.zero.single_partition_of_fp32_groups[self._group_of[id(parameter)]], start
 
 
-class CutParameters:
+class CutParameters(Slices):
     """Stage 3: each parameter is cut on its own into equal parts; the last parts may hold padding, left out here."""
 
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
@@ -112,15 +123,6 @@ class CutParameters:
         self.group = self.zero.dp_process_group
         self.parameters = list(parameters.values())
         self.slices = [self._slice(name, p) for name, p in parameters.items()]
-
-    def owner(self, i: int) -> torch.Tensor:
-        return self.zero.fp32_partitioned_groups_flat[self._position(i)[0]]
-
-    def weight(self, i: int) -> torch.Tensor:
-        return self.owner(i).detach().view(-1).narrow(0, self._position(i)[1], self.slices[i].length)
-
-    def states(self, i: int) -> dict[str, torch.Tensor]:
-        return _states_of(self.optimizer, self.owner(i), self._position(i)[1], self.slices[i].length)
 
     def gradient(self, i: int) -> torch.Tensor:
         # DeepSpeed's safe_get_local_grad would copy it, and from the CPU to the accelerator where it is offloaded
@@ -131,9 +133,9 @@ class CutParameters:
     def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
         _put(self, i, gradient, self.zero.offload_optimizer)
 
-    def _position(self, i: int) -> tuple[int, int]:
+    def _place(self, i: int) -> tuple[torch.Tensor, int]:
         group, offset, _ = self.zero.grad_position[self.zero.get_param_id(self.parameters[i])]
-        return group, offset
+        return self.zero.fp32_partitioned_groups_flat[group], offset
 
     def _slice(self, name: str, parameter: Any) -> Shard:
         part = parameter.partition_numel()
@@ -159,6 +161,10 @@ Shards = Replicated | FlatPartitions | CutParameters
 def shards_of(engine: Any, parameters: dict[str, nn.Parameter]) -> Shards:
     """Where the slices of these parameters lie on this rank. What cannot be right is refused with the reason."""
     refuse_untested(engine)
+    return laid_out(engine, parameters)
+
+
+def laid_out(engine: Any, parameters: dict[str, nn.Parameter]) -> Shards:
     stage = engine.zero_optimization_stage()
     if stage == 0:
         return Replicated(engine, parameters)
@@ -206,8 +212,7 @@ def refuse_untested(engine: Any) -> None:
         "a model-parallel unit (mpu)": engine.mpu is not None,
         "mixture-of-experts layers": bool(engine.has_moe_layers),
         "torch_autocast": bool(engine.torch_autocast_enabled()),
-        # mixes rows and columns of a masked update, so that masked weights would move
-        "Muon": any(group.get("use_muon") for group in base_optimizer(engine).param_groups),
+        "per_head_muon": any(getattr(p, "muon_num_heads", None) for p in engine.module.parameters()),
     }
     for name, used in untested.items():
         if used:
@@ -254,14 +259,6 @@ def _stage0_masters(optimizer: Any) -> dict[int, tuple[torch.Tensor, int]]:
         for group, copies in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             masters.update({id(p): (copy, 0) for p, copy in zip(group, copies, strict=True)})
     return masters
-
-
-def _states_of(optimizer: Any, flat: torch.Tensor, offset: int, length: int) -> dict[str, torch.Tensor]:
-    return {
-        key: value.view(-1).narrow(0, offset, length)
-        for key, value in optimizer.state.get(flat, {}).items()
-        if torch.is_tensor(value) and value.numel() == flat.numel() and value.dim() > 0
-    }
 
 
 def group_of(shards: Shards, i: int) -> dict[str, Any]:

@@ -1,0 +1,185 @@
+"""Muon in one place at every ZeRO stage: after norm and clipping, with a momentum that lies like any optimizer state.
+
+DeepSpeed 0.19.8 orthogonalises gradients at stages 1 and 2 while they are being reduced, at stage 3 before the norm and
+at stage 0 in the optimizer's step; so its norm and its clipping are of the update at some stages and of the gradient at
+others, and masks come too late. Its own is switched off. In the optimizer's step hook, from gradients that are masked,
+unscaled and clipped as every optimizer here gets them:
+
+    momentum ← momentum + (1 - β) · (gradient - momentum)     this rank's slice, in fp32
+    blend = gradient + β · (momentum - gradient)              Nesterov's
+    each matrix is brought together on one rank, orthogonalised there by DeepSpeed's Newton-Schulz, and cut up again
+    the follower masks this rank's slice of the update, since Newton-Schulz fills what was 0
+    weight ← (1 - lr · decay) · weight - lr · update
+
+The ranks take turns, matrix by matrix; at stage 0 each of them computes all. A matrix is computed whole, from the same
+numbers in the same order, whatever rank does it: the update does not depend on stage or number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import deepspeed.comm as ds_comm
+import torch
+from torch import nn
+
+from mst_scale.distributed import logger
+from mst_scale.zero_shards.slices import laid_out, refuse_untested
+from mst_scale.zero_shards.step import base_optimizer, optimized
+
+STEPS = 5  # of Newton-Schulz, as DeepSpeed takes
+MOMENTUM = "momentum_buffer"
+
+
+class MasksUpdates(Protocol):
+    def holds_update(self) -> bool: ...
+
+    def mask_update(self, parameter: nn.Parameter, update: torch.Tensor) -> None: ...
+
+
+def is_muon(engine: Any) -> bool:
+    return any("use_muon" in group for group in base_optimizer(engine).param_groups)
+
+
+def takes_over(engine: Any, masks_weights: bool) -> bool:
+    """Whether Muon is computed here: where masks need it, and in dense runs wherever masks could be."""
+    if not is_muon(engine):
+        return False
+    try:
+        refuse_untested(engine)
+    except ValueError as reason:
+        if masks_weights:
+            raise
+        logger.warning("DeepSpeed's own Muon trains, which clips orthogonalised updates: %s", reason)
+        return False
+    return True
+
+
+def matrices(engine: Any) -> dict[str, nn.Parameter]:
+    """What Muon updates, by name: DeepSpeed has marked it."""
+    updated = optimized(engine)
+    named = engine.module.named_parameters()
+    return {name: p for name, p in named if getattr(p, "use_muon", False) and id(p) in updated}
+
+
+class Muon:
+    """One engine's Muon; every rank builds it and steps it together."""
+
+    def __init__(self, engine: Any, follower: MasksUpdates):
+        self.follower, self.device = follower, engine.device
+        self.optimizer = base_optimizer(engine)
+        marked = matrices(engine)
+        if not marked and any(group.get("use_muon") for group in self.optimizer.param_groups):
+            raise ValueError(
+                "a Muon of your own finds no parameter marked use_muon, without which DeepSpeed orthogonalises nothing: "
+                'leave the optimizer out, and let the config make it with "optimizer": {"type": "Muon"}'
+            )
+        self.shards = laid_out(engine, marked)
+        self.group = self.shards.group
+        self.lengths = self._lengths()
+        self.away: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+        _switch_off(engine)
+        self.optimizer.register_step_pre_hook(self._before)
+        self.optimizer.register_step_post_hook(self._after)
+
+    def _lengths(self) -> list[list[int]]:
+        """How much of each matrix each rank holds; in the order of ranks their slices make it up."""
+        mine = torch.tensor([s.length for s in self.shards.slices], dtype=torch.int64, device=self.device)
+        if self.group is None:
+            return [mine.tolist()]
+        of_ranks = [torch.empty_like(mine) for _ in range(ds_comm.get_world_size(self.group))]
+        ds_comm.all_gather(of_ranks, mine, group=self.group)
+        return [of_rank.tolist() for of_rank in of_ranks]
+
+    # --- the optimizer's step ---
+
+    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Update Muon's groups, and let the optimizer find only those of Adam."""
+        held = self.follower.holds_update()
+        for group in optimizer.param_groups:
+            if group["use_muon"] and not held:
+                self._step(group)
+            if group["use_muon"] or held:  # its own step takes a missing gradient for zeros and decays weights
+                self.away.append((group, group["params"]))
+                group["params"] = []
+
+    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group, params in self.away:
+            group["params"] = params
+        self.away.clear()
+
+    @torch.no_grad()
+    def _step(self, group: dict[str, Any]) -> None:
+        """At stages 1 and 2 once for each group of parameters, at stage 3 once for each sub-group."""
+        owners = {id(p) for p in group["params"]}
+        here = [i for i in range(len(self.shards.slices)) if id(self.shards.owner(i)) in owners]
+        ranks = len(self.lengths)
+        for start in range(0, len(here), ranks):
+            turn = here[start : start + ranks]
+            blends = [self._blend(i, group["momentum"]) for i in turn]
+            for i, update in zip(turn, self._orthogonalised(turn, blends, group["ns_method"]), strict=True):
+                weight = self.shards.weight(i)
+                update = update.to(weight.device)
+                self.follower.mask_update(self.shards.parameters[i], update)
+                weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+
+    def _blend(self, i: int, beta: float) -> torch.Tensor:
+        """The momentum takes in this rank's gradient; Nesterov's blend of both."""
+        owner = self.shards.owner(i)
+        state = self.optimizer.state[owner]
+        momentum = state.get(MOMENTUM)
+        if momentum is None or momentum.numel() != owner.numel():
+            if momentum is not None:
+                logger.warning("the momentum of a checkpoint lies as DeepSpeed's own Muon keeps it: it starts at 0")
+            state[MOMENTUM] = torch.zeros_like(owner.detach())
+        elif momentum.dtype != owner.dtype:
+            state[MOMENTUM] = momentum.to(owner.dtype)
+        momentum = self.shards.part(i, state[MOMENTUM])
+        gradient = torch.zeros_like(momentum) if owner.grad is None else self.shards.part(i, owner.grad)
+        momentum.lerp_(gradient, 1 - beta)
+        return gradient.lerp(momentum, beta).to(self.device)
+
+    def _orthogonalised(self, turn: Sequence[int], blends: list[torch.Tensor], method: str) -> list[torch.Tensor]:
+        """This rank's slices of these matrices' updates: as many matrices as there are ranks, one for each."""
+        shapes = [self.shards.slices[i].shape for i in turn]
+        if self.group is None:
+            return [orthogonalised(blends[0].view(shapes[0]), method).reshape(-1)]
+        rank = ds_comm.get_rank(self.group)
+        given = [self.lengths[rank][i] for i in turn] + [0] * (len(self.lengths) - len(turn))
+        taken = [lengths[turn[rank]] if rank < len(turn) else 0 for lengths in self.lengths]
+        whole = torch.empty(sum(taken), device=self.device)
+        ds_comm.all_to_all_single(whole, torch.cat(blends), taken, given, group=self.group)
+        if rank < len(turn):
+            whole = orthogonalised(whole.view(shapes[rank]), method).reshape(-1)
+        updates = torch.empty(sum(given), device=self.device)
+        ds_comm.all_to_all_single(updates, whole, given, taken, group=self.group)
+        return list(updates.split(given[: len(turn)]))
+
+
+def orthogonalised(matrix: torch.Tensor, method: str) -> torch.Tensor:
+    """The update of a whole matrix, as DeepSpeed scales it; in float32.
+
+    DeepSpeed compiles Newton-Schulz, and then a matrix's result depends on the shapes that were seen before it.
+    """
+    from deepspeed.runtime.zero.muon import original_muon  # imported where it is used: it makes compiled functions
+
+    gram = method == "gram"
+    newton_schulz = original_muon.zeropower_via_gram_newtonschulz if gram else original_muon.zeropower_via_newtonschulz5
+    rows, columns = matrix.shape[-2:]
+    flat = matrix.view(len(matrix), -1) if matrix.dim() == 4 else matrix  # a convolution's filters
+    with torch.compiler.set_stance("force_eager"):
+        found: torch.Tensor = newton_schulz(flat, steps=STEPS)
+    return found.float().mul_(math.sqrt(max(1, rows / columns))).view(matrix.shape)
+
+
+def _switch_off(engine: Any) -> None:
+    for parameter in engine.module.parameters():
+        parameter.use_muon = False  # stages 1 and 2 ask each parameter
+    if hasattr(engine.optimizer, "use_muon"):
+        engine.optimizer.use_muon = False  # stage 3
+
+
+def install(engine: Any, follower: MasksUpdates) -> None:
+    Muon(engine, follower)
