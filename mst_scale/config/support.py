@@ -126,12 +126,13 @@ def stated(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 def refuse_unsupported(deepspeed: Mapping[str, Any], mst: MSTConfig) -> list[str]:
     """Raise for the first key that sparse training is not known to be exact with; else what a user should be told."""
-    if mst.stays_dense:
-        return []
-    allowed = mst.allow_unclassified
     stage = deepspeed.get("zero_optimization") or {}
     stage = stage.get("stage") if isinstance(stage, Mapping) else stage
     stage = stage if isinstance(stage, int) and not isinstance(stage, bool) else 0
+    _refuse_scattered_muon(deepspeed)
+    if mst.stays_dense:
+        return []
+    allowed = mst.allow_unclassified
     low = (name for name in ("bf16", "fp16") if dict(deepspeed.get(name) or {}).get("enabled"))
     precision = next(low, "fp32")
     notes = []
@@ -147,6 +148,17 @@ def refuse_unsupported(deepspeed: Mapping[str, Any], mst: MSTConfig) -> list[str
         elif row.why.endswith(SAY_SO):
             notes.append(f"{key}: {row.why.removesuffix(SAY_SO)}")
     return notes
+
+
+def _refuse_scattered_muon(deepspeed: Mapping[str, Any]) -> None:
+    """DeepSpeed builds no other, and does not say what would help; dense runs are told too."""
+    zero, kind = deepspeed.get("zero_optimization"), dict(deepspeed.get("optimizer") or {}).get("type")
+    cut = isinstance(zero, Mapping) and zero.get("stage") == 3 and zero.get("reduce_scatter") is not False
+    if cut and _equal(kind, "Muon"):
+        raise ValueError(
+            'optimizer.type = "Muon" takes stage 3 without reduce-scatter only: add "zero_optimization": '
+            '{"reduce_scatter": false}, or use stage 2'
+        )
 
 
 def _near(key: str, row: Row | None) -> str:

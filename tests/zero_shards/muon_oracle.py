@@ -41,11 +41,13 @@ class Oracle:
                 values.mul_(active)
 
     def step(self, batches, masks):
+        """(norm of the masked gradient, the dense gradients)"""
         self.model.zero_grad()
         for batch in batches:
             (self.model(*batch) / len(batches)).backward()
         with torch.no_grad():
-            gradients = {name: p.grad * masks.get(name, 1) for name, p in self.model.named_parameters()}
+            dense = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+            gradients = {name: gradient * masks.get(name, 1) for name, gradient in dense.items()}
             norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
             factor = min(1.0, self.clip / (norm + 1e-6))
             self.steps += 1
@@ -64,4 +66,4 @@ class Oracle:
                     size = (self.second[name] / (1 - two**self.steps)).sqrt() + self.eps
                     update, lr = mean / (1 - one**self.steps) / size, self.adam_lr
                 weight.mul_(1 - lr * self.decay).sub_(lr * update)
-        return norm
+        return norm, dense
