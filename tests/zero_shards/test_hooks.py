@@ -25,11 +25,17 @@ def of(model, stage, world, precision="fp32", **extra):
 
 def test_the_list_is_in_order_and_for_this_deepspeed():
     assert [hook.name for hook in HOOKS] == [
-        "plain step", "plain loss", "universal checkpoints", "step", "held update", "update", "checkpoints", "loading",
+        "plain step", "plain loss", "universal checkpoints", "step", "held update", "muon", "update", "checkpoints",
+        "loading",
     ]  # fmt: skip
     first, below = map(Version, versions.SUPPORTED_DEEPSPEED)
     for hook in HOOKS:
         assert first <= Version(hook.seen_in) < below and hook.because and hook.changes
+
+
+@pytest.mark.parametrize("method", ["dense", "mst"])
+def test_muon_is_one_for_dense_runs_and_sparse_ones(method):
+    assert "muon" in pool.run(installed, 1, 2, "fp32", method, "Muon")[0]
 
 
 @pytest.mark.parametrize("version", ["0.18.9", "0.20.0"])
@@ -40,10 +46,11 @@ def test_another_deepspeed_is_refused(version):
         versions.check_versions(deepspeed.__version__, "2.7.1")
 
 
-def installed(rank, world, stage, precision, method):
+def installed(rank, world, stage, precision, method, kind="AdamW"):
     if precision == "fp16":
         allow_fp16()
-    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world, precision, method=method))
+    config = mst_config(stage, world, precision, method=method, optimizer={"type": kind, "params": {"lr": 1e-2}})
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
     return [hook.name for hook in HOOKS if hook.applies(engine, engine.mst)]
 
 
@@ -162,6 +169,68 @@ def untouched_without_gradients(rank, world, fused):
 @pytest.mark.parametrize("fused", [True, False])
 def test_held_update(fused):
     assert pool.run(untouched_without_gradients, 1, fused) == [(True, True)]
+
+
+def muon_of(stage, world, **extra):
+    """A bare engine with matrices alone."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(13, 37, bias=False), torch.nn.Linear(37, 7, bias=False))
+    made = {"type": "Muon", "params": {"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0.5}}
+    zero = {"stage": stage, "reduce_scatter": False}
+    return of(model, stage, world, optimizer=made, zero_optimization=zero, **extra)
+
+
+def by_deepspeeds_muon(rank, world, stage, scale, switched_off):
+    """The size of the gradients that are at hand before the model's step, and of what they are clipped by."""
+    engine = muon_of(stage, world, gradient_clipping=0.0)
+    if switched_off:
+        zero_shards.muon._switch_off(engine)
+    sizes = []
+
+    def look():
+        partitions = [part for parts in engine.optimizer.averaged_gradients.values() for part in parts]
+        sizes.append(zero_shards.step.total_norm(partitions))
+
+    zero_shards.around_model_step(engine, look, lambda: None)
+    with torch.compiler.set_stance("force_eager"):
+        engine.backward(scale * engine(torch.ones(4, 13)).square().mean())
+        engine.step()
+    return sizes[0], float(engine.get_global_grad_norm())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_muon_orthogonalises_before_the_norm_and_below_stage_3_before_our_step(stage):
+    """A gradient grows with the loss, an orthogonalised update does not."""
+    for switched_off in (False, True):
+        ((small, small_norm),) = pool.run(by_deepspeeds_muon, 1, stage, 1.0, switched_off)
+        ((large, large_norm),) = pool.run(by_deepspeeds_muon, 1, stage, 100.0, switched_off)
+        at_hand = 100 if switched_off or stage == 3 else 1
+        assert large / small == pytest.approx(at_hand, rel=1e-3), f"switched off: {switched_off}"
+        assert large_norm / small_norm == pytest.approx(100 if switched_off else 1, rel=1e-3)
+
+
+def fills(rank, world):
+    matrix = torch.zeros(5, 8)
+    matrix[:, ::2] = torch.randn(5, 4)
+    matrix[0, 0] = 0
+    return float(zero_shards.muon.orthogonalised(matrix, "gram")[0, 0])
+
+
+def test_muon_fills_what_is_0():
+    assert abs(pool.run(fills, 1)[0]) > 1e-3
+
+
+def moved_without_gradients(rank, world):
+    engine = muon_of(0, world)
+    weight = engine.module[0].weight
+    before = weight.detach().clone()
+    with torch.compiler.set_stance("force_eager"):
+        zero_shards.base_optimizer(engine).step()
+    return torch.equal(before, weight)
+
+
+def test_muon_takes_a_missing_gradient_for_zeros():
+    assert pool.run(moved_without_gradients, 1) == [False], "so a held update hides its parameters"
 
 
 def client_state(rank, world, folder, stage):
