@@ -26,8 +26,8 @@ accountings:
 They differ in nothing else: sparse attention counts its own pairs in both."""
 
 IGNORED = (
-    "Not counted: norms, GELU, softmax, biases, embedding look-ups, the optimizer, what activation checkpointing "
-    "computes twice; topology steps are counted apart, with --topology."
+    "Not counted: norms, GELU, softmax, biases, embedding look-ups, the optimizer (but for Muon's Newton-Schulz), "
+    "what activation checkpointing computes twice; topology steps are counted apart, with --topology."
 )
 EXAMPLES = """\
 examples:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         m = experiment.model
         default = f"GPT-2 small ({m.n_layer} layers of width {m.n_embd}, context {m.context:,})"
         print(f"mst: {args.config} has no model block: this counts the default, {default}", file=sys.stderr)
-    found = report(experiment, forecast(experiment), args)
+    found = report(experiment, forecast(experiment, ranks=args.ranks), args)
     print(json.dumps(found) if args.json else table(found))
     return 0
 
@@ -95,10 +95,11 @@ def report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> d
     from mst_scale.config.check import batch_shape
     from mst_scale.costs.flops import head_name
     from mst_scale.costs.ledger import forecast, tiny_flops, topology_flops
+    from mst_scale.costs.muon import optimizer_flops
     from mst_scale.costs.stretches import sparse_matrices
 
     sequences = batch_shape(experiment.deepspeed, args.ranks)[0]
-    tiny = tiny_flops(experiment.model)
+    tiny = tiny_flops(experiment, args.ranks)
     found: dict[str, Any] = {
         "config": args.config,
         "method": experiment.mst.method,
@@ -121,13 +122,14 @@ def report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> d
         "tiny": _both(tiny, run.dense),
         "against_tiny": {a: run.mean[a].total / tiny[a].total for a in tiny},
         "total_flops": {a: run.steps * sequences * run.mean[a].total for a in run.mean},
+        "optimizer_flops": run.steps * optimizer_flops(experiment.model, experiment.deepspeed),
         "dense_steps": {a: run.dense_steps(a) for a in run.mean},
         "dense_head": None,
         "topology": None,
         "ignored": IGNORED,
     }
     if head_name(experiment.model) in {m.name for m in sparse_matrices(experiment)}:
-        found["dense_head"] = _both(forecast(experiment, dense_head=True).mean, run.dense)
+        found["dense_head"] = _both(forecast(experiment, dense_head=True, ranks=args.ranks).mean, run.dense)
     if args.topology:
         count, extra = topology_flops(experiment)
         found["topology"] = {
@@ -151,18 +153,20 @@ def _name(pattern: Pattern) -> str:
 
 
 COMPONENTS = ("qkv", "scores", "reduce", "proj", "ffw1", "ffw2", "head")
+OPTIMIZER = "optimizer"  # a column where it is counted
 
 
 def table(found: dict[str, Any]) -> str:
-    lines = [["phase", "steps", "sparsity", "attention", *COMPONENTS, "paper", "÷", "causal", "÷"]]
+    shown = COMPONENTS + ((OPTIMIZER,) if found["optimizer_flops"] else ())
+    lines = [["phase", "steps", "sparsity", "attention", *shown, "paper", "÷", "causal", "÷"]]
     for phase in found["phases"]:
         steps = f"{phase['start']:,}–{phase['stop']:,}"
         lines.append(
-            [phase["phase"], steps, f"{phase['sparsity']:.1%}", ", ".join(phase["attention"]), *_figures(phase)]
+            [phase["phase"], steps, f"{phase['sparsity']:.1%}", ", ".join(phase["attention"]), *_figures(phase, shown)]
         )
-    lines.append(["whole run", f"{found['steps']:,}", "", "", *_figures(found["mean"])])
-    lines.append(["dense", "", "", "", *_figures(found["dense"])])
-    lines.append(["tiny, dense", "", "", "", *_figures(found["tiny"])])
+    lines.append(["whole run", f"{found['steps']:,}", "", "", *_figures(found["mean"], shown)])
+    lines.append(["dense", "", "", "", *_figures(found["dense"], shown)])
+    lines.append(["tiny, dense", "", "", "", *_figures(found["tiny"], shown)])
     mean, tiny = found["mean"]["reduction"], found["against_tiny"]
     total, dense_steps = found["total_flops"], found["dense_steps"]
     text = [
@@ -183,6 +187,11 @@ def table(found: dict[str, Any]) -> str:
         f"The same FLOPs buy {dense_steps['paper']:,.0f} dense steps (causal: {dense_steps['causal']:,.0f}); "
         "--method dense-short --like C trains the former.",
     ]
+    if found["optimizer_flops"]:
+        text.append(
+            f"Of them {found['optimizer_flops']:.3g} are Muon's Newton-Schulz, on whole matrices once a step, the same "
+            f"in a dense run: {found['optimizer_flops'] / total['paper']:.1%}."
+        )
     if found["topology"]:
         t, then = found["topology"], found["topology"]["reduction"]
         text.append(
@@ -192,9 +201,9 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join([*text, found["ignored"]])
 
 
-def _figures(cost: dict[str, Any]) -> list[str]:
+def _figures(cost: dict[str, Any], shown: Sequence[str]) -> list[str]:
     parts = cost["components"]["paper"]
-    figures = [_three_digits(parts[name]) for name in COMPONENTS]
+    figures = [_three_digits(parts[name]) for name in shown]
     for accounting in ("paper", "causal"):
         figures += [_three_digits(cost["gflops"][accounting]), f"{cost['reduction'][accounting]:.2f}"]
     return figures

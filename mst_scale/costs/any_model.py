@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from mst_scale.costs.ledger import OPTIMIZER_KEY
 from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.hybrid_sparse_attention.hugging_face import is_attention
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
@@ -40,11 +41,14 @@ class Product:
 class ModelLedger:
     """Follows a model's training forwards on this rank; `add` ends a step."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, optimizer: float = 0.0):
+        """`optimizer`: this rank's part of the FLOPs that it adds to every step."""
+        self.optimizer = optimizer
         self.attention = [found for layer in model.modules() if (found := _attention(layer)) is not None]
         self.products: dict[int, Product] = {}
         self.inputs: list[tuple[int, int]] = []  # (tokens, their sequences' length) of each micro-batch of the step
-        self.spent = dict.fromkeys(("tokens", *KEYS.values(), *DENSE_KEYS.values()), 0.0)
+        keys = ("tokens", *KEYS.values(), *DENSE_KEYS.values(), *((OPTIMIZER_KEY,) if optimizer else ()))
+        self.spent = dict.fromkeys(keys, 0.0)
         self.training = False  # a training forward is under way
         names = {id(p): name for name, p in model.named_parameters()}
         self.measuring = []
@@ -90,7 +94,9 @@ class ModelLedger:
             matrices = tokens * sum(_row(product) * shares.get(product.name, 1.0) for product in self.products.values())
             for accounting in ACCOUNTINGS:
                 pairs = sum(self._pairs(seen, accounting, *one) for one in inputs)
-                self.spent[keys[accounting]] += 3 * (matrices + pairs)
+                self.spent[keys[accounting]] += 3 * (matrices + pairs) + self.optimizer
+        if self.optimizer:
+            self.spent[OPTIMIZER_KEY] += self.optimizer
 
     def _pairs(self, pattern: Pattern, accounting: str, tokens: int, length: int) -> float:
         """Forward FLOPs of scores and of what they weigh, as `flops.forward_flops` counts them."""
@@ -104,7 +110,9 @@ class ModelLedger:
     def in_words(self) -> str:
         """What is counted."""
         attention = f"{len(self.attention)} attention layers" if self.attention else "no attention layer that is known"
-        return f"FLOPs are those of {sum(p.rows > 0 for p in self.products.values())} matrices and of {attention}"
+        optimizer = " and of Muon's Newton-Schulz" if self.optimizer else ""
+        count = sum(p.rows > 0 for p in self.products.values())
+        return f"FLOPs are those of {count} matrices and of {attention}{optimizer}"
 
 
 def row(spent: Mapping[str, float]) -> dict[str, float]:
@@ -112,6 +120,7 @@ def row(spent: Mapping[str, float]) -> dict[str, float]:
     flops = {key: spent[key] for a in ACCOUNTINGS for key in (KEYS[a], DENSE_KEYS[a])}
     return {
         **flops,
+        **({OPTIMIZER_KEY: spent[OPTIMIZER_KEY]} if OPTIMIZER_KEY in spent else {}),
         "reduction": spent["flops_dense"] / spent["flops"] if spent["flops"] else 1.0,
         "reduction_causal": spent["flops_dense_causal"] / spent["flops_causal"] if spent["flops_causal"] else 1.0,
     }

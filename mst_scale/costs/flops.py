@@ -13,8 +13,8 @@ pairs that a causal kernel needs. Sparse attention costs its own pairs in both. 
 square: there the two agree. Its head (transform and decoder) computes the masked positions only, `model.predicted`
 of them in a sequence of the model's context.
 
-Not counted, as in the paper: norms, GELU, softmax, biases, embedding look-ups, the optimizer, topology steps, and what
-activation checkpointing computes twice.
+Not counted, as in the paper: norms, GELU, softmax, biases, embedding look-ups, the optimizer (but for Muon's matrix
+products: `muon`), topology steps, and what activation checkpointing computes twice.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ class Flops:
     ffw1: float = 0.0
     ffw2: float = 0.0
     head: float = 0.0
+    optimizer: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.attention + self.matrices
+        return self.attention + self.matrices + self.optimizer
 
     @property
     def attention(self) -> float:

@@ -21,13 +21,14 @@ from typing import Any
 from mst_scale.config import MODELS, Experiment, ModelConfig, TrainingConfig, load
 from mst_scale.config.check import global_batch
 from mst_scale.costs.flops import Flops, dense_step_flops, step_flops
+from mst_scale.costs.muon import share_of_a_sequence
 from mst_scale.costs.stretches import Stretch, stretches
 from mst_scale.distributed import logger
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
 from mst_scale.mixed_growing.policies import policy
 
 Both = dict[str, Flops]
-"""FLOPs of one sequence, forward and backward, by accounting."""
+"""FLOPs of one sequence, forward and backward, with its share of the optimizer's; by accounting."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +64,19 @@ class Forecast:
         return self.steps / self.reduction(accounting)
 
 
-def forecast(experiment: Experiment, *, dense_head: bool = False) -> Forecast:
+def forecast(experiment: Experiment, *, dense_head: bool = False, ranks: int = 1) -> Forecast:
     """The run of a config. `dense_head` asks what it would be if the head were left out of the sparse matrices."""
-    model, parts = experiment.model, []
+    model, parts, dense = experiment.model, [], _dense(experiment.model, experiment, ranks)
+    optimizer = Flops(optimizer=dense["paper"].optimizer)
     for stretch in stretches(experiment, dense_head=dense_head):
-        cost = {a: step_flops(model, stretch.density, stretch.pattern, a) for a in ACCOUNTINGS}
+        cost = {a: step_flops(model, stretch.density, stretch.pattern, a) + optimizer for a in ACCOUNTINGS}
         parts.append((stretch, cost))
     phases = [_phase(list(group)) for _, group in groupby(parts, key=lambda part: part[0].phase)]
     return Forecast(
         steps=experiment.training.steps,
         phases=tuple(phases),
         mean=_mean([(phase.steps, phase.flops) for phase in phases]),
-        dense={a: dense_step_flops(model, a) for a in ACCOUNTINGS},
+        dense=dense,
     )
 
 
@@ -95,11 +97,16 @@ def _mean(parts: Sequence[tuple[int, Both]]) -> Both:
     return {a: sum((steps / total * flops[a] for steps, flops in parts), Flops()) for a in ACCOUNTINGS}
 
 
-def tiny_flops(model: ModelConfig) -> Both:
+def tiny_flops(experiment: Experiment, ranks: int = 1) -> Both:
     """The paper's small dense model in this model's place: what `--method tiny` trains."""
-    shape: dict[str, Any] = {**asdict(model), **MODELS["tiny"], "preset": "tiny", "d_ffw": None}
-    tiny = ModelConfig(**shape)
-    return {a: dense_step_flops(tiny, a) for a in ACCOUNTINGS}
+    shape: dict[str, Any] = {**asdict(experiment.model), **MODELS["tiny"], "preset": "tiny", "d_ffw": None}
+    return _dense(ModelConfig(**shape), experiment, ranks)
+
+
+def _dense(model: ModelConfig, experiment: Experiment, ranks: int) -> Both:
+    """A dense step of a model with this experiment's optimizer and batch."""
+    optimizer = Flops(optimizer=share_of_a_sequence(model, experiment.deepspeed, ranks))
+    return {a: dense_step_flops(model, a) + optimizer for a in ACCOUNTINGS}
 
 
 def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
@@ -124,6 +131,9 @@ def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
     return count, 1 / schedule.total_steps * extra
 
 
+OPTIMIZER_KEY = "flops_optimizer"  # in both accountings alike; stated where the optimizer's FLOPs are counted
+
+
 class Ledger:
     """What a run has spent so far, in both accountings, and what as many dense steps would have cost.
 
@@ -131,11 +141,13 @@ class Ledger:
     resumed run's are those of one that was never stopped, to the bit.
     """
 
-    def __init__(self, model: ModelConfig, sequences: int):
-        self.model, self.sequences = model, sequences
+    def __init__(self, model: ModelConfig, sequences: int, optimizer: float = 0.0):
+        """`optimizer`: FLOPs that it adds to every step, dense or not; they are also added up apart."""
+        self.model, self.sequences, self.optimizer = model, sequences, optimizer
+        self.spent_by_optimizer = 0.0
         self.spent = dict.fromkeys(ACCOUNTINGS, 0.0)
         self.dense = dict.fromkeys(ACCOUNTINGS, 0.0)
-        self._dense_step = {a: sequences * dense_step_flops(model, a).total for a in ACCOUNTINGS}
+        self._dense_step = {a: sequences * dense_step_flops(model, a).total + optimizer for a in ACCOUNTINGS}
         self._step = self._dense_step
         self._of: tuple[Pattern, dict[str, float]] | None = None
 
@@ -143,10 +155,12 @@ class Ledger:
         """One step with these shares of active weights and this attention."""
         if self._of != (pattern, densities):  # the same from one topology step to the next: counted once
             self._of = (pattern, densities)
-            self._step = {a: self.sequences * step_flops(self.model, densities, pattern, a).total for a in ACCOUNTINGS}
+            costs = {a: step_flops(self.model, densities, pattern, a).total for a in ACCOUNTINGS}
+            self._step = {a: self.sequences * cost + self.optimizer for a, cost in costs.items()}
         for a in ACCOUNTINGS:
             self.spent[a] += self._step[a]
             self.dense[a] += self._dense_step[a]
+        self.spent_by_optimizer += self.optimizer
 
     def row(self) -> dict[str, float]:
         """For the metrics: FLOPs spent, their dense equivalent, and the reduction so far."""
@@ -162,13 +176,15 @@ class Ledger:
             "flops_dense": self.dense["paper"],
             "flops_causal": self.spent["causal"],
             "flops_dense_causal": self.dense["causal"],
+            **({OPTIMIZER_KEY: self.spent_by_optimizer} if self.optimizer else {}),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        if missing := self.state().keys() - state.keys():
+        if missing := self.state().keys() - state.keys() - {OPTIMIZER_KEY}:
             raise ValueError(f"the checkpoint does not say {', '.join(sorted(missing))}: an older version has saved it")
         self.spent = {"paper": state["flops"], "causal": state["flops_causal"]}
         self.dense = {"paper": state["flops_dense"], "causal": state["flops_dense_causal"]}
+        self.spent_by_optimizer = state.get(OPTIMIZER_KEY, 0.0)
 
 
 def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
@@ -183,8 +199,9 @@ def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
     like = load(path / "config.json" if path.is_dir() else path)
     if like.mst.like is not None:
         raise ValueError(f"{path}: is a dense-short run itself: name the sparse run's config")
-    budget = like.training.steps * global_batch(like.deepspeed, ranks) * forecast(like).mean["paper"].total
-    step = global_batch(experiment.deepspeed, ranks) * dense_step_flops(experiment.model).total
+    mean = forecast(like, ranks=ranks).mean["paper"].total
+    budget = like.training.steps * global_batch(like.deepspeed, ranks) * mean
+    step = global_batch(experiment.deepspeed, ranks) * _dense(experiment.model, experiment, ranks)["paper"].total
     steps = max(1, round(budget / step))
     logger.info("dense-short: %d dense steps cost what the %d steps of %s do", steps, like.training.steps, path)
     return replace(experiment, training=_squeezed(experiment.training, steps))

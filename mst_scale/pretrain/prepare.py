@@ -18,6 +18,7 @@ from mst_scale.checkpoints import store
 from mst_scale.config import DataConfig, Experiment, to_dict
 from mst_scale.config.check import batch_shape
 from mst_scale.costs.ledger import Ledger
+from mst_scale.costs.muon import optimizer_flops
 from mst_scale.data.masking import open_sampler
 from mst_scale.data.prepare import ensure
 from mst_scale.data.sampler import Sampler
@@ -90,7 +91,7 @@ def prepare(
         fitted = ranks.together(lambda: resume.with_batch_of(experiment, source, ranks.world_size))
     batch, micro, accumulation = ranks.together(lambda: batch_shape(fitted.deepspeed, ranks.world_size))
     ranks.together(lambda: refusals.refuse(fitted, ranks.world_size))
-    ledger = Ledger(fitted.model, batch)
+    ledger = Ledger(fitted.model, batch, optimizer_flops(fitted.model, fitted.deepspeed))
     loadable = None if source is None else resume.loadable(source, ranks, zero_shards.zero_stage(fitted.deepspeed))
     begins("corpus", f" {fitted.data.dir or fitted.data.source or ''}")
     folder = ranks.on_first(lambda: corpus(fitted.data))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from mst_scale import zero_shards
 from mst_scale.config import Experiment, to_dict
 from mst_scale.costs import any_model
+from mst_scale.costs.muon import newton_schulz_flops
 from mst_scale.distributed import logger
 from mst_scale.engine.api import READ
 from mst_scale.engine.types import MST, Engine
@@ -53,7 +54,7 @@ class Recording:
         self.steps: int = self.mst.schedule.total_steps
         self.group = zero_shards.data_parallel_group(engine)
         self.first = engine.global_rank == 0
-        self.ledger = any_model.ModelLedger(engine.module)
+        self.ledger = any_model.ModelLedger(engine.module, self._optimizer_flops())
         self.before = dict.fromkeys(self.ledger.spent, 0.0)  # by all ranks, in starts before this one
         self.layers: dict[str, Row] = {}
         self.loss = torch.zeros((), device=engine.device)  # of the step under way
@@ -167,6 +168,12 @@ class Recording:
     def _rate(self) -> float:
         return float(zero_shards.base_optimizer(self.engine).param_groups[0]["lr"])
 
+    def _optimizer_flops(self) -> float:
+        """This rank's part of each step's."""
+        of_muon = zero_shards.muon_shapes(self.engine)
+        whole = sum(newton_schulz_flops(shape, method) for shape, method in of_muon)
+        return whole / dist.get_world_size(self.group)
+
     def _mean(self, loss: torch.Tensor) -> float:
         mean = loss.detach().clone()
         dist.all_reduce(mean, group=self.group)
@@ -190,7 +197,8 @@ class Recording:
     def _loaded(self, state: dict[str, Any] | None) -> None:
         """Of a checkpoint that was saved without a recording nothing is known."""
         self._flush()
-        self.before = dict(state["spent"]) if state else dict.fromkeys(self.before, 0.0)
+        spent = state["spent"] if state else {}
+        self.before = {key: spent.get(key, 0.0) for key in self.before}
         self.layers = dict(state["layers"]) if state else {}
         self.saved_row = state["row"] if state else None
         self.ledger.spent = dict.fromkeys(self.ledger.spent, 0.0)

@@ -15,6 +15,7 @@ universal     DeepSpeed's universal layout, for every stage
 """
 
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
+from mst_scale.zero_shards.muon import shapes as muon_shapes
 from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, shape_of, whole, zero_stage
 from mst_scale.zero_shards.quick_start import hasten
 from mst_scale.zero_shards.saving import (
@@ -69,6 +70,7 @@ __all__ = [
     "is_matrix",
     "load_checkpoint",
     "loss_scale",
+    "muon_shapes",
     "optimized",
     "optimizer_name",
     "partitioned_construction",

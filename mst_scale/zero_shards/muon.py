@@ -26,11 +26,13 @@ import torch
 from torch import nn
 
 from mst_scale.distributed import logger
+from mst_scale.zero_shards.parameters import shape_of
 from mst_scale.zero_shards.slices import laid_out, refuse_untested
 from mst_scale.zero_shards.step import base_optimizer, optimized
 
 STEPS = 5  # of Newton-Schulz, as DeepSpeed takes
 MOMENTUM = "momentum_buffer"
+OURS = "mst_muon"  # marks what is updated here
 
 
 class MasksUpdates(Protocol):
@@ -64,6 +66,16 @@ def matrices(engine: Any) -> dict[str, nn.Parameter]:
     return {name: p for name, p in named if getattr(p, "use_muon", False) and id(p) in updated}
 
 
+def shapes(engine: Any) -> list[tuple[tuple[int, ...], str]]:
+    """Shape of every matrix that Muon updates, here or in DeepSpeed, and its Newton-Schulz; none of other optimizers.
+
+    DeepSpeed has one method for all of an engine's matrices.
+    """
+    methods = [group["ns_method"] for group in base_optimizer(engine).param_groups if group.get("use_muon")]
+    marked = (p for p in engine.module.parameters() if getattr(p, "use_muon", False) or getattr(p, OURS, False))
+    return [(shape_of(p), methods[0]) for p in marked] if methods else []
+
+
 class Muon:
     """One engine's Muon; every rank builds it and steps it together."""
 
@@ -73,7 +85,7 @@ class Muon:
         marked = matrices(engine)
         if not marked and any(group.get("use_muon") for group in self.optimizer.param_groups):
             raise ValueError(
-                "a Muon of your own finds no parameter marked use_muon, without which DeepSpeed orthogonalises nothing: "
+                "a Muon of your own finds no parameter marked use_muon, and DeepSpeed orthogonalises no other: "
                 'leave the optimizer out, and let the config make it with "optimizer": {"type": "Muon"}'
             )
         self.shards = laid_out(engine, marked)
@@ -119,9 +131,10 @@ class Muon:
         for start in range(0, len(here), ranks):
             turn = here[start : start + ranks]
             blends = [self._blend(i, group["momentum"]) for i in turn]
-            for i, update in zip(turn, self._orthogonalised(turn, blends, group["ns_method"]), strict=True):
+            updates = self._orthogonalised(turn, blends, group["ns_method"])
+            for i, found in zip(turn, updates, strict=True):
                 weight = self.shards.weight(i)
-                update = update.to(weight.device)
+                update = found.to(weight.device)
                 self.follower.mask_update(self.shards.parameters[i], update)
                 weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
@@ -176,6 +189,7 @@ def orthogonalised(matrix: torch.Tensor, method: str) -> torch.Tensor:
 
 def _switch_off(engine: Any) -> None:
     for parameter in engine.module.parameters():
+        setattr(parameter, OURS, getattr(parameter, "use_muon", False))
         parameter.use_muon = False  # stages 1 and 2 ask each parameter
     if hasattr(engine.optimizer, "use_muon"):
         engine.optimizer.use_muon = False  # stage 3

@@ -174,7 +174,7 @@ def test_topology_steps_cost_only_what_is_masked():
 
 def test_tiny_is_what_method_tiny_trains():
     tiny = load(RAW, method="tiny").model
-    assert tiny_flops(load(RAW).model) == {a: dense_step_flops(tiny, a) for a in ACCOUNTINGS}
+    assert tiny_flops(load(RAW)) == {a: dense_step_flops(tiny, a) for a in ACCOUNTINGS}
 
 
 def test_dense_short_trains_as_many_dense_steps_as_the_flops_buy(tmp_path):

@@ -33,9 +33,17 @@ def test_the_list_is_in_order_and_for_this_deepspeed():
         assert first <= Version(hook.seen_in) < below and hook.because and hook.changes
 
 
+MUON = {"type": "Muon", "params": {"lr": 1e-2}}
+
+
 @pytest.mark.parametrize("method", ["dense", "mst"])
 def test_muon_is_one_for_dense_runs_and_sparse_ones(method):
-    assert "muon" in pool.run(installed, 1, 2, "fp32", method, "Muon")[0]
+    assert "muon" in pool.run(installed, 1, mst_config(2, 1, method=method, optimizer=MUON))[0]
+
+
+def test_muon_stays_deepspeeds_in_a_dense_run_that_masks_could_not_follow():
+    extra = {"optimizer": MUON, "zero_optimization": {"round_robin_gradients": True}}
+    assert "muon" not in pool.run(installed, 1, mst_config(2, 1, method="dense", **extra))[0]
 
 
 @pytest.mark.parametrize("version", ["0.18.9", "0.20.0"])
@@ -46,10 +54,9 @@ def test_another_deepspeed_is_refused(version):
         versions.check_versions(deepspeed.__version__, "2.7.1")
 
 
-def installed(rank, world, stage, precision, method, kind="AdamW"):
-    if precision == "fp16":
+def installed(rank, world, config):
+    if "fp16" in config:
         allow_fp16()
-    config = mst_config(stage, world, precision, method=method, optimizer={"type": kind, "params": {"lr": 1e-2}})
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     return [hook.name for hook in HOOKS if hook.applies(engine, engine.mst)]
 
@@ -63,7 +70,7 @@ def installed(rank, world, stage, precision, method, kind="AdamW"):
     ],
 )
 def test_which_hooks_an_engine_gets(stage, precision, method, names):
-    assert pool.run(installed, 1, stage, precision, method) == [names]
+    assert pool.run(installed, 1, mst_config(stage, 1, precision, method=method)) == [names]
 
 
 def plainly(rank, world):

@@ -78,7 +78,10 @@ def against_oracle(rank, world, stage, accumulation, extra):
     oracle = Oracle(toy(), MATRICES, **rates, clip=0.5)
     controller, masks, grows = engine.mst, active(engine, world), {}
     evolve = controller._evolve
-    controller._evolve = lambda step, here: (grows.update({i: step.gradients[i].clone() for i in here}), evolve(step, here))[1]
+    controller._evolve = lambda step, here: (
+        grows.update({i: step.gradients[i].clone() for i in here}),
+        evolve(step, here),
+    )[1]
     weights, momenta, gradients, norms, grown = 0.0, 0.0, 0.0, 0.0, 0
     for step in range(STEPS):
         norm, dense = oracle.step([toy_batch(step, k) for k in range(accumulation * world)], masks)
@@ -283,7 +286,7 @@ def saves(rank, world, stage, folder):
 @pytest.mark.parametrize("stage", STAGES)
 def test_reshape_refuses_muons_states_in_one_line(tmp_path, stage):
     pool.run(saves, 2, stage, str(tmp_path))
-    with pytest.raises(ValueError, match="knows the optimizer states of Adam.*warm_start") as caught:
+    with pytest.raises(ValueError, match=r"knows the optimizer states of Adam.*warm_start") as caught:
         reshape(tmp_path / "four")
     assert len(str(caught.value).splitlines()) == 1
 
