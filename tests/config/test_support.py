@@ -263,7 +263,7 @@ REFUSED = [
     ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled"),
     ({"compile": {"deepcompile": True}}, "engine.compile"),
     ({"torch_autocast": {"enabled": True}}, "use bf16"),
-    ({"optimizer": {"type": "Muon"}}, "mixes rows and columns"),
+    ({"optimizer": {"type": "Muon", "params": {"per_head_muon": True}}}, "set it to false"),
     ({"optimizer": {"type": "lion"}}, "CUDA only"),
     ({"optimizer": {"type": "Sophia"}}, "not classified"),
     ({"optimizer": {"type": "AdamW", "legacy_fusion": True}}, "without the hooks"),
