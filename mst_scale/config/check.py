@@ -137,6 +137,9 @@ def _optimizer(optimizer: dict[str, Any]) -> None:
         value = params.get(key, 0)
         if not _is_number(value) or not 0 <= value < math.inf:
             raise ValueError(f"optimizer.params.{key} must be a number of at least 0, not {shown(value)}")
+    for key in ("muon_lr", "adam_lr"):
+        if not _is_number(params.get(key, 1)) or not 0 < params.get(key, 1) < math.inf:
+            raise ValueError(f"optimizer.params.{key} must be a positive number, not {shown(params[key])}")
     betas = params.get("betas", [0.9, 0.95])
     pair = isinstance(betas, list | tuple) and len(betas) == 2
     if not pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):

@@ -9,6 +9,8 @@ Sparse training wants `wsd`: with `cosine` the rate is nearly gone when the weig
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from mst_scale.config import TrainingConfig, in_steps
 
@@ -24,3 +26,10 @@ def learning_rate(step: int, peak: float, training: TrainingConfig) -> float:
     else:
         left = min(1.0, max(0, total - step) / max(1, in_steps(training.decay, total)))
     return training.min_lr + (peak - training.min_lr) * left
+
+
+def share_of(group: Mapping[str, Any], params: Mapping[str, Any]) -> float:
+    """What a group's rate is to the rate of all: Muon's two halves may state their own, which move with it."""
+    if "use_muon" not in group:
+        return 1.0
+    return float(params.get("muon_lr" if group["use_muon"] else "adam_lr", params["lr"]) / params["lr"])

@@ -24,7 +24,7 @@ from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units.kinds import in_words
 from mst_scale.distributed import Ranks, Verdict, logger
 from mst_scale.pretrain import lengthen, resume
-from mst_scale.pretrain.learning_rate import learning_rate
+from mst_scale.pretrain.learning_rate import learning_rate, share_of
 from mst_scale.pretrain.prepare import Prepared, load, prepare
 from mst_scale.pretrain.spikes import Spikes, batch_number
 from mst_scale.randomness import counter_hash
@@ -200,7 +200,7 @@ class Run:
         """One optimizer step on the global batch; the mean loss of this rank's micro-batches, still on the device."""
         rate = learning_rate(self.step, self.peak, self.training)
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * share_of(group, self.experiment.deepspeed["optimizer"]["params"])
         total = torch.zeros((), device=self.device)
         number = batch_number(self.step, self.skipped)
         for k in range(self.accumulation):

@@ -1,7 +1,7 @@
 import pytest
 
 from mst_scale.config import TrainingConfig
-from mst_scale.pretrain.learning_rate import learning_rate
+from mst_scale.pretrain.learning_rate import learning_rate, share_of
 
 PAPER = TrainingConfig()
 
@@ -32,3 +32,9 @@ def test_shares_of_the_run_scale_with_its_length():
 
 def test_no_warmup_and_one_step():
     assert learning_rate(0, 1.0, TrainingConfig(steps=1, warmup=0, min_lr=0.0)) == 1.0
+
+
+def test_the_halves_of_muon_have_their_own_rates():
+    params = {"lr": 0.01, "muon_lr": 0.02}
+    shares = [share_of(group, params) for group in ({"use_muon": True}, {"use_muon": False}, {})]
+    assert shares == [2.0, 1.0, 1.0]

@@ -1,0 +1,34 @@
+"""`pretrain` with Muon: it learns, is stopped and resumed to the bit, and its FLOPs are those that were foreseen."""
+
+import shutil
+
+import pytest
+import torch
+
+from mst_scale.config import load
+from mst_scale.costs.ledger import forecast
+from mst_scale.costs.muon import optimizer_flops
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import MST, arguments, attempt, weights, without_times
+
+MUON = {"type": "Muon", "params": {"lr": 1e-2, "muon_lr": 2e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_and_the_same_run_stopped_in_its_middle(tmp_path, stage):
+    blocks = {"optimizer": MUON, "mst": MST, "zero_optimization": {"stage": stage, "reduce_scatter": False}}
+    assert pool.run(attempt, 2, arguments(tmp_path, **blocks)) == [(0, "")] * 2
+    rows = tiny_run.rows(tmp_path / "out")
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1, "it learns"
+    experiment = load(tmp_path / "config.json")
+    expected, each = forecast(experiment), optimizer_flops(experiment.model, experiment.deepspeed)
+    assert rows[-1]["flops"] == pytest.approx(12 * 8 * expected.mean["paper"].total, rel=1e-12)
+    assert rows[-1]["flops_optimizer"] == pytest.approx(12 * each) and each > 0
+
+    shutil.copytree(tmp_path / "out", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step00000012")  # it stopped after step 8
+    assert pool.run(attempt, 2, arguments(tmp_path, "again", **blocks)) == [(0, "")] * 2
+    assert without_times(tiny_run.rows(tmp_path / "again")) == without_times(rows)
+    first, second = (weights(tmp_path / out, "step00000012") for out in ("out", "again"))
+    assert any("momentum_buffer" in name for name in first)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
