@@ -7,6 +7,7 @@ import torch
 from deepspeed import set_optimizer_flags
 from torch.utils.flop_counter import FlopCounterMode
 
+import mst_scale
 from mst_scale import cli
 from mst_scale.config import load
 from mst_scale.costs.ledger import Ledger, forecast, shortened, tiny_flops
@@ -15,6 +16,9 @@ from mst_scale.costs.stretches import stretches
 from mst_scale.models import BERT, GPT
 from mst_scale.zero_shards.muon import orthogonalised
 from tests.costs.test_ledger import RAW
+from tests.support import pool, tiny_run
+from tests.support.toy_engine import mst_config, train
+from tests.support.toys import toy
 
 MUON = {**RAW, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 
@@ -75,6 +79,22 @@ def test_dense_short_pays_for_it_too(tmp_path):
     short = shortened(load(path, [f"mst.like={path}"], "dense-short"))
     assert forecast(short).reduction() == 1.0
     assert short.training.steps == round(forecast(load(MUON)).dense_steps())
+
+
+def recorded(rank, world, folder):
+    config = mst_config(2, world, steps=3, optimizer={"type": "Muon", "params": {"lr": 1e-2}})
+    engine = mst_scale.initialize(model=toy(), config=config)[0]
+    recording = mst_scale.record(engine, folder, every=1, tensorboard=False)
+    train(engine, rank, world, 3)
+    recording.close()
+
+
+def test_a_recording_states_it(tmp_path):
+    pool.run(recorded, 2, str(tmp_path))
+    rows = tiny_run.rows(tmp_path)
+    each = sum(newton_schulz_flops(shape) for shape in ((37, 13), (13, 37), (7, 13)))
+    assert [row["flops_optimizer"] for row in rows] == pytest.approx([each, 2 * each, 3 * each])
+    assert rows[-1]["flops_dense"] > rows[-1]["flops"] > 3 * each
 
 
 def test_mst_flops_says_it(tmp_path, capsys):

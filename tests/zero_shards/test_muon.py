@@ -127,6 +127,26 @@ def test_so_it_is_where_zero_cuts_finely():
     is_the_definition(3, 2, zero_optimization={"sub_group_size": 100})
 
 
+def dense_against_oracle(rank, world, stage):
+    engine = built(stage, world, method="dense", gradient_clipping=0.5)
+    rates = {"lr": RATES["muon_lr"], "adam_lr": RATES["adam_lr"], "decay": RATES["weight_decay"]}
+    oracle = Oracle(toy(), MATRICES, **rates, clip=0.5)
+    for step in range(STEPS):
+        oracle.step([toy_batch(step, k) for k in range(world)], {})
+        train(engine, rank, world, 1, first=step)
+    whole = dict(oracle.model.named_parameters())
+    shards = zero_shards.shards_of(engine, dict(engine.module.named_parameters()))
+    weights = {s.name: shards.weight(i) for i, s in enumerate(shards.slices)}
+    parts = {s.name: whole[s.name].detach().view(-1)[s.start : s.start + s.length] for s in shards.slices}
+    return max(float((weights[name] - part).abs().max()) for name, part in parts.items() if part.numel())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_dense_run_has_the_same_muon(stage):
+    """So that a sparse run and a dense one differ in their masks alone."""
+    assert all(worst < 1e-4 for worst in pool.run(dense_against_oracle, 2, stage))
+
+
 @pytest.mark.parametrize("method", ["gram", "standard"])
 @pytest.mark.parametrize("shape", [(8, 8), (24, 7), (7, 24), (5, 3, 2, 2)])
 def test_newton_schulz_is_the_definitions(shape, method):
@@ -161,6 +181,12 @@ def test_inactive_weights_and_their_momentum_are_0_after_every_step(stage, preci
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_same_with_the_optimizer_offloaded_in_bf16(stage):
     for faults, *_ in pool.run(invariants, 2, stage, "bf16", OFFLOAD):
+        assert faults == []
+
+
+def test_the_same_where_deepspeed_has_made_a_momentum_in_low_precision():
+    kept = {"zero_optimization": {"save_muon_momentum_buffer_in_memory": True}}
+    for faults, *_ in pool.run(invariants, 2, 3, "bf16", kept):
         assert faults == []
 
 
