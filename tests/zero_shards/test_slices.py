@@ -179,6 +179,8 @@ class Fake(SimpleNamespace):
             compile_config=SimpleNamespace(deepcompile=changes.pop("deepcompile", False)),
         )
         self.optimizer = SimpleNamespace(param_groups=[{"params": []}])
+        self.module = torch.nn.Linear(2, 2)
+        self.module.weight.muon_num_heads = changes.get("heads")
         self.mpu = changes.pop("mpu", None)
         self.has_moe_layers = changes.pop("moe", False)
         self.autotp_size = lambda: changes.get("autotp", 1)
@@ -199,6 +201,7 @@ class Fake(SimpleNamespace):
         ({"zero": {"mics_shard_size": 2}}, "mics_shard_size"),
         ({"zero": {"zero_hpz_partition_size": 2}}, "zero_hpz_partition_size"),
         ({"autotp": 2}, "tensor_parallel.autotp_size"),
+        ({"heads": 2}, "per_head_muon"),
         ({"mpu": SimpleNamespace()}, "a model-parallel unit"),
         ({"sequence": 2}, "sequence_parallel_size"),
         ({"moe": True}, "mixture-of-experts"),
