@@ -28,7 +28,7 @@ from torch import nn
 from mst_scale.distributed import logger
 from mst_scale.zero_shards.parameters import shape_of
 from mst_scale.zero_shards.slices import laid_out, refuse_untested
-from mst_scale.zero_shards.step import base_optimizer, optimized
+from mst_scale.zero_shards.step import NamedCollectives, base_optimizer, optimized
 
 STEPS = 5  # of Newton-Schulz, as DeepSpeed takes
 MOMENTUM = "momentum_buffer"
@@ -90,6 +90,7 @@ class Muon:
             )
         self.shards = laid_out(engine, marked)
         self.group = self.shards.group
+        self.all_to_all = NamedCollectives("mst_muon").all_to_all
         self.lengths = self._lengths()
         self.away: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
         _switch_off(engine)
@@ -163,11 +164,11 @@ class Muon:
         given = [self.lengths[rank][i] for i in turn] + [0] * (len(self.lengths) - len(turn))
         taken = [lengths[turn[rank]] if rank < len(turn) else 0 for lengths in self.lengths]
         whole = torch.empty(sum(taken), device=self.device)
-        ds_comm.all_to_all_single(whole, torch.cat(blends), taken, given, group=self.group)
+        self.all_to_all(whole, torch.cat(blends), taken, given, group=self.group)
         if rank < len(turn):
             whole = orthogonalised(whole.view(shapes[rank]), method).reshape(-1)
         updates = torch.empty(sum(given), device=self.device)
-        ds_comm.all_to_all_single(updates, whole, given, taken, group=self.group)
+        self.all_to_all(updates, whole, given, taken, group=self.group)
         return list(updates.split(given[: len(turn)]))
 
 

@@ -113,6 +113,7 @@ class NamedCollectives:
 
     def __init__(self, name: str):
         self.all_reduce = functools.partial(ds_comm.all_reduce, log_name=f"{name}_all_reduce")
+        self.all_to_all = functools.partial(ds_comm.all_to_all_single, log_name=f"{name}_all_to_all")
 
 
 def place_scheduler(engine: Any, state: dict[str, Any]) -> None:

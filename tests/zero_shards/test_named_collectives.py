@@ -31,4 +31,12 @@ def test_ours_are_named_and_their_bytes_are_exact(stage):
     for payload, names in pool.run(logged, 2, mst_config(stage, 2)):
         assert names["mst_all_reduce"] == payload > 0
         assert names["mst_drift_all_reduce"] > 0
+        assert "mst_muon_all_to_all" not in names
         assert any(not name.startswith("mst") for name in names), "DeepSpeed's own"
+
+
+def test_muons_matrices_travel_under_their_own_name():
+    """There and back once a step, in float32; a rank sends what it holds of them."""
+    config = mst_config(2, 2, optimizer={"type": "Muon", "params": {"lr": 1e-2}})
+    sent = [names["mst_muon_all_to_all"] for _, names in pool.run(logged, 2, config)]
+    assert sum(sent) == 3 * 2 * 4 * (2 * 13 * 37 + 13 * 7)
