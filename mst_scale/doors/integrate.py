@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import gc
 import json
 import sys
 import weakref
@@ -34,7 +33,7 @@ class Door:
         self.plain = deepspeed.initialize
         self.trainer: Any = None  # a word of doors.trainer about the engine that is made next
         self.made: weakref.ref[Any] | None = None  # the newest sparse engine
-        self.recording: Recording | None = None  # of the newest, where it is Trainer's
+        self.recorded: weakref.ref[Recording] | None = None  # the newest, where it is Trainer's
         self.told_dense = False
         self.failed = False  # the program ends with an error
 
@@ -50,18 +49,17 @@ class Door:
         **others: Any,
     ) -> Any:
         """`deepspeed.initialize`, its arguments in its order."""
-        given = next(
-            (one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one is not None), None
-        )
-        raw = _read(given)
-        trains = optimizer is not None or "optimizer" in (raw or {})
+        stated = config if config is not None else config_params
+        raw = _read(stated if stated is not None else getattr(args, "deepspeed_config", None))
+        trains = optimizer is not None or raw is None or "optimizer" in raw
         if raw is not None and self.mst is not None:
             raw = {"mst": self.mst, **raw}
         if raw is None or "mst" not in raw or not trains:
             if trains and not self.told_dense:
-                logger.warning("deepspeed.initialize: the config has no mst block, so this engine trains dense")
+                why = "is no dict and no JSON file" if raw is None else "has no mst block"
+                logger.warning("deepspeed.initialize: the config %s, so this engine trains dense", why)
                 self.told_dense = True
-            if raw is not None and not trains:  # an engine for evaluation, say
+            if raw is not None and stated is not None and not trains:  # an engine for evaluation, say
                 config, config_params = _without_ours(raw), None
             return self.plain(
                 args, model, optimizer, model_parameters, *more, config=config, config_params=config_params, **others
@@ -76,25 +74,29 @@ class Door:
         made = api.initialize(args, model, optimizer, model_parameters, *more, config=raw, **others)
         _look_like_an_optimizer(made[0])
         self.made = weakref.ref(made[0])
-        self.recording = None
+        self.recorded = None
         if asked:
-            self.recording = Recording(made[0], asked.out, every=0, tensorboard=False, shows=asked.shows)
+            recording = Recording(made[0], asked.out, every=0, tensorboard=False, shows=asked.shows)
+            self.recorded = weakref.ref(recording)  # the engine's hooks hold it
         return made
 
+    @property
+    def recording(self) -> Recording | None:
+        return None if self.recorded is None else self.recorded()
+
     def _refuse_second(self, model: Any) -> None:
-        """A model that is trained on (Trainer.train twice) may have a new engine; two models at once may not."""
-        if self._another(model):
-            gc.collect()  # an engine and its hooks hold each other
-        if self._another(model):
+        """One model after the other is fine (a search over hyperparameters); two side by side are a mistake, for one
+        of them is a reference or a teacher. DeepSpeed never lets go of an engine, so its steps tell."""
+        engine = self.made() if self.made is not None else None
+        if engine is None or engine.module is model:
+            return
+        if engine.mst.step == 0:
             raise SharedMistake(
-                "a second model comes to deepspeed.initialize with an mst block while the first is in training, and "
+                "a second model comes to deepspeed.initialize with an mst block before the first has taken a step, and "
                 "integrate() makes one sparse: give the other (a reference, a teacher) a config without mst, or call "
                 "mst_scale.initialize for both"
             )
-
-    def _another(self, model: Any) -> bool:
-        engine = self.made() if self.made is not None else None
-        return engine is not None and engine.module is not model
+        logger.warning("another model becomes sparse in this process, after %d steps of the first", engine.mst.step)
 
     def tell_if_unused(self) -> None:
         """At the end of the program."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import math
 import socket
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Recording:
         zero_shards.watch_losses(engine, self._see)
         zero_shards.carry_state(engine, STATE, self._saved, self._loaded)
         self.mst.on_step(self._after_step)
-        atexit.register(self.close)
+        atexit.register(_close, weakref.ref(self))  # who is done with an engine shall have its memory back
 
     # --- what the engine tells ---
 
@@ -165,6 +166,10 @@ class Recording:
             self.run_file.ended("finished" if self.step >= self.steps else "ended", self.step)
             self.run_file = None
 
+    def __del__(self) -> None:
+        if hasattr(self, "waits"):  # made to its end
+            self.close()
+
     def _rate(self) -> float:
         return float(zero_shards.base_optimizer(self.engine).param_groups[0]["lr"])
 
@@ -230,6 +235,11 @@ class Recording:
             },
             model={"class": type(engine.module).__name__, "parameters": parameters},
         )
+
+
+def _close(recording: weakref.ref[Recording]) -> None:
+    if (found := recording()) is not None:
+        found.close()
 
 
 class _Board:
