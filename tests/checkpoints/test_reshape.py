@@ -10,6 +10,7 @@ from torch import nn
 
 import mst_scale
 from mst_scale import zero_shards
+from mst_scale.checkpoints import reshape as reshaping
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.checkpoints.reshape import reshape
@@ -263,11 +264,11 @@ def attempt_without_disk(rank, world, argv):
     def full(source):
         raise OSError("no space")
 
-    before, resume.reshape = resume.reshape, full
+    before, reshaping.reshape = reshaping.reshape, full
     try:
         return attempt(rank, world, argv)
     finally:
-        resume.reshape = before
+        reshaping.reshape = before
 
 
 def test_a_copy_of_a_run_is_a_run_of_its_own_at_any_stage(run, tmp_path):

@@ -194,7 +194,7 @@ def test_the_report_reads_a_trainers_folder(tmp_path):
     page = (tmp_path / "page" / "index.html").read_text()
     assert "not one of this version" not in page and "not known" not in page
     assert "ultra" in page and "restore" in page
-    assert "LlamaForCausalLM, 22,688 parameters" in page and "8 sequences" in page and "cosine" not in page
+    assert "LlamaForCausalLM, 22,688 parameters" in page and "8 sequences" in page and "warm-up 1" not in page
 
 
 def reported(rank, world, folder):
