@@ -29,7 +29,6 @@ EXTRAS = {
         "transformers>=4.53",
         "accelerate>=1.10",
         "lightning>=2.5",
-        "wandb>=0.20",
         LM_EVAL,
         TRITON,
         WHEEL,
