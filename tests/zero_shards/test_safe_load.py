@@ -34,8 +34,10 @@ def saved(tmp_path_factory):
     def of(stage):
         if stage not in folders:
             folder = tmp_path_factory.mktemp(f"stage{stage}")
-            argv = arguments(folder, "out", "--steps", "4", mst=MST, zero_optimization={"stage": stage})
+            words = ("--steps", "8", "--set", "training.save_every=4")
+            argv = arguments(folder, "out", *words, mst=MST, zero_optimization={"stage": stage})
             assert pool.run(attempt, 2, argv) == [(0, "")] * 2
+            shutil.rmtree(folder / "out" / "checkpoints" / "step00000008")  # as if it had ended at step 4
             folders[stage] = folder
         return folders[stage]
 
