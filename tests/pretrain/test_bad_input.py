@@ -372,7 +372,8 @@ def remove(rank: int, world: int, argv: list[str], out: str) -> tuple[int, str]:
 
 def ending(error: Exception, linger: float, **environment: str) -> subprocess.Popen[str]:
     """A process that ends with `error` before it has met the others."""
-    program = f"import mst_scale.distributed as d; d.LINGER = {linger}; print('here', flush=True); d.end({error!r})"
+    lines = f"exits.LINGER = {linger}", "print('here', flush=True)", f"exits.end({error!r})"
+    program = "; ".join(["from mst_scale.distributed import exits", *lines])
     return subprocess.Popen(
         [sys.executable, "-c", program], env=tiny_run.environment(**environment), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
