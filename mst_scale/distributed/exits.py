@@ -81,6 +81,6 @@ def thread_failed(failure: threading.ExceptHookArgs) -> None:
 
 
 def _met() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_initialized()
+    """Whether the ranks have a process group; without torch there is none, and nobody waits for its import."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and bool(dist.is_initialized())
