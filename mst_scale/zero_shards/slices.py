@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from mst_scale.shard import Shard
 from mst_scale.zero_shards.step import base_optimizer, total_norm
 
 
-class Slices:
+class Slices(ABC):
     """What the three layouts share: where a parameter's master weights lie, and all that lies as they do."""
 
     optimizer: Any
@@ -44,9 +45,9 @@ class Slices:
         """This rank's slice, flat, of a tensor that lies as the master weights do."""
         return like_owner.detach().view(-1).narrow(0, self._place(i)[1], self.slices[i].length)
 
+    @abstractmethod
     def _place(self, i: int) -> tuple[torch.Tensor, int]:
         """(owner, where the slice begins in it)."""
-        raise NotImplementedError
 
 
 class Replicated(Slices):
