@@ -7,6 +7,7 @@ exits      how a rank ends so that everybody learns why
 group      the ranks together: decide, raise, leave
 votes      what all ranks say of a step, without waiting
 peers      which rank has gone, told to the others
+mesh       who shares a layer, a sequence, a batch
 parser     a wrong option is one line, on one rank
 """
 
@@ -14,6 +15,7 @@ from mst_scale.distributed.errors import Damaged, Elsewhere, SharedMistake, exit
 from mst_scale.distributed.exits import end, leave, tell_launcher, thread_failed
 from mst_scale.distributed.group import Ranks, init
 from mst_scale.distributed.launch import free_port, launched_rank, several
+from mst_scale.distributed.mesh import Mesh, Sizes
 from mst_scale.distributed.messages import logger, may_rewrite, speak
 from mst_scale.distributed.peers import Watch
 from mst_scale.distributed.votes import Verdict, Votes
@@ -21,8 +23,10 @@ from mst_scale.distributed.votes import Verdict, Votes
 __all__ = [
     "Damaged",
     "Elsewhere",
+    "Mesh",
     "Ranks",
     "SharedMistake",
+    "Sizes",
     "Verdict",
     "Votes",
     "Watch",

@@ -1,0 +1,125 @@
+"""The ranks of a run as a mesh: who holds which slice of a layer, part of a sequence, share of a batch, stage of layers.
+
+Rank r stands at ((stage · data + replica) · sequence + part) · tensor + slice: ranks that share a layer are neighbours,
+so that a launcher which fills one node after the other keeps them inside a node. DeepSpeed asks the same questions of
+what it calls an mpu, and a mesh answers in its words.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Over how many ranks each thing is cut; a model without parallelism of its own has 1 everywhere."""
+
+    tensor: int = 1
+    """A layer's matrices."""
+    sequence: int = 1
+    """A sequence of tokens."""
+    pipeline: int = 1
+    """The layers, one after the other."""
+
+    @property
+    def model(self) -> int:
+        """Ranks that work on one sequence together."""
+        return self.tensor * self.sequence * self.pipeline
+
+    def data(self, world: int) -> int:
+        """Shares of a batch on so many ranks."""
+        if world % self.model:
+            raise ValueError(
+                f"{world} ranks cannot be cut into groups of {self.in_words()}: start on a multiple of {self.model}"
+            )
+        return world // self.model
+
+    def in_words(self) -> str:
+        cuts = {"tensor": self.tensor, "sequence": self.sequence, "pipeline": self.pipeline}
+        return " × ".join(f"{what} {size}" for what, size in cuts.items() if size > 1) or "one rank"
+
+
+class Mesh:
+    """This rank's place in the mesh, and the groups that it belongs to. Made on all ranks together."""
+
+    def __init__(self, sizes: Sizes):
+        import torch.distributed as dist
+
+        self.sizes = sizes
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.data = sizes.data(world)
+        axes = (sizes.pipeline, self.data, sizes.sequence, sizes.tensor)
+        self.stage, self.replica, self.part, self.slice = _place(rank, axes)
+        self.tensor_group = _group(axes, (3,))
+        self.sequence_group = _group(axes, (2,))
+        self.data_group = _group(axes, (1,))
+        self.same_weights_group = _group(axes, (1, 2))
+        """Ranks that hold the same weights: ZeRO cuts them over these."""
+
+    # --- DeepSpeed's words ---
+
+    def get_model_parallel_group(self) -> Any:
+        return self.tensor_group
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.sizes.tensor
+
+    def get_model_parallel_rank(self) -> int:
+        return self.slice
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data_group
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data
+
+    def get_data_parallel_rank(self) -> int:
+        return self.replica
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self.sequence_group
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.sizes.sequence
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.part
+
+    def get_sequence_data_parallel_group(self) -> Any:
+        return self.same_weights_group
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return self.data * self.sizes.sequence
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return self.replica * self.sizes.sequence + self.part
+
+
+def _place(rank: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+    place = []
+    for size in reversed(axes):
+        rank, at = divmod(rank, size)
+        place.append(at)
+    return tuple(reversed(place))
+
+
+def _group(axes: tuple[int, ...], along: tuple[int, ...]) -> Any:
+    """This rank's group of ranks that differ along these axes only. Every rank makes all groups, in the same order."""
+    import torch.distributed as dist
+
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(math.prod(axes)):
+        fixed = tuple(at for axis, at in enumerate(_place(rank, axes)) if axis not in along)
+        groups.setdefault(fixed, []).append(rank)
+    mine = None
+    for ranks in groups.values():
+        made = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = made
+    return mine
