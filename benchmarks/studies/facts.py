@@ -103,7 +103,7 @@ def val_loss(row: Row | None) -> float | None:
 
 def best_rate(plan: Plan, cell: Cell, rows: Mapping[str, Row], data: str) -> float | None:
     """By the validation loss of the first seed; None while a rate's run is to come, or where none has finished."""
-    tried = {rate: rows.get(job(plan, cell, rate, plan.seeds[0], data).digest) for rate in plan.rates_of(cell)}
+    tried = {rate: rows.get(job(plan, cell, rate, plan.seeds_of(cell)[0], data).digest) for rate in plan.rates_of(cell)}
     if any(row is None for row in tried.values()):
         return None
     losses = {rate: loss for rate, row in tried.items() if (loss := val_loss(row)) is not None}
@@ -119,13 +119,13 @@ def wanted(plan: Plan, rows: Mapping[str, Row], data: str) -> tuple[list[Job], l
     guessed: list[Job] = []
     for cell in plan.cells():
         rates = plan.rates_of(cell)
-        first = [job(plan, cell, rate, plan.seeds[0], data) for rate in rates]
+        first = [job(plan, cell, rate, plan.seeds_of(cell)[0], data) for rate in rates]
         sure += first
         best = best_rate(plan, cell, rows, data)
         if best is not None:
-            sure += [job(plan, cell, best, seed, data) for seed in plan.seeds[1:]]
+            sure += [job(plan, cell, best, seed, data) for seed in plan.seeds_of(cell)[1:]]
         elif any(one.digest not in rows for one in first):
-            guessed += [job(plan, cell, rates[len(rates) // 2], seed, data) for seed in plan.seeds[1:]]
+            guessed += [job(plan, cell, rates[len(rates) // 2], seed, data) for seed in plan.seeds_of(cell)[1:]]
     return _distinct(sure), _distinct(guessed)
 
 

@@ -36,12 +36,12 @@ def outcomes(plan: Plan, rows: Mapping[str, Row], data: str) -> list[Outcome]:
     found = []
     for cell in plan.cells():
         rates = plan.rates_of(cell)
-        tried = {rate: facts.val_loss(rows.get(job(plan, cell, rate, plan.seeds[0], data).digest)) for rate in rates}
+        tried = {rate: facts.val_loss(rows.get(job(plan, cell, rate, plan.seeds_of(cell)[0], data).digest)) for rate in rates}
         losses = {rate: loss for rate, loss in tried.items() if loss is not None}
         if not losses:
             continue
         rate = min(losses, key=lambda r: losses[r])
-        runs = {seed: rows.get(job(plan, cell, rate, seed, data).digest) for seed in plan.seeds}
+        runs = {seed: rows.get(job(plan, cell, rate, seed, data).digest) for seed in plan.seeds_of(cell)}
         there = {seed: row for seed, row in runs.items() if row is not None and row["status"] == FINISHED}
         edge = len(rates) > 1 and rate in (min(rates), max(rates))
         found.append(Outcome(cell, rate, there, edge, _method(plan, cell, there)))
@@ -93,8 +93,8 @@ def _about(found: list[Outcome], plan: Plan) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
     commits = sorted({(row["commit"] or "unknown")[:10] for one in found for row in one.runs.values()})
     return (
-        f"{versions}, float32 on a CPU, one process, commit {', '.join(commits)}; corpus {last['corpus']}; seeds "
-        f"{', '.join(map(str, plan.seeds))}. What is not there yet is not in the tables."
+        f"{versions}, float32 on a CPU, one process, commit {', '.join(commits)}; corpus {last['corpus']}. "
+        "What is not there yet is not in the tables."
     )
 
 

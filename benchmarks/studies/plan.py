@@ -46,12 +46,13 @@ EVALUATIONS = 4  # of a run, for its curve
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and what a smaller one has instead; its own rates and budgets, if any, go before the plan's."""
+    """A model, and what a smaller one has instead; its own rates, budgets and seeds, if any, go before the plan's."""
 
     model: dict[str, Any]
     small: dict[str, Any] = field(default_factory=dict)
     rates: tuple[float, ...] = ()
     tokens_per_parameter: tuple[int, ...] = ()
+    seeds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,9 @@ class Plan:
 
     def rates_of(self, cell: Cell) -> tuple[float, ...]:
         return self.variants[cell.variant].rates or self.sizes[cell.size].rates or self.rates
+
+    def seeds_of(self, cell: Cell) -> tuple[int, ...]:
+        return self.sizes[cell.size].seeds or self.seeds
 
 
 @dataclass(frozen=True)
