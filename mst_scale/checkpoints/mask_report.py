@@ -15,8 +15,7 @@ from typing import Any
 
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.distributed import Damaged
-from mst_scale.mixed_growing import packed_bits as bitwise
-from mst_scale.mixed_growing.masks import StoredMask, assemble, sha256
+from mst_scale.mixed_growing.masks import StoredMask, assemble, ever_active, sha256
 
 
 @dataclass(frozen=True)
@@ -88,18 +87,6 @@ def inspect(path: Path) -> Report:
 def report(name: str, shards: Sequence[StoredMask]) -> LayerReport:
     whole = assemble(shards, name)  # refuses gaps, and bits that do not add up to the count written beside them
     shape, active = shards[0].shard.shape, shards[0].active
-    return LayerReport(name, shape, active, active / math.prod(shape), ever_active(shards), sha256(whole))
-
-
-def ever_active(shards: Sequence[StoredMask]) -> float | None:
-    """Replicas overlap: each position counts once."""
-    position = total = 0
-    for mask in sorted(shards, key=lambda mask: mask.shard.start):
-        shard = mask.shard
-        if mask.ever is None:
-            return None
-        fresh = max(position, shard.start)
-        if fresh < shard.stop:
-            total += bitwise.count(bitwise.cut(mask.ever, fresh - shard.start, shard.length))
-            position = shard.stop
-    return total / shards[0].shard.numel
+    ever = ever_active(shards)
+    share = None if ever is None else ever / math.prod(shape)
+    return LayerReport(name, shape, active, active / math.prod(shape), share, sha256(whole))

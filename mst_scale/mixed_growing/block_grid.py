@@ -57,38 +57,6 @@ class Grid:
 
         return torch.outer(widths(self.rows), widths(self.columns)).view(-1)
 
-    def totals(self, start: int, length: int, device: torch.device, numbers: Callable[[int, int], Tensor]) -> Tensor:
-        """Sum over each block of `numbers(a, b)`, int64 of the slice's [a, b); 0 where the slice has nothing of it."""
-        total = torch.zeros(self.shape, dtype=torch.int64, device=device)
-        for first, last in self._row_spans(start, start + length, device):
-            a, b = max(first * self.columns, start), min(last * self.columns, start + length)
-            whole = pad(numbers(a - start, b - start), (a - first * self.columns, last * self.columns - b))
-            whole = pad(whole.view(last - first, self.columns), (0, self.shape[1] * self.side - self.columns))
-            rows = whole.view(last - first, self.shape[1], self.side).sum(2)
-            total.index_add_(0, torch.arange(first, last, device=device) // self.side, rows)
-        return total.view(-1)
-
-    def spread(self, flags: Tensor, start: int, length: int, device: torch.device) -> Tensor:
-        """Packed bits of a slice: each weight as its block's flag."""
-        blocks = flags.view(self.shape).to(device)
-        packed = []
-        for a, b in bitwise.spans(length, device):
-            first, last = (start + a) // self.columns, -(-(start + b) // self.columns)
-            rows = blocks[torch.arange(first, last, device=device) // self.side]
-            weights = rows.repeat_interleave(self.side, dim=1)[:, : self.columns].reshape(-1)
-            begin = start + a - first * self.columns
-            packed.append(bitwise.pack(weights[begin : begin + b - a]))
-        return torch.cat(packed) if packed else bitwise.zeros(0, device)
-
-    def _row_spans(self, begin: int, end: int, device: torch.device) -> Iterator[tuple[int, int]]:
-        """Rows that a range of flat indices touches, in spans that stay in cache."""
-        if begin == end:
-            return
-        first, last = begin // self.columns, -(-end // self.columns)
-        step = max(1, (bitwise.CPU_SPAN if device.type == "cpu" else bitwise.DEVICE_SPAN) // self.columns)
-        for row in range(first, last, step):
-            yield row, min(row + step, last)
-
 
 @dataclass(frozen=True)
 class BlockedShard:
@@ -98,6 +66,55 @@ class BlockedShard:
     shard: Shard
     device: torch.device
 
+    def spread(self, flags: Tensor) -> Tensor:
+        """Packed bits of the slice: each weight as its block's flag."""
+        blocks, start, width = flags.view(self.grid.shape).to(self.device), self.shard.start, self.width
+        packed = []
+        for a, b in bitwise.spans(self.shard.length, self.device):
+            first, last = (start + a) // width, -(-(start + b) // width)
+            weights = blocks[self._block_rows(first, last)].index_select(1, self._block_columns()).view(-1)
+            begin = start + a - first * width
+            packed.append(bitwise.pack(weights[begin : begin + b - a]))
+        return torch.cat(packed) if packed else bitwise.zeros(0, self.device)
+
+    @property
+    def width(self) -> int:
+        """Columns of the matrix that the slice is of."""
+        return self.shard.cut.column_axis.length
+
+    def _totals(self, numbers: Callable[[int, int], Tensor]) -> Tensor:
+        """Sum over each block of `numbers(a, b)`, int64 of the slice's [a, b); 0 where the slice has nothing of it."""
+        grid, shard, width = self.grid, self.shard, self.width
+        total = torch.zeros(grid.shape, dtype=torch.int64, device=self.device)
+        for first, last in self._row_spans():
+            a, b = max(first * width, shard.start), min(last * width, shard.stop)
+            whole = pad(numbers(a - shard.start, b - shard.start), (a - first * width, last * width - b))
+            total.index_add_(0, self._block_rows(first, last), self._sums_of_rows(whole.view(last - first, width)))
+        return total.view(-1).cpu()
+
+    def _sums_of_rows(self, numbers: Tensor) -> Tensor:
+        """(rows, columns) → (rows, blocks)."""
+        across = self.grid.shape[1]
+        if self.shard.cut.column_axis.whole:  # three times as fast
+            padded = pad(numbers, (0, across * self.grid.side - self.grid.columns))
+            return padded.view(len(numbers), across, self.grid.side).sum(2)
+        return numbers.new_zeros(len(numbers), across).index_add_(1, self._block_columns(), numbers)
+
+    def _row_spans(self) -> Iterator[tuple[int, int]]:
+        """Rows that the slice touches, in spans that stay in cache."""
+        if not self.shard.length:
+            return
+        first, last = self.shard.start // self.width, -(-self.shard.stop // self.width)
+        step = max(1, (bitwise.CPU_SPAN if self.device.type == "cpu" else bitwise.DEVICE_SPAN) // self.width)
+        for row in range(first, last, step):
+            yield row, min(row + step, last)
+
+    def _block_rows(self, first: int, last: int) -> Tensor:
+        return self.shard.cut.row_axis.logical(torch.arange(first, last, device=self.device)) // self.grid.side
+
+    def _block_columns(self) -> Tensor:
+        return self.shard.cut.column_axis.logical(torch.arange(self.width, device=self.device)) // self.grid.side
+
     def count(self, bits: Tensor | None) -> Tensor:
         """Set bits in the slice's part of each block; None: all are set."""
 
@@ -106,7 +123,7 @@ class BlockedShard:
                 return torch.ones(b - a, dtype=torch.int64, device=self.device)
             return bitwise.unpack(bitwise.cut(bits, a, b), b - a).to(torch.int64)
 
-        return self.grid.totals(self.shard.start, self.shard.length, self.device, numbers).cpu()
+        return self._totals(numbers)
 
     def size(self, values: Tensor, exponent: int) -> Tensor:
         """Σ trunc(2^exponent · |value|) in the slice's part of each block."""
@@ -115,7 +132,7 @@ class BlockedShard:
             sizes = values[a:b].to(torch.float32).abs().clamp_(max=LARGEST)
             return (sizes.to(torch.float64) * 2.0**exponent).to(torch.int64)  # exact: 24 bits, times a power of 2
 
-        return self.grid.totals(self.shard.start, self.shard.length, self.device, numbers).cpu()
+        return self._totals(numbers)
 
 
 def l1_norms(

@@ -221,7 +221,7 @@ class _View:
         )
 
     def _spread(self, flags: Tensor) -> Tensor:
-        return self.grid.spread(flags, self.blocked.shard.start, self.blocked.shard.length, self.blocked.device)
+        return self.blocked.spread(flags)
 
 
 def _read_masks(views: Sequence[_View], exchange: Exchange) -> None:

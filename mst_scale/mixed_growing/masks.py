@@ -1,7 +1,6 @@
 """The masks of this rank's slices, packed into bits.
 
-One `LayerMask` per sparse parameter holds this rank's slice [start, start + length) of the flattened parameter, one
-bit per weight (parameters/8/ranks bytes). A layer whose every weight is alive keeps no bits at all. `MaskSet` is all of
+One `LayerMask` per sparse parameter holds this rank's shard of it, one bit per weight (parameters/8/ranks bytes). A layer whose every weight is alive keeps no bits at all. `MaskSet` is all of
 them, in parameter order, and what a checkpoint, an inspector and a drift check want from them.
 """
 
@@ -49,10 +48,6 @@ class LayerMask:
     def shape(self) -> tuple[int, ...]:
         """Of the whole parameter."""
         return self.shard.shape
-
-    @property
-    def start(self) -> int:
-        return self.shard.start
 
     @property
     def numel(self) -> int:
@@ -109,16 +104,18 @@ class LayerMask:
         return 0 if self.bits is None else bitwise.count_outside(values, self.bits)
 
     def whole(self, exchange: Exchange) -> Tensor:
-        """The whole parameter's mask as bool, in its shape, from the slices of all ranks: a temporary.
+        """The mask of the matrix that this rank multiplies with, as bool in its shape, from the slices of the ranks that
+        ZeRO has cut it over: a temporary.
 
         Each rank adds its bits in their place: no two set the same one, so sums of bytes never carry.
         """
-        joined = bitwise.zeros(self.numel + 8, self.device)
+        start, numel = self.shard.start, self.shard.local_numel
+        joined = bitwise.zeros(numel + 8, self.device)
         if self.length:
-            placed = bitwise.moved(self.packed(), self.start % 8)
-            joined[self.start // 8 : self.start // 8 + placed.numel()] = placed
-        joined = exchange.sum_here(joined[: bitwise.byte_count(self.numel)]).to(self.device)
-        return bitwise.unpack(joined, self.numel).view(self.shape)
+            placed = bitwise.moved(self.packed(), start % 8)
+            joined[start // 8 : start // 8 + placed.numel()] = placed
+        joined = exchange.sum_here(joined[: bitwise.byte_count(numel)]).to(self.device)
+        return bitwise.unpack(joined, numel).view(self.shard.cut.local_shape)
 
     def digest(self) -> int:
         """Σ v_j · h(name, j) mod 2^64 over the parameter's 32-bit words v_j; 0 for a dense layer.
@@ -128,13 +125,26 @@ class LayerMask:
         if self.bits is None:
             return 0
         key = counter_hash("mask", self.name) >> 2  # room for the word numbers below 2^63
-        first, total = self.start // 32, 0
-        before = self.bits.new_zeros(self.start % 32 // 8)
-        aligned = torch.cat([before, bitwise.moved(self.bits, self.start % 8)])
+        start, total = self.shard.in_a_row, 0
+        if start is None:
+            return self._digest_of_scattered(key)
+        first = start // 32
+        before = self.bits.new_zeros(start % 32 // 8)
+        aligned = torch.cat([before, bitwise.moved(self.bits, start % 8)])
         words = torch.cat([aligned, aligned.new_zeros(-aligned.numel() % 4)]).view(torch.int32)
         for a, b in bitwise.spans(words.numel(), self.device):
             weights = mix64(torch.arange(first + a + key, first + b + key, device=self.device))
             total += int(((words[a:b].to(torch.int64) & 0xFFFF_FFFF) * weights).sum())  # wraps: a sum mod 2^64
+        return total % 2**64
+
+    def _digest_of_scattered(self, key: int) -> int:
+        """The same, bit by bit: where the slice lies in many pieces of the parameter."""
+        assert self.bits is not None
+        total = 0
+        for a, b in bitwise.spans(self.length, self.device):
+            index = self.shard.logical(bitwise.unpack_span(self.bits, a, b).nonzero().view(-1) + a)
+            value = 1 << ((index % 32 // 8) * 8 + 7 - index % 8)
+            total += int((value * mix64(index // 32 + key)).sum())
         return total % 2**64
 
 
@@ -231,14 +241,25 @@ class MaskSet:
 
 def assemble(shards: Sequence[StoredMask], name: str = "mask") -> Tensor:
     """The packed bits of a whole parameter from the shards of all ranks."""
-    shape = shards[0].shard.shape if shards else (0, 0)
-    whole = LayerMask(Shard.whole(name, shape), torch.device("cpu"))
-    whole.active, whole.bits, _ = _reslice(whole, shards)
+    whole = _whole(shards, name)
     if whole.count() != whole.active:
         raise ValueError(
             f"mask of {name} holds {whole.count()} live weights and should hold {whole.active}: it is damaged"
         )
     return whole.packed()
+
+
+def ever_active(shards: Sequence[StoredMask]) -> int | None:
+    """Weights of a whole parameter that were alive at any time, from the shards of all ranks; None: not counted."""
+    ever = _whole(shards, "mask").ever
+    return None if ever is None else bitwise.count(ever)
+
+
+def _whole(shards: Sequence[StoredMask], name: str) -> LayerMask:
+    shape = shards[0].shard.shape if shards else (0, 0)
+    whole = LayerMask(Shard.whole(name, shape), torch.device("cpu"))
+    whole.active, whole.bits, whole.ever = _reslice(whole, shards)
+    return whole
 
 
 def sha256(packed: Tensor) -> str:
@@ -263,17 +284,50 @@ def _reslice(layer: LayerMask, pieces: Sequence[StoredMask]) -> tuple[int, Tenso
 
 
 def _gather(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
-    """The layer's slice out of sorted pieces: at each position the piece that reaches furthest goes on."""
-    position, end = layer.start, layer.start + layer.length
+    """The layer's slice out of pieces that cover it."""
+    for piece, packed in pieces:
+        if packed is None or packed.numel() != bitwise.byte_count(piece.shard.length):
+            raise ValueError(f"mask of {layer.name} at weight {piece.shard.start} is cut short")
+    if layer.shard.in_a_row is None or any(piece.shard.in_a_row is None for piece, _ in pieces):
+        return _gather_scattered(layer, pieces)
+    return _gather_ranges(layer, pieces)
+
+
+def _gather_ranges(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
+    """Each lies in one piece of the flattened parameter: at each position the one that reaches furthest goes on."""
+    starts = [piece.shard.in_a_row or 0 for piece, _ in pieces]
+    position = layer.shard.in_a_row or 0
+    end = position + layer.length
     taken: list[tuple[Tensor, int]] = []
     while position < end:
-        here = [(p.shard.stop, p.shard, b) for p, b in pieces if p.shard.start <= position < p.shard.stop]
-        if not here:
+        reach = [
+            (start + piece.shard.length, start, packed)
+            for start, (piece, packed) in zip(starts, pieces, strict=True)
+            if start <= position < start + piece.shard.length
+        ]
+        if not reach:
             raise ValueError(f"mask of {layer.name} lacks weight {position}: a rank's file is missing")
-        until, shard, packed = max(here, key=lambda piece: piece[0])
+        until, start, packed = max(reach, key=lambda piece: piece[0])
         until = min(until, end)
-        if packed is None or packed.numel() != bitwise.byte_count(shard.length):
-            raise ValueError(f"mask of {layer.name} at weight {shard.start} is cut short")
-        taken.append((bitwise.cut(packed, position - shard.start, until - shard.start), until - position))
+        assert packed is not None
+        taken.append((bitwise.cut(packed, position - start, until - start), until - position))
         position = until
     return bitwise.join(taken, layer.device)
+
+
+def _gather_scattered(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
+    """Through the whole parameter, a byte a weight: 2 where no piece has told yet."""
+    whole = torch.full((layer.numel,), 2, dtype=torch.uint8)
+    for piece, packed in pieces:
+        assert packed is not None
+        for a, b in bitwise.spans(piece.shard.length, whole.device):
+            whole[piece.shard.logical(torch.arange(a, b))] = bitwise.unpack_span(packed.cpu(), a, b).to(torch.uint8)
+    bits = []
+    for a, b in bitwise.spans(layer.length, whole.device):
+        index = layer.shard.logical(torch.arange(a, b))
+        found = whole[index]
+        if (found == 2).any():
+            first = int(index[found == 2][0])
+            raise ValueError(f"mask of {layer.name} lacks weight {first}: a rank's file is missing")
+        bits.append(bitwise.pack(found.bool()))
+    return (torch.cat(bits) if bits else bitwise.zeros(0, whole.device)).to(layer.device)

@@ -65,9 +65,8 @@ def _split_places(request: Request, order: Permutation, bracket: Range) -> Parts
     if high <= asking:
         for a, b in bitwise.spans(high, request.device):
             place = torch.arange(a, b, device=request.device)
-            at = order.index(place) - request.shard.start
-            mine = ((at >= 0) & (at < request.shard.length)).nonzero().view(-1)
-            place, at = place[mine], at[mine]
+            mine, at = request.shard.local(order.index(place))
+            place = place[mine]
             if request.bits is not None:
                 free = bitwise.test(request.bits, at)
                 place, at = place[free], at[free]
@@ -78,7 +77,7 @@ def _split_places(request: Request, order: Permutation, bracket: Range) -> Parts
                 at = torch.arange(a, b, device=request.device)
             else:
                 at = bitwise.unpack_span(request.bits, a, b).nonzero().view(-1) + a
-            place = order.place(at + request.shard.start)
+            place = order.place(request.shard.logical(at))
             early = place < high
             sort_in(place[early], at[early])
     return joined(request, [below], keys, where, torch.int64)

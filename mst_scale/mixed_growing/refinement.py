@@ -185,7 +185,7 @@ def _refine(
             if shift == 0:  # equal scores: the flat index decides
                 assert not layer.by_index, "flat indices are distinct"
                 layer.by_index = True
-                layer.values = layer.where.to(torch.int64) + request.shard.start
+                layer.values = request.shard.logical(layer.where)
                 layer.low, layer.high = 0, request.shard.numel
             still.append(layer)
         layers = still
