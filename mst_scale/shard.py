@@ -189,6 +189,18 @@ class Shard:
             return rows.ranges[0][0] * columns.extent + self.start
         return 0 if self.length == 0 else None
 
+    def overlaps(self, other: Shard) -> bool:
+        """Whether another shard of the same matrix may hold some of the same weights; surely so if it does."""
+        if not self.length or not other.length:
+            return False
+        if self.in_a_row is not None and other.in_a_row is not None:
+            first, second = self.in_a_row, other.in_a_row
+            return first < second + other.length and second < first + self.length
+        return all(
+            any(a < d and c < b for a, b in mine.ranges for c, d in theirs.ranges)
+            for mine, theirs in zip(self.cut.axes, other.cut.axes, strict=True)
+        )
+
     def logical(self, at: Tensor) -> Tensor:
         """Flat indices in the logical matrix of these positions in the shard, int64."""
         import torch

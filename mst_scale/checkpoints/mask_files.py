@@ -1,11 +1,13 @@
 """The masks' own files in a DeepSpeed checkpoint.
 
-    <tag>/mst/rank_00000.safetensors    this rank's shards: for every sparse parameter its packed bits (and the bits of
-                                        what was ever active), with {shape, start, numel, active} beside, and a head:
+    <tag>/mst/rank_00000.safetensors    a rank's shards: for every sparse parameter its packed bits (and the bits of
+                                        what was ever active), with {shape, start, numel, active} beside, and {rows,
+                                        columns} where tensor parallelism has cut it; and a head:
                                         step, phase, number of files, digests of the whole masks, dead units, own digest
     client_state["mst"]                 the same head, so that masks and weights of two checkpoints cannot be mixed
 
-Shards are in flattened-parameter coordinates, so another number of ranks or another ZeRO stage re-slices them by range.
+Shards say which weights of the logical parameter they hold, so another number of ranks, ZeRO stage or cut of the model
+re-slices them. Files are numbered by those ranks that write one: at stage 0 the first replica's.
 Nothing is guessed: a checkpoint without masks, a file that is missing, short, altered or of another run is refused by
 name. The files hold no pickles, so that `mst inspect` runs nothing that a checkpoint may carry.
 """
@@ -16,7 +18,7 @@ import ast
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,24 +28,28 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mst_scale.distributed import Damaged
-from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.exchange import Exchange, Exchanges
 from mst_scale.mixed_growing.masks import MaskSet, StoredMask
-from mst_scale.shard import Shard
+from mst_scale.shard import Cut, Shard
 from mst_scale.sparsity_variation import Phase, Point, Schedule
 
 FOLDER = "mst"
 FORMAT = "mst_scale masks 1"
-Ranges = Mapping[str, tuple[int, int]]
-"""[start, end) of flattened parameters, by name."""
+Wanted = Mapping[str, Shard]
+"""Shards of parameters, by name."""
 
 
 class Rider(Protocol):
     """Whose masks are saved and restored: what of a controller goes with them."""
 
     masks: MaskSet
-    exchange: Exchange
+    exchange: Exchange | Exchanges
     everyone: Exchange
     """All ranks that save and load together, replicas too: what fails on one fails on all."""
+
+    def gathered(self) -> Gathered:
+        """What all ranks hold. They ask together."""
+
     seed: int
     settled: int
     digests: list[int]
@@ -63,19 +69,33 @@ class Rider(Protocol):
 # --- writing ---
 
 
-def save(checkpoint: Path, rider: Rider, rank: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Gathered:
+    """What all ranks hold, as one of them knows it."""
+
+    digests: dict[str, int]
+    """Of every mask of the model, in the order of the layers."""
+    files: int
+    """Ranks that write one."""
+    number: int | None
+    """Of this rank's; None: its shards are another's too."""
+
+
+def save(checkpoint: Path, rider: Rider) -> dict[str, Any]:
     """Write the masks into a checkpoint's folder, on all ranks together; the head, for its client_state."""
-    head = describe(rider)
+    gathered = rider.gathered()
+    head = describe(rider, gathered)
     failure = None
-    try:
-        write(checkpoint, rider, rank, head)
-    except (OSError, SafetensorError) as error:
-        failure = OSError(f"cannot write {file_of(checkpoint, rank)}: {error}")
+    if gathered.number is not None:
+        try:
+            write(checkpoint, rider, gathered.number, head)
+        except (OSError, SafetensorError) as error:
+            failure = OSError(f"cannot write {file_of(checkpoint, gathered.number)}: {error}")
     rider.everyone.raise_first(failure)
     return head
 
 
-def describe(rider: Rider) -> dict[str, Any]:
+def describe(rider: Rider, gathered: Gathered) -> dict[str, Any]:
     """The head; the same on every rank, which all ask for it together."""
     point = rider.point
     return {
@@ -87,17 +107,15 @@ def describe(rider: Rider) -> dict[str, Any]:
         "seed": rider.seed,
         "schedule": _in_the_files_words(rider.schedule),
         "granularity": rider.granularity,
-        "files": 1 if rider.exchange.group is None else rider.exchange.ranks,
-        "names": rider.masks.names,
-        "digests": list(rider.digests),
+        "files": gathered.files,
+        "names": list(gathered.digests),
+        "digests": list(gathered.digests.values()),
         "units": {kind: list(counts) for kind, counts in rider.dead_units().items()},
     }
 
 
 def write(checkpoint: Path, rider: Rider, rank: int, head: Mapping[str, Any]) -> None:
-    """This rank's file under the head of all. Under ZeRO-0 every rank holds the same masks and rank 0 writes them."""
-    if rider.exchange.group is None and rank != 0:
-        return
+    """This rank's file under the head of all."""
     tensors: dict[str, torch.Tensor] = {}
     entries: dict[str, Any] = {}
     for name, mask in rider.masks.stored().items():
@@ -109,6 +127,8 @@ def write(checkpoint: Path, rider: Rider, rank: int, head: Mapping[str, Any]) ->
             "dense": mask.bits is None,
             "counted": mask.ever is not None,
         }
+        if not mask.shard.cut.is_whole:
+            entries[name] |= {"rows": mask.shard.cut.rows, "columns": mask.shard.cut.columns}
         for what, bits in (("bits", mask.bits), ("ever", mask.ever)):
             if bits is not None:
                 tensors[f"{name}:{what}"] = bits
@@ -146,9 +166,9 @@ class Masks:
 
 def restore(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> None:
     """Take the masks of a checkpoint, re-sliced to this rank; `state` is what its client_state says of them."""
-    failure = None
+    failure, names = None, rider.gathered().digests
     try:
-        found = _fitting(checkpoint, rider, state)
+        found = _fitting(checkpoint, rider, state, names)
         rider.masks.load(found.ranks)
     except (ValueError, OSError) as error:
         failure = error
@@ -156,12 +176,15 @@ def restore(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> 
     assert state is not None
     rider.settled = int(state["settled"])
     rider.digests = rider.masks.digests(rider.exchange)
-    for name, now, then in zip(rider.masks.names, rider.digests, state["digests"], strict=True):
-        if now != then:
-            raise ValueError(f"{checkpoint / FOLDER}: the mask of {name} is not the one this checkpoint was saved with")
+    saved, wrong = dict(zip(state["names"], state["digests"], strict=True)), None
+    for name, now in zip(rider.masks.names, rider.digests, strict=True):
+        if now != saved[name] and wrong is None:
+            what = "is not the one this checkpoint was saved with"
+            wrong = ValueError(f"{checkpoint / FOLDER}: the mask of {name} {what}")
+    rider.everyone.raise_first(wrong)
 
 
-def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> Masks:
+def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None, names: Collection[str]) -> Masks:
     """The masks of a checkpoint, if they are this run's."""
     if state is None:
         raise ValueError(
@@ -170,10 +193,10 @@ def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) ->
             "continue it with method dense"
         )
     source = _with_masks(checkpoint, state)
-    found = read_all(source, {mask.name: (mask.start, mask.start + mask.length) for mask in rider.masks})
+    found = read_all(source, {mask.name: mask.shard for mask in rider.masks})
     if found.head != dict(state):
         raise ValueError(f"{checkpoint / FOLDER} holds the masks of another checkpoint: copy it again with its own")
-    if found.head["names"] != rider.masks.names:
+    if sorted(found.head["names"]) != sorted(names):
         raise ValueError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
     before = {"granularity": "element", **found.head}  # files from before there were blocks do not say
     same = {
@@ -239,10 +262,10 @@ def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:
     )
 
 
-def read_all(checkpoint: Path, wanted: Ranges | None = None) -> Masks:
+def read_all(checkpoint: Path, wanted: Wanted | None = None) -> Masks:
     """Every rank's file, each whole and all of the same save.
 
-    With `wanted`, beside rank 0's only those that hold some of these ranges: a rank of a thousand would else read what
+    With `wanted`, beside rank 0's only those that hold some of these shards: a rank of a thousand would else read what
     all of them have written. Together the ranks read every file, and the digests of the whole masks cover them all.
     """
     head, shards = read(file_of(checkpoint, 0))
@@ -258,15 +281,14 @@ def read_all(checkpoint: Path, wanted: Ranges | None = None) -> Masks:
     return Masks(head, ranks)
 
 
-def _holds(path: Path, wanted: Ranges) -> bool:
-    """Whether a file says that it has some of these ranges; one that says nothing clear is to be read, and refused."""
+def _holds(path: Path, wanted: Wanted) -> bool:
+    """Whether a file says that it has some of these; one that says nothing clear is to be read, and refused."""
     with _opened(path) as file:
         head = _said(file)
     try:
         entries = {name: head["layers"][name] for name in wanted if name in head["layers"]}
-        ranges = {name: (entry["start"], entry["start"] + entry["numel"]) for name, entry in entries.items()}
-        return any(begin < wanted[name][1] and wanted[name][0] < end for name, (begin, end) in ranges.items())
-    except (KeyError, TypeError):
+        return any(wanted[name].overlaps(_shard(name, entry)) for name, entry in entries.items())
+    except (KeyError, TypeError, ValueError):
         return True
 
 
@@ -300,10 +322,18 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, StoredMask]]:
         raise Damaged(f"{path} is the file of rank {rank}: it was renamed or copied from elsewhere")
     return head, {
         name: StoredMask(
-            Shard.of_range(name, entry["shape"], entry["start"], entry["numel"]),
+            _shard(name, entry),
             entry["active"],
             None if entry["dense"] else tensors[f"{name}:bits"],
             tensors[f"{name}:ever"] if entry["counted"] else None,
         )
         for name, entry in layers.items()
     }
+
+
+def _shard(name: str, entry: Mapping[str, Any]) -> Shard:
+    cut = Cut.whole(entry["shape"])
+    if "rows" in entry:
+        rows, columns = (tuple((int(a), int(b)) for a, b in entry[axis]) for axis in ("rows", "columns"))
+        cut = Cut(cut.shape, rows, columns)
+    return Shard(name, cut, entry["start"], entry["numel"])

@@ -11,7 +11,6 @@ Called after `mst_scale.initialize`, before the first step, with the mst block a
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.distributed import Damaged, logger
+from mst_scale.shard import Shard
 from mst_scale.zero_shards.weight_files import Weights, untrained_of, weights_of
 
 
@@ -64,7 +64,7 @@ def take_weights(engine: Any, source: Path) -> dict[str, Any]:
 
 
 def _fill(engine: Any, source: Path, trained: Weights, untrained: dict[str, torch.Tensor]) -> None:
-    parameters = dict(engine.module.named_parameters())
+    parameters = dict(zero_shards.named_parameters(engine.module))
     for name, parameter in parameters.items():
         shape = trained.shapes.get(name) or (tuple(untrained[name].shape) if name in untrained else None)
         if shape != tuple(zero_shards.shape_of(parameter)):
@@ -73,17 +73,17 @@ def _fill(engine: Any, source: Path, trained: Weights, untrained: dict[str, torc
     learning = {name: p for name, p in parameters.items() if p.requires_grad}
     shards = zero_shards.shards_of(engine, learning)
 
-    def read(name: str, start: int, end: int) -> torch.Tensor:
-        if name in trained.shapes:
-            return trained.span(name, start, end)
-        return untrained[name].view(-1)[start:end].float()
+    def read(shard: Shard) -> torch.Tensor:
+        if shard.name in trained.shapes:
+            return trained.shard(shard)
+        return untrained[shard.name].view(-1)[shard.logical(torch.arange(shard.length))].float()
 
     with torch.no_grad():
         for i, part in enumerate(shards.slices):
             if part.length:
-                shards.weight(i).copy_(read(part.name, part.start, part.start + part.length))
+                shards.weight(i).copy_(read(part))
         for name, parameter in parameters.items():
-            zero_shards.put_reads(engine, parameter, partial(read, name))
+            zero_shards.put_reads(engine, name, parameter, read)
         for name, buffer in engine.module.named_buffers():
             if name in untrained:
                 buffer.copy_(untrained[name])

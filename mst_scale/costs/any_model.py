@@ -20,7 +20,7 @@ from mst_scale.costs.ledger import OPTIMIZER_KEY
 from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.hybrid_sparse_attention.hugging_face import is_attention
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
-from mst_scale.zero_shards import shape_of
+from mst_scale.zero_shards import TABLES, cut_of, named_parameters, shape_of
 
 KEYS = {"paper": "flops", "causal": "flops_causal"}
 DENSE_KEYS = {"paper": "flops_dense", "causal": "flops_dense_causal"}
@@ -50,7 +50,7 @@ class ModelLedger:
         keys = ("tokens", *KEYS.values(), *DENSE_KEYS.values(), *((OPTIMIZER_KEY,) if optimizer else ()))
         self.spent = dict.fromkeys(keys, 0.0)
         self.training = False  # a training forward is under way
-        names = {id(p): name for name, p in model.named_parameters()}
+        names = {id(p): name for name, p in named_parameters(model)}
         self.measuring = []
         for module in model.modules():
             weight = getattr(module, "weight", None)
@@ -70,8 +70,10 @@ class ModelLedger:
     def _measure(self, product: Product) -> Any:
         def look(module: Any, args: tuple[Any, ...], output: Any) -> None:
             if self.training and torch.is_tensor(output):  # what checkpointing computes again comes after the forward
-                product.outputs = output.shape[-1]
-                product.inputs = math.prod(shape_of(module.weight)) // output.shape[-1]
+                cut = cut_of(module.weight)
+                sliced = output.shape[-1] == cut.local_matrix[0]
+                product.outputs = cut.matrix[0] if sliced else output.shape[-1]
+                product.inputs = math.prod(cut.shape) // product.outputs
                 product.rows += output.numel() / output.shape[-1] / max(1, self.inputs[-1][0])
 
         return look
@@ -133,7 +135,7 @@ def _row(product: Product) -> float:
 
 def _multiplies(module: nn.Module) -> bool:
     """Whether a module's `weight` is a matrix that is multiplied with what comes in."""
-    table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    table = isinstance(module, TABLES)
     return not table and sum(side > 1 for side in shape_of(module.weight)) == 2  # type: ignore[arg-type]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -12,6 +11,7 @@ from mst_scale.dead_units.kinds import Tally
 from mst_scale.dead_units.units import Lines, Units, tally
 from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.shard import Shard
 
 
 class LineFlags:
@@ -26,11 +26,11 @@ class LineFlags:
             for place in dict.fromkeys((part.name, part.axis) for part in parts)
         }
 
-    def look(self, name: str, start: int, values: Tensor) -> None:
-        """Values [start, start + n) of a flattened parameter; a parameter that belongs to no unit is ignored."""
+    def look(self, shard: Shard, values: Tensor) -> None:
+        """The values of a shard, flat; one of a parameter that belongs to no unit is ignored."""
         for (of, axis), flags in self.found.items():
-            if of == name:
-                flags.logical_or_(nonzero_lines(values, start, self.shapes[name], axis).cpu())
+            if of == shard.name:
+                flags.logical_or_(nonzero_lines(values, shard, axis).cpu())
 
     def merge(self, exchange: Exchange) -> None:
         """Add what all ranks have seen: one all-reduce of a byte a line, over all matrices together."""
@@ -48,10 +48,11 @@ class LineFlags:
         return tally(self.units, self.nonzero)
 
 
-def nonzero_lines(values: Tensor, start: int, shape: Sequence[int], axis: int) -> Tensor:
-    """bool for each row (axis 0) or column (axis 1): whether the slice [start, start + n) has a nonzero value of it."""
-    columns = math.prod(shape[1:])
-    found = torch.zeros(shape[axis], dtype=torch.bool, device=values.device)
+def nonzero_lines(values: Tensor, shard: Shard, axis: int) -> Tensor:
+    """bool for each row (axis 0) or column (axis 1) of the parameter: whether the shard has a nonzero value of it."""
+    lines = shard.cut.axes[axis]
+    start, columns = shard.start, shard.cut.local_matrix[1]
+    found = torch.zeros(lines.length, dtype=torch.bool, device=values.device)
     span = bitwise.CPU_SPAN if values.device.type == "cpu" else bitwise.DEVICE_SPAN
     position, end = start, start + values.numel()
     while position < end:
@@ -66,14 +67,18 @@ def nonzero_lines(values: Tensor, start: int, shape: Sequence[int], axis: int) -
         first = row if axis == 0 else column
         found[first : first + some.numel()] |= some
         position = stop
-    return found
+    if lines.whole:
+        return found
+    spread = found.new_zeros(lines.extent)
+    spread[lines.logical(torch.arange(lines.length, device=values.device))] = found
+    return spread
 
 
-def positions(lines: Tensor, axis: int, shape: Sequence[int], start: int, length: int) -> Iterator[Tensor]:
-    """Where the slice [start, start + length) has values of these lines, int64, a span at a time; `lines` is bool."""
-    columns = math.prod(shape[1:])
-    for a, b in bitwise.spans(length, lines.device):
-        flat = torch.arange(start + a, start + b, device=lines.device)
+def positions(lines: Tensor, axis: int, shard: Shard) -> Iterator[Tensor]:
+    """Where a shard has values of these lines of its parameter, int64, a span at a time; `lines` is bool."""
+    columns = shard.cut.matrix[1]
+    for a, b in bitwise.spans(shard.length, lines.device):
+        flat = shard.logical(torch.arange(a, b, device=lines.device))
         line = flat // columns if axis == 0 else flat % columns
         yield lines[line].nonzero().view(-1) + a
 

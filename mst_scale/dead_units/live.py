@@ -55,14 +55,16 @@ class LiveUnits:
     def __init__(self, engine: Any, seed: int):
         found, left_out = find_units(engine.module)
         trained = zero_shards.optimized(engine)
-        parameters = {name: p for name, p in engine.module.named_parameters() if id(p) in trained}
+        parameters = {name: p for name, p in zero_shards.named_parameters(engine.module) if id(p) in trained}
         self.units = [some for some in found if all(part.name in parameters for f in some.factors for part in f.parts)]
         if len(self.units) < len(found):
             left_out.append("what the optimizer does not train")
         self.axes = {factor.weight.name: factor.weight.axis for some in self.units for factor in some.factors}
         wanted = {part.name for some in self.units for factor in some.factors for part in factor.parts}
         self.shards = zero_shards.shards_of(engine, {name: p for name, p in parameters.items() if name in wanted})
-        self.exchange = Exchange(self.shards.group, engine.device, zero_shards.NamedCollectives("mst_units"))
+        groups, named = zero_shards.groups_of(engine), zero_shards.NamedCollectives("mst_units")
+        self.exchange = Exchange(groups.slices, engine.device, named)
+        self.local = Exchange(groups.zero, engine.device, named)
         self.place = {part.name: i for i, part in enumerate(self.shards.slices)}
         self.seed = seed
         self.waking: Waking | None = None
@@ -116,7 +118,7 @@ class LiveUnits:
         i = self.place[name]
         weight = self.shards.weight(i)
         key = counter_hash("wake", self.seed, self.waking.step, name) >> 1
-        values = uniform(where + self.shards.slices[i].start, key) * self.waking.widest[name]
+        values = uniform(self.shards.slices[i].logical(where), key) * self.waking.widest[name]
         weight[where] = values.to(weight.dtype)
 
     def finish(self, updated: bool) -> None:
@@ -133,7 +135,7 @@ class LiveUnits:
         flags = LineFlags(units, {part.name: part.shape for part in self.shards.slices})
         for name in flags.shapes:
             i = self.place[name]
-            flags.look(name, self.shards.slices[i].start, self.shards.weight(i))
+            flags.look(self.shards.slices[i], self.shards.weight(i))
         flags.merge(self.exchange)
         return flags
 
@@ -147,16 +149,20 @@ class LiveUnits:
             return torch.empty(0, dtype=torch.int64)
         part = self.shards.slices[self.place[name]]
         device = self.shards.weight(self.place[name]).device
-        found = positions(lines.to(device), self.axes[name], part.shape, part.start, part.length)
+        found = positions(lines.to(device), self.axes[name], part)
         return joined(found, device)
 
     def _widest(self, names: list[str]) -> list[float]:
         """Half the width of a uniform distribution with each matrix's root mean square; the same bits for any cut."""
-        weights = [self.shards.weight(self.place[name]) for name in names]
-        numels = [math.prod(self.shards.slices[self.place[name]].shape) for name in names]
-        peaks = peak_keys([Scores(n, (weight,)) for n, weight in zip(names, weights, strict=True)], self.exchange)
-        means = mean_squares(weights, numels, peaks, self.exchange)
-        return [math.sqrt(3 * mean) if mean else math.sqrt(3) * INIT_STD for mean in means]
+        found = {}
+        for cut, exchange in ((True, self.exchange), (False, self.local)):
+            some = [name for name in names if zero_shards.is_cut(self.shards.parameters[self.place[name]]) == cut]
+            weights = [self.shards.weight(self.place[name]) for name in some]
+            numels = [self.shards.slices[self.place[name]].numel for name in some]
+            if some:
+                peaks = peak_keys([Scores(n, (w,)) for n, w in zip(some, weights, strict=True)], exchange)
+                found |= zip(some, mean_squares(weights, numels, peaks, exchange), strict=True)
+        return [math.sqrt(3 * found[name]) if found[name] else math.sqrt(3) * INIT_STD for name in names]
 
 
 def _sizes(units: list[Units]) -> Tally:

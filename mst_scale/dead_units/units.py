@@ -28,7 +28,7 @@ from torch import nn
 from mst_scale.dead_units.kinds import KINDS, Tally
 from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.models.gpt import MLP
-from mst_scale.zero_shards import shape_of
+from mst_scale.zero_shards import named_parameters, shape_of
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def find_units(model: nn.Module) -> tuple[list[Units], list[str]]:
 
     Modules are known by the names of their parts. A layer with frozen weights is left out.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in named_parameters(model)}
     units: list[Units] = []
     left_out: list[str] = []
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The ranks of a run as a mesh: who holds which slice of a layer, part of a sequence, share of a batch, stage of layers.
+"""The ranks of a run as a mesh: who holds which slice of a layer, part of a sequence, share of a batch, stage.
 
 Rank r stands at ((stage · data + replica) · sequence + part) · tensor + slice: ranks that share a layer are neighbours,
 so that a launcher which fills one node after the other keeps them inside a node. DeepSpeed asks the same questions of

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Collection
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from mst_scale import zero_shards
@@ -50,7 +51,7 @@ class GivenMasks:
         if part.name not in self.file.names:
             return (weight == weight).fill_(True)  # noqa: PLR0124  (true, in its shape and on its device)
         whole = self.file.mask(part.name, part.shape).view(-1)
-        return whole[part.start : part.start + part.length].to(weight.device)
+        return whole[part.logical(torch.arange(part.length))].to(weight.device)
 
     def in_words(self) -> str:
         return "the zeros of its weights" if self.file is None else f"the masks of {self.file.path}"

@@ -14,7 +14,7 @@ import torch
 
 from mst_scale import zero_shards
 from mst_scale.distributed import SharedMistake
-from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.exchange import Exchange, Exchanges
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
 
 FIRST = 3  # updates of a start
@@ -23,16 +23,16 @@ FIRST = 3  # updates of a start
 class MovedWeights:
     """The count on this rank, and the verdict of all."""
 
-    def __init__(self, engine: Any, masks: MaskSet, exchange: Exchange, everyone: Exchange):
+    def __init__(self, engine: Any, masks: MaskSet, exchange: Exchanges, same_layers: Exchange):
         self.engine, self.masks = engine, masks
-        self.exchange, self.everyone = exchange, everyone
+        self.exchange, self.same_layers = exchange, same_layers
         self.left = FIRST  # updates to be looked at yet
         self.looks = False  # at the step under way
         self.found: dict[int, int] = {}
 
-    def begin_step(self, checked: bool) -> None:
-        """`checked`: masks are checked for drift after this step."""
-        self.looks = not self.masks.dense and (self.left > 0 or checked)
+    def begin_step(self, sparse: bool, checked: bool) -> None:
+        """`sparse`: some weight of the model is masked; `checked`: masks are checked for drift after this step."""
+        self.looks = sparse and (self.left > 0 or checked)
 
     def look(self, i: int, mask: LayerMask, weight: torch.Tensor) -> None:
         self.found[i] = mask.count_inactive(weight)
@@ -42,7 +42,7 @@ class MovedWeights:
         local = torch.tensor([self.found.get(i, 0) for i in range(len(self.masks))], dtype=torch.int64)
         self.found.clear()
         self.left = max(0, self.left - 1)
-        moved = self.everyone.max(self.exchange.sum(local)).tolist()
+        moved = self.same_layers.max(self.exchange.sum(local)).tolist()
         if any(moved):
             check_drift()  # a mask that has lost a bit would look like a weight that has moved
             worst = max(range(len(moved)), key=moved.__getitem__)

@@ -35,6 +35,7 @@ from mst_scale.distributed import SharedMistake, logger
 from mst_scale.engine import moved_weights, second_moments
 from mst_scale.engine.controller import Controller
 from mst_scale.engine.given_masks import GivenMasks
+from mst_scale.engine.stages import Stages, exchanges_of
 from mst_scale.engine.targets import choose_targets
 from mst_scale.mixed_growing.blocks import Elements, granularity_of
 from mst_scale.mixed_growing.distribution import active_counts
@@ -86,37 +87,46 @@ class SparseController(Controller):
         targets = choose_targets(engine.module, mst.targets)
         zero_shards.refuse_unoptimized(engine, targets)
         self.shards = zero_shards.shards_of(engine, targets)
-        self.exchange = Exchange(self.shards.group, engine.device, zero_shards.NamedCollectives("mst"))
-        group, named = zero_shards.data_parallel_group(engine), zero_shards.NamedCollectives("mst_drift")
-        self.everyone = Exchange(group, engine.device, named)
+        self.groups = zero_shards.groups_of(engine)
+        named, of_checks = zero_shards.NamedCollectives("mst"), zero_shards.NamedCollectives("mst_drift")
+        self.local = Exchange(self.groups.zero, engine.device, named)  # ranks that ZeRO cuts a layer's slice over
+        self.exchange = exchanges_of(self.shards, self.groups, engine.device, named)
+        self.same_layers = Exchange(self.groups.same_layers, engine.device, of_checks)
+        self.everyone = Exchange(self.groups.everyone, engine.device, of_checks)
+        self.stages = Stages(self.groups.stages)
         self.units = LiveUnits(engine, self.seed)
-        device = self.shards.weight(0).device
+        device = self.shards.weight(0).device if self.shards.slices else engine.device
         self.masks = MaskSet(LayerMask(shard, device) for shard in self.shards.slices)
         self.mask_of = {id(p): mask for p, mask in zip(self.shards.parameters, self.masks, strict=True)}
-        self.shapes = [self.elements.grid_shape(s.shape) for s in self.shards.slices]  # in elements
+        shapes = {s.name: self.elements.grid_shape(s.shape) for s in self.shards.slices}  # in elements
+        self.shapes = self.stages.joined(shapes)  # of the whole model
+        self.numels = self.stages.joined({s.name: s.numel for s in self.shards.slices})
         # a run that starts dense has had every weight active: the share is 1, and no bit need be kept to know it
         self.counts_coverage = self.topology.track_coverage and self.schedule.at(0).sparsity > 0
         if self.counts_coverage:
             for mask in self.masks:
                 mask.track_ever()
-        self.moved = moved_weights.MovedWeights(engine, self.masks, self.exchange, self.everyone)
+        self.moved = moved_weights.MovedWeights(engine, self.masks, self.exchange, self.same_layers)
         self.under_way: TopologyStep | None = None
         self.stepping = False  # DeepSpeed's engine takes a step
         self.updated = False  # at the step under way: an overflow leaves it so
         self.settled = 0  # the last step whose topology work is done
         self.initial = mst.sparsity.initial
-        self.given = self._given(mst.masks, targets)
+        self.given = self._given(mst.masks)
         if self.given is not None:
             self._take_given(self.given)
         elif self.schedule.at(0).sparsity:
             self._make_sparse(self.schedule.at(0).sparsity, self.initial)
         self.digests = self.masks.digests(self.exchange)
+        self.active = self._active()
+        self.woken_now: Tally = {}
         self.layers = self._layers(targets, mst.compute.backend)
         self._compute_with_masks()
         self._warn_of_few_blocks()
 
     def _layers(self, targets: dict[str, torch.nn.Parameter], backend: str) -> SparseLayers:
-        shapes, layers, error = {s.name: s.shape for s in self.shards.slices}, None, None
+        shapes = {s.name: s.cut.local_shape for s in self.shards.slices}
+        layers, error = None, None
         try:
             layers = SparseLayers(self.engine.module, targets, shapes, backend, self.elements.side)
         except ValueError as met:  # of this rank's device, say
@@ -125,12 +135,16 @@ class SparseController(Controller):
         assert layers is not None
         return layers
 
-    def _given(self, stated: str | None, targets: dict[str, torch.nn.Parameter]) -> GivenMasks | None:
+    def _all_names(self) -> list[str]:
+        """Of every parameter of the model."""
+        return list(self.stages.joined({name: None for name, _ in zero_shards.named_parameters(self.engine.module)}))
+
+    def _given(self, stated: str | None) -> GivenMasks | None:
         if stated is None:
             return None
-        given, error = None, None
+        given, error, names = None, None, self._all_names()
         try:
-            given = GivenMasks(stated, [name for name, _ in self.engine.module.named_parameters()], targets)
+            given = GivenMasks(stated, names, self.numels)
         except (ValueError, OSError) as met:  # of a file that this host does not have, say
             error = met
         self.everyone.raise_first(error)
@@ -145,7 +159,7 @@ class SparseController(Controller):
     def before_step(self) -> None:
         with self.span("masking"):
             step = self.step + 1
-            if self.given is not None and self.masks.dense:
+            if self.given is not None and self.dense:
                 raise SharedMistake(
                     "method fixed keeps the zeros that the weights have, and they have none: load a pruned model "
                     "before the first step, or name a file with mst.masks"
@@ -153,7 +167,7 @@ class SparseController(Controller):
             self.stepping, self.updated = True, False
             self.under_way = self._begin(step) if self._is_due(step) else None
             every = self.topology.check_every
-            self.moved.begin_step(bool(every and step % every == 0))
+            self.moved.begin_step(not self.dense, bool(every and step % every == 0))
             if self.under_way is None and self.masks.dense:
                 return
             scale = zero_shards.loss_scale(self.engine)
@@ -210,7 +224,7 @@ class SparseController(Controller):
             if under_way is not None:
                 under_way.gradients.clear()
             if self.updated and self.moved.looks:
-                self.moved.refuse(self.step, self.check_drift)
+                self.stages.together(lambda: self.moved.refuse(self.step, self._check_layers), self.everyone)
             if self.masks.dense and self.step >= self.schedule.sparse_until:
                 for mask in self.masks:
                     mask.ever = None
@@ -218,14 +232,17 @@ class SparseController(Controller):
             if self.updated or under_way is None:  # an overflow leaves the topology step due at the next boundary
                 self.settled = self.step
             if self.updated and under_way is not None:
-                self.changes = [self._at_rest(change) for change in under_way.changes]
+                at_rest = {change.name: self._at_rest(change) for change in under_way.changes}
+                self.changes = list(self.stages.joined(at_rest).values())
                 self.changed_at = under_way.step
                 self.moved.left = max(self.moved.left, 1)
                 self.digests = self.masks.digests(self.exchange)
+                self.active = self._active()
+                self.woken_now = self.stages.added(self.units.woken if self.units.woken_at == self.step else {})
                 self._compute_with_masks()
             self._ask_for_dense_gradients()
             every = self.topology.check_every
-            if every and self.step % every == 0 and not self.masks.dense:
+            if every and self.step % every == 0 and not self.dense:
                 self.check_drift()
         super().after_step()
 
@@ -235,11 +252,17 @@ class SparseController(Controller):
 
     def _begin(self, step: int) -> TopologyStep:
         point = self.schedule.at(step)
-        return TopologyStep(step, active_counts(self.shapes, point.sparsity, self.distribution), point.update_fraction)
+        return TopologyStep(step, self._counts(point.sparsity), point.update_fraction)
+
+    def _counts(self, sparsity: float) -> list[int]:
+        """Active elements of this rank's layers, out of a budget over the whole model."""
+        counts = active_counts(list(self.shapes.values()), sparsity, self.distribution)
+        of = dict(zip(self.shapes, counts, strict=True))
+        return [of[mask.name] for mask in self.masks]
 
     def _plan_waking(self, under_way: TopologyStep) -> None:
-        pairs = zip(self.masks, self.shapes, under_way.targets, strict=True)
-        full = {mask.name for mask, shape, count in pairs if count == math.prod(shape)}
+        pairs = zip(self.masks, under_way.targets, strict=True)
+        full = {mask.name for mask, count in pairs if count == math.prod(self.shapes[mask.name])}
         self.units.plan_waking(under_way.step, full, {mask.name for mask in self.masks if not mask.dense})
 
     def _evolve(self, under_way: TopologyStep, here: list[int]) -> list[Change]:
@@ -256,23 +279,27 @@ class SparseController(Controller):
             )
             for i in here
         ]
-        changes = self.elements.evolve(
-            layers,
-            policy=self.policy,
-            update_fraction=under_way.update_fraction,
-            seed=self.seed,
-            step=under_way.step,
-            exchange=self.exchange,
-            regrow=self.topology.regrow,
-        )
-        for i, change in zip(here, changes, strict=True):
+        found: dict[int, Change] = {}
+        for exchange, together in self.exchange.grouped(here):
+            changes = self.elements.evolve(
+                [layers[here.index(i)] for i in together],
+                policy=self.policy,
+                update_fraction=under_way.update_fraction,
+                seed=self.seed,
+                step=under_way.step,
+                exchange=exchange,
+                regrow=self.topology.regrow,
+            )
+            found |= zip(together, changes, strict=True)
+        for i in here:
+            change = found[i]
             masks[i].retain_(self.shards.weight(i))
             if self.masks_states:
                 masks[i].retain_(*states[i].values())
                 if self.topology.grown_moments == "seeded" and "exp_avg_sq" in states[i]:
                     self._seed_moments(i, change, under_way.gradients[i])
             self.units.wake(change.name)
-        return changes
+        return [found[i] for i in here]
 
     def _seed_moments(self, i: int, change: Change, gradient: torch.Tensor) -> None:
         """What wakes starts like what grows."""
@@ -310,7 +337,7 @@ class SparseController(Controller):
             dense = self.exchange.max(torch.tensor([backend == "dense" for backend in chosen], dtype=torch.int64))
             chosen = ["dense" if one else own for one, own in zip(dense.tolist(), chosen, strict=True)]
         for mask, backend in zip(self.masks, chosen, strict=True):
-            self.layers.set_mask(mask.name, None if backend == "dense" else mask.whole(self.exchange), backend)
+            self.layers.set_mask(mask.name, None if backend == "dense" else mask.whole(self.local), backend)
         self._ask_for_dense_gradients()
 
     def _ask_for_dense_gradients(self) -> None:
@@ -320,7 +347,14 @@ class SparseController(Controller):
     # --- checkpoints ---
 
     def saving(self, checkpoint: Path) -> dict[str, Any]:
-        return mask_files.save(checkpoint, self, self.engine.global_rank)
+        return mask_files.save(checkpoint, self)
+
+    def gathered(self) -> mask_files.Gathered:
+        """What checkpoints want to know of all ranks."""
+        digests = self.stages.joined(dict(zip(self.masks.names, self.digests, strict=True)))
+        writes = self.everyone.all(self.groups.writes)
+        number = sum(writes[: self.everyone.rank]) if self.groups.writes else None
+        return mask_files.Gathered(digests, sum(writes), number)
 
     def loaded(self, checkpoint: Path, state: dict[str, Any] | None) -> None:
         mask_files.restore(checkpoint, self, state)
@@ -349,6 +383,7 @@ class SparseController(Controller):
         that are inactive now.
         """
         self.moved.left = moved_weights.FIRST
+        self.active = self._active()
         if self.masks_states:
             for i, mask in enumerate(self.masks):
                 mask.retain_(*self.shards.states(i).values())
@@ -357,9 +392,10 @@ class SparseController(Controller):
 
     def _make_sparse(self, sparsity: float, how: str) -> None:
         """A topology for weights that have none, in master weights and in what the forward reads."""
-        counts = active_counts(self.shapes, sparsity, self.distribution)
+        counts = self._counts(sparsity)
         layers = [Layer(m, counts[i], self.shards.weight(i)) for i, m in enumerate(self.masks)]
-        self.elements.sparsify(layers, how=how, seed=self.seed, exchange=self.exchange)
+        for exchange, here in self.exchange.grouped():
+            self.elements.sparsify([layers[i] for i in here], how=how, seed=self.seed, exchange=exchange)
         self._zero_inactive()
 
     def _take_given(self, given: GivenMasks) -> None:
@@ -382,35 +418,56 @@ class SparseController(Controller):
 
     def check_drift(self) -> None:
         """Stop on all ranks if a mask is no longer what the last topology step left. One small all-reduce."""
-        self.masks.check_drift(self.digests, self.exchange, self.everyone)
+        self.stages.together(self._check_layers, self.everyone)
+
+    def _check_layers(self) -> None:
+        self.masks.check_drift(self.digests, self.exchange, self.same_layers)
 
     # --- what others read ---
 
     @property
     def point(self) -> Point:
         point = super().point
-        return point if self.given is None else replace(point, sparsity=self.masks.sparsity)
+        return point if self.given is None else replace(point, sparsity=self.sparsity)
+
+    @property
+    def sparsity(self) -> float:
+        total = sum(self.numels.values())
+        return 1 - sum(self.active.values()) / total if total else 0.0
+
+    @property
+    def dense(self) -> bool:
+        """No weight of the model is masked."""
+        return self.active == self.numels
+
+    def densities(self) -> dict[str, float]:
+        return {name: self.active[name] / numel for name, numel in self.numels.items()}
+
+    def _active(self) -> dict[str, int]:
+        """Active weights of every parameter of the model. All ranks ask together."""
+        return self.stages.joined({mask.name: mask.active for mask in self.masks})
 
     def dead_units(self) -> Tally:
-        return self.units.count()
+        return self.stages.added(self.units.count())
 
     @property
     def woken(self) -> Tally:
-        return {} if self.units.woken_at != self.step else self.units.woken
+        return self.woken_now if self.changed_at == self.step else {}
 
     def sparsity_in_words(self) -> str:
         phases = ", ".join(f"{phase.name} from step {phase.start}" for phase in self.schedule.phases)
         side = self.elements.side
         in_blocks = "" if isinstance(self.elements, Elements) else f" in blocks of {side} × {side}"
-        trained = sum(math.prod(zero_shards.shape_of(p)) for p in self.engine.module.parameters())
-        weights, bits = sum(m.numel for m in self.masks), 1 + self.counts_coverage
+        named = zero_shards.named_parameters(self.engine.module)
+        trained = sum(self.stages.joined({name: math.prod(zero_shards.shape_of(p)) for name, p in named}).values())
+        weights, bits = sum(self.numels.values()), 1 + self.counts_coverage
         if self.given is not None:
             return (
-                f"{len(self.masks)} matrices with {weights:,} of {trained:,} parameters keep {self.given.in_words()}: "
+                f"{len(self.numels)} matrices with {weights:,} of {trained:,} parameters keep {self.given.in_words()}: "
                 f"{100 * self.sparsity:.3g} % sparse, for {self.schedule.total_steps} steps"
             )
         return (
-            f"{len(self.masks)} matrices with {weights:,} of {trained:,} parameters become up to "
+            f"{len(self.numels)} matrices with {weights:,} of {trained:,} parameters become up to "
             f"{100 * self.schedule.max_sparsity:.3g} % sparse{in_blocks} by policy {self.policy.name}; {phases}, of "
             f"{self.schedule.total_steps}; masks take {sum(m.length for m in self.masks) * bits // 8:,} bytes a rank"
         )
@@ -419,7 +476,7 @@ class SparseController(Controller):
         """Layers that `min_blocks` keeps denser than the sparsity asked for."""
         if isinstance(self.elements, Elements):
             return
-        counts = active_counts(self.shapes, self.schedule.max_sparsity, self.distribution)
+        counts = self._counts(self.schedule.max_sparsity)
         least = [self.elements.at_least(mask.shape) for mask in self.masks]
         short = [i for i in range(len(counts)) if least[i] > counts[i]]
         if short:
@@ -431,7 +488,7 @@ class SparseController(Controller):
                 len(counts),
                 100 * self.schedule.max_sparsity,
                 self.masks.names[short[0]],
-                *self.shapes[short[0]],
+                *self.shapes[self.masks.names[short[0]]],
                 least[short[0]],
                 counts[short[0]],
             )

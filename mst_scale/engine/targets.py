@@ -6,7 +6,7 @@ from torch import nn
 
 from mst_scale.config import TargetsConfig
 from mst_scale.distributed import logger
-from mst_scale.zero_shards import shape_of
+from mst_scale.zero_shards import TABLES, named_parameters, shape_of
 
 
 def choose_targets(model: nn.Module, targets: TargetsConfig) -> dict[str, nn.Parameter]:
@@ -18,12 +18,12 @@ def choose_targets(model: nn.Module, targets: TargetsConfig) -> dict[str, nn.Par
     head = _head_of(model)
     if head is None and not targets.lm_head:
         logger.info("the model has no get_output_embeddings: mst.targets.lm_head finds no head, use exclude")
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    tables = [m for m in model.modules() if isinstance(m, TABLES)]
     embeddings = {id(p) for m in tables for p in m.parameters(recurse=False)}
     norms = {id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)}
     matrices = {
         name: p
-        for name, p in model.named_parameters()  # a tied tensor is listed once
+        for name, p in named_parameters(model)  # a tied tensor is listed once
         if p.requires_grad and sum(side > 1 for side in shape_of(p)) > 1 and id(p) not in norms
         if (targets.lm_head if p is head else id(p) not in embeddings)
     }

@@ -248,7 +248,7 @@ class _Writer:
             matrix = self.weights.read(entry.ours)
             if entry.ours in self.counts:
                 keep_largest(matrix, self.counts[entry.ours])
-            self.lines.look(entry.ours, 0, matrix.view(-1))
+            self.lines.look(Shard.whole(entry.ours, matrix.shape), matrix.view(-1))
             if entry.transposed:
                 rows = max(1, PIECE // matrix.shape[0])
                 yield from (columns.t() for columns in matrix.split(rows, dim=1))
@@ -257,7 +257,8 @@ class _Writer:
         else:
             start = entry.part * numel
             for piece in self.weights.spans(entry.ours, start, numel, PIECE):
-                self.lines.look(entry.ours, start, piece)
+                shape = self.weights.shapes[entry.ours]
+                self.lines.look(Shard.of_range(entry.ours, shape, start, piece.numel()), piece)
                 start += piece.numel()
                 yield piece
 

@@ -1,7 +1,8 @@
 """The masks of this rank's slices, packed into bits.
 
-One `LayerMask` per sparse parameter holds this rank's shard of it, one bit per weight (parameters/8/ranks bytes). A layer whose every weight is alive keeps no bits at all. `MaskSet` is all of
-them, in parameter order, and what a checkpoint, an inspector and a drift check want from them.
+One `LayerMask` per sparse parameter holds this rank's shard of it, one bit per weight (parameters/8/ranks bytes). A
+layer whose every weight is alive keeps no bits at all. `MaskSet` is all of them, in parameter order, and what a
+checkpoint, an inspector and a drift check want from them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mst_scale.mixed_growing import packed_bits as bitwise
-from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.exchange import Exchange, Exchanges
 from mst_scale.mixed_growing.permutation import mix64
 from mst_scale.randomness import counter_hash
 from mst_scale.shard import Shard
@@ -104,8 +105,8 @@ class LayerMask:
         return 0 if self.bits is None else bitwise.count_outside(values, self.bits)
 
     def whole(self, exchange: Exchange) -> Tensor:
-        """The mask of the matrix that this rank multiplies with, as bool in its shape, from the slices of the ranks that
-        ZeRO has cut it over: a temporary.
+        """The mask of the matrix that this rank multiplies with, as bool in its shape: a temporary, from the slices of
+        the ranks that ZeRO has cut it over.
 
         Each rank adds its bits in their place: no two set the same one, so sums of bytes never carry.
         """
@@ -214,16 +215,18 @@ class MaskSet:
             if counting and layer.ever is None:  # the run that wrote it did not count: start from here
                 layer.track_ever()
 
-    def digests(self, exchange: Exchange) -> list[int]:
+    def digests(self, exchange: Exchange | Exchanges) -> list[int]:
         """Digest of each whole mask, the same for any number of ranks; one all-reduce of 16 bytes a layer."""
         local = [layer.digest() for layer in self]
         halves = torch.tensor([[d & 0xFFFF_FFFF, d >> 32] for d in local], dtype=torch.int64).view(-1, 2)
         return [(low + (high << 32)) % 2**64 for low, high in exchange.sum(halves).tolist()]
 
-    def check_drift(self, expected: Sequence[int], exchange: Exchange, replicas: Exchange | None = None) -> None:
+    def check_drift(
+        self, expected: Sequence[int], exchange: Exchange | Exchanges, replicas: Exchange | None = None
+    ) -> None:
         """Stop, on all ranks alike, if a mask is no longer what it was when `digests` gave `expected`.
 
-        `replicas` are ranks that hold the same slices: they are compared with each other as well.
+        `replicas` are ranks that hold shards of the same layers: they are compared with each other as well.
         """
         found = self.digests(exchange)
         wrong = torch.tensor([int(a != b) for a, b in zip(found, expected, strict=True)], dtype=torch.int64)

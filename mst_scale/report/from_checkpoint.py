@@ -15,8 +15,9 @@ from mst_scale.checkpoints import mask_files, store
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.masks import assemble
 from mst_scale.runs import snapshots
-from mst_scale.runs.observer import as_matrix, cell_sizes, cell_sums, describe
+from mst_scale.runs.observer import cell_sizes, cell_sums, describe
 from mst_scale.runs.snapshots import Snapshot
+from mst_scale.shard import Shard
 from mst_scale.zero_shards.weight_files import weights_of
 
 EMBEDDINGS = ("wte.", "wpe.", "embeddings.")  # of a dense run, whose checkpoint does not say what could be sparse
@@ -35,7 +36,8 @@ def look(checkpoint: Path) -> Snapshot:
     total = active = 0
     for name in names:
         values = weights.read(name).detach().flatten()
-        shape = as_matrix(weights.shapes[name])
+        shard = Shard.whole(name, weights.shapes[name])
+        shape = shard.cut.matrix
         living = torch.ones(values.numel(), dtype=torch.bool)
         if masks is not None:
             living = packed_bits.unpack(assemble(masks.shards(name), name), values.numel())
@@ -44,8 +46,8 @@ def look(checkpoint: Path) -> Snapshot:
         sums = [float(values.sum(dtype=torch.float64)), float(values.double().square().sum())]
         matrices.append(describe(name, shape, count, sums, float(values.abs().max())))
         if name in drawn:
-            pictures[name] = cell_sums(values, 0, shape, magnitude=True).numpy() / cell_sizes(shape)
-            alive[name] = cell_sums(living, 0, shape).numpy() / cell_sizes(shape)
+            pictures[name] = cell_sums(values, shard, magnitude=True).numpy() / cell_sizes(shape)
+            alive[name] = cell_sums(living, shard).numpy() / cell_sizes(shape)
     manifest = store.head(checkpoint) or {}
     step = int(manifest.get("step") or (masks.head["step"] if masks is not None else 0))
     phase = masks.head["phase"] if masks is not None else "dense"

@@ -22,12 +22,14 @@ from torch import Tensor
 from mst_scale import zero_shards
 from mst_scale.config import Experiment
 from mst_scale.distributed import Ranks, logger
+from mst_scale.engine.stages import Stages, exchanges_of
 from mst_scale.engine.targets import choose_targets
 from mst_scale.mixed_growing import packed_bits as bitwise
-from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.exchange import Exchanges
 from mst_scale.runs import snapshots
 from mst_scale.runs.optional_writes import OptionalWrites
 from mst_scale.runs.snapshots import Matrix, Snapshot
+from mst_scale.shard import Shard
 from mst_scale.sparsity_variation import Schedule
 
 SHARE = 0.01  # of the training time, for what TensorBoard sees
@@ -44,7 +46,11 @@ class Observer:
         self.keep_at = phase_ends(self.schedule)
         self.disk = OptionalWrites()
         self.started, self.spent = time.monotonic(), 0.0
-        self.parameters = sum(math.prod(zero_shards.shape_of(p)) for p in engine.module.parameters())
+        self.exchange: Exchanges
+        self.stages = Stages(zero_shards.groups_of(engine).stages)
+        named = zero_shards.named_parameters(engine.module)
+        sizes = self.stages.joined({name: math.prod(zero_shards.shape_of(p)) for name, p in named})
+        self.parameters = sum(sizes.values())
         self.shards = self._shards(experiment)
         ranks.on_first(lambda: snapshots.cut(out, step))
         if step == 0:
@@ -60,7 +66,8 @@ class Observer:
         except ValueError as error:
             logger.info("no snapshots of weights are kept: %s", error)
             return None
-        self.exchange = Exchange(shards.group, self.engine.device)
+        groups = zero_shards.groups_of(self.engine)
+        self.exchange = exchanges_of(shards, groups, self.engine.device)
         return shards
 
     def rewind(self, step: int) -> None:
@@ -112,52 +119,56 @@ class Observer:
                 moments[i, 1] = torch.linalg.vector_norm(weight, dtype=torch.float64).square()
                 low, high = weight.aminmax()
                 largest[i] = torch.maximum(-low, high)
-        shown = snapshots.pictured([part.name for part in slices])
-        drawn = [i for i, part in enumerate(slices) if part.name in shown]
-        cells = []
-        for i in drawn:
-            matrix = as_matrix(slices[i].shape)
-            cells.append(cell_sums(self.shards.weight(i), slices[i].start, matrix, magnitude=True))
-            cells.append(cell_sums(self._flags(i), slices[i].start, matrix))
         moments = self.exchange.sum(moments)
         largest = self.exchange.max(largest)
-        flat = torch.cat([c.flatten() for c in cells]) if cells else torch.zeros(0)
-        flat = self.exchange.sum(flat)
-        matrices = [
-            describe(part.name, as_matrix(part.shape), alive[i], moments[i].tolist(), float(largest[i]))
+        matrices = {
+            part.name: describe(part.name, part.cut.matrix, alive[i], moments[i].tolist(), float(largest[i]))
             for i, part in enumerate(slices)
-        ]
-        pictures: list[dict[str, np.ndarray]] = [{}, {}]
-        position = 0
+        }
+        weights, living = (self.stages.joined(pictures) for pictures in self._pictures())
+        found = list(self.stages.joined(matrices).values())
+        return Snapshot(step, phase, self.engine.mst.sparsity, self.parameters, found, weights, living)
+
+    def _pictures(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Mean |weight|, and share of living weights, in the cells of each matrix that is pictured."""
+        assert self.shards is not None
+        slices, drawn = self.shards.slices, self._drawn()
+        cells = {}
         for i in drawn:
-            shape = as_matrix(slices[i].shape)
-            rows, columns = snapshots.grid(shape)
-            sizes = cell_sizes(shape)
-            for target in pictures:
-                whole = flat[position : position + rows * columns].view(rows, columns).numpy()
-                target[slices[i].name] = whole / sizes
-                position += rows * columns
-        mst = self.engine.mst
-        return Snapshot(step, phase, mst.sparsity, self.parameters, matrices, pictures[0], pictures[1])
+            sizes = cell_sums(self.shards.weight(i), slices[i], magnitude=True)
+            cells[i] = torch.stack([sizes, cell_sums(self._flags(i), slices[i])])
+        weights, living = {}, {}
+        for exchange, here in self.exchange.grouped(drawn):
+            summed = exchange.sum(torch.cat([cells[i].flatten() for i in here]))
+            for i, found in zip(here, summed.split([cells[i].numel() for i in here]), strict=True):
+                sizes = cell_sizes(slices[i].cut.matrix)
+                weights[slices[i].name], living[slices[i].name] = found.view(cells[i].shape).numpy() / sizes
+        return weights, living
+
+    def _drawn(self) -> list[int]:
+        """This rank's matrices that are pictured."""
+        assert self.shards is not None
+        names = [part.name for part in self.shards.slices]
+        shown = set(snapshots.pictured(list(self.stages.joined(dict.fromkeys(names)))))
+        return [i for i, name in enumerate(names) if name in shown]
 
     def _histograms(self, largest: dict[str, float]) -> dict[str, tuple[list[float], list[float]]]:
         """(edges, counts) of the living weights of each pictured matrix."""
         assert self.shards is not None
         slices = self.shards.slices
-        shown = set(snapshots.pictured([part.name for part in slices]))
-        drawn = [i for i, part in enumerate(slices) if part.name in shown]
-        counts = torch.zeros(len(drawn), BINS, dtype=torch.float64)
-        for row, i in enumerate(drawn):
+        drawn = self._drawn()
+        counts = torch.zeros(len(slices), BINS, dtype=torch.float64)
+        for i in drawn:
             top = largest[slices[i].name] or 1.0
             if slices[i].length:
-                counts[row] = torch.histc(self.shards.weight(i), BINS, -top, top).double().cpu()
+                counts[i] = torch.histc(self.shards.weight(i), BINS, -top, top).double().cpu()
         counts = self.exchange.sum(counts)
         found = {}
-        for row, i in enumerate(drawn):
+        for i in drawn:
             name, top = slices[i].name, largest[slices[i].name] or 1.0
-            counts[row, BINS // 2] -= math.prod(slices[i].shape) - self._alive(i)
-            found[name] = (np.linspace(-top, top, BINS + 1).tolist(), counts[row].tolist())
-        return found
+            counts[i, BINS // 2] -= slices[i].numel - self._alive(i)
+            found[name] = (np.linspace(-top, top, BINS + 1).tolist(), counts[i].tolist())
+        return self.stages.joined(found)
 
     def _alive(self, i: int) -> int:
         """Living weights of the whole parameter."""
@@ -209,23 +220,20 @@ def describe(name: str, shape: tuple[int, int], active: int, sums: list[float], 
     return Matrix(name, shape, active, total / numel, std(numel), std(active), largest)
 
 
-def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """A parameter of more dimensions is one row per output."""
-    return shape[0], math.prod(shape[1:])
-
-
-def cell_sums(flat: Tensor, start: int, shape: tuple[int, int], magnitude: bool = False) -> Tensor:
-    """Sums over the cells of a picture of what a slice [start, start + n) of a matrix, flattened, holds of it.
+def cell_sums(flat: Tensor, shard: Shard, magnitude: bool = False) -> Tensor:
+    """Sums over the cells of a matrix's picture of what a shard of it, flat, holds.
 
     Cell (a, b) covers the rows r with ⌊r·R/rows⌋ = a and the columns with ⌊c·C/cols⌋ = b. Two products with 0/1
     matrices, a span of rows at a time: a few MB of temporaries on a CPU.
     """
-    (rows, cols), (high, wide) = shape, snapshots.grid(shape)
-    device = flat.device
+    (rows, columns), start = shard.cut.matrix, shard.start
+    high, wide = snapshots.grid(shard.cut.matrix)
+    row_axis, column_axis = shard.cut.axes
+    cols, device = column_axis.length, flat.device
     total = torch.zeros(high, wide, device=device)
     if not flat.numel():
         return total.cpu()
-    across = _belongs(0, cols, cols, wide, device)
+    across = _belongs(column_axis.logical(torch.arange(cols, device=device)), columns, wide)
     end = start + flat.numel()
     span = bitwise.CPU_SPAN if device.type == "cpu" else bitwise.DEVICE_SPAN
     step = max(1, span // cols)
@@ -237,14 +245,14 @@ def cell_sums(flat: Tensor, start: int, shape: tuple[int, int], magnitude: bool 
         block[begin - r * cols : stop - r * cols] = flat[begin - start : stop - start]
         if magnitude:
             block.abs_()
-        total += _belongs(r, until, rows, high, device).T @ (block.view(-1, cols) @ across)
+        down = _belongs(row_axis.logical(torch.arange(r, until, device=device)), rows, high)
+        total += down.T @ (block.view(-1, cols) @ across)
     return total.cpu()
 
 
-def _belongs(first: int, last: int, length: int, cells: int, device: torch.device) -> Tensor:
-    """(last - first, cells): 1 where row first + i lies in the cell."""
-    index = torch.arange(first, last, device=device) * cells // length
-    return torch.nn.functional.one_hot(index, cells).to(torch.float32)
+def _belongs(lines: Tensor, extent: int, cells: int) -> Tensor:
+    """(lines, cells): 1 where a line of the `extent` there are lies in the cell."""
+    return torch.nn.functional.one_hot(lines * cells // extent, cells).to(torch.float32)
 
 
 def cell_sizes(shape: tuple[int, int]) -> np.ndarray:

@@ -50,10 +50,12 @@ class Recording:
     def __init__(self, engine: Any, out: Path, *, every: int, tensorboard: bool, shows: bool):
         if not hasattr(engine, "mst"):
             raise ValueError("record() follows the engine that mst_scale.initialize returns: this one has no .mst")
+        if zero_shards.groups_of(engine).stages is not None:
+            raise ValueError("record() follows no pipeline: mst_scale.pretrain keeps the metrics of one")
         self.engine, self.out, self.every, self.tensorboard, self.shows = engine, out, every, tensorboard, shows
         self.mst: Any = engine.mst
         self.steps: int = self.mst.schedule.total_steps
-        self.group = zero_shards.data_parallel_group(engine)
+        self.group = zero_shards.groups_of(engine).replicas
         self.first = engine.global_rank == 0
         self.ledger = any_model.ModelLedger(engine.module, self._optimizer_flops())
         self.before = dict.fromkeys(self.ledger.spent, 0.0)  # by all ranks, in starts before this one

@@ -3,7 +3,9 @@
 versions      which DeepSpeed and which torch
 quick_start   what DeepSpeed's start can leave out
 hooks         every change to a live engine, in one ordered list
-parameters    construction under ZeRO-3, full shapes, filling what is cut up
+parameters    construction under ZeRO-3, filling what is cut up
+logical       what each parameter is of the logical model: its name, its shape, its rows and columns
+groups        which ranks hold the rest of it
 step          the optimizer step: where it is hooked, its norm and loss scale, what stage 0 lacks
 slices        for every sparse parameter this rank's slice, with live views of its master weight, reduced gradient
               and optimizer states, at every stage; what cannot be right is refused
@@ -14,9 +16,11 @@ weight_files  where a checkpoint's weights lie on disk
 universal     DeepSpeed's universal layout, for every stage
 """
 
+from mst_scale.zero_shards.groups import Groups, groups_of
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
+from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
 from mst_scale.zero_shards.muon import shapes as muon_shapes
-from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, shape_of, whole, zero_stage
+from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, whole, zero_stage
 from mst_scale.zero_shards.quick_start import hasten
 from mst_scale.zero_shards.saving import (
     carry_state,
@@ -38,7 +42,6 @@ from mst_scale.zero_shards.step import (
     around_model_step,
     base_optimizer,
     clip_factor,
-    data_parallel_group,
     grad_norm,
     has_moments,
     loss_scale,
@@ -52,7 +55,9 @@ from mst_scale.zero_shards.versions import check_versions
 
 __all__ = [
     "HOOKS",
+    "TABLES",
     "Follower",
+    "Groups",
     "NamedCollectives",
     "Shards",
     "around_model_step",
@@ -60,17 +65,20 @@ __all__ = [
     "carry_state",
     "check_versions",
     "clip_factor",
-    "data_parallel_group",
+    "cut_of",
     "errors_after_saving",
     "grad_norm",
     "group_of",
+    "groups_of",
     "has_moments",
     "hasten",
     "install",
+    "is_cut",
     "is_matrix",
     "load_checkpoint",
     "loss_scale",
     "muon_shapes",
+    "named_parameters",
     "optimized",
     "optimizer_name",
     "partitioned_construction",

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from mst_scale.zero_shards import muon, saving, step
+from mst_scale.zero_shards import groups, logical, muon, saving, step
 
 
 class Follower(Protocol):
@@ -64,6 +64,12 @@ class Hook:
     """Versions of DeepSpeed."""
     applies: Callable[[Any, Follower], bool]
     install: Callable[[Any, Follower], None]
+
+
+def _carry_layout(engine: Any, _: Follower) -> None:
+    def ignored(state: Any) -> None: ...
+
+    saving.carry_state(engine, logical.LAYOUT, lambda: logical.layout_of(engine.module), ignored)
 
 
 def _always(engine: Any, follower: Follower) -> bool:
@@ -134,6 +140,14 @@ HOOKS = (
         "0.19",
         lambda _, follower: follower.masks_weights,
         saving.carry_along,
+    ),
+    Hook(
+        "layout",
+        "engine.save_checkpoint and engine.load_checkpoint",
+        "its files do not say which part of which parameter of the whole model a slice or stage holds",
+        "0.19",
+        lambda engine, _: groups.tensor_slices(engine) > 1 or groups.stage_count(engine) > 1,
+        _carry_layout,
     ),
     Hook(
         "loading",

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from mst_scale.distributed import logger
-from mst_scale.zero_shards.parameters import shape_of
+from mst_scale.zero_shards.logical import shape_of
 from mst_scale.zero_shards.slices import laid_out, refuse_untested
 from mst_scale.zero_shards.step import NamedCollectives, base_optimizer, optimized
 

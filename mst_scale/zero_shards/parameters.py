@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -37,10 +36,5 @@ def whole(parameter: nn.Parameter) -> Iterator[bool]:
         yield dist.get_rank() == 0
 
 
-def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """The full shape; a parameter cut by ZeRO-3 is empty in itself."""
-    return getattr(parameter, "ds_shape", parameter.shape)
-
-
 def is_matrix(parameter: nn.Parameter) -> bool:
-    return len(shape_of(parameter)) > 1
+    return len(getattr(parameter, "ds_shape", parameter.shape)) > 1

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from mst_scale.zero_shards import safe_load
-from mst_scale.zero_shards.slices import Replicated
+from mst_scale.zero_shards.logical import named_parameters, shape_of
+from mst_scale.zero_shards.slices import laid_out, put_reads
 from mst_scale.zero_shards.step import base_optimizer
 
 
@@ -142,12 +143,11 @@ def carry_state(
 
 
 def fit_universal_checkpoints(engine: Any) -> None:
-    """Let every stage load what `mst reshape` writes, and stage 0 write what it can convert.
+    """Let every layout of ranks load what `mst reshape` writes, and stage 0 write what it can convert.
 
-    Beyond DeepSpeed's own loading ({"checkpoint": {"load_universal": true}}): at stage 0, which it has no loader for,
-    everything is loaded here; at stage 3 each parameter group gets its own hyperparameters back, where DeepSpeed gives
-    all groups those of the first (decaying norms and biases), and each sub-group a step count of its own; buffers are
-    put back at every stage.
+    Beyond DeepSpeed's own loading ({"checkpoint": {"load_universal": true}}), which knows nothing of stage 0, of our
+    own tensor parallelism and of pipelines, gives all parameter groups of stage 3 the hyperparameters of the first
+    (decaying norms and biases), and leaves buffers as they are.
     """
     stage, load = engine.zero_optimization_stage(), engine.load_checkpoint
     if stage == 0:
@@ -163,29 +163,10 @@ def fit_universal_checkpoints(engine: Any) -> None:
         load_dir, tag = others.pop("load_dir"), others.pop("tag", None)
         if tag is None:
             tag = (Path(load_dir) / "latest_universal").read_text().strip()
-        zero = Path(load_dir) / tag / "zero"
-        common = safe_load.load(zero / "optimizer_state.pt", saved_classes())
-        optimizer = base_optimizer(engine)
-        if len(common["param_groups"]) != len(optimizer.param_groups):
-            raise ValueError(
-                f"{zero.parent} has {len(common['param_groups'])} parameter groups, this optimizer "
-                f"{len(optimizer.param_groups)}: give it the same groups"
-            )
-        if stage == 0:
-            path, state = engine._load_checkpoint(load_dir, tag, **{**others, "load_optimizer_states": False})
-            _load_replicated(engine, zero)
-        else:
-            path, state = load(load_dir, tag=tag, **others)
-        if path is None:
-            return path, state
-        for group, saved in zip(optimizer.param_groups, common["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-        for kept in optimizer.state.values():
-            if torch.is_tensor(kept.get("step")):
-                kept["step"] = kept["step"].clone()
-        buffers = dict(engine.module.named_buffers())
-        for name, value in state.pop("mst_buffers", {}).items():
-            buffers[name].copy_(value)
+        of_weights = {"load_optimizer_states": False} if stage == 0 else {}  # ZeRO's come later, and from elsewhere
+        path, state = engine._load_checkpoint(load_dir, tag, **{**others, **of_weights})
+        if path is not None:
+            _load_universal(engine, Path(load_dir) / tag, state.pop("mst_buffers", {}))
         return path, state
 
     engine.load_checkpoint = load_checkpoint
@@ -200,21 +181,44 @@ def _name_parameters(engine: Any) -> None:
         group["param_names"] = [names[id(p)] for p in mine]
 
 
-def _load_replicated(engine: Any, zero: Path) -> None:
-    """Stage 0: every rank reads every parameter whole."""
-    parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-    shards = Replicated(engine, parameters)
+@torch.no_grad()
+def _load_universal(engine: Any, folder: Path, buffers: dict[str, torch.Tensor]) -> None:
+    """This rank's slices of weights and optimizer states, and what is the same on every rank."""
+    from mst_scale.zero_shards.universal import STATES  # which reads files through this module's classes
+    from mst_scale.zero_shards.weight_files import FP32, states_of
+
+    common = safe_load.load(folder / "zero" / "optimizer_state.pt", saved_classes())
+    optimizer, index = base_optimizer(engine), states_of(folder, STATES)
+    if len(common["param_groups"]) != len(optimizer.param_groups):
+        raise ValueError(
+            f"{folder} has {len(common['param_groups'])} parameter groups, this optimizer "
+            f"{len(optimizer.param_groups)}: give it the same groups"
+        )
+    parameters = {name: p for name, p in named_parameters(engine.module) if p.requires_grad}
+    _refuse_other_shapes(folder, {name: shape_of(p) for name, p in parameters.items()}, index[FP32].shapes)
+    shards, step = laid_out(engine, parameters), common["optimizer_state_dict"]["state"][0]["step"]
     for i, (name, parameter) in enumerate(parameters.items()):
         owner = shards.owner(i)
-        state = shards.optimizer.state[owner]
-        for path in sorted((zero / name).glob("*.pt")):
-            key, saved = path.stem, safe_load.load(path, saved_classes())
-            if key == "step":
-                state[key] = saved
-            elif key == "fp32":
-                shards.weight(i).copy_(saved["param"].view(-1))
-                parameter.data.copy_(saved["param"])
-            else:
-                if key not in state:
-                    state[key] = torch.zeros_like(owner)
-                shards.states(i)[key].copy_(saved["param"].view(-1))
+        state = optimizer.state[owner]
+        state["step"] = step.clone() if torch.is_tensor(step) else step
+        for key, weights in index.items():
+            if key != FP32 and key not in state:
+                state[key] = torch.zeros_like(owner)
+            if shards.slices[i].length:
+                kept = shards.weight(i) if key == FP32 else shards.states(i)[key]
+                kept.copy_(weights.shard(shards.slices[i]))
+        put_reads(engine, name, parameter, index[FP32].shard)
+    for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
+        if name in common and hasattr(engine.optimizer, name):
+            setattr(engine.optimizer, name, common[name])
+    for group, saved in zip(optimizer.param_groups, common["param_groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+    own = dict(engine.module.named_buffers())
+    for name, value in buffers.items():
+        own[name].copy_(value)
+
+
+def _refuse_other_shapes(folder: Path, here: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in here.items():
+        if there.get(name) != tuple(shape):
+            raise ValueError(f"{folder}: {name} has shape {there.get(name)} there and {tuple(shape)} in this model")

@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from mst_scale.shard import Shard
+from mst_scale.zero_shards.logical import cut_of
 from mst_scale.zero_shards.step import base_optimizer, total_norm
 
 
@@ -58,7 +59,7 @@ class Replicated(Slices):
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
         self.optimizer = base_optimizer(engine)
         self.parameters = list(parameters.values())
-        self.slices = [Shard.whole(name, p.shape) for name, p in parameters.items()]
+        self.slices = [Shard(name, cut_of(p), 0, p.numel()) for name, p in parameters.items()]
         self._masters = _stage0_masters(engine.optimizer)
 
     def gradient(self, i: int) -> torch.Tensor | None:
@@ -106,7 +107,7 @@ class FlatPartitions(Slices):
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         address = None if mapping is None else mapping.lp_fragment_address
         start, length = (0, 0) if address is None else (address.start, address.numel)
-        return Shard.of_range(name, parameter.shape, start, length)
+        return Shard(name, cut_of(parameter), start, length)
 
     def _place(self, i: int) -> tuple[torch.Tensor, int]:
         parameter: Any = self.parameters[i]
@@ -141,7 +142,7 @@ class CutParameters(Slices):
     def _slice(self, name: str, parameter: Any) -> Shard:
         part = parameter.partition_numel()
         start = min(part * dist.get_rank(self.group), parameter.ds_numel)
-        return Shard.of_range(name, parameter.ds_shape, start, min(part, parameter.ds_numel - start))
+        return Shard(name, cut_of(parameter), start, min(part, parameter.ds_numel - start))
 
 
 def _put(shards: FlatPartitions | CutParameters, i: int, gradient: torch.Tensor, offloaded: bool) -> None:
@@ -300,8 +301,13 @@ def zero_inactive(shards: Shards, i: int, active: torch.Tensor) -> None:
     parameter.data.view(-1).masked_fill_(~active.to(parameter.device), 0)
 
 
-def put_reads(engine: Any, parameter: Any, read: Callable[[int, int], torch.Tensor]) -> None:
-    """Write what the forward reads of a parameter, trained or not; `read` gives its flattened values [start, end)."""
+def put_reads(engine: Any, name: str, parameter: Any, values: Callable[[Shard], torch.Tensor]) -> None:
+    """Write what the forward reads of a parameter, trained or not; `values` gives those of a shard of it, flat."""
+    cut = cut_of(parameter)
+
+    def read(start: int, end: int) -> torch.Tensor:
+        return values(Shard(name, cut, start, end - start))
+
     if not hasattr(parameter, "ds_tensor"):
         parameter.data.copy_(read(0, parameter.numel()).view(parameter.shape))
         return

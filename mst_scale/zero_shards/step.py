@@ -103,11 +103,6 @@ def hold_updates(engine: Any, when: Callable[[], bool]) -> None:
     base_optimizer(engine).register_step_post_hook(give_back)
 
 
-def data_parallel_group(engine: Any) -> Any:
-    """The ranks that hold the same model."""
-    return engine.seq_data_parallel_group
-
-
 class NamedCollectives:
     """DeepSpeed's collectives under a name of ours, so that its comms_logger tells them from its own."""
 
@@ -163,7 +158,7 @@ def _norm_scale(engine: Any) -> float:
 
 def steps_plainly(engine: Any, _: Any = None) -> bool:
     """Whether DeepSpeed calls the client's optimizer itself: stage 0 in fp32."""
-    return base_optimizer(engine) is engine.optimizer and engine.mpu is None
+    return base_optimizer(engine) is engine.optimizer
 
 
 def guard_plain_step(engine: Any) -> None:

@@ -1,21 +1,25 @@
-"""An index of a checkpoint's weights on disk, whichever ZeRO stage has saved them.
+"""An index of what a checkpoint holds on disk, whichever layout of ranks and ZeRO stage have saved it.
 
     stage 0            whole, in the model's file; under bf16 and fp16 the fp32 masters, in the optimizer's state
     stages 1 and 2     a parameter group is one flat fp32 vector, cut evenly over the ranks' files
     stage 3            each parameter is cut evenly over the ranks' files
     universal          a file for each parameter
 
-`weights_of` turns each of these into one index: for every parameter the `Part`s that make it up, in order. Reading one
-maps its files anew and lets them go, so that no more than what was asked for stays in memory.
+Optimizer states lie as the fp32 weights do. Under tensor and pipeline parallelism there is such a set of files for each
+slice and stage (`mp_rank_…`), and each says which rows and columns of which parameter it holds (`LAYOUT`).
+
+`weights_of` turns each of these into one index: for every parameter of the logical model the `Part`s that make it up.
+Reading one maps its files anew and lets them go, so that no more than what was asked for stays in memory.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +27,20 @@ import torch
 
 from mst_scale import zero_shards
 from mst_scale.distributed import Damaged
-from mst_scale.shard import Piece
+from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.shard import Cut, Shard
 from mst_scale.zero_shards import safe_load
+from mst_scale.zero_shards.logical import Layout, layout_of_file
 
 State = Any  # what a checkpoint's file unpickles to
+FP32 = "fp32"  # the weights, among what an optimizer keeps of a parameter
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a parameter: at `offset` of the flat tensor that `find` takes from a file's contents."""
+    """A shard of a parameter: at `offset` of the flat tensor that `find` takes from a file's contents."""
 
-    piece: Piece
+    shard: Shard
     path: Path
     find: Callable[[State], torch.Tensor]
     offset: int = 0
@@ -41,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Weights:
-    """fp32 master weights by parameter name, read from disk when asked for."""
+    """fp32 master weights (or one of their optimizer states) by parameter name, read from disk when asked for."""
 
     shapes: dict[str, tuple[int, ...]]
     parts: dict[str, list[Part]]
@@ -53,15 +60,20 @@ class Weights:
 
     def span(self, name: str, start: int, end: int) -> torch.Tensor:
         """Values [start, end) of the flattened parameter."""
-        values = []
-        for part in self.parts[name]:
-            first, last = max(start, part.piece.start), min(end, part.piece.stop)
-            if first < last:
+        return self.shard(Shard.of_range(name, self.shapes[name], start, end - start))
+
+    def shard(self, shard: Shard) -> torch.Tensor:
+        """The values of a shard, flat."""
+        values = torch.empty(shard.length)
+        missing = shard.length
+        for part in self.parts[shard.name]:
+            if missing and part.shard.overlaps(shard):
                 flat = part.find(opened(part.path)).reshape(-1)
-                found = flat.narrow(0, part.offset + first - part.piece.start, last - first)
-                values.append(found.to(torch.float32, copy=True))
-                del flat, found  # and with them the map of the file
-        return values[0] if len(values) == 1 else torch.cat(values)
+                missing -= _copy(values, shard, flat, part)
+                del flat  # and with it the map of the file
+        if missing:
+            raise Damaged(f"{missing} of {shard.length} values of {shard.name} are in no file: a rank's file is gone")
+        return values
 
     def spans(self, name: str, first: int, numel: int, step: int) -> Iterator[torch.Tensor]:
         """`numel` values from `first` on, at most `step` at a time."""
@@ -69,18 +81,58 @@ class Weights:
             yield self.span(name, start, min(start + step, first + numel))
 
 
+def _copy(values: torch.Tensor, shard: Shard, flat: torch.Tensor, part: Part) -> int:
+    """Put what a file has of a shard into its place; how much it was. No two parts hold the same value."""
+    wanted, found = shard.in_a_row, part.shard.in_a_row
+    if wanted is not None and found is not None:
+        first, last = max(wanted, found), min(wanted + shard.length, found + part.shard.length)
+        values[first - wanted : last - wanted] = flat.narrow(0, part.offset + first - found, last - first)
+        return last - first
+    copied = 0
+    for a, b in bitwise.spans(shard.length, values.device):
+        here, at = part.shard.local(shard.logical(torch.arange(a, b)))
+        values[a + here] = flat[part.offset + at].to(torch.float32)
+        copied += len(here)
+    return copied
+
+
 def weights_of(checkpoint: Path) -> Weights:
-    """The index of a checkpoint's folder, whichever ZeRO stage and number of ranks have saved it."""
+    """The index of a checkpoint's weights, whichever layout of ranks and ZeRO stage have saved it."""
+    return states_of(checkpoint, (FP32,))[FP32]
+
+
+def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
+    """The same of several things that lie as the weights do: `FP32`, and optimizer states by their key."""
     if (checkpoint / "zero").is_dir():
-        return _universal(checkpoint)
-    files = sorted(checkpoint.glob("*_model_states.pt"))
+        return {key: _universal(checkpoint, key) for key in keys}
+    found: dict[str, Weights] = {key: Weights({}, {}) for key in keys}
+    for files in model_files(checkpoint):
+        state = opened(files[0])
+        layout = layout_of_file(checkpoint, state, several=len(model_files(checkpoint)) > 1)
+        slice_of = files[0].name.split("mp_rank_")[1].split("_")[0]
+        shards = sorted(checkpoint.glob(f"*_mp_rank_{slice_of}_optim_states.pt"), key=rank_of)
+        for key, weights in found.items():
+            here = _sharded(shards, state, key, layout) if shards else _replicated(files[0], state, key, layout)
+            for name, parts in here.items():
+                shape = parts[0].shard.shape
+                if name not in weights.shapes:
+                    weights.shapes[name], weights.parts[name] = shape, parts
+                elif layout is not None and layout.cut(name):  # else another slice, or stage, has told all of it
+                    weights.parts[name] += parts
+    return found
+
+
+def model_files(checkpoint: Path) -> list[list[Path]]:
+    """The model's files, those of each slice and stage together; at stage 3 one of every rank."""
+    files = sorted(checkpoint.glob("*mp_rank_*_model_states.pt"), key=lambda path: (_model_rank(path), rank_of(path)))
     if not files:
         raise ValueError(f"{checkpoint} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")
-    if len({path.name.split("mp_rank_")[1] for path in files}) > 1:
-        raise ValueError(f"{checkpoint} was saved with model parallelism, which is not supported")
-    state = opened(files[0])
-    shards = sorted(checkpoint.glob("*_optim_states.pt"), key=rank_of)
-    return _sharded(shards, state) if shards else _replicated(files[0], state)
+    return [list(some) for _, some in groupby(files, key=_model_rank)]
+
+
+def _model_rank(path: Path) -> int:
+    found = re.search(r"mp_rank_(\d+)", path.name)
+    return int(found[1]) if found else 0
 
 
 def untrained_of(checkpoint: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -88,10 +140,10 @@ def untrained_of(checkpoint: Path) -> tuple[dict[str, Any], dict[str, torch.Tens
 
     Stage 3 cuts frozen parameters evenly over the ranks' files.
     """
-    files = sorted(checkpoint.glob("*_model_states.pt"))
+    files = model_files(checkpoint)[0]
     state = opened(files[0])
     found = {**(state["module"] or {}), **state.get("mst_buffers", {})}
-    ranks = [opened(path).get("frozen_param_fragments") or {} for path in sorted(files, key=rank_of)]
+    ranks = [opened(path).get("frozen_param_fragments") or {} for path in files]
     for name, shape in (state.get("frozen_param_shapes") or {}).items():
         if len(ranks) > 1 or name not in found:
             flat = torch.cat([fragments[name].view(-1) for fragments in ranks])
@@ -116,61 +168,70 @@ def rank_of(path: Path) -> int:
 
 
 def _flat_group(key: str, group: int, state: State) -> torch.Tensor:
-    flat: torch.Tensor = state["optimizer_state_dict"][key][group]
-    return flat
+    """A vector of weights or, as it lies, of an optimizer state."""
+    optimizer = state["optimizer_state_dict"]
+    if key != FP32:
+        kept = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
+        flat: torch.Tensor = kept["state"][group][key]
+        return flat
+    return (optimizer.get("single_partition_of_fp32_groups") or optimizer["fp32_flat_groups"])[group]  # type: ignore[no-any-return]
 
 
-def _sharded(files: list[Path], state: State) -> Weights:
+def _sharded(files: list[Path], state: State, key: str, layout: Layout | None) -> dict[str, list[Part]]:
     optimizer = opened(files[0])["optimizer_state_dict"]
     ranks = optimizer["partition_count"]
     ranks = max(ranks) if isinstance(ranks, list) else ranks
     if ranks != len(files):
         raise ValueError(f"{files[0].parent} holds the weights of {len(files)} ranks, and {ranks} have saved it")
-    groups = [{name: tuple(shape) for name, shape in group.items()} for group in state["param_shapes"]]
-    layout = _cut_parameters if optimizer["zero_stage"] == 3 else _cut_groups
-    shapes = {name: shape for group in groups for name, shape in group.items()}
-    return Weights(shapes, layout(files, groups, optimizer))
+    groups = [
+        {name: _told(name, tuple(shape), layout) for name, shape in group.items()} for group in state["param_shapes"]
+    ]
+    along = _cut_parameters if optimizer["zero_stage"] == 3 else _cut_groups
+    return along(files, groups, optimizer, key)
 
 
-def _cut_groups(files: list[Path], groups: list[dict[str, tuple[int, ...]]], optimizer: State) -> dict[str, list[Part]]:
+def _told(name: str, shape: tuple[int, ...], layout: Layout | None) -> tuple[str, Cut]:
+    """A parameter's name and cut in the logical model, from its own in the file."""
+    return (name, Cut.whole(shape)) if layout is None else layout.of(name, shape)
+
+
+Groups = list[dict[str, tuple[str, Cut]]]
+
+
+def _cut_groups(files: list[Path], groups: Groups, optimizer: State, key: str) -> dict[str, list[Part]]:
     """Stages 1 and 2: parameters follow each other in one vector a group; each file holds an equal part of it."""
-    key = "single_partition_of_fp32_groups"
     parts: dict[str, list[Part]] = {}
     paddings = optimizer.get("param_alignment_paddings")
     for g, group in enumerate(groups):
-        share = optimizer[key][g].numel()  # the same on every rank: the vector is padded
-        position = 0
-        for i, (name, shape) in enumerate(group.items()):
-            begin, end = position, position + math.prod(shape)
-            parts[name] = []
+        share = optimizer["single_partition_of_fp32_groups"][g].numel()  # the same on every rank: the vector is padded
+        find, position = partial(_flat_group, key, g), 0
+        for i, (name, cut) in enumerate(group.values()):
+            begin, end = position, position + math.prod(cut.local_matrix)
+            parts[name] = [] if begin < end else [Part(Shard(name, cut, 0, 0), files[0], find)]
             while position < end:
                 rank, offset = divmod(position, share)
                 numel = min(end - position, share - offset)
-                piece = Piece(position - begin, numel)
-                parts[name].append(Part(piece, files[rank], partial(_flat_group, key, g), offset))
+                parts[name].append(Part(Shard(name, cut, position - begin, numel), files[rank], find, offset))
                 position += numel
             position = end + (paddings[g][i] if paddings is not None else 0)
     return parts
 
 
-def _cut_parameters(
-    files: list[Path], groups: list[dict[str, tuple[int, ...]]], optimizer: State
-) -> dict[str, list[Part]]:
+def _cut_parameters(files: list[Path], groups: Groups, optimizer: State, key: str) -> dict[str, list[Part]]:
     """Stage 3: each file holds an equal part of every parameter, the last ones padded, in a chain of vectors."""
-    key = "fp32_flat_groups"
     parts: dict[str, list[Part]] = {}
-    sizes = [flat.numel() for flat in optimizer[key]]
+    sizes = [flat.numel() for flat in optimizer["fp32_flat_groups"]]
     vector = offset = 0
-    for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
-        numel = math.prod(shape)
+    for name, cut in (told for group in groups for told in group.values()):
+        numel = math.prod(cut.local_matrix)
         share = -(-numel // len(files))
         if offset == sizes[vector]:  # no parameter lies in two vectors
             vector, offset = vector + 1, 0
         if offset + share > sizes[vector]:
             raise ValueError(f"{files[0]}: {name} does not fit where it should lie; DeepSpeed's layout has changed")
         find = partial(_flat_group, key, vector)
-        pieces = [Piece(start, min(share, numel - start)) for start in range(0, numel, max(share, 1))]
-        parts[name] = [Part(piece, path, find, offset) for piece, path in zip(pieces, files, strict=False)]
+        shards = [Shard(name, cut, a, min(share, numel - a)) for a in range(0, numel, max(share, 1))]
+        parts[name] = [Part(shard, path, find, offset) for shard, path in zip(shards, files, strict=False)]
         offset += share
     return parts
 
@@ -178,26 +239,25 @@ def _cut_parameters(
 # --- stage 0 ---
 
 
-def _replicated(path: Path, state: State) -> Weights:
+def _replicated(path: Path, state: State, key: str, layout: Layout | None) -> dict[str, list[Part]]:
+    """Whole, in the model's file and in the optimizer's state there."""
     module, masters = state["module"], fp32_masters(state["optimizer"])
     names = {name for name in module if name not in (state.get("buffer_names") or [])}
-    shapes = {name: tuple(module[name].shape) for name in module if name in names}
-    parts = {
-        name: [Part(Piece(0, math.prod(shape)), path, partial(_of_module, name))] for name, shape in shapes.items()
-    }
-    if masters is None:
-        return Weights(shapes, parts)
-    groups = base_state(state["optimizer"])["param_groups"]
-    for g, (group, tensors) in enumerate(zip(groups, masters, strict=True)):
-        offset = 0
-        for i, name in enumerate(group.get("param_names", [])):
-            numel = math.prod(shapes[name])
-            flat = len(tensors) == 1 and tensors[0].numel() > numel
-            parts[name] = [
-                Part(Piece(0, numel), path, partial(_of_masters, g, 0 if flat else i), offset if flat else 0)
-            ]
-            offset += numel
-    return Weights(shapes, parts)
+    told = {name: _told(name, tuple(module[name].shape), layout) for name in module if name in names}
+    wholes = {name: Shard(logical, cut, 0, math.prod(cut.local_matrix)) for name, (logical, cut) in told.items()}
+    parts = {shard.name: [Part(shard, path, partial(_of_module, name))] for name, shard in wholes.items()}
+    if masters is None and key == FP32:
+        return parts
+    found = parts if key == FP32 else {}
+    for g, group in enumerate(base_state(state["optimizer"])["param_groups"]):
+        names_here, offset = group.get("param_names", []), 0
+        flat = len(names_here) > 1 and len(group["params"]) == 1
+        for i, name in enumerate(names_here):
+            shard, at = wholes[name], 0 if flat else i
+            find = partial(_of_masters, g, at) if key == FP32 else partial(_of_states, key, group["params"][at])
+            found[shard.name] = [Part(shard, path, find, offset if flat else 0)]
+            offset += shard.length
+    return found
 
 
 def base_state(optimizer: State) -> dict[str, Any]:
@@ -224,16 +284,21 @@ def _of_masters(group: int, index: int, state: State) -> torch.Tensor:
     return masters[group][index]
 
 
+def _of_states(key: str, index: int, state: State) -> torch.Tensor:
+    kept: torch.Tensor = base_state(state["optimizer"])["state"][index][key]
+    return kept
+
+
 # --- universal ---
 
 
-def _universal(checkpoint: Path) -> Weights:
+def _universal(checkpoint: Path, key: str) -> Weights:
     shapes: dict[str, tuple[int, ...]] = {}
     parts: dict[str, list[Part]] = {}
     for folder in sorted(path for path in (checkpoint / "zero").iterdir() if path.is_dir()):
-        path = folder / "fp32.pt"
-        shapes[folder.name] = tuple(_of_file(opened(path)).shape)
-        parts[folder.name] = [Part(Piece(0, math.prod(shapes[folder.name])), path, _of_file)]
+        path, name = folder / f"{key}.pt", folder.name
+        shapes[name] = tuple(_of_file(opened(path)).shape)
+        parts[name] = [Part(Shard.whole(name, shapes[name]), path, _of_file)]
     return Weights(shapes, parts)
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,12 +32,18 @@ class Rider:
     exchange: object
     everyone: object
     digests: list[int]
+    number: int = 0
+    files: int = 1
     seed: int = 3
     settled: int = 40
     step: int = 40
     schedule: Schedule = SparsityConfig().schedule(100, TopologyConfig())  # noqa: RUF009 (frozen)
     granularity: object = "element"
     point: Point = Point("ultra", 0.8, 0.1)  # noqa: RUF009 (frozen)
+
+    def gathered(self) -> mask_files.Gathered:
+        digests = dict(zip(self.masks.names, self.digests, strict=True))
+        return mask_files.Gathered(digests, self.files, self.number)
 
     def dead_units(self) -> dict[str, tuple[int, int]]:
         return {"mlp": (2, 8), "value": (0, 4)}
@@ -57,8 +62,11 @@ def riders(flags: dict[str, torch.Tensor], cuts: list[list[int]], **changes) -> 
     ranks = len(cuts[0]) - 1
     everything = masks_of(flags, [[0, mask.numel()] for mask in flags.values()], 0)
     digests = everything.digests(Exchange())
-    exchange = Exchange() if ranks == 1 else SimpleNamespace(group="some", ranks=ranks)
-    return [Rider(masks_of(flags, cuts, rank), exchange, exchange, digests, **changes) for rank in range(ranks)]
+    alone = Exchange()
+    return [
+        Rider(masks_of(flags, cuts, rank), alone, alone, digests, number=rank, files=ranks, **changes)
+        for rank in range(ranks)
+    ]
 
 
 def masks_of(flags: dict[str, torch.Tensor], cuts: list[list[int]], rank: int) -> MaskSet:
@@ -80,12 +88,12 @@ def save(folder, flags, cuts, **changes) -> dict:
     """Write all ranks' files; the head that goes into client_state."""
     everyone = riders(flags, cuts, **changes)
     for rank, rider in enumerate(everyone):
-        mask_files.write(folder, rider, rank, mask_files.describe(rider))
-    return mask_files.describe(everyone[0])
+        mask_files.write(folder, rider, rank, mask_files.describe(rider, rider.gathered()))
+    return mask_files.describe(everyone[0], everyone[0].gathered())
 
 
-def ranges(rider: Rider) -> dict[str, tuple[int, int]]:
-    return {mask.name: (mask.start, mask.start + mask.length) for mask in rider.masks}
+def ranges(rider: Rider) -> dict[str, Shard]:
+    return {mask.name: mask.shard for mask in rider.masks}
 
 
 @st.composite
@@ -106,7 +114,7 @@ def test_any_cut_comes_back_as_any_other(tmp_path_factory, saved, loaded, seed):
         rider = riders(whole(seed + 1), loaded)[rank]
         rider.masks.load(mask_files.read_all(folder, ranges(rider)).ranks)
         for mask, (name, expected) in zip(rider.masks, flags.items(), strict=True):
-            assert torch.equal(mask.flags(), expected[mask.start : mask.start + mask.length])
+            assert torch.equal(mask.flags(), expected[mask.shard.start : mask.shard.stop])
             assert mask.active == int(expected.sum()) and mask.dense == (name == "c.weight")
             assert torch.equal(unpack(mask.ever, mask.length), mask.flags()), "coverage is cut alike"
     assert found.head == state
@@ -144,8 +152,9 @@ def test_the_bits_of_a_mask_are_on_disk_as_numpy_packs_them(tmp_path):
 
 def test_stage_0_writes_one_file(tmp_path):
     rider = riders(whole(1), even(1))[0]
-    for rank in range(3):  # three replicas
-        mask_files.write(tmp_path, rider, rank, mask_files.describe(rider))
+    for number in (0, None, None):  # three replicas
+        rider.number = number
+        mask_files.save(tmp_path, rider)
     assert [path.name for path in (tmp_path / "mst").iterdir()] == ["rank_00000.safetensors"]
 
 
@@ -200,7 +209,7 @@ class Engine:
 def saved_where_rank_1_has_no_space(rank: int, world: int, folder: str) -> str:
     engine, rider = Engine(rank), riders(whole(1), even(world))[rank]
     rider.exchange = rider.everyone = Exchange(dist.group.WORLD)
-    rider.saving = lambda folder: mask_files.save(folder, rider, rank)
+    rider.saving = lambda folder: mask_files.save(folder, rider)
     carry_along(engine, rider)
     engine.save_checkpoint(folder, "first")
     if rank == 1:

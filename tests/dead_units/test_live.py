@@ -81,7 +81,7 @@ def plainly_counted(engine, world):
     for i, piece in enumerate(live.shards.slices):
         flat = torch.zeros(math.prod(piece.shape))
         flat[piece.start : piece.start + piece.length] = live.shards.weight(i).float()
-        if mst.exchange.group is not None:
+        if mst.groups.zero is not None:
             torch.distributed.all_reduce(flat)
         whole[piece.name] = flat.view(piece.shape)
     counts = {"mlp": 0, "value": 0, "query_key": 0}

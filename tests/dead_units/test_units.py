@@ -13,6 +13,7 @@ from mst_scale.dead_units.kinds import in_words
 from mst_scale.dead_units.lines import LineFlags, nonzero_lines, positions
 from mst_scale.dead_units.units import find_units
 from mst_scale.models import build
+from mst_scale.shard import Cut, Shard
 
 
 def ours(**more):
@@ -63,7 +64,7 @@ def flags(model):
     parameters = dict(model.named_parameters())
     found = LineFlags(find_units(model)[0], {name: p.shape for name, p in parameters.items()})
     for name in found.shapes:
-        found.look(name, 0, parameters[name].detach().view(-1))
+        found.look(Shard.whole(name, parameters[name].shape), parameters[name].detach().view(-1))
     return found
 
 
@@ -154,11 +155,34 @@ def test_any_cut_shows_the_same_lines():
                     only = torch.zeros_like(flat)
                     only[start:stop] = part
                     expected = only.view_as(as_rows).bool().any(1 - axis)
-                    assert torch.equal(nonzero_lines(part, start, shape, axis), expected)
+                    shard = Shard.of_range("w", shape, start, len(part))
+                    assert torch.equal(nonzero_lines(part, shard, axis), expected)
                     of_lines = torch.zeros_like(as_rows, dtype=torch.bool)
                     of_lines.index_fill_(axis, whole.nonzero().view(-1), True)
                     where = of_lines.view(-1)[start:stop].nonzero().view(-1)
-                    assert torch.equal(torch.cat([*positions(whole, axis, shape, start, len(part)), where[:0]]), where)
+                    assert torch.equal(torch.cat([*positions(whole, axis, shard), where[:0]]), where)
+
+
+def test_rows_and_columns_of_a_cut_matrix_are_lines_of_the_whole():
+    generator = torch.Generator().manual_seed(4)
+    matrix = torch.where(torch.rand(8, 6, generator=generator) < 0.2, 1.0, 0.0)
+    cut = Cut((8, 6), ((1, 3), (5, 8)), ((0, 2), (3, 4)))
+    rows, columns = torch.tensor([1, 2, 5, 6, 7]), torch.tensor([0, 1, 3])
+    local = matrix[rows][:, columns].reshape(-1)
+    only = torch.zeros_like(matrix)
+    only[rows[:, None], columns] = matrix[rows][:, columns]
+    for start, stop in ((0, 15), (2, 11), (4, 4)):
+        shard = Shard("w", cut, start, stop - start)
+        part = torch.zeros(15)
+        part[start:stop] = local[start:stop]
+        seen = torch.zeros_like(matrix)
+        seen[rows[:, None], columns] = part.view(5, 3)
+        for axis in (0, 1):
+            assert torch.equal(nonzero_lines(local[start:stop], shard, axis), seen.bool().any(1 - axis))
+            whole = only.bool().any(1 - axis)
+            line = (rows[:, None] if axis == 0 else columns).expand(5, 3).reshape(-1)
+            where = whole[line][start:stop].nonzero().view(-1)
+            assert torch.equal(torch.cat([*positions(whole, axis, shard), where[:0]]), where)
 
 
 def test_said_in_words():

@@ -233,7 +233,7 @@ def hidden(rank, world, case, value):
     def gradient(i):
         live = read(i)
         dead = (~list(controller.masks)[i].flags()).nonzero().view(-1)
-        mine = controller.exchange.group is None or rank == world - 1
+        mine = controller.groups.zero is None or rank == world - 1
         if controller.step == 2 and mine and dead.numel() and not poisoned:
             poisoned.append(i)
             live[dead[0]] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,9 @@ def some_cuts(rng: np.random.Generator, shape: tuple[int, int], tensor: int) -> 
     parts = int(rng.integers(1, 4))
     borders = [0, *np.sort(rng.integers(0, shape[along] + 1, parts - 1)).tolist(), shape[along]]
     found: list[list[tuple[int, int]]] = [[] for _ in range(tensor)]
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end in pairwise(borders):
         inner = [begin, *np.sort(rng.integers(begin, end + 1, tensor - 1)).tolist(), end]
-        for mine, ab in zip(found, zip(inner, inner[1:], strict=False), strict=True):
+        for mine, ab in zip(found, pairwise(inner), strict=True):
             mine.append(ab)
     whole = Cut.whole(shape)
     return [replace(whole, **{("rows", "columns")[along]: tuple(mine)}) for mine in found]

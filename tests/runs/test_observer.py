@@ -15,6 +15,7 @@ from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.report import from_checkpoint
 from mst_scale.runs import snapshots
 from mst_scale.runs.observer import Observer, cell_sums, phase_ends
+from mst_scale.shard import Shard
 from mst_scale.sparsity_variation import SparsityConfig
 from tests.support import pool, tiny_run
 from tests.support.toy_engine import full, mst_config, train
@@ -150,11 +151,12 @@ def test_slices_add_up_wherever_they_are_cut(monkeypatch):
     monkeypatch.setattr(snapshots, "CELLS", 4)
     monkeypatch.setattr("mst_scale.mixed_growing.packed_bits.CPU_SPAN", 30)  # several spans
     flat = torch.arange(11 * 7, dtype=torch.float32) - 30
-    whole = cell_sums(flat, 0, (11, 7), magnitude=True)
+    whole = cell_sums(flat, Shard.whole("w", (11, 7)), magnitude=True)
     sizes = np.outer(np.bincount(np.arange(11) * 4 // 11), np.bincount(np.arange(7) * 4 // 7))
     np.testing.assert_allclose(whole / sizes, cells_by_hand(flat.abs().view(11, 7).numpy(), 4), rtol=1e-6)
     for cut in (0, 1, 6, 7, 40, 76, 77):
-        parts = cell_sums(flat[:cut], 0, (11, 7), True) + cell_sums(flat[cut:], cut, (11, 7), True)
+        first, second = (Shard.of_range("w", (11, 7), a, b - a) for a, b in ((0, cut), (cut, 77)))
+        parts = cell_sums(flat[:cut], first, True) + cell_sums(flat[cut:], second, True)
         assert torch.equal(parts, whole), "whole numbers: no rounding"
 
 

@@ -1,0 +1,82 @@
+"""Says which ranks hold the rest of what a rank holds of an engine's model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
+
+MADE = "mst_groups"  # on the engine: process groups are never freed
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups that this rank belongs to; None: it alone."""
+
+    replicas: Any
+    """Ranks that hold the same weights."""
+    zero: Any
+    """ZeRO cuts a parameter over these. None at stage 0, where each rank holds all of it."""
+    slices: Any
+    """Together they hold every slice of this rank's layers once."""
+    same_layers: Any
+    """All that hold some of this rank's layers, replicas too."""
+    stages: Any
+    """One rank of each stage of the pipeline."""
+    everyone: Any
+    """All ranks."""
+    first_replica: bool
+    """Whether it is the first of the ranks that hold the same weights."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank's shards go into a checkpoint: at stage 0 those of one replica do."""
+        return self.zero is not None or self.first_replica
+
+
+def groups_of(engine: Any) -> Groups:
+    """The groups of an engine, made by all ranks together when they are first asked for."""
+    made: Groups | None = getattr(engine, MADE, None)
+    if made is None:
+        made = _made(engine)
+        setattr(engine, MADE, made)
+    return made
+
+
+def _made(engine: Any) -> Groups:
+    replicas = engine.seq_data_parallel_group
+    zero = replicas if engine.zero_optimization_stage() else None
+    alone = dist.get_world_size(replicas) == dist.get_world_size()
+    everyone = replicas if alone else dist.group.WORLD
+    same_layers, stages = everyone, None
+    if stage_count(engine) > 1:
+        same_layers, stages = _of_stage(engine.grid.get_stage_id()), engine.grid.get_pipe_parallel_group()
+    slices = zero
+    if tensor_slices(engine) > 1:
+        slices = bwc_tensor_model_parallel_group(engine.mpu) if zero is None else same_layers
+    return Groups(replicas, zero, slices, same_layers, stages, everyone, dist.get_rank(replicas) == 0)
+
+
+def stage_count(engine: Any) -> int:
+    """Stages of its pipeline; 1 where there is none."""
+    return int(engine.grid.get_pipe_parallel_world_size()) if hasattr(engine, "grid") else 1
+
+
+def tensor_slices(engine: Any) -> int:
+    """Ranks that a layer is cut over; 1 where there is no tensor parallelism, as with an mpu for sequences alone."""
+    knows = hasattr(engine.mpu, "get_model_parallel_world_size")
+    return int(bwc_tensor_model_parallel_world_size(engine.mpu)) if knows else 1
+
+
+def _of_stage(stage: int) -> Any:
+    """The ranks of this stage; every rank makes the groups of all."""
+    stages: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(stages, stage)
+    mine = None
+    for one in sorted(set(stages)):
+        group = dist.new_group([rank for rank, at in enumerate(stages) if at == one])
+        if one == stage:
+            mine = group
+    return mine
