@@ -11,6 +11,11 @@ blocks keep as much, and its head works on the masked positions only. Sparse att
 flash attention, and a second number per row, which is not counted. With recomputation a block keeps its input alone,
 and one block at a time is whole.
 
+A rank of a tensor-parallel group of t keeps a t-th of q, k, v, of attention's output and rows and of the MLP's inner
+values; norms, embeddings, head and logits are whole on each. One of s that share a sequence keeps everything of L/s
+tokens. A pipeline's stage keeps its own blocks, once for every micro-batch that is on its way: the stages that are
+still to come and itself, at first, and never more than there are.
+
 `tests/plan/test_activations.py` compares `kept` with what autograd keeps. `working` was read from the modules: what is
 alive for an instant inside autograd's C++ is not seen there, and it has not been compared with a GPU's allocator.
 """
@@ -39,16 +44,35 @@ class Activations:
         return self.kept + self.working
 
 
-def block_bytes(model: ModelConfig, micro: int, width: int) -> int:
+@dataclass(frozen=True)
+class Share:
+    """The part of a forward pass that one rank computes."""
+
+    tensor: int = 1
+    sequence: int = 1
+    layers: int | None = None
+    """None: all of them."""
+    head: bool = True
+    """With the last norm, the head and the loss."""
+    on_their_way: int = 1
+    """Micro-batches whose backward is still to come, at most."""
+    piped: bool = False
+    """Activations come from another rank, or go to one."""
+
+
+WHOLE = Share()
+
+
+def block_bytes(model: ModelConfig, micro: int, width: int, share: Share = WHOLE) -> int:
     """What one block keeps."""
-    tokens = micro * model.context
-    wide = (8 * model.n_embd + 2 * model.ffw) * width
-    return tokens * (wide + 4 * FP32 + FP32 * model.n_head)
+    tokens, t = micro * model.context // share.sequence, share.tensor
+    wide = (4 * model.n_embd + (4 * model.n_embd + 2 * model.ffw) // t) * width
+    return tokens * (wide + 4 * FP32 + FP32 * model.n_head // t)
 
 
-def ends_bytes(model: ModelConfig, micro: int, width: int) -> int:
+def ends_bytes(model: ModelConfig, micro: int, width: int, share: Share = WHOLE) -> int:
     """What embeddings, the last norm, the head and the loss keep."""
-    tokens, predicted = micro * model.context, micro * model.predicted
+    tokens, predicted = micro * model.context // share.sequence, micro * model.predicted // share.sequence
     norm = 2 * model.n_embd * width + 2 * FP32
     loss = model.padded_vocab * width + 8 + 2 * FP32  # logits; target, log-sum-exp and weight of each position
     if model.causal:
@@ -57,14 +81,20 @@ def ends_bytes(model: ModelConfig, micro: int, width: int) -> int:
     return tokens * (model.n_embd * width + 2 * FP32 + 3 * 8) + predicted * (2 * model.n_embd * width + norm + loss)
 
 
-def activations(model: ModelConfig, micro: int, width: int, recompute: bool) -> Activations:
-    tokens = micro * model.context
-    block, ends = block_bytes(model, micro, width), ends_bytes(model, micro, width)
-    logits = micro * model.predicted * model.padded_vocab * width  # their gradient
-    inner = tokens * (2 * model.ffw + 2 * model.n_embd) * width  # gradients inside an MLP
-    head = logits + min(PIECES, 3 * FP32 * micro * model.predicted * model.padded_vocab)
+def activations(model: ModelConfig, micro: int, width: int, recompute: bool, share: Share = WHOLE) -> Activations:
+    """Of one rank, at its fullest."""
+    tokens, predicted = micro * model.context // share.sequence, micro * model.predicted // share.sequence
+    layers = model.n_layer if share.layers is None else share.layers
+    block = block_bytes(model, micro, width, share)
+    ends = ends_bytes(model, micro, width, share) if share.head else 8 * tokens
+    logits = predicted * model.padded_vocab * width  # their gradient
+    inner = tokens * (2 * model.ffw // share.tensor + 2 * model.n_embd) * width  # gradients inside an MLP
+    head = logits + min(PIECES, 3 * FP32 * predicted * model.padded_vocab) if share.head else 0
+    stream = tokens * model.n_embd * width
+    # q, k and v before they are exchanged for whole sequences of fewer heads; what comes from other stages and returns
+    beside = (3 * stream // share.tensor if share.sequence > 1 else 0) + (2 * stream if share.piped else 0)
     if not recompute:
-        return Activations(model.n_layer * block + ends, max(head, inner))
-    kept = model.n_layer * tokens * model.n_embd * width + ends
+        return Activations(share.on_their_way * layers * block + ends, max(head, inner) + beside)
+    kept = share.on_their_way * layers * stream + ends
     # the head's peak comes while every block still keeps its input alone; what the head kept is gone when blocks return
-    return Activations(kept, max(head, block + inner - ends))
+    return Activations(kept, max(head, block + inner - ends) + beside)

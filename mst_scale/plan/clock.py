@@ -7,6 +7,10 @@ A roofline: each part runs at the stated share of the peak that bounds it.
     element-wise   bytes of norms, additions, GELU, the loss, gradient copies     memory · bandwidth
     optimizer      42 bytes per fp32 weight of this rank                          memory · bandwidth
     collectives    α per hop and bytes over the slowest link on their way         network · link
+    bubble         of p stages and m micro-batches: (p - 1)/m of what a stage does
+
+A rank that shares a model computes its part (`held.share`); a tensor-parallel group's head is whole on each rank. Matrix
+products that are cut count on the same share of the peak as whole ones: very thin ones reach less.
 
 No time is stated for sparse phases that has not been measured. Masked dense layers take as long as dense ones: they
 save FLOPs only. Attention skips its pairs on CPU and in a Triton kernel whose speed on GPUs has not been measured, so
@@ -16,14 +20,17 @@ its share of the pairs is given as a bound from below; and so is the density of 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mst_scale.config import Experiment, ModelConfig
 from mst_scale.costs.flops import forward_flops
+from mst_scale.plan.activations import Share
+from mst_scale.plan.exchange import exchange, group_of, tied_ends
 from mst_scale.plan.gpus import Machine
+from mst_scale.plan.held import ends, held, layers_of, share
 from mst_scale.plan.memory import partition
-from mst_scale.plan.parameters import parameters
 from mst_scale.plan.setting import Setting
 from mst_scale.plan.traffic import Call, traffic
 
@@ -45,74 +52,123 @@ class Seconds:
     """All of it."""
     exposed: float
     """What does not hide behind backward."""
+    sharing: float = 0.0
+    """The part of communication between ranks that share a model; none of it hides."""
+    bubble: float = 0.0
+    """A pipeline's wait for its first micro-batch to come and its last to go."""
 
     @property
     def total(self) -> float:
-        return self.products + self.attention + self.elementwise + self.optimizer + self.host + self.exposed
+        parts = self.products + self.attention + self.elementwise + self.optimizer + self.host
+        return parts + self.exposed + self.bubble
+
+    @property
+    def waits(self) -> float:
+        """Seconds of a step for each second that a stage is busy: above 1 with a pipeline."""
+        busy = self.products + self.attention + self.elementwise + self.sharing
+        return 1 + self.bubble / busy
 
 
 def step_seconds(experiment: Experiment, s: Setting, machine: Machine) -> Seconds:
     """A dense step."""
     model, gpu, e = experiment.model, machine.gpu, machine.efficiency
     peak = gpu.fp32 if s.precision == "fp32" else gpu.bf16
-    forward = forward_flops(model, accounting="causal")
-    again = 1 / 3 if s.recompute else 0.0  # the blocks' forward pass, a third of their three
-    blocks, head = forward.matrices - forward.head, forward.head
-    sequences = s.micro * s.accumulation
-    products = sequences * 3 * (blocks * (1 + again) + head) / (peak * e.matmul)
-    attention = sequences * forward.attention * (FLASH + (1 if s.recompute else 0)) / (peak * e.attention)
-    moved = sequences * _moved(model, s.weight_bytes) * (1 + again)
-    weights = sum(p.numel for p in parameters(model))
-    moved += s.accumulation * 4 * s.weight_bytes * weights  # gradients written, into buckets and out of them
+    products, attention, elementwise = max((_busy(model, s, machine, stage) for stage in ends(s)), key=sum)
+    found = held(model, s)
+    weights = sum(p.numel for p in found)
     bandwidth = gpu.bandwidth * e.memory
-    part = weights if s.stage == 0 else sum(partition(parameters(model), s.ranks))
+    part = weights if s.stage == 0 else sum(partition(found, s.shards))
     host = 0.0
     if s.offload_optimizer:
         host = 2 * s.weight_bytes * part / gpu.pcie + HOST_BYTES * part / (gpu.host_bandwidth * e.host)
     if s.offload_parameters:
         host += 2 * s.accumulation * s.weight_bytes * part / gpu.pcie
     during, behind = communication_seconds(model, s, machine)
-    compute = products + attention + moved / bandwidth
+    sharing = s.accumulation * sum(sharing_seconds(model, s, machine).values())
+    compute = products + attention + elementwise
     hidden = min(during, compute * 2 / 3) if s.overlap else 0.0
+    behind += seconds(tied_ends(model, s), *group_of("pipeline", s), machine)
     return Seconds(
         products=products,
         attention=attention,
-        elementwise=moved / bandwidth,
+        elementwise=elementwise,
         optimizer=0.0 if s.offload_optimizer else OPTIMIZER_BYTES * part / bandwidth,
         host=host,
-        communication=during + behind,
-        exposed=during + behind - hidden,
+        communication=during + behind + sharing,
+        exposed=during + behind + sharing - hidden,
+        sharing=sharing,
+        bubble=(s.pipeline - 1) / s.accumulation * (compute + sharing),
     )
 
 
-def _moved(model: ModelConfig, width: int) -> float:
+def _busy(model: ModelConfig, s: Setting, machine: Machine, stage: int) -> tuple[float, float, float]:
+    """Products, attention and element-wise passes of a stage's ranks, all micro-batches together."""
+    gpu, e = machine.gpu, machine.efficiency
+    peak = gpu.fp32 if s.precision == "fp32" else gpu.bf16
+    forward, part = forward_flops(model, accounting="causal"), share(model, s, stage)
+    again = 1 / 3 if s.recompute else 0.0  # the blocks' forward pass, a third of their three
+    layers = layers_of(model, s, stage)
+    of_blocks = layers / model.n_layer / (s.tensor * s.sequence)
+    blocks = (forward.matrices - forward.head) * of_blocks
+    head = forward.head / s.sequence if part.head else 0.0
+    sequences = s.micro * s.accumulation
+    attention = sequences * forward.attention * of_blocks * (FLASH + (1 if s.recompute else 0))
+    moved = sequences * _moved(model, s.weight_bytes, part, layers) * (1 + again)
+    # gradients written, into buckets and out of them
+    moved += s.accumulation * 4 * s.weight_bytes * sum(p.numel for p in held(model, s, stage))
+    return (
+        sequences * 3 * (blocks * (1 + again) + head) / (peak * e.matmul),
+        attention / (peak * e.attention),
+        moved / (gpu.bandwidth * e.memory),
+    )
+
+
+def _moved(model: ModelConfig, width: int, part: Share, layers: int) -> float:
     """Bytes that one sequence's element-wise passes move, forward and backward."""
-    norms_and_sums, gelu = 10 * model.n_embd, 2 * model.ffw
-    blocks = 3 * model.n_layer * (norms_and_sums + gelu) * model.context
-    return float(width * (blocks + 4 * model.padded_vocab * model.predicted))
+    norms_and_sums, gelu = 10 * model.n_embd, 2 * model.ffw / part.tensor
+    blocks = 3 * layers * (norms_and_sums + gelu) * model.context
+    head = 4 * model.padded_vocab * model.predicted if part.head else 0
+    return float(width * (blocks + head)) / part.sequence
 
 
 def communication_seconds(model: ModelConfig, s: Setting, machine: Machine) -> tuple[float, float]:
-    """Communication of a step: while the micro-batches run, and after them."""
+    """Communication over ranks that hold the same weights: while the micro-batches run, and after them."""
     calls = traffic(model, s)
-    return s.accumulation * seconds(calls.micro, s.ranks, machine), seconds(calls.step, s.ranks, machine)
+    micro, step = (seconds(some, s.shards, s.tensor, machine) for some in (calls.micro, calls.step))
+    return s.accumulation * micro, step
 
 
-def seconds(calls: Iterable[Call], ranks: int, machine: Machine) -> float:
-    """One after the other.
+def sharing_seconds(model: ModelConfig, s: Setting, machine: Machine) -> dict[str, float]:
+    """Communication of a micro-batch between ranks that share a model, by axis."""
+    calls = exchange(model, s)
+    return {axis: seconds(some, *group_of(axis, s), machine) for axis, some in calls.items()}
 
-    All-reduces climb a tree and come back, gathers and scatters go once around a ring. Across nodes every GPU's port
-    carries a part, so the bandwidth is that of a node's ports together, or of the links inside, whichever is less.
+
+def inside_a_node(ranks: int, apart: int, per_node: int) -> int:
+    """How many of a group's ranks, that stand so far apart, share a node."""
+    return max(1, min(ranks, per_node // apart))
+
+
+def seconds(calls: Iterable[Call], ranks: int, apart: int, machine: Machine) -> float:
+    """One after the other, in a group of ranks that stand so far apart.
+
+    All-reduces climb a tree and come back, gathers and scatters go once around a ring. Across nodes the port of every
+    GPU of the group carries a part, so the bandwidth is that of its ports in a node together, or of the links inside,
+    whichever is less. All-to-alls and sends go straight, each through the sender's own link or port.
     """
     if ranks == 1:
         return 0.0
-    gpu, latency = machine.gpu, machine.latency
-    inside, nodes = min(ranks, gpu.per_node), -(-ranks // gpu.per_node)
-    bandwidth = gpu.link if nodes == 1 else min(gpu.link, gpu.port * gpu.per_node)
+    gpu, latency, network = machine.gpu, machine.latency, machine.efficiency.network
+    inside = inside_a_node(ranks, apart, gpu.per_node)
+    nodes = -(-ranks // inside)
+    bandwidth = gpu.link if nodes == 1 else min(gpu.link, gpu.port * inside)
+    alone = gpu.link if nodes == 1 else gpu.port
     tree = 2 * (math.log2(inside) * latency.inside + math.log2(nodes) * latency.between)
     ring = (ranks - nodes) * latency.inside + (nodes - 1) * latency.between
+    straight = latency.inside if nodes == 1 else latency.between
+    ways = {"all-reduce": (tree, bandwidth), "all-to-all": (straight, alone), "send": (straight, alone)}
     total = 0.0
-    for call in calls:
-        alpha = latency.launch + (tree if call.kind == "all-reduce" else ring)
-        total += alpha + call.sent(ranks) / (bandwidth * machine.efficiency.network)
+    for call, times in Counter(calls).items():
+        alpha, rate = ways.get(call.kind, (ring, bandwidth))
+        total += times * (latency.launch + alpha + call.sent(ranks) / (rate * network))
     return total

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from mst_scale.config import ModelConfig
-from mst_scale.plan.parameters import Parameter, parameters
+from mst_scale.plan.held import held
+from mst_scale.plan.parameters import Parameter
 from mst_scale.plan.setting import Setting
 
 Event = tuple[bool, str]
@@ -31,13 +32,14 @@ class Fetches:
 
 
 def fetches(model: ModelConfig, setting: Setting) -> Fetches:
-    """The fetches of a model; they depend only on thresholds and recomputation."""
-    return _fetches(model, replace(setting.at_stage(3), ranks=1, micro=1, accumulation=1, offload_optimizer=False))
+    """The fetches of a model; they depend only on thresholds, recomputation and how matrices are cut."""
+    alone = replace(setting.at_stage(3), ranks=setting.tensor, sequence=1, micro=1, accumulation=1)
+    return _fetches(model, replace(alone, offload_optimizer=False, offload_parameters=False))
 
 
 @cache
 def _fetches(model: ModelConfig, setting: Setting) -> Fetches:
-    found = parameters(model)
+    found = held(model, setting)
     kept = {p.name for p in found if p.numel <= setting.persistence}
     by_module: dict[str, list[Parameter]] = {}
     for p in found:

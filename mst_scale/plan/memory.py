@@ -1,6 +1,7 @@
 """Counts the bytes that a GPU holds, by part, and the bytes that the host holds for it.
 
-With N weights on R ranks, w bytes in the type of the forward pass and a in that of accumulation; P = N/R, padded:
+With N weights of one rank before ZeRO (`held`) on R ranks that hold the same, w bytes in the type of the forward pass
+and a in that of accumulation; P = N/R, padded:
 
     stage          0                1              2              3
     weights        w·N              w·N            w·N            w·P; and whole what is gathered (`fetching`)
@@ -25,7 +26,8 @@ from mst_scale.config import Experiment
 from mst_scale.plan.activations import Activations, activations
 from mst_scale.plan.fetching import fetches
 from mst_scale.plan.gpus import GPU
-from mst_scale.plan.parameters import Parameter, groups, parameters, sparse_parameters
+from mst_scale.plan.held import ends, held, share
+from mst_scale.plan.parameters import Parameter, groups, sparse_parameters
 from mst_scale.plan.setting import Setting
 
 FP32 = 4
@@ -111,9 +113,16 @@ class Sparse:
 
 def memory(experiment: Experiment, setting: Setting) -> Memory:
     """What the fullest GPU holds."""
-    found = parameters(experiment.model)
-    acts = activations(experiment.model, setting.micro, setting.weight_bytes, setting.recompute)
-    sparse = _sparse(experiment, setting)
+    return max((_at(experiment, setting, stage) for stage in ends(setting)), key=lambda found: found.peak)
+
+
+def _at(experiment: Experiment, setting: Setting, stage: int) -> Memory:
+    """On the ranks of a pipeline's stage."""
+    model = experiment.model
+    found = held(model, setting, stage)
+    part = share(model, setting, stage)
+    acts = activations(model, setting.micro, setting.weight_bytes, setting.recompute, part)
+    sparse = _sparse(experiment, setting, found)
     if setting.stage == 3:
         return _cut(found, setting, acts, sparse, fetches(experiment.model, setting).whole)
     return (_flat if setting.stage else _replicated)(found, setting, acts, sparse)
@@ -133,7 +142,7 @@ def sub_groups(found: list[Parameter], s: Setting) -> list[list[Parameter]]:
         elements = 0
         for p in group:
             here.append(p)
-            elements += -(-p.numel // s.ranks)
+            elements += -(-p.numel // s.shards)
             if elements >= s.sub_group:
                 filled.append(here)
                 here, elements = [], 0
@@ -141,12 +150,13 @@ def sub_groups(found: list[Parameter], s: Setting) -> list[list[Parameter]]:
     return filled
 
 
-def _sparse(experiment: Experiment, s: Setting) -> Sparse:
+def _sparse(experiment: Experiment, s: Setting, found: list[Parameter]) -> Sparse:
     mst = experiment.mst
     if mst.stays_dense:
         return Sparse()
-    masked = sparse_parameters(experiment.model, mst.targets)
-    shares = [(p.numel, p.numel if s.stage == 0 else -(-p.numel // s.ranks)) for p in masked]
+    names = {p.name for p in sparse_parameters(experiment.model, mst.targets)}
+    masked = [p for p in found if p.name in names]
+    shares = [(p.numel, p.numel if s.stage == 0 else -(-p.numel // s.shards)) for p in masked]
     kept = FP32 * sum(share for _, share in shares)  # dense gradients
     lists = LISTED_BYTES * sum(share if numel <= LISTED_WHOLE else int(LISTED * share) for numel, share in shares)
     starts_sparse = mst.schedule(experiment.training.steps).at(0).sparsity > 0
@@ -163,7 +173,7 @@ def _replicated(found: list[Parameter], s: Setting, acts: Activations, sparse: S
         masks=sparse.masks,
         gradients=w * n,
         activations=acts,
-        reduction_buffers=w * min(n, ALL_REDUCE + max(p.numel for p in found)) if s.ranks > 1 else 0,
+        reduction_buffers=w * min(n, ALL_REDUCE + max(p.numel for p in found)) if s.shards > 1 else 0,
         step_gradients=w * n,
         # in fp32 one by one, and flattened for a fused optimizer
         step_buffers=((2 if s.fused else 1) * FP32 * n if mixed else 0) + sparse.step,
@@ -172,13 +182,13 @@ def _replicated(found: list[Parameter], s: Setting, acts: Activations, sparse: S
 
 def _flat(found: list[Parameter], s: Setting, acts: Activations, sparse: Sparse) -> Memory:
     n, w = sum(p.numel for p in found), s.weight_bytes
-    parts = partition(found, s.ranks)
+    parts = partition(found, s.shards)
     part = sum(parts)
     largest = max(p.numel for p in found)
     bucket = s.reduce_bucket * (2 if s.overlap else 1)
     # a parameter in several partitions is flattened to be all-reduced; one larger than a bucket is sent by itself
     alone = largest > s.reduce_bucket
-    flattened = max(min(s.reduce_bucket, n), largest if alone and _straddles(found, s.ranks, largest) else 0)
+    flattened = max(min(s.reduce_bucket, n), largest if alone and _straddles(found, s.shards, largest) else 0)
     before = s.accumulation > 1 and not s.separate_accumulation
     if s.stage == 1:  # a gradient moves into the bucket and out of it into this rank's partition
         gradients, reduction = w * n, w * (bucket + flattened - min(s.reduce_bucket, n))
@@ -186,7 +196,7 @@ def _flat(found: list[Parameter], s: Setting, acts: Activations, sparse: Sparse)
     else:
         gradients = s.accumulate_bytes * part * (2 if before else 1)
         backward = reduction = w * (bucket + flattened + (largest if alone else 0))
-    weights = w * part * s.ranks
+    weights = w * part * s.shards
     if s.offload_optimizer:
         # gradients leave the GPU as they are reduced, through a buffer for the largest; in a type of their own they are
         # added up here all the same
@@ -237,7 +247,7 @@ def _straddles(found: list[Parameter], ranks: int, numel: int) -> bool:
 
 def _cut(found: list[Parameter], s: Setting, acts: Activations, sparse: Sparse, whole: int) -> Memory:
     n, w, a = sum(p.numel for p in found), s.weight_bytes, s.accumulate_bytes
-    parts = [-(-p.numel // s.ranks) for p in found]
+    parts = [-(-p.numel // s.shards) for p in found]
     part, largest = sum(parts), max(p.numel for p in found)
     lasting = sum(p.numel for p in found if p.numel <= s.persistence)
     scattered = min(max(s.reduce_bucket, largest), n)  # put in the order of the ranks

@@ -30,7 +30,7 @@ class Parameter:
 
 
 def parameters(model: ModelConfig) -> list[Parameter]:
-    """Every parameter of a GPT or a BERT."""
+    """Every parameter of a GPT or a BERT, whole."""
     return list(_parameters(model))
 
 

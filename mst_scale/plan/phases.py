@@ -71,6 +71,7 @@ def phases(experiment: Experiment, dense: Seconds, precision: str) -> list[Phase
         saved = (1 - flops.attention / whole.attention) * dense.attention
         if skipping:
             saved += (1 - flops.matrices / whole.matrices) * dense.products
+        saved *= dense.waits  # the other stages wait no longer than a stage works
         share = flops.total / whole.total
         result.append(Phase(phase.name, phase.steps, phase.sparsity, share, dense.total, dense.total - saved))
     return result

@@ -1,4 +1,4 @@
-"""Reads ranks, precision, ZeRO, offload and batch from a config, with DeepSpeed's own defaults filled in."""
+"""Reads ranks, how they share the model, precision, ZeRO, offload and batch from a config, with DeepSpeed's own defaults filled in."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from mst_scale.config import Experiment
 from mst_scale.config.check import batch_shape
+from mst_scale.config.parallel import sizes_of
+from mst_scale.distributed import Sizes
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -32,6 +34,23 @@ class Setting:
     persistence: int = 100_000
     sub_group: int = 1_000_000_000
     fused: bool = True  # DeepSpeed's fused Adam, its choice on GPUs
+    tensor: int = 1  # ranks that share a layer's matrices
+    sequence: int = 1  # ranks that share a sequence
+    pipeline: int = 1  # ranks that hold the layers one after the other
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.tensor, self.sequence, self.pipeline)
+
+    @property
+    def data(self) -> int:
+        """Shares of the batch."""
+        return self.ranks // self.sizes.model
+
+    @property
+    def shards(self) -> int:
+        """Ranks that hold the same weights: ZeRO cuts them over these."""
+        return self.data * self.sequence
 
     @property
     def weight_bytes(self) -> int:
@@ -49,7 +68,7 @@ class Setting:
 
     @property
     def batch(self) -> int:
-        return self.ranks * self.micro * self.accumulation
+        return self.data * self.micro * self.accumulation
 
     @property
     def offload(self) -> str:
@@ -67,7 +86,8 @@ class Setting:
 
 def setting_of(experiment: Experiment, ranks: int) -> Setting:
     ds = experiment.deepspeed
-    _, micro, accumulation = batch_shape(ds, ranks)
+    sizes = sizes_of(ds)
+    _, micro, accumulation = batch_shape(ds, sizes.data(ranks))
     zero: dict[str, Any] = ds.get("zero_optimization", {})
     stage = int(zero.get("stage", 0))
     precision = next((name for name in ("bf16", "fp16") if ds.get(name, {}).get("enabled")), "fp32")
@@ -88,6 +108,9 @@ def setting_of(experiment: Experiment, ranks: int) -> Setting:
         reuse_distance=int(zero.get("stage3_max_reuse_distance", defaults.reuse_distance)),
         persistence=int(zero.get("stage3_param_persistence_threshold", defaults.persistence)),
         sub_group=int(zero.get("sub_group_size", defaults.sub_group)),
+        tensor=sizes.tensor,
+        sequence=sizes.sequence,
+        pipeline=sizes.pipeline,
     )
 
 

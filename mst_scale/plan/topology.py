@@ -22,6 +22,9 @@ c candidates in its bracket meets λ = c/2^(b·r) others in its bin after r roun
 them, with probability (1 - e^-λ)/λ. A plan assumes the rounds so expected. `tests/plan/` compares every call of real
 steps on 2 ranks with `calls`, given how many layers were open in each round, byte for byte, and the expectation with
 real rounds.
+
+Ranks that share a layer's matrices decide with those that hold its shards, all of them together; a pipeline's stages
+decide for themselves, so that a step sends what its first stage does.
 """
 
 from __future__ import annotations
@@ -38,8 +41,9 @@ from mst_scale.mixed_growing.distribution import Plan, active_counts, plan
 from mst_scale.mixed_growing.policies import BY_GRADIENT, Policy, policy
 from mst_scale.plan.clock import seconds
 from mst_scale.plan.gpus import Machine
+from mst_scale.plan.held import held
 from mst_scale.plan.memory import LISTED_WHOLE, sub_groups
-from mst_scale.plan.parameters import Parameter, groups, parameters, sparse_parameters
+from mst_scale.plan.parameters import Parameter, groups, sparse_parameters
 from mst_scale.plan.setting import Setting
 from mst_scale.plan.skipping import skips
 from mst_scale.plan.traffic import Call
@@ -132,9 +136,10 @@ def calls(
 ) -> Calls:
     """`opened`: layers that were open in each round of refinement; None: what is to be expected. `again`: layers whose
     bracket missed, in each pass that took; none are expected to."""
-    if s.stage == 0:
+    if s.stage == 0 and s.tensor == 1:
         return Calls([], [], [])
-    everything = layers(experiment, step)
+    here = {p.name for p in held(experiment.model, s)}
+    everything = [layer for layer in layers(experiment, step) if layer.parameter.name in here]
     in_blocks = isinstance(experiment.mst.topology.granularity, BlockGranularity)
     certain, rounds = [], []
     if not in_blocks:  # all ranks have all blocks' scores and refine alone
@@ -161,13 +166,14 @@ def whole_masks(masked: Sequence[Parameter]) -> list[Call]:
 
 def drift_check(experiment: Experiment, s: Setting) -> list[Call]:
     """Of the ranks that share each parameter, and of replicas, which also agree on inactive weights that are not 0."""
-    count = len(sparse_parameters(experiment.model, experiment.mst.targets))
+    here = {p.name for p in held(experiment.model, s)}
+    count = sum(p.name in here for p in sparse_parameters(experiment.model, experiment.mst.targets))
     return _all_reduces([16 * count, 8 * count] * (s.stage > 0) + [8 * count] * 4)
 
 
 def _updates(experiment: Experiment, s: Setting, everything: Sequence[Layer]) -> Iterator[list[Layer]]:
     """The layers that each call of the optimizer updates."""
-    found = parameters(experiment.model)
+    found = held(experiment.model, s)
     together = sub_groups(found, s) if s.stage == 3 else groups(found)
     for group in together:
         names = {p.name for p in group}
@@ -292,17 +298,18 @@ def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> Topol
         return None
     found = calls(experiment, s, step)
     # at ZeRO-3 the number of ranks decides what an optimizer call updates
-    by_ranks = {n: seconds(calls(experiment, replace(s, ranks=n), step).all, n, machine) for n in RANKS}
+    alone = replace(s, tensor=1, sequence=1, pipeline=1)
+    by_ranks = {n: seconds(calls(experiment, replace(alone, ranks=n), step).all, n, 1, machine) for n in RANKS}
     reduced = found.certain + found.rounds
     everything = layers(experiment, step)
-    share = sum(x.parameter.numel for x in everything) / (s.ranks if s.stage else 1)
+    share = sum(x.parameter.numel for x in everything) / s.pipeline / s.tensor / (s.shards if s.stage else 1)
     gpu, e = machine.gpu, machine.efficiency
     skipped = sum(
         x.sparsity * x.parameter.numel
         for x in everything
         if skips(experiment, s.precision, x.parameter.shape, x.sparsity)
     )
-    tokens = s.micro * s.accumulation * experiment.model.context
+    tokens = s.micro * s.accumulation * experiment.model.context / (s.tensor * s.sequence * s.pipeline)
     peak = gpu.fp32 if s.precision == "fp32" else gpu.bf16
     return TopologyStep(
         step=step,
@@ -311,7 +318,7 @@ def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> Topol
         rounds=len(found.rounds),
         masks=sum(c.payload for c in found.masks),
         seconds=by_ranks,
-        here=seconds(found.all, s.ranks, machine),
+        here=seconds(found.all, s.ranks // s.pipeline, 1, machine),
         reads_seconds=READ_BYTES * share / (gpu.bandwidth * e.memory),
         dense_gradient_seconds=2 * tokens * skipped / (peak * e.matmul),
         drift_payload=sum(c.payload for c in drift_check(experiment, s)),

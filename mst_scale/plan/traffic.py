@@ -1,4 +1,4 @@
-"""Lists the collectives of a training step and their bytes.
+"""Lists the collectives of a training step over the ranks that hold the same weights, and their bytes.
 
 A payload is the whole of what is reduced, gathered or scattered; a ring sends 2(R-1)/R of it per rank in an all-reduce
 and (R-1)/R in a gather or scatter. DeepSpeed 0.19 with its defaults, N weights of w bytes:
@@ -9,7 +9,8 @@ and (R-1)/R in a gather or scatter. DeepSpeed 0.19 with its defaults, N weights 
     stage 3    gather what `fetching` says, scatter w·N with every micro-batch
 
 Stages 1 and 2 all-reduce buckets and keep their part (`use_multi_rank_bucket_allreduce`). Tests compare every call of
-real runs on 2 ranks with this, byte for byte.
+real runs on 2 ranks with this, byte for byte. N is what one rank holds before ZeRO (`held`), R the ranks that hold the
+same; what ranks that share a model tell each other stands in `exchange`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from dataclasses import dataclass
 
 from mst_scale.config import ModelConfig
 from mst_scale.plan.fetching import fetches
+from mst_scale.plan.held import held
 from mst_scale.plan.memory import ALL_REDUCE, partition, sub_groups
-from mst_scale.plan.parameters import Parameter, groups, parameters
+from mst_scale.plan.parameters import Parameter, groups
 from mst_scale.plan.setting import Setting
 
 
@@ -27,11 +29,13 @@ from mst_scale.plan.setting import Setting
 class Call:
     """One collective."""
 
-    kind: str  # all-reduce, gather, scatter
+    kind: str  # all-reduce, gather, scatter; between ranks that share a model also all-to-all, send
     payload: int
 
     def sent(self, ranks: int) -> int:
-        """Bytes a rank sends in a ring."""
+        """Bytes a rank sends: in a ring, to all others its part for each, or to one."""
+        if self.kind == "send":
+            return self.payload
         return (2 if self.kind == "all-reduce" else 1) * (ranks - 1) * self.payload // ranks
 
 
@@ -47,15 +51,15 @@ class Traffic:
 
 
 def traffic(model: ModelConfig, setting: Setting) -> Traffic:
-    """The collectives of a training step; none on one rank."""
-    if setting.ranks == 1:
+    """The collectives of a training step; none on one rank. Of a pipeline: those of its first stage."""
+    if setting.shards == 1:
         return Traffic([], [])
-    found, w = parameters(model), setting.weight_bytes
+    found, w = held(model, setting), setting.weight_bytes
     if setting.stage == 0:
         return Traffic([], [Call("all-reduce", w * size) for size in _filled(found, ALL_REDUCE)])
     if setting.stage == 3:
         return _cut(model, found, setting)
-    weights = [Call("gather", w * part * setting.ranks) for part in partition(found, setting.ranks)]
+    weights = [Call("gather", w * part * setting.shards) for part in partition(found, setting.shards)]
     norms = [Call("all-reduce", 4) for _ in weights]
     overflow = [Call("all-reduce", 1)] if w < 4 else []
     # stage 1 without overlap takes gradients group by group, stage 2 in the order in which backward makes them
@@ -69,7 +73,7 @@ def traffic(model: ModelConfig, setting: Setting) -> Traffic:
 
 def _cut(model: ModelConfig, found: list[Parameter], s: Setting) -> Traffic:
     def whole(p: Parameter) -> int:  # with the padding of the last ranks
-        return s.weight_bytes * -(-p.numel // s.ranks) * s.ranks
+        return s.weight_bytes * -(-p.numel // s.shards) * s.shards
 
     gathers = [Call("gather", sum(map(whole, together))) for together in fetches(model, s).gathers]
     scatters = [

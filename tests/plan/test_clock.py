@@ -45,12 +45,12 @@ def test_recomputation_costs_the_blocks_one_more_forward():
 def test_a_collective_takes_its_hops_and_its_bytes():
     call, e = Call("all-reduce", 10**9), Efficiency()
     inside = 20e-6 + 2 * 3 * 4e-6 + 2 * 7 / 8 * 1e9 / (300e9 * e.network)
-    assert seconds([call], 8, A100) == pytest.approx(inside)
+    assert seconds([call], 8, 1, A100) == pytest.approx(inside)
     between = 20e-6 + 2 * (3 * 4e-6 + 3 * 12e-6) + 2 * 63 / 64 * 1e9 / (200e9 * e.network)
-    assert seconds([call], 64, A100) == pytest.approx(between)
+    assert seconds([call], 64, 1, A100) == pytest.approx(between)
     ring = 20e-6 + 56 * 4e-6 + 7 * 12e-6 + 63 / 64 * 1e9 / (200e9 * e.network)
-    assert seconds([Call("gather", 10**9)], 64, A100) == pytest.approx(ring)
-    assert seconds([call], 1, A100) == 0.0
+    assert seconds([Call("gather", 10**9)], 64, 1, A100) == pytest.approx(ring)
+    assert seconds([call], 1, 1, A100) == 0.0
 
 
 def test_overlap_hides_no_more_than_backward():
