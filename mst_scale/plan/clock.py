@@ -9,8 +9,8 @@ A roofline: each part runs at the stated share of the peak that bounds it.
     collectives    α per hop and bytes over the slowest link on their way         network · link
     bubble         of p stages and m micro-batches: (p - 1)/m of what a stage does
 
-A rank that shares a model computes its part (`held.share`); a tensor-parallel group's head is whole on each rank. Matrix
-products that are cut count on the same share of the peak as whole ones: very thin ones reach less.
+A rank that shares a model computes its part (`held.share`); a tensor-parallel group's head is whole on each rank.
+Matrix products that are cut count on the same share of the peak as whole ones: very thin ones reach less.
 
 No time is stated for sparse phases that has not been measured. Masked dense layers take as long as dense ones: they
 save FLOPs only. Attention skips its pairs on CPU and in a Triton kernel whose speed on GPUs has not been measured, so
@@ -72,7 +72,6 @@ class Seconds:
 def step_seconds(experiment: Experiment, s: Setting, machine: Machine) -> Seconds:
     """A dense step."""
     model, gpu, e = experiment.model, machine.gpu, machine.efficiency
-    peak = gpu.fp32 if s.precision == "fp32" else gpu.bf16
     products, attention, elementwise = max((_busy(model, s, machine, stage) for stage in ends(s)), key=sum)
     found = held(model, s)
     weights = sum(p.numel for p in found)

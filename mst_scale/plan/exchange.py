@@ -3,8 +3,8 @@
 With b sequences of L tokens, width d, w bytes a value, t, s and p ranks that share a layer, a sequence, the layers, and
 b·(L/s)·d·w bytes of activations between layers, for each layer
 
-    tensor      2 all-reduces of them forward, 2 backward                      (AutoTP: behind proj and down, qkv and up)
-    sequence    4 all-to-alls of a t-th of them forward, 4 backward            (Ulysses: q, k, v and attention's output)
+    tensor      2 all-reduces of them forward, 2 backward                  (AutoTP: behind proj and down, qkv and up)
+    sequence    4 all-to-alls of a t-th of them forward, 4 backward        (Ulysses: q, k, v and attention's output)
     pipeline    sends them on and their gradient back, once a stage
 
 Recomputation repeats what is forward. A tied head of a pipeline has a copy of the token embedding, whose gradient its

@@ -1,4 +1,4 @@
-"""Reads ranks, how they share the model, precision, ZeRO, offload and batch from a config, with DeepSpeed's own defaults filled in."""
+"""Reads ranks and what they share, precision, ZeRO, offload and batch from a config, with DeepSpeed's own defaults."""
 
 from __future__ import annotations
 
