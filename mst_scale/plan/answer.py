@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mst_scale.config import Experiment
 from mst_scale.config.check import BATCH_KEYS, largest_micro
+from mst_scale.config.parallel import KEYS, sizes_of
 from mst_scale.costs.flops import dense_step_flops
 from mst_scale.plan.activations import activations
 from mst_scale.plan.clock import Seconds, step_seconds
 from mst_scale.plan.gpus import GB, Machine
+from mst_scale.plan.held import ends, share
+from mst_scale.plan.layouts import OPTIONS, problem
+from mst_scale.plan.links import Link, links
 from mst_scale.plan.memory import Memory, memory
 from mst_scale.plan.parameters import parameters, sparse_parameters
 from mst_scale.plan.phases import Phase, of_tokens, phases, skips_masked_weights
-from mst_scale.plan.recommend import Choice, fewest_gpus, recommend
+from mst_scale.plan.recommend import FREE, Choice, best, by_layout, fewest_gpus, fitting
 from mst_scale.plan.setting import Setting, setting_of
 from mst_scale.plan.skipping import check_backend
 from mst_scale.plan.topology import TopologyStep, topology_step
 from mst_scale.plan.traffic import traffic
+from mst_scale.plan.why import why
 
 
 @dataclass(frozen=True)
@@ -27,28 +33,32 @@ class Plan:
 
     experiment: Experiment
     machine: Machine
+    given: Setting
+    """As the config says, also its own micro-batch, which may be too large for so many GPUs to share the batch."""
     setting: Setting
+    """What is planned: that, with the largest micro-batch that can be, or what is fixed and recommended beside it."""
     memory: Memory
     seconds: Seconds
     """The seconds of a dense step."""
     stages: list[Choice]
     """The config at every ZeRO stage it can run at, with and without offload."""
     recommended: Choice
+    layouts: list[Choice]
+    """What is recommended of every way to share the model, the fastest first."""
+    why: list[str]
     phases: list[Phase]
     topology: TopologyStep | None
-
-    @property
-    def given(self) -> Setting:
-        """The setting with the config's own micro-batch, which may be too large for so many GPUs to share the batch."""
-        stated = self.experiment.deepspeed.get(BATCH_KEYS[1])
-        return replace(self.setting, micro=stated) if isinstance(stated, int) else self.setting
 
     @property
     def activations(self) -> dict[str, dict[str, int]]:
         """Bytes kept for backward, and worked with on top, without and with checkpointing."""
         model, s = self.experiment.model, self.setting
         ways = {"without_checkpointing": False, "with_checkpointing": True}
-        return {name: asdict(activations(model, s.micro, s.weight_bytes, again)) for name, again in ways.items()}
+        found: dict[str, dict[str, int]] = {}
+        for name, again in ways.items():
+            parts = (activations(model, s.micro, s.weight_bytes, again, share(model, s, stage)) for stage in ends(s))
+            found[name] = asdict(max(parts, key=lambda part: part.total))
+        return found
 
     @property
     def parameters(self) -> int:
@@ -75,6 +85,14 @@ class Plan:
         peak = gpu.fp32 if self.setting.precision == "fp32" else gpu.bf16
         flops = dense_step_flops(self.experiment.model, "causal").total * self.setting.batch / self.setting.ranks
         return flops / (self.seconds.total * peak)
+
+    @property
+    def links(self) -> list[Link]:
+        return links(self.experiment.model, self.setting, self.machine)
+
+    @property
+    def sparsest(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.sparsity)
 
     @property
     def dense_hours(self) -> float:
@@ -117,14 +135,19 @@ class Plan:
             "memory": self.memory.to_dict(),
             "activations": self.activations,
             "fits": True,
+            "times": "expected by a roofline, not measured",
             "dense_step": {**asdict(self.seconds), "total": self.seconds.total, "mfu": self.mfu},
             "communication": {
                 "payload": {
                     kind: sum(c.payload for c in sent if c.kind == kind) for kind in ("all-reduce", "gather", "scatter")
                 },
                 "calls": len(sent),
-                "sent_per_rank": sum(c.sent(s.ranks) for c in sent),
+                "sent_per_rank": sum(c.sent(s.shards) for c in sent),
             },
+            "links": [asdict(link) for link in self.links],
+            "layout": {"tensor": s.tensor, "sequence": s.sequence, "pipeline": s.pipeline, "data": s.data},
+            "sparsest_step": {"seconds": self.sparsest.dense_seconds, "not_below": self.sparsest.best_seconds},
+            "days": {"dense": self.dense_hours / s.ranks / 24, "bound": self.best_hours / s.ranks / 24},
             "phases": [asdict(phase) for phase in self.phases],
             "flops_relative": self.flops,
             "gpu_hours_dense": self.dense_hours,
@@ -135,24 +158,32 @@ class Plan:
             "recommended": {
                 **_row(self.recommended, self.machine),
                 "set": overrides(self.recommended.setting, self.given),
+                "why": self.why,
             },
+            "layouts": [{**_row(choice, self.machine), "seconds": asdict(choice.seconds)} for choice in self.layouts],
         }
 
 
-def plan(experiment: Experiment, gpus: int, machine: Machine, tokens: float | None = None) -> Plan:
-    """The plan, or a ValueError that says what would fit."""
+def plan(
+    experiment: Experiment, gpus: int, machine: Machine, tokens: float | None = None, fixed: Mapping[str, int] = FREE
+) -> Plan:
+    """The plan, or a ValueError that says what would fit. `fixed` are sizes that every proposal must have."""
     check_backend(experiment)
-    setting = _setting(experiment, gpus)
+    own = _setting(experiment, gpus)
     if tokens is not None:
-        experiment = of_tokens(experiment, tokens, setting.batch)
-    recommended = recommend(experiment, setting, machine)
-    held = memory(experiment, setting)
+        experiment = of_tokens(experiment, tokens, own.batch)
+    _refuse(experiment, own, machine, fixed)
+    found = fitting(experiment, own, machine, fixed)
+    recommended = best(found, own, fixed)
     if recommended is None:
-        enough = fewest_gpus(experiment, setting, machine.gpu)
+        cuts = "".join(f" with {OPTIONS[axis]} {size}" for axis, size in fixed.items())
+        enough = fewest_gpus(experiment, own, machine)
         where = f"{enough:,} GPUs are enough" if enough else "65,536 GPUs are not enough"
         raise ValueError(
-            f"nothing fits on {gpus:,} × {machine.gpu.name} at any ZeRO stage, offloaded and recomputed: {where}"
+            f"nothing fits on {gpus:,} × {machine.gpu.name} at any ZeRO stage{cuts}, offloaded and recomputed: {where}"
         )
+    setting = recommended.setting if fixed else own
+    held = memory(experiment, setting)
     if not held.fits(machine.gpu):
         raise ValueError(
             f"{stated(setting)} needs {_needs(held)}, {machine.gpu.name} has {machine.gpu.memory / GB:.0f} "
@@ -160,17 +191,34 @@ def plan(experiment: Experiment, gpus: int, machine: Machine, tokens: float | No
             f"{_needs(recommended.memory)}: {' '.join(overrides(recommended.setting, setting))}"
         )
     seconds = step_seconds(experiment, setting, machine)
+    micro = experiment.deepspeed.get(BATCH_KEYS[1])
+    rows = by_layout(found, own)
     return Plan(
         experiment,
         machine,
+        replace(own, micro=micro) if isinstance(micro, int) else own,
         setting,
         held,
         seconds,
         _every_stage(experiment, setting, machine),
         recommended,
+        rows,
+        why(recommended, rows, own),
         phases(experiment, seconds, setting.precision),
         topology_step(experiment, setting, machine),
     )
+
+
+def _refuse(experiment: Experiment, own: Setting, machine: Machine, fixed: Mapping[str, int]) -> None:
+    """A way to share the model that cannot be, stated or fixed."""
+    wanted = own if not fixed else replace(own, **{"tensor": 1, "sequence": 1, "pipeline": 1, **fixed})
+    if fixed and wanted.pipeline > 1:
+        wanted = wanted.at_stage(min(1, own.stage))
+    said = problem(experiment.model, wanted, machine.gpu.per_node)
+    if said is None and own.batch % wanted.data:
+        said = f"{own.batch:,} sequences cannot be shared by data {wanted.data}: --set train_batch_size to a multiple"
+    if said:
+        raise ValueError(said)
 
 
 def overrides(setting: Setting, given: Setting) -> list[str]:
@@ -187,11 +235,13 @@ def _keys(setting: Setting) -> list[tuple[str, str | int]]:
         ("train_micro_batch_size_per_gpu", setting.micro),
         ("model.activation_checkpointing", str(setting.recompute).lower()),
         ("data_types.grad_accum_dtype", setting.accumulate),
+        *((key, getattr(setting, axis)) for axis, key in KEYS.items()),
     ]
 
 
 def stated(setting: Setting) -> str:
-    words = [f"ZeRO-{setting.stage}", f"micro-batch {setting.micro}"]
+    words = [setting.sizes.in_words()] if setting.sizes.model > 1 else []
+    words += [f"ZeRO-{setting.stage}", f"micro-batch {setting.micro}"]
     words += [f"{setting.offload} offloaded"] if setting.offload != "none" else []
     words += ["recomputation"] if setting.recompute else []
     return ", ".join(words)
@@ -215,13 +265,14 @@ def _shared(experiment: Experiment, gpus: int) -> Experiment:
     total, micro, accumulation = (experiment.deepspeed.get(key) for key in BATCH_KEYS)
     if not isinstance(total, int) or not isinstance(micro, int) or accumulation not in (None, "auto"):
         return experiment
-    deepspeed = {**experiment.deepspeed, BATCH_KEYS[1]: largest_micro(total, micro, gpus)}
+    shares = sizes_of(experiment.deepspeed).data(gpus)
+    deepspeed = {**experiment.deepspeed, BATCH_KEYS[1]: largest_micro(total, micro, shares)}
     return replace(experiment, deepspeed=deepspeed)
 
 
 def _every_stage(experiment: Experiment, setting: Setting, machine: Machine) -> list[Choice]:
     rows = []
-    for stage in (0, 1, 2, 3):
+    for stage in (0, 1) if setting.pipeline > 1 else (0, 1, 2, 3):
         for optimizer, weights in ((False, False), (True, False), (True, True)):
             if (optimizer and stage < 2) or (weights and stage < 3):
                 continue
