@@ -203,7 +203,7 @@ def plan(
         _every_stage(experiment, setting, machine),
         recommended,
         rows,
-        why(recommended, rows, own),
+        why(recommended, rows, own, bool(fixed)),
         phases(experiment, seconds, setting.precision),
         topology_step(experiment, setting, machine),
     )
@@ -211,7 +211,14 @@ def plan(
 
 def _refuse(experiment: Experiment, own: Setting, machine: Machine, fixed: Mapping[str, int]) -> None:
     """A way to share the model that cannot be, stated or fixed."""
-    wanted = own if not fixed else replace(own, **{"tensor": 1, "sequence": 1, "pipeline": 1, **fixed})
+    wanted = own
+    if fixed:
+        wanted = replace(
+            own,
+            tensor=fixed.get("tensor", 1),
+            sequence=fixed.get("sequence", 1),
+            pipeline=fixed.get("pipeline", 1),
+        )
     if fixed and wanted.pipeline > 1:
         wanted = wanted.at_stage(min(1, own.stage))
     said = problem(experiment.model, wanted, machine.gpu.per_node)

@@ -23,9 +23,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from mst_scale.config import Experiment, ModelConfig
-from mst_scale.costs.flops import forward_flops
+from mst_scale.costs.flops import Flops, forward_flops
 from mst_scale.plan.activations import Share
 from mst_scale.plan.exchange import exchange, group_of, tied_ends
 from mst_scale.plan.gpus import Machine
@@ -104,7 +105,7 @@ def _busy(model: ModelConfig, s: Setting, machine: Machine, stage: int) -> tuple
     """Products, attention and element-wise passes of a stage's ranks, all micro-batches together."""
     gpu, e = machine.gpu, machine.efficiency
     peak = gpu.fp32 if s.precision == "fp32" else gpu.bf16
-    forward, part = forward_flops(model, accounting="causal"), share(model, s, stage)
+    forward, part = _forward(model), share(model, s, stage)
     again = 1 / 3 if s.recompute else 0.0  # the blocks' forward pass, a third of their three
     layers = layers_of(model, s, stage)
     of_blocks = layers / model.n_layer / (s.tensor * s.sequence)
@@ -120,6 +121,11 @@ def _busy(model: ModelConfig, s: Setting, machine: Machine, stage: int) -> tuple
         attention / (peak * e.attention),
         moved / (gpu.bandwidth * e.memory),
     )
+
+
+@cache
+def _forward(model: ModelConfig) -> Flops:
+    return forward_flops(model, accounting="causal")
 
 
 def _moved(model: ModelConfig, width: int, part: Share, layers: int) -> float:

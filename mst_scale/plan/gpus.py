@@ -88,13 +88,24 @@ def gpu_named(name: str) -> GPU:
     raise ValueError(f"unknown GPU {name!r}: the nearest is {near!r} (known are {', '.join(GPUS)})")
 
 
-def machine(name: str, gpus: int, nodes: int | None = None, efficiencies: tuple[str, ...] = ()) -> Machine:
-    """`nodes`: how many hold the GPUs, where they are not as full as the maker's. `efficiencies`: "matmul=0.5"."""
+def machine(
+    name: str,
+    gpus: int,
+    nodes: int | None = None,
+    efficiencies: tuple[str, ...] = (),
+    network: float | None = None,
+) -> Machine:
+    """`nodes`: how many hold the GPUs, where they are not as full as the maker's. `efficiencies`: "matmul=0.5".
+    `network`: Gb/s from a node to the others, where it is not the maker's."""
     gpu = gpu_named(name)
     if nodes is not None:
         if nodes < 1 or gpus % nodes:
             raise ValueError(f"{gpus} GPUs cannot be spread evenly over --nodes {nodes}: give a divisor of {gpus}")
         gpu = replace(gpu, per_node=gpus // nodes)
+    if network is not None:
+        if not 0 < network < 1e6:
+            raise ValueError(f"--network {network:g}: give the Gb/s from a node to the others, such as 400")
+        gpu = replace(gpu, port=network / 8 * GB / gpu.per_node)
     known = {f.name for f in fields(Efficiency)}
     given: dict[str, float] = {}
     for said in efficiencies:

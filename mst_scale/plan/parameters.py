@@ -24,7 +24,7 @@ class Parameter:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def is_matrix(self) -> bool:
         return len(self.shape) > 1
 
@@ -65,10 +65,18 @@ def groups(found: list[Parameter]) -> list[list[Parameter]]:
 
 def sparse_parameters(model: ModelConfig, targets: TargetsConfig) -> list[Parameter]:
     """The parameters that may become sparse: matrices chosen by globs; an embedding only as a tied head, if asked."""
+    return list(_sparse(model, tuple(targets.include), tuple(targets.exclude), targets.lm_head))
+
+
+@cache
+def _sparse(
+    model: ModelConfig, include: tuple[str, ...], exclude: tuple[str, ...], lm_head: bool
+) -> tuple[Parameter, ...]:
     head = "wte.weight" if model.tied_head else "lm_head.weight"
     candidates = {p.name: p for p in parameters(model) if p.is_matrix and not p.name.startswith(EMBEDDINGS)}
-    if not targets.lm_head:
+    if not lm_head:
         candidates.pop(head, None)
     elif model.tied_head:
         candidates = {p.name: p for p in parameters(model) if p.name == head} | candidates
-    return [candidates[name] for name in targets.choose(candidates)]
+    targets = TargetsConfig(list(include), list(exclude), lm_head)
+    return tuple(candidates[name] for name in targets.choose(candidates))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from mst_scale.config import Experiment
@@ -38,16 +39,16 @@ class Setting:
     sequence: int = 1  # ranks that share a sequence
     pipeline: int = 1  # ranks that hold the layers one after the other
 
-    @property
+    @cached_property
     def sizes(self) -> Sizes:
         return Sizes(self.tensor, self.sequence, self.pipeline)
 
-    @property
+    @cached_property
     def data(self) -> int:
         """Shares of the batch."""
         return self.ranks // self.sizes.model
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Ranks that hold the same weights: ZeRO cuts them over these."""
         return self.data * self.sequence

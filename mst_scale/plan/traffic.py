@@ -15,7 +15,8 @@ same; what ranks that share a model tell each other stands in `exchange`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from mst_scale.config import ModelConfig
 from mst_scale.plan.fetching import fetches
@@ -54,6 +55,12 @@ def traffic(model: ModelConfig, setting: Setting) -> Traffic:
     """The collectives of a training step; none on one rank. Of a pipeline: those of its first stage."""
     if setting.shards == 1:
         return Traffic([], [])
+    again = setting.recompute and setting.stage == 3
+    return _traffic(model, replace(setting, micro=1, accumulation=1, recompute=again, offload_optimizer=False))
+
+
+@cache
+def _traffic(model: ModelConfig, setting: Setting) -> Traffic:
     found, w = held(model, setting), setting.weight_bytes
     if setting.stage == 0:
         return Traffic([], [Call("all-reduce", w * size) for size in _filled(found, ALL_REDUCE)])

@@ -11,12 +11,12 @@ from mst_scale.plan.setting import Setting
 LEAST = 0.005  # of a step: what is worth a word
 
 
-def why(recommended: Choice, rows: Sequence[Choice], setting: Setting) -> list[str]:
+def why(recommended: Choice, rows: Sequence[Choice], setting: Setting, fixed: bool = False) -> list[str]:
     """One sentence for the winner, one for the runner-up, one for a pipeline that is faster but not proposed."""
     won = recommended.setting
     others = [row for row in rows if row.setting.sizes != won.sizes]
     allowed = [row for row in others if keeps(row.setting, setting) or won.pipeline > 1]
-    said = [_reason(recommended, others)]
+    said = [_reason(recommended, others, fixed)]
     if allowed:
         said.append(f"next: {_against(allowed[0], recommended)}")
     faster = [row for row in others if row not in allowed and row.seconds.total < recommended.seconds.total]
@@ -34,7 +34,7 @@ def shape(s: Setting) -> str:
     return " × ".join([*cuts, f"data {s.data}"])
 
 
-def _reason(recommended: Choice, others: Sequence[Choice]) -> str:
+def _reason(recommended: Choice, others: Sequence[Choice], fixed: bool) -> str:
     s, t = recommended.setting, recommended.seconds
     zero = t.communication - t.sharing
     if s.sizes.model == 1:
@@ -42,6 +42,9 @@ def _reason(recommended: Choice, others: Sequence[Choice]) -> str:
         behind = f"{_share(zero - shown, zero)} of ZeRO's communication hides behind backward" if zero else "one GPU"
         return f"{shape(s)}: no layer waits for another GPU, {behind}"
     plain = next((row for row in others if row.setting.sizes.model == 1), None)
+    if plain is None and fixed:
+        ways = f"the best of {len(others) + 1} ways with" if others else "the only way with"
+        return f"{shape(s)}: {ways} what is fixed"
     if plain is None:
         return f"{shape(s)}: without sharing the model nothing fits at this batch"
     return f"{shape(s)}: against data {plain.setting.data} alone it saves {_words(t, plain.seconds)}"
@@ -50,6 +53,7 @@ def _reason(recommended: Choice, others: Sequence[Choice]) -> str:
 def _against(row: Choice, best: Choice) -> str:
     now, then = best.seconds.total, row.seconds.total
     more = f"{100 * (then / now - 1):+.1f} %"
+    more += " (the clock cannot tell 3 % apart)" if then < now * 0.9995 else ""
     reasons = [
         f"{_words(best.seconds, row.seconds)} more" if _gains(best.seconds, row.seconds) else "",
         f"{_words(row.seconds, best.seconds)} less" if _gains(row.seconds, best.seconds) else "",
