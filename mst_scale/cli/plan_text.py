@@ -36,19 +36,18 @@ def conclusion(answer: Plan) -> str:
     if answer.sparse_parameters:
         lines.insert(
             1,
-            f"Expected by a roofline, not measured: {duration(sparse.best_seconds)} to "
-            f"{duration(sparse.dense_seconds)} for a step at {100 * sparse.sparsity:.0f} % sparsity, "
-            f"{days[0]:,.3g} to {days[1]:,.3g} days for the run.",
+            f"Expected, not measured: {duration(sparse.best_seconds)} to {duration(sparse.dense_seconds)} a step at "
+            f"{100 * sparse.sparsity:.0f} % sparsity, {days[0]:,.3g} to {days[1]:,.3g} days the run.",
         )
     best = answer.recommended
-    if answer.given.sizes == s.sizes and s not in (answer.given, best.setting):
+    if answer.given.sizes == s.sizes and answer.given != s:
         lines.append(
             f"the config's micro-batch of {answer.given.micro} does not share {s.batch:,} sequences so: "
             f"{' '.join(overrides(s, answer.given))}"
         )
     if best.setting == s:
         lines.append("recommended: this configuration")
-        lines += [f"  {word}" for word in overrides(s, answer.given)]
+        lines += [f"  {word}" for word in overrides(s, answer.given) if answer.given.sizes != s.sizes]
     else:
         needed = f"{best.memory.needed / GB:.1f} GB, {duration(best.seconds.total)} a step"
         lines.append(f"recommended: {stated(best.setting)} ({needed})")
@@ -73,9 +72,9 @@ def layout_table(answer: Plan) -> str:
             " *" if s.sizes == answer.recommended.setting.sizes else "",
         ])  # fmt: skip
     more = len(answer.layouts) - SHOWN
-    note = "* recommended; again: blocks are computed again in backward; of ZeRO: what does not hide"
+    note = "* recommended; again: recomputation; of ZeRO: what does not hide behind backward"
     said = [line for why in answer.why for line in textwrap.wrap(why, 98, subsequent_indent="  ")]
-    return "\n".join([*aligned(rows), note + (f"; {more} more in --json" if more > 0 else ""), *said])
+    return "\n".join([*aligned(rows), note + (f"; --json has {more} more" if more > 0 else ""), *said])
 
 
 def link_table(answer: Plan) -> str:

@@ -169,7 +169,8 @@ def plan(
 ) -> Plan:
     """The plan, or a ValueError that says what would fit. `fixed` are sizes that every proposal must have."""
     check_backend(experiment)
-    own = _setting(experiment, gpus)
+    shared = experiment if fixed else _shareable(experiment, gpus, machine)
+    own = _setting(shared, gpus)
     if tokens is not None:
         experiment = of_tokens(experiment, tokens, own.batch)
     _refuse(experiment, own, machine, fixed)
@@ -182,7 +183,7 @@ def plan(
         raise ValueError(
             f"nothing fits on {gpus:,} × {machine.gpu.name} at any ZeRO stage{cuts}, offloaded and recomputed: {where}"
         )
-    setting = recommended.setting if fixed else own
+    setting = own if shared is experiment and not fixed else recommended.setting
     held = memory(experiment, setting)
     if not held.fits(machine.gpu):
         raise ValueError(
@@ -193,17 +194,20 @@ def plan(
     seconds = step_seconds(experiment, setting, machine)
     micro = experiment.deepspeed.get(BATCH_KEYS[1])
     rows = by_layout(found, own)
+    said = why(recommended, rows, own, bool(fixed))
+    if shared is not experiment:
+        said.append(f"data {gpus:,} cannot share {own.batch:,} sequences: GPUs that share the model can")
     return Plan(
         experiment,
         machine,
-        replace(own, micro=micro) if isinstance(micro, int) else own,
+        replace(own, micro=micro if isinstance(micro, int) else own.micro, **asdict(sizes_of(experiment.deepspeed))),
         setting,
         held,
         seconds,
         _every_stage(experiment, setting, machine),
         recommended,
         rows,
-        why(recommended, rows, own, bool(fixed)),
+        said,
         phases(experiment, seconds, setting.precision),
         topology_step(experiment, setting, machine),
     )
@@ -265,6 +269,22 @@ def _setting(experiment: Experiment, gpus: int) -> Setting:
             f"--set zero_optimization.stage=2, or --set data_types.grad_accum_dtype={setting.precision}"
         )
     return setting
+
+
+def _shareable(experiment: Experiment, gpus: int, machine: Machine) -> Experiment:
+    """The config; or, where so many GPUs cannot share its batch, with layers shared by as few of them as then can."""
+    total, sizes = experiment.deepspeed.get(BATCH_KEYS[0]), sizes_of(experiment.deepspeed)
+    if sizes.model > 1 or not isinstance(total, int) or total % gpus == 0:
+        return experiment
+    for tensor in range(2, machine.gpu.per_node + 1):
+        there = replace(sizes, tensor=tensor)
+        if gpus % tensor or total % there.data(gpus):
+            continue
+        asked = {**experiment.deepspeed, "tensor_parallel": {"autotp_size": tensor}}
+        wanted = replace(experiment, deepspeed=asked)
+        if problem(experiment.model, _setting(wanted, gpus), machine.gpu.per_node) is None:
+            return wanted
+    return experiment
 
 
 def _shared(experiment: Experiment, gpus: int) -> Experiment:

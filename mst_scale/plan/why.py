@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mst_scale.plan.clock import Seconds
-from mst_scale.plan.recommend import Choice, keeps
+from mst_scale.plan.recommend import CLOSE, Choice, keeps
 from mst_scale.plan.setting import Setting
 
 LEAST = 0.005  # of a step: what is worth a word
@@ -53,7 +53,7 @@ def _reason(recommended: Choice, others: Sequence[Choice], fixed: bool) -> str:
 def _against(row: Choice, best: Choice) -> str:
     now, then = best.seconds.total, row.seconds.total
     more = f"{100 * (then / now - 1):+.1f} %"
-    more += " (the clock cannot tell 3 % apart)" if then < now * 0.9995 else ""
+    more += " (too close for the clock)" if now > then * 1.0005 and now <= then * (1 + CLOSE) else ""
     reasons = [
         f"{_words(best.seconds, row.seconds)} more" if _gains(best.seconds, row.seconds) else "",
         f"{_words(row.seconds, best.seconds)} less" if _gains(row.seconds, best.seconds) else "",

@@ -100,6 +100,22 @@ def test_json_has_everything(capsys):
     assert set(plan["recommended"]) >= {"setting", "memory", "set", "step_seconds"}
 
 
+def test_who_shares_what_and_why(capsys):
+    words = [*config("gpt3_13b"), "--nodes", "8"]
+    text = said(capsys, *words, "--tp", "2", "--gpus-per-node", "8")
+    assert "\ntensor 2 × " in text and "--set tensor_parallel.autotp_size=2" in text and "NVLink" in text
+    plan = json.loads(said(capsys, *words, "--json"))
+    assert plan["layout"] == {"tensor": 1, "sequence": 1, "pipeline": 1, "data": 64}
+    assert plan["times"] == "expected by a roofline, not measured"
+    assert [link["shared"] for link in plan["links"]] == ["data"] and plan["links"][0]["over"] == "network"
+    assert plan["recommended"]["why"][0].startswith("data 64: ") and plan["recommended"]["why"][1].startswith("next: ")
+    times = [row["step_seconds"] for row in plan["layouts"]]
+    assert times == sorted(times) and len(times) > 20
+    assert plan["sparsest_step"]["not_below"] < plan["sparsest_step"]["seconds"] == plan["dense_step"]["total"]
+    slow = json.loads(said(capsys, *words, "--network", "100", "--json"))
+    assert slow["dense_step"]["communication"] > 10 * plan["dense_step"]["communication"]
+
+
 def test_tokens_keep_the_shares_of_the_phases(capsys):
     plan = json.loads(said(capsys, *config("gpt3_13b"), "--gpus", "64", "--tokens", "30B", "--json"))
     assert plan["tokens"] == pytest.approx(30e9, rel=1e-3) and plan["steps"] == 14305
@@ -140,6 +156,13 @@ def test_the_global_batch_stays_on_any_number_of_gpus(capsys):
     ("words", "message"),
     [
         (["--gpus", "0"], "--gpus must be at least 1"),
+        ([], "on how many GPUs? --nodes N, or --gpus N"),
+        (["--gpus", "64", "--tp", "16"], "tensor 16 would leave the node: take a divisor of its 8 GPUs"),
+        (["--nodes", "2", "--gpus-per-node", "4", "--tp", "8"], "take a divisor of its 4 GPUs"),
+        (["--gpus", "24", "--gpus-per-node", "16"], "24 GPUs are not whole nodes of 16"),
+        (["--gpus", "8", "--pp", "2", "--sp", "2"], "a pipeline cuts no sequences"),
+        (["--gpus", "8", "--sp", "0"], "--sp must be at least 1"),
+        (["--gpus", "8", "--network", "-1"], "--network -1: give the Gb/s"),
         (["--gpus", "8", "--gpu", "a200"], "the nearest is 'h200'"),
         (["--gpus", "8", "--gpu", "A100-80GB "], "the nearest is 'a100-80gb'"),
         (["--gpus", "7"], "cannot be shared by 7 processes: start on 8, or change it with --set train_batch_size="),

@@ -177,15 +177,33 @@ def test_every_layout_can_be_and_keeps_the_batch():
 
 
 def test_what_is_proposed_is_the_fastest_that_keeps_its_gradients_type():
-    e = ready("gpt3_13b")
-    own, target = setting_of(e, 64), machine("a100-80gb", 64, network=50)
+    e = ready("gpt3_175b")
+    own, target = setting_of(e, 512), machine("a100-80gb", 512, network=200)
     found = fitting(e, own, target)
     best = recommend(e, own, target)
     allowed = [c for c in found if c.setting.accumulate == "fp32"]
     assert best.seconds.total <= allowed[0].seconds.total * (1 + CLOSE)
     assert best.setting.pipeline == 1 and best.setting.accumulate == "fp32"
-    answer = plan(e, 64, target)
+    answer = plan(e, 512, target)
     (refused,) = [line for line in answer.why if line.startswith("not proposed")]
     assert "pipeline" in refused and "in bf16, not in fp32" in refused
-    piped = recommend(e, own, target, {"pipeline": 4})
-    assert piped.setting.pipeline == 4 and piped.setting.stage == 1 and piped.setting.accumulate == "bf16"
+    piped = recommend(e, own, target, {"pipeline": 8})
+    assert piped.setting.pipeline == 8 and piped.setting.stage == 1 and piped.setting.accumulate == "bf16"
+
+
+def test_a_batch_of_fewer_sequences_than_gpus_is_shared_by_groups():
+    answer = plan(ready("gpt3_175b"), 1024, machine("a100-80gb", 1024))
+    assert answer.setting == answer.recommended.setting and answer.setting.batch == 1536
+    assert answer.setting.sizes.model > 1 and "data 1,024 cannot share 1,536 sequences" in answer.why[-1]
+    with pytest.raises(ValueError, match="cannot be shared by 7 processes"):
+        plan(ready("gpt3_13b"), 7, machine("a100-80gb", 7))
+
+
+def test_a_size_that_is_fixed_is_planned_with_the_best_beside_it():
+    e, target = ready("gpt3_13b"), machine("a100-80gb", 64)
+    answer = plan(e, 64, target, fixed={"tensor": 4, "pipeline": 2})
+    assert (answer.setting.tensor, answer.setting.pipeline, answer.setting.stage) == (4, 2, 1)
+    assert answer.setting == answer.recommended.setting and answer.given.sizes.model == 1
+    assert all((row.setting.tensor, row.setting.pipeline) == (4, 2) for row in answer.layouts)
+    with pytest.raises(ValueError, match="tensor 16 would leave the node"):
+        plan(e, 64, target, fixed={"tensor": 16})
