@@ -45,7 +45,7 @@ case "$launcher" in ssh | pdsh) ;; *) wrong "--launcher $launcher: choose ssh or
 [ -n "$dry_run" ] || command -v "$launcher" >/dev/null || wrong "$launcher is not installed here"
 
 # Names go into commands: nothing but letters, digits and ._:- (and no - in front, which would be an option).
-hosts=()
+hosts=() slots=()
 number=0
 while IFS= read -r line || [ -n "$line" ]; do
     number=$((number + 1))
@@ -53,11 +53,13 @@ while IFS= read -r line || [ -n "$line" ]; do
     [[ "$line" =~ [^[:space:]] ]] || continue
     if [[ "$line" =~ ^[[:space:]]*(([A-Za-z0-9_.-]+@)?[A-Za-z0-9_.:][A-Za-z0-9_.:-]*)[[:space:]]+slots=([1-9][0-9]*)[[:space:]]*$ ]]; then
         hosts+=("${BASH_REMATCH[1]}")
+        slots+=("${BASH_REMATCH[1]}=${BASH_REMATCH[3]}")
     else
         wrong "$hostfile, line $number: write NAME slots=NUMBER, not '$line'"
     fi
 done <"$hostfile"
 [ "${#hosts[@]}" -gt 0 ] || wrong "$hostfile names no machine"
+need_whole_groups "$config" "${slots[@]}" -- "$@" # DeepSpeed numbers ranks along the file, each line's slots together
 [ -n "$master" ] || master="${hosts[0]##*@}"
 hostfile="$(cd "$(dirname "$hostfile")" && pwd)/$(basename "$hostfile")"
 # shellcheck source=launchers/cluster.sh

@@ -34,6 +34,7 @@ need_config "${1:-}"
 config="$1"; shift
 
 processes="$(local_processes "$processes")"
+need_whole_groups "$config" "this machine=$processes" -- "$@"
 use_cpu_without_gpus "$processes"
 # shellcheck source=launchers/cluster.sh
 source "$here/cluster.sh"

@@ -6,7 +6,7 @@
 #
 #   CONFIG           a file, or a ready config by name
 #   --processes N    how many ranks (default: the GPUs of this machine; without any, 2 on the CPU)
-#   --hostfile FILE  mpirun's own kind of hostfile (OpenMPI: NAME slots=8, MPICH: NAME:8)
+#   --hostfile FILE  mpirun's own kind of hostfile (OpenMPI: NAME slots=8, MPICH: NAME:8); ranks fill line after line
 #   --mpirun PATH    which mpirun (default: the one on PATH)
 #   --mpi-option O   one more word for mpirun, repeatable
 #   --restarts N     start again so often when it fails (default 3), from the newest whole checkpoint
@@ -38,6 +38,27 @@ config="$1"; shift
 
 processes="$(local_processes "$processes")"
 [ -n "$hostfile" ] || use_cpu_without_gpus "$processes"
+
+# Ranks fill one node after the other: as many as its line of the hostfile says, no more than are left.
+nodes=("this machine=$processes")
+if [ -n "$hostfile" ]; then
+    nodes=() left="$processes"
+    while IFS= read -r line || [ -n "$line" ]; do
+        line="${line%%#*}"
+        [[ "$line" =~ ^[[:space:]]*([^[:space:]:]+)(:|.*[[:space:]]slots[[:space:]]*=[[:space:]]*)?([0-9]+)? ]] || continue
+        count="${BASH_REMATCH[3]:-1}"
+        [ "$count" -le "$left" ] || count="$left"
+        left=$((left - count))
+        [ "$count" -eq 0 ] || nodes+=("${BASH_REMATCH[1]}=$count")
+    done <"$hostfile"
+fi
+mapped=() placed=(--map-by slot)
+for word in "${options[@]}"; do
+    case "$word" in
+    *map-by* | *rank-by* | *bynode* | -ppn* | -rr | --ppn*) mapped=(--mapped "--mpi-option $word") placed=() ;;
+    esac
+done
+need_whole_groups "$config" "${nodes[@]}" "${mapped[@]}" -- "$@"
 # shellcheck source=launchers/cluster.sh
 source "$here/cluster.sh"
 export MST_LAUNCHER=mpi MST_RESTART=0
@@ -53,7 +74,7 @@ case "$kind" in
     command+=(-n "$processes" ${hostfile:+-f "$hostfile"} -genvlist "$(IFS=, && printf '%s' "${names[*]}")")
     ;;
 *) # OpenMPI: no binding, because a process of several threads would be held on one core
-    command+=(-n "$processes" ${hostfile:+--hostfile "$hostfile"} --bind-to none)
+    command+=(-n "$processes" ${hostfile:+--hostfile "$hostfile"} "${placed[@]}" --bind-to none)
     for name in "${names[@]}"; do command+=(-x "$name"); done
     ;;
 esac

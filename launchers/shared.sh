@@ -49,6 +49,15 @@ need_config() {
     }
 }
 
+# need_whole_groups CONFIG NODE=PROCESSES… [--mapped OPTION] -- ARGUMENTS…: ranks that share a layer (DeepSpeed's
+# tensor_parallel.autotp_size) must stay inside a node. Nothing is asked where neither config nor arguments name the key.
+need_whole_groups() {
+    local said file="$1"
+    [ -f "$file" ] || file="$root/ds_configs/$file.json"
+    grep -qs autotp_size "$file" || [[ "$*" == *autotp_size* ]] || return 0
+    said="$(python -m mst_scale.config.placement "$@")" || wrong "${said:-the sizes of tensor-parallel groups could not be read}"
+}
+
 # quoted WORD…: one string that a shell reads back as these words.
 quoted() {
     local word line=""

@@ -51,6 +51,7 @@ need_config "${1:-}"
 case "$starter" in srun | deepspeed) ;; *) wrong "--starter $starter: choose srun or deepspeed" ;; esac
 [ -n "$ranks" ] || ranks="$gpus"
 [ "$ranks" -gt 0 ] || wrong "how many ranks on each node? --ranks-per-node N"
+need_whole_groups "$1" "each node=$ranks" -- "${@:2}"
 if [ "$gpus" -gt 0 ]; then
     options+=("--gpus-per-node=$gpus")
 else

@@ -19,7 +19,8 @@ export WORLD_SIZE=$((nodes * ranks))
 
 pretrain=(-m mst_scale.pretrain --deepspeed_config "$config" "${arguments[@]}")
 if [ "$starter" = srun ]; then
-    step=(srun --kill-on-bad-exit=1 --ntasks="$WORLD_SIZE" --ntasks-per-node="$ranks"
+    # block: ranks fill one node after the other, whatever the cluster's default
+    step=(srun --kill-on-bad-exit=1 --ntasks="$WORLD_SIZE" --ntasks-per-node="$ranks" --distribution=block
         bash "$here/slurm_rank.sh" python "${pretrain[@]}")
 else
     step=(srun --kill-on-bad-exit=1 --ntasks="$nodes" --ntasks-per-node=1

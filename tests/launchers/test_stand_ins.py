@@ -56,6 +56,58 @@ def test_dry_run_shows_what_each_scheduler_would_run(tmp_path):
     assert " OMP_NUM_THREADS=6 " in text and " --num_accelerators 2 " in text, "the cores are shared"
 
 
+# --- where ranks that share a layer are placed ---
+
+SHARED = ["--set", "tensor_parallel.autotp_size=4"]
+WHOLE = "start a multiple of 4 on each, or --set tensor_parallel.autotp_size=2"
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "node"),
+    [
+        ("local.sh", ["--processes", "6"], "this machine"),
+        ("mpi.sh", ["--processes", "6"], "this machine"),
+        ("mpi.sh", ["--processes", "10", "--hostfile", "hosts"], "b"),
+        ("slurm.sh", ["--nodes", "4", "--gpus-per-node", "6"], "each node"),
+        ("slurm.sh", ["--nodes", "2", "--gpus-per-node", "8", "--ranks-per-node", "6"], "each node"),
+        ("hostfile.sh", ["--hostfile", "hosts"], "b"),
+        ("sweep.sh", ["--methods", "mst", "--seeds", "1", "--with-option", "--processes", "--with-option", "6"], ""),
+    ],
+)
+def test_a_tensor_group_that_would_leave_its_node_is_refused_before_anything_starts(tmp_path, script, words, node):
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=6  # two of them busy\n")
+    made = str(config(tmp_path))
+    text = shown(script, *([] if script == "mpi.sh" else ["--dry-run"]), *words, made, *SHARED, cwd=tmp_path, code=2)
+    assert len(text.splitlines()) == 1 and text.endswith(f"{WHOLE}\n") and f"the 6 processes of {node}" in text
+
+
+def test_whole_groups_start_and_fill_one_node_after_the_other(tmp_path):
+    tools = programs(tmp_path / "bin", mpirun="echo Open MPI")
+    (tmp_path / "hosts").write_text("a slots=4\na slots=4\nb slots=8\n")
+    made = str(config(tmp_path))
+    _, started = shown("slurm.sh", "--dry-run", "--nodes", "2", made, *SHARED, cwd=tmp_path, PATH=tools).splitlines()
+    assert " srun --kill-on-bad-exit=1 --ntasks=16 --ntasks-per-node=8 --distribution=block " in started
+    mpi = ["--dry-run", "--hostfile", "hosts", "--processes", "12"]
+    text = shown("mpi.sh", *mpi, made, *SHARED, cwd=tmp_path, PATH=tools)
+    assert " -n 12 --hostfile hosts --map-by slot --bind-to none " in text
+    words = [*mpi, "--mpi-option", "--map-by", "--mpi-option", "node", made]
+    text = shown("mpi.sh", *words, cwd=tmp_path, PATH=tools)
+    assert " --map-by node python " in text and "slot" not in text.split("mst_scale.pretrain")[0].split("--bind-to")[1]
+    text = shown("mpi.sh", *words, *SHARED, cwd=tmp_path, PATH=tools, code=2)
+    assert text.endswith("needs neighbouring ranks on one node: leave --mpi-option --map-by out\n")
+
+
+def test_ranks_of_a_hostfile_are_numbered_along_its_lines(tmp_path):
+    """By DeepSpeed's own launcher, which hostfile.sh starts: the second node's ranks come behind the first's."""
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    (tmp_path / "hosts").write_text("zebra slots=4\nant slots=4\n")
+    assert list(fetch_hostfile(str(tmp_path / "hosts")).items()) == [("zebra", 4), ("ant", 4)]
+    lines = shown("hostfile.sh", "--dry-run", "--hostfile", "hosts", str(config(tmp_path)), *SHARED, cwd=tmp_path)
+    first, second = lines.splitlines()
+    assert " zebra " in first and "--node_rank 0 " in first and " ant " in second and "--node_rank 1 " in second
+
+
 # --- signals and restarts, with programs that stand for the real ones ---
 
 
