@@ -127,6 +127,14 @@ class Cut:
             return (rows,) * len(self.shape)
         return (rows, *self.shape[1:]) if self.column_axis.whole else (rows, columns)
 
+    def of(self, whole: Tensor) -> Tensor:
+        """What is here of a whole tensor: a copy."""
+        import torch
+
+        matrix = whole.detach().reshape(self.matrix)
+        rows = torch.cat([matrix[start:stop] for start, stop in self.rows])
+        return torch.cat([rows[:, start:stop] for start, stop in self.columns], dim=1).reshape(self.local_shape)
+
     def __post_init__(self) -> None:
         for axis, extent in zip(("rows", "columns"), self.matrix, strict=True):
             position = 0

@@ -2,6 +2,8 @@
 
     y = proj(attention(q, k, v)),   q, k, v = qkv(x)
 
+With `tensor`, a rank computes its share of the heads (see mst_scale.tensor_parallel).
+
 `pattern` is a plain attribute: assign another one between steps. torch.compile guards on its value (one more
 compilation per pattern, then both are kept), and activation checkpointing recomputes with the pattern of the step.
 """
@@ -14,6 +16,7 @@ from torch import nn
 
 from mst_scale.hybrid_sparse_attention.dispatch import attention
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
+from mst_scale.tensor_parallel import TensorGroup, column_linear, refuse_dropout, row_linear
 
 DENSE = Pattern("dense")
 
@@ -29,25 +32,30 @@ class SelfAttention(nn.Module):
         causal: bool = True,
         pattern: Pattern = DENSE,
         backend: str = "auto",
+        tensor: TensorGroup | None = None,
     ) -> None:
         super().__init__()
         if n_embd % n_head:
             raise ValueError(f"n_embd {n_embd} must be a multiple of n_head {n_head}")
-        self.qkv = nn.Linear(n_embd, 3 * n_embd, bias=bias)  # rows: all of q, all of k, all of v (GPT-2's c_attn)
-        self.proj = nn.Linear(n_embd, n_embd, bias=bias)
-        self.n_head, self.head_dim = n_head, n_embd // n_head
+        first, last = (0, n_head) if tensor is None else tensor.share("model.n_head", n_head)
+        if tensor is not None:
+            refuse_dropout(dropout)
+        # rows: all of q, all of k, all of v (GPT-2's c_attn); a rank has its heads' rows of each
+        self.qkv = column_linear(n_embd, 3 * n_embd, bias=bias, tensor=tensor, what="model.n_embd", parts=3)
+        self.proj = row_linear(n_embd, n_embd, bias=bias, tensor=tensor, what="model.n_embd")
+        self.n_head, self.head_dim = last - first, n_embd // n_head  # the heads that are here
         self.dropout, self.causal, self.pattern, self.backend = dropout, causal, pattern, backend
         self.across_ranks: nn.Module | None = None  # see `sequence_parallel`
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         # unbind, not three slices: its backward is one stack instead of three zero-filled buffers
         q, k, v = self.qkv(x).view(batch, length, 3, self.n_head, self.head_dim).unbind(2)
         if self.across_ranks is None:
             out = self.attend(q, k, v)
         else:
             out = self.across_ranks(q, k, v, 0)  # 0: where the batch is
-        return self.proj(out.reshape(batch, length, width))
+        return self.proj(out.reshape(batch, length, self.n_head * self.head_dim))
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention in the layout of the projections, (batch, length, heads, head_dim)."""

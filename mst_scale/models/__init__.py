@@ -5,10 +5,11 @@ from torch import nn
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.models.bert import BERT
 from mst_scale.models.gpt import GPT
+from mst_scale.tensor_parallel import TensorGroup
 
 __all__ = ["BERT", "GPT", "build"]
 
 
-def build(config: ModelConfig) -> nn.Module:
-    """The model that a config describes, with weights from torch's seed."""
-    return BERT(config) if config.arch == "bert" else GPT(config)
+def build(config: ModelConfig, tensor: TensorGroup | None = None) -> nn.Module:
+    """The model that a config describes, with weights from torch's seed; with `tensor`, this rank's slice of it."""
+    return BERT(config, tensor) if config.arch == "bert" else GPT(config, tensor)

@@ -24,18 +24,19 @@ from mst_scale.models.gpt import MLP
 from mst_scale.models.initial_weights import draw_seed, initialise
 from mst_scale.models.layer_norm import LayerNorm
 from mst_scale.models.recompute import run_block
+from mst_scale.tensor_parallel import TensorGroup, refuse_dropout
 
 EPS = 1e-12  # of BERT's norms; statistics are float32 in every precision, where it is a normal number
 TOKEN_TYPES = 2  # first and second text; pretraining here sees the first type only
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tensor: TensorGroup | None = None) -> None:
         super().__init__()
         d, bias = config.n_embd, config.bias
-        self.attention = SelfAttention(d, config.n_head, bias=bias, dropout=config.dropout, causal=False)
+        self.attention = SelfAttention(d, config.n_head, bias=bias, dropout=config.dropout, causal=False, tensor=tensor)
         self.ln_1 = LayerNorm(d, bias=bias, eps=EPS)
-        self.mlp = MLP(d, config.ffw, bias=bias, gelu="none")  # the exact GELU
+        self.mlp = MLP(d, config.ffw, bias=bias, gelu="none", tensor=tensor)  # the exact GELU
         self.ln_2 = LayerNorm(d, bias=bias, eps=EPS)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -45,18 +46,21 @@ class Block(nn.Module):
 
 
 class BERT(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tensor: TensorGroup | None = None) -> None:
         super().__init__()
         if config.arch != "bert":
             raise ValueError(f"this is BERT, and model.arch is {config.arch!r}")
         self.config = config
         seed, d = draw_seed(), config.n_embd
+        if tensor is not None:
+            refuse_dropout(config.dropout)
+            seed = tensor.agreed(seed)
         self.wte = nn.Embedding(config.padded_vocab, d)
         self.wpe = nn.Embedding(config.context, d)
         self.wtt = nn.Embedding(TOKEN_TYPES, d)
         self.ln_e = LayerNorm(d, bias=config.bias, eps=EPS)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, tensor) for _ in range(config.n_layer))
         self.transform = nn.Linear(d, d, bias=config.bias)
         self.ln_h = LayerNorm(d, bias=config.bias, eps=EPS)
         self.lm_head = None if config.tied_head else nn.Linear(d, config.padded_vocab, bias=False)

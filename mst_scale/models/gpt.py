@@ -7,7 +7,8 @@ is the token embedding again (tied) or a matrix of its own.
     x ← x + attention(ln_1(x));   x ← x + mlp(ln_2(x))        for each block
     logits = ln_f(x) Wᵀ,  W = wte.weight or lm_head.weight    (padded_vocab rows)
 
-The model knows nothing about ranks, ZeRO or sparsity. What is exchangeable has one seam each: attention is
+The model knows nothing about ZeRO or sparsity, and of ranks only that `tensor`, where it is given, cuts the matrices of
+its blocks; embeddings, norms and head are whole on every rank. What is exchangeable has one seam each: attention is
 `SelfAttention`, the norm `LayerNorm`, the loss `cross_entropy`, the head `GPT.head`.
 """
 
@@ -26,29 +27,33 @@ from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.models.initial_weights import INIT_STD, draw_seed, initialise
 from mst_scale.models.layer_norm import LayerNorm
 from mst_scale.models.recompute import run_block
+from mst_scale.tensor_parallel import TensorGroup, column_linear, refuse_dropout, row_linear
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
 class MLP(nn.Module):
-    def __init__(self, n_embd: int, d_ffw: int, *, bias: bool, gelu: str = "tanh") -> None:
+    def __init__(
+        self, n_embd: int, d_ffw: int, *, bias: bool, gelu: str = "tanh", tensor: TensorGroup | None = None
+    ) -> None:
         super().__init__()
         self.gelu = gelu  # tanh: GPT-2's own, "gelu_new"; none: the exact one
-        self.up = nn.Linear(n_embd, d_ffw, bias=bias)
-        self.down = nn.Linear(d_ffw, n_embd, bias=bias)
+        self.up = column_linear(n_embd, d_ffw, bias=bias, tensor=tensor, what="model.d_ffw")
+        self.down = row_linear(d_ffw, n_embd, bias=bias, tensor=tensor, what="model.d_ffw")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.gelu(self.up(x), approximate=self.gelu))
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tensor: TensorGroup | None = None) -> None:
         super().__init__()
-        self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
-        self.attention = SelfAttention(config.n_embd, config.n_head, bias=config.bias, dropout=config.dropout)
-        self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
-        self.mlp = MLP(config.n_embd, config.ffw, bias=config.bias)
+        d, bias = config.n_embd, config.bias
+        self.ln_1 = LayerNorm(d, bias=bias)
+        self.attention = SelfAttention(d, config.n_head, bias=bias, dropout=config.dropout, tensor=tensor)
+        self.ln_2 = LayerNorm(d, bias=bias)
+        self.mlp = MLP(d, config.ffw, bias=bias, tensor=tensor)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,24 +61,32 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
 
+def first_std(config: ModelConfig) -> Callable[[str], float]:
+    """The deviation of a module's first weights by its name."""
+    residual = INIT_STD / math.sqrt(2 * config.n_layer)  # 2 additions per block keep the variance
+    return lambda name: residual if name.endswith(("attention.proj", "mlp.down")) else INIT_STD
+
+
 class GPT(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tensor: TensorGroup | None = None) -> None:
         super().__init__()
         if config.arch != "gpt":
             raise ValueError(f"this is the GPT, and model.arch is {config.arch!r}")
         self.config = config
         seed = draw_seed()
+        if tensor is not None:
+            refuse_dropout(config.dropout)
+            seed = tensor.agreed(seed)
         self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
         self.wpe = nn.Embedding(config.context, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, tensor) for _ in range(config.n_layer))
         self.ln_f = LayerNorm(config.n_embd, bias=config.bias)
         # mst_scale.sparse_linear puts its own here: the product with a tied weight; head and loss at once, if it can
         self.head_product: Product = F.linear
         self.head_loss: Loss | None = None
         self.lm_head = None if config.tied_head else nn.Linear(config.n_embd, config.padded_vocab, bias=False)
-        residual_std = INIT_STD / math.sqrt(2 * config.n_layer)  # 2 additions per block keep the variance
-        initialise(self, seed, lambda name: residual_std if name.endswith(("attention.proj", "mlp.down")) else INIT_STD)
+        initialise(self, seed, first_std(config))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Logits (batch, length, padded_vocab) of `tokens` (batch, length); with `targets`, the mean loss in float32.

@@ -1,17 +1,22 @@
 """Draws a model's first weights.
 
 Normal numbers that depend on the seed and the name of the module alone: not on which other layers there are, which
-device they are on or how ZeRO cuts them.
+device they are on, how ZeRO cuts them, or which rows and columns a rank holds (shard.Cut).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from mst_scale.randomness import counter_hash
+from mst_scale.shard import Cut, Range
+from mst_scale.tensor_parallel import marked_cut
 
 INIT_STD = 0.02
 INIT_CHUNK = 1 << 22  # values drawn at once: 16 MiB of float32 beside the weight, however large the weight is
@@ -22,36 +27,88 @@ def draw_seed() -> int:
     return int(torch.randint(2**62, (), device="cpu"))
 
 
-def initialise(model: nn.Module, seed: int, std_of: Callable[[str], float] = lambda name: INIT_STD) -> None:
-    """N(0, `std_of(module's name)`) for matrices and embeddings, zero biases.
+def initialise(
+    model: nn.Module,
+    seed: int,
+    std_of: Callable[[str], float] = lambda name: INIT_STD,
+    name_of: Callable[[str], str] = lambda name: name,
+) -> None:
+    """N(0, `std_of(module's name)`) for matrices and embeddings, zero biases; `name_of` gives a module another name.
 
-    `Module.apply` is the one hook that `deepspeed.zero.Init` understands: it gathers one module's parameters at a
-    time around the call, so no process ever holds the whole model.
+    What `deepspeed.zero.Init` has cut is brought together one module at a time, so no process ever holds the whole
+    model. (DeepSpeed's own hook for this, in `Module.apply`, knows no other group than all ranks.)
     """
-    names = {module: name for name, module in model.named_modules()}
-
-    def of(module: nn.Module) -> None:
+    for path, module in model.named_modules():
         if not isinstance(module, (nn.Linear, nn.Embedding)):
-            return
-        name = names[module]
-        fill_normal(module.weight, std_of(name), counter_hash(seed, name))
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+            continue
+        name = name_of(path)
+        with _together(module):
+            fill_normal(module.weight, std_of(name), counter_hash(seed, name))
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
-    model.apply(of)
+
+def _together(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """The module's own parameters, whole; the values of the first rank of those that share them are kept."""
+    cut = [p for p in module.parameters(recurse=False) if hasattr(p, "ds_id")]
+    if not cut:
+        return contextlib.nullcontext()
+    from deepspeed import zero  # seconds to import, so only where it is used
+
+    return zero.GatheredParameters(cut, modifier_rank=0)
 
 
 @torch.no_grad()
 def fill_normal(weight: torch.Tensor, std: float, seed: int) -> None:
-    """The same values for any device and dtype (rounded): drawn on the CPU in float32, piece by piece."""
+    """The same values for any device, dtype (rounded) and cut: drawn on the CPU in float32, piece by piece."""
     if weight.is_meta:
         return
-    if weight.numel() == 0:
-        raise ValueError(
-            "the parameters are partitioned before the model could initialise them: "
-            'set "override_module_apply": true under "zero_optimization"'
-        )
-    for number, piece in enumerate(weight.view(-1).split(INIT_CHUNK)):
+    cut = marked_cut(weight)
+    numel = weight.numel() if cut is None else math.prod(cut.shape)
+    for number, start in enumerate(range(0, numel, INIT_CHUNK)):
+        stop = min(start + INIT_CHUNK, numel)
         generator = torch.Generator().manual_seed(counter_hash(seed, number))
         # torch.normal, because zero.Init turns what torch.empty returns into its own dtype
-        piece.copy_(torch.normal(0.0, std, (piece.numel(),), generator=generator, dtype=torch.float32, device="cpu"))
+        drawn = torch.normal(0.0, std, (stop - start,), generator=generator, dtype=torch.float32, device="cpu")
+        if cut is None:
+            weight.view(-1)[start:stop].copy_(drawn)
+        else:
+            _keep(weight, cut, drawn, start)
+
+
+def _keep(weight: torch.Tensor, cut: Cut, drawn: torch.Tensor, start: int) -> None:
+    """Of the values of the flattened whole from `start` on, those that are here."""
+    width = math.prod(cut.shape[1:])
+    here = weight.view(-1, sum(stop - first for first, stop in cut.columns))
+    at = 0
+    for rows, columns in _rectangles(start, start + drawn.numel(), width):
+        size = (rows[1] - rows[0], columns[1] - columns[0])
+        values = drawn[at : at + math.prod(size)].view(size)
+        at += math.prod(size)
+        for own_rows, theirs in _common(cut.rows, rows):
+            for own_columns, their_columns in _common(cut.columns, columns):
+                here[own_rows, own_columns].copy_(values[theirs, their_columns])
+
+
+def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[Range, Range]]:
+    """A range of a flattened matrix as (rows, columns): the end of a row, whole rows, the beginning of one."""
+    while start < stop:
+        row, column = divmod(start, width)
+        whole = (stop - start) // width if column == 0 else 0
+        if whole:
+            yield (row, row + whole), (0, width)
+            start += whole * width
+        else:
+            end = min(width, column + stop - start)
+            yield (row, row + 1), (column, end)
+            start += end - column
+
+
+def _common(own: tuple[Range, ...], other: Range) -> Iterator[tuple[slice, slice]]:
+    """What `own` ranges, which lie one after the other here, share with another range: (where here, where there)."""
+    at = 0
+    for first, last in own:
+        start, stop = max(first, other[0]), min(last, other[1])
+        if start < stop:
+            yield slice(at + start - first, at + stop - first), slice(start - other[0], stop - other[0])
+        at += last - first

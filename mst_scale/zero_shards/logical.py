@@ -20,8 +20,8 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
 from mst_scale.shard import Cut, as_matrix
+from mst_scale.tensor_parallel import marked_cut
 
-CUT = "mst_cut"
 TABLES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding, HiddenParallelEmbedding)
 UNKNOWN = "masks cannot follow this layout of tensor parallelism: train with method dense, or cut it otherwise"
 
@@ -35,9 +35,8 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def cut_of(parameter: Any) -> Cut:
     """Which rows and columns of the logical tensor this rank's parameter holds, before ZeRO cuts it."""
-    marked = getattr(parameter, CUT, None)
-    if marked is not None:
-        return marked  # type: ignore[no-any-return]
+    if (marked := marked_cut(parameter)) is not None:
+        return marked
     here = tuple(getattr(parameter, "ds_shape", parameter.shape))
     told = getattr(parameter, DS_AUTOTP_UC_META, None)
     if told is None:

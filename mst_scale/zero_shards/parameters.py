@@ -10,16 +10,24 @@ import deepspeed
 import torch.distributed as dist
 from torch import nn
 
+from mst_scale.distributed import Mesh
+
 
 def zero_stage(deepspeed_config: dict[str, Any]) -> int:
     return int(deepspeed_config.get("zero_optimization", {}).get("stage", 0))
 
 
-def partitioned_construction(deepspeed_config: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
-    """Under ZeRO-3 each parameter is cut up as soon as it is made, so that no rank ever holds the whole model."""
+def partitioned_construction(
+    deepspeed_config: dict[str, Any], mesh: Mesh | None = None
+) -> contextlib.AbstractContextManager[Any]:
+    """Under ZeRO-3 each parameter is cut up as soon as it is made, so that no rank ever holds the whole model.
+
+    It is cut over the ranks that hold the same weights: with a mesh those of its group, else all.
+    """
     if zero_stage(deepspeed_config) < 3:
         return contextlib.nullcontext()
-    return deepspeed.zero.Init(config_dict_or_path=deepspeed_config)
+    group = None if mesh is None else mesh.same_weights_group
+    return deepspeed.zero.Init(config_dict_or_path=deepspeed_config, mpu=mesh, data_parallel_group=group)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 import deepspeed.comm as ds_comm
 import torch
+from deepspeed.accelerator import get_accelerator
 
 
 def base_optimizer(engine: Any) -> Any:
@@ -164,8 +165,8 @@ def steps_plainly(engine: Any, _: Any = None) -> bool:
 def guard_plain_step(engine: Any) -> None:
     """Stage 0 in fp32: DeepSpeed calls the client's optimizer itself. Give that step what its own optimizers have.
 
-    The norm is recorded and the same on every rank (gradients are replicated), and an update with a gradient that is
-    not finite is skipped and reported as overflow.
+    The norm is recorded and the same on every rank (gradients are replicated, and slices and stages are added up), and
+    an update with a gradient that is not finite is skipped and reported as overflow.
     """
     optimizer: Any = engine.optimizer
     step, clip = optimizer.step, engine.gradient_clipping()
@@ -174,7 +175,7 @@ def guard_plain_step(engine: Any) -> None:
 
     def guarded(optimizer: Any) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = total_norm(gradients)
+        norm = _over_the_model([p for p in parameters if p.grad is not None], engine.mpu)
         optimizer.overflow = not math.isfinite(norm)
         optimizer._global_grad_norm = norm
         if optimizer.overflow:
@@ -184,6 +185,25 @@ def guard_plain_step(engine: Any) -> None:
         step()
 
     optimizer.step = types.MethodType(guarded, optimizer)  # torch's schedulers, made later, want a method to wrap
+
+
+def _over_the_model(parameters: list[Any], mpu: Any) -> float:
+    """Norm of the whole model's gradient, of which a rank may hold some slices and some layers.
+
+    What slices and stages have in common counts once: on the first slice, and on the stage that DeepSpeed names.
+    """
+    if not hasattr(mpu, "get_tensor_model_parallel_rank"):  # none, or one that knows of sequences alone
+        return total_norm([p.grad for p in parameters])
+    first = mpu.get_tensor_model_parallel_rank() == 0
+    own = [
+        p.grad
+        for p in parameters
+        if (first or getattr(p, "tensor_model_parallel", False)) and not getattr(p, "ds_pipe_replicated", False)
+    ]
+    device = parameters[0].device if parameters else get_accelerator().current_device_name()
+    square = torch.tensor(total_norm(own) ** 2, dtype=torch.float64, device=device)
+    ds_comm.all_reduce(square, group=mpu.get_model_parallel_group())
+    return math.sqrt(square.item())
 
 
 def scales_plainly(engine: Any, _: Any = None) -> bool:

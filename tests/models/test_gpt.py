@@ -202,12 +202,6 @@ def test_initialisation_in_pieces_has_no_seam(monkeypatch: pytest.MonkeyPatch):
     assert weight.abs().min() > 0
 
 
-def test_parameters_that_are_cut_already_are_refused():
-    """What zero.Init leaves of a parameter when its hook on Module.apply is switched off."""
-    with pytest.raises(ValueError, match='set "override_module_apply": true'):
-        initial_weights.fill_normal(torch.empty(0), 0.02, seed=0)
-
-
 # Options --------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,168 @@
+"""Linear layers cut over a group of ranks, as Megatron cuts them.
+
+    y = x Wᵀ + b        W is (out, in)
+
+    ColumnLinear    a rank holds some rows of W, and gives those columns of y. x is whole on every rank, and the
+                    gradient of x is the sum over ranks: one all-reduce in backward.
+    RowLinear       a rank holds some columns of W, and takes those columns of x. y is the sum over ranks: one
+                    all-reduce in forward; b, which is whole on every rank, is added once, after it.
+
+One after the other they make a block of which each rank computes 1/size, with one all-reduce each way. All else of a
+model is whole on every rank, with the same values and the same gradients.
+
+A parameter that is cut carries `mst_cut` (shard.Cut: which rows and columns it is), and `tensor_model_parallel`, by
+which DeepSpeed's norms know that its other parts count too; what lacks the mark they count on the first rank only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from mst_scale.distributed import Mesh
+from mst_scale.shard import Cut, Range
+
+KEY = "tensor_parallel.autotp_size"
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The ranks over which layers are cut, and this rank's place among them."""
+
+    group: Any
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> TensorGroup | None:
+        """None where layers are whole."""
+        return cls(mesh.tensor_group, mesh.slice, mesh.sizes.tensor) if mesh.sizes.tensor > 1 else None
+
+    def share(self, what: str, count: int) -> Range:
+        """Which of so many equal things are here; `what` is their name in the config."""
+        if count % self.size:
+            raise ValueError(
+                f"{what} = {count} cannot be cut over {self.size} ranks: choose a multiple, or another {KEY}"
+            )
+        each = count // self.size
+        return self.rank * each, (self.rank + 1) * each
+
+    def agreed(self, number: int) -> int:
+        """The first rank's number."""
+        box = [number]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.group)
+        return box[0]
+
+
+def refuse_dropout(dropout: float) -> None:
+    """Ranks that work on one sequence would have to drop the same values."""
+    if dropout:
+        raise ValueError(
+            f"model.dropout = {dropout} does not go with tensor, sequence or pipeline parallelism, whose ranks would "
+            "drop different values: set it to 0"
+        )
+
+
+def marked_cut(parameter: torch.Tensor) -> Cut | None:
+    """Which part of a logical parameter this is; None where it is whole."""
+    return getattr(parameter, "mst_cut", None)
+
+
+def column_linear(
+    n_in: int, n_out: int, *, bias: bool, tensor: TensorGroup | None, what: str, parts: int = 1
+) -> nn.Linear:
+    """A `ColumnLinear`, or a plain one where nothing is cut."""
+    if tensor is None:
+        return nn.Linear(n_in, n_out, bias=bias)
+    return ColumnLinear(n_in, n_out, bias=bias, tensor=tensor, what=what, parts=parts)
+
+
+def row_linear(n_in: int, n_out: int, *, bias: bool, tensor: TensorGroup | None, what: str) -> nn.Linear:
+    """A `RowLinear`, or a plain one where nothing is cut."""
+    if tensor is None:
+        return nn.Linear(n_in, n_out, bias=bias)
+    return RowLinear(n_in, n_out, bias=bias, tensor=tensor, what=what)
+
+
+class ColumnLinear(nn.Linear):
+    """This rank's rows of an (out, in) matrix: of each of `parts` equal stretches its share, one after the other.
+
+    `parts` is 3 for q, k and v in one matrix; `what` names the rows in a refusal.
+    """
+
+    def __init__(self, n_in: int, n_out: int, *, bias: bool, tensor: TensorGroup, what: str = "rows", parts: int = 1):
+        start, stop = tensor.share(what, n_out // parts)
+        rows = tuple((start + part * (n_out // parts), stop + part * (n_out // parts)) for part in range(parts))
+        super().__init__(n_in, parts * (stop - start), bias=bias)
+        self.tensor = tensor
+        self.product: Product = F.linear  # mst_scale.sparse_linear puts its own here
+        _mark(self.weight, Cut((n_out, n_in), rows, ((0, n_in),)))
+        if bias:
+            _mark(self.bias, Cut((n_out,), rows, ((0, 1),)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(_Copied.apply(x, self.tensor.group), self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank {self.tensor.rank} of {self.tensor.size}"
+
+
+class RowLinear(nn.Linear):
+    """This rank's columns of an (out, in) matrix, and the whole bias."""
+
+    def __init__(self, n_in: int, n_out: int, *, bias: bool, tensor: TensorGroup, what: str = "columns"):
+        start, stop = tensor.share(what, n_in)
+        super().__init__(stop - start, n_out, bias=bias)
+        self.tensor = tensor
+        self.product: Product = F.linear  # mst_scale.sparse_linear puts its own here
+        _mark(self.weight, Cut((n_out, n_in), ((0, n_out),), ((start, stop),)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _Summed.apply(self.product(x, self.weight, None), self.tensor.group)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank {self.tensor.rank} of {self.tensor.size}"
+
+
+def _mark(parameter: Any, cut: Cut) -> None:
+    parameter.tensor_model_parallel = True
+    parameter.mst_cut = cut
+
+
+class _Copied(torch.autograd.Function):
+    """The same values on every rank; the gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum(grads[0], ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of the ranks' values; the gradient is the same on every rank already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+def _sum(x: torch.Tensor, group: Any) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

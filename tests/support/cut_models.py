@@ -1,0 +1,89 @@
+"""Trains a tiny GPT whole on one rank, and cut by tensor and pipeline parallelism on several, on the same batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mst_scale.config import ModelConfig
+
+TINY = ModelConfig(n_layer=3, n_head=4, n_embd=16, context=8, vocab_size=50, bias=True)
+BATCH, MICRO = 8, 2
+
+
+def tokens_and_targets(step: int, micro_batch: int, config: ModelConfig = TINY) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + micro_batch)
+    sequence = torch.randint(0, config.vocab_size, (MICRO, config.context + 1), generator=generator)
+    return sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
+
+
+def settings(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": MICRO,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}},
+        "gradient_clipping": 0.5,  # the first gradients are larger
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 2**31,
+        **more,
+    }
+
+
+def built(sizes: dict[str, int], stage: int = 0, seed: int = 5, **changes: Any) -> tuple[Any, Any]:
+    """(mesh, this rank's piece of the model)."""
+    from mst_scale import zero_shards
+    from mst_scale.distributed import Mesh, Sizes
+    from mst_scale.models import build
+    from mst_scale.tensor_parallel import TensorGroup
+
+    config, mesh = dataclasses.replace(TINY, **changes), Mesh(Sizes(**sizes))
+    torch.manual_seed(seed)
+    if mesh.sizes.pipeline > 1:
+        from mst_scale.models.pipelined_gpt import PipelinedGPT
+
+        return mesh, PipelinedGPT(config, mesh)
+    with zero_shards.partitioned_construction(settings(stage), mesh):
+        return mesh, build(config, TensorGroup.of(mesh))
+
+
+@dataclass(frozen=True)
+class Training:
+    stage: int
+    steps: int
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+def trained(rank: int, world: int, sizes: dict[str, int], how: Training) -> tuple[list[float], list[float]]:
+    """(losses, gradient norms) of the steps, the same on every rank."""
+    import torch.distributed as dist
+
+    import mst_scale
+    from mst_scale import zero_shards
+
+    mesh, model = built(sizes, how.stage, **how.model)
+    pipelined = mesh.sizes.pipeline > 1
+    engine: Any = mst_scale.initialize(
+        model=model, config=settings(how.stage, **how.deepspeed), **({} if pipelined else {"mpu": mesh})
+    )[0]
+    losses, norms = [], []
+    for step in range(how.steps):
+        mine = range(mesh.replica, BATCH // MICRO, mesh.data)
+        if pipelined:
+            loss = engine.train_batch(iter([tokens_and_targets(step, k) for k in mine]))
+        else:
+            loss = torch.zeros(())
+            for k in mine:
+                micro = engine(*tokens_and_targets(step, k))
+                engine.backward(micro)
+                engine.step()
+                loss += micro.detach() / len(mine)
+            dist.all_reduce(loss, group=mesh.data_group)
+            loss /= mesh.data
+        losses.append(float(loss))
+        norms.append(zero_shards.grad_norm(engine))
+    engine.destroy()
+    return losses, norms
