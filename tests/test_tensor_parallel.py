@@ -16,7 +16,7 @@ from tests.support.pool import run
 def _whole(rank: int, world: int, arch: str, size: int) -> None:
     """Weights bit for bit; logits, loss and gradients within rounding."""
     from mst_scale.models import initial_weights
-    from mst_scale.tensor_parallel import ColumnLinear, RowLinear, cut_of
+    from mst_scale.tensor_parallel import ColumnLinear, RowLinear, marked_cut
 
     with mock.patch.object(initial_weights, "INIT_CHUNK", 300):  # pieces begin and end within rows and columns
         _, whole = built({}, arch=arch)
@@ -30,7 +30,7 @@ def _whole(rank: int, world: int, arch: str, size: int) -> None:
     torch.testing.assert_close(loss, whole(tokens, targets), rtol=1e-6, atol=0)
     cuts = 0
     for (name, p), (same, q) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-        cut = cut_of(p)
+        cut = marked_cut(p)
         assert name == same
         assert (cut is not None) == getattr(p, "tensor_model_parallel", False)
         cuts += cut is not None
@@ -42,7 +42,7 @@ def _whole(rank: int, world: int, arch: str, size: int) -> None:
     linears = [module for module in model.modules() if isinstance(module, ColumnLinear | RowLinear)]
     assert len(linears) == 4 * TINY.n_layer
     assert cuts == 6 * TINY.n_layer  # four matrices, and the biases of two of them
-    _same_on_all_ranks({n: p for n, p in model.named_parameters() if cut_of(p) is None}, size)
+    _same_on_all_ranks({n: p for n, p in model.named_parameters() if marked_cut(p) is None}, size)
 
 
 def _same_on_all_ranks(parameters: dict[str, nn.Parameter], size: int) -> None:
@@ -64,18 +64,18 @@ def test_the_slices_are_those_of_the_whole_model(arch: str, size: int):
 
 def _pieces_side_by_side(rank: int, world: int) -> None:
     """Rows of q, k and v that belong to a rank's heads, and columns of what follows."""
-    from mst_scale.tensor_parallel import cut_of
+    from mst_scale.tensor_parallel import marked_cut
 
     _, model = built({"tensor": 2})
     attention, each = model.blocks[0].attention, TINY.n_embd // 2
     start = rank * each
     assert attention.n_head == TINY.n_head // 2
-    assert cut_of(attention.qkv.weight).rows == tuple(
+    assert marked_cut(attention.qkv.weight).rows == tuple(
         (part * TINY.n_embd + start, part * TINY.n_embd + start + each) for part in range(3)
     )
-    assert cut_of(attention.qkv.bias).columns == ((0, 1),)
-    assert cut_of(attention.proj.weight).columns == ((start, start + each),)
-    assert cut_of(attention.proj.bias) is None
+    assert marked_cut(attention.qkv.bias).columns == ((0, 1),)
+    assert marked_cut(attention.proj.weight).columns == ((start, start + each),)
+    assert marked_cut(attention.proj.bias) is None
 
 
 def test_a_rank_holds_the_rows_of_its_heads():

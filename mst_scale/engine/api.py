@@ -17,6 +17,7 @@ from mst_scale.config import Experiment, load, read, states
 from mst_scale.config.support import refuse_unsupported
 from mst_scale.distributed import logger, speak
 from mst_scale.engine.controller import Controller
+from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse import SparseController
 from mst_scale.engine.types import MST, Engine
 
@@ -56,6 +57,7 @@ def initialize(
     notes = [*refuse_unsupported(experiment.deepspeed, experiment.mst), *unread]
     if not experiment.mst.stays_dense:
         zero_shards.refuse_arguments(model, *more, **others)
+    cut_sequences(model, *more, **others)
     speak()
     for note in notes:
         logger.warning("%s", note)

@@ -11,10 +11,12 @@ from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, stride
 if TYPE_CHECKING:
     from mst_scale.hybrid_sparse_attention.dispatch import attention
     from mst_scale.hybrid_sparse_attention.hugging_face import attach
-    from mst_scale.hybrid_sparse_attention.module import SelfAttention, sequence_parallel, set_pattern
+    from mst_scale.hybrid_sparse_attention.module import SelfAttention, set_pattern
+    from mst_scale.hybrid_sparse_attention.parts import Part, sequence_parallel
 
 __all__ = [
     "AttentionSchedule",
+    "Part",
     "Pattern",
     "SelfAttention",
     "attach",
@@ -24,7 +26,7 @@ __all__ = [
     "strides_per_phase",
 ]
 
-_LAYERS = dict.fromkeys(("SelfAttention", "sequence_parallel", "set_pattern"), "module")
+_LAYERS = {"SelfAttention": "module", "set_pattern": "module", "Part": "parts", "sequence_parallel": "parts"}
 _KERNELS = {"attach": "hugging_face", "attention": "dispatch", **_LAYERS}
 
 

@@ -11,7 +11,6 @@ compilation per pattern, then both are kept), and activation checkpointing recom
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mst_scale.hybrid_sparse_attention.dispatch import attention
@@ -45,7 +44,7 @@ class SelfAttention(nn.Module):
         self.proj = row_linear(n_embd, n_embd, bias=bias, tensor=tensor, what="model.n_embd")
         self.n_head, self.head_dim = last - first, n_embd // n_head  # the heads that are here
         self.dropout, self.causal, self.pattern, self.backend = dropout, causal, pattern, backend
-        self.across_ranks: nn.Module | None = None  # see `sequence_parallel`
+        self.across_ranks: nn.Module | None = None  # see `parts.sequence_parallel`
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
@@ -80,21 +79,3 @@ def set_pattern(model: nn.Module, pattern: Pattern, backend: str = "auto") -> in
             continue
         count += 1
     return count
-
-
-def sequence_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
-    """Let every SelfAttention of a model work on sequences cut over the ranks of `group` (Ulysses; None: all ranks).
-
-    Each rank feeds its own length/world rows, in rank order. DeepSpeed's DistributedAttention exchanges them for whole
-    sequences of n_head/world heads (all-to-all of q, k, v: 3 · batch · length · n_embd / world elements), attention
-    runs on those with the layer's pattern, and a fourth all-to-all brings the rows back. Returns the number of layers.
-    """
-    from deepspeed.sequence.layer import DistributedAttention
-
-    world = dist.get_world_size(group)
-    layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
-    for layer in layers:
-        if layer.n_head % world:
-            raise ValueError(f"{layer.n_head} heads cannot be dealt to {world} ranks: choose a divisor as group size")
-        layer.across_ranks = DistributedAttention(layer.attend, group or dist.group.WORLD, scatter_idx=2, gather_idx=1)
-    return len(layers)

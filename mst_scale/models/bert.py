@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mst_scale.config.blocks import ModelConfig
-from mst_scale.hybrid_sparse_attention import SelfAttention
+from mst_scale.hybrid_sparse_attention import Part, SelfAttention
 from mst_scale.models.cross_entropy import IGNORE, cross_entropy
 from mst_scale.models.gpt import MLP
 from mst_scale.models.initial_weights import draw_seed, initialise
@@ -51,6 +51,7 @@ class BERT(nn.Module):
         if config.arch != "bert":
             raise ValueError(f"this is BERT, and model.arch is {config.arch!r}")
         self.config = config
+        self.part = Part()  # the whole sequence, until `sequence_parallel` says otherwise
         seed, d = draw_seed(), config.n_embd
         if tensor is not None:
             refuse_dropout(config.dropout)
@@ -76,13 +77,7 @@ class BERT(nn.Module):
         `targets[b, t]` is the token that stood at `tokens[b, t]` before it was masked; positions with target -1 do not
         count, and the head does not compute them. `types` (batch, length), 0 or 1, are 0 where not given.
         """
-        length = tokens.shape[-1]
-        if length > self.config.context:
-            raise ValueError(
-                f"a sequence of {length} tokens does not fit model.context = {self.config.context}: "
-                "cut it, or train with a larger model.context"
-            )
-        positions = torch.arange(length, device=tokens.device)
+        positions = self.part.positions(tokens, self.config.context)
         x = self.wte(tokens) + self.wpe(positions) + self.wtt(torch.zeros_like(tokens) if types is None else types)
         x = self.dropout(self.ln_e(x))
         for block in self.blocks:
@@ -90,7 +85,8 @@ class BERT(nn.Module):
         if targets is None:
             return self.head(x)
         counted = targets != IGNORE
-        return cross_entropy(self.head(x[counted]), targets[counted])
+        share = cross_entropy(self.head(x[counted]), targets[counted], self.part.count(counted))
+        return self.part.mean(share)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         x = self.ln_h(F.gelu(self.transform(x)))

@@ -1,6 +1,6 @@
 """Computes the loss with little memory.
 
-    loss = mean over counted positions of  logsumexp(z) - z[target]
+    loss = mean over counted positions of  logsumexp(z) - z[target]        (or their sum / a count given)
     ∂loss/∂z = (softmax(z) - onehot(target)) / count
 
 The logits are the largest tensor of the run: at 12 × 1024 tokens and 50304 rows 2.5 GB in float32. Autograd's version
@@ -18,14 +18,15 @@ import torch
 IGNORE = -1  # the target of a position that does not count
 
 
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
     """Mean of -log softmax(logits)[target] in float32 over targets other than -1 (NaN when there are none).
 
-    logits (…, rows), targets (…) of the same leading shape.
+    logits (…, rows), targets (…) of the same leading shape. With `count` it is the sum over this number instead: a
+    share of a mean over more positions than these.
     """
     if logits.shape[:-1] != targets.shape:
         raise ValueError(f"targets have shape {tuple(targets.shape)}, logits {tuple(logits.shape)} need one a row")
-    loss: torch.Tensor = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+    loss: torch.Tensor = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), count)
     return loss
 
 
@@ -38,18 +39,18 @@ def _pieces(logits: torch.Tensor) -> int:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
         counted = targets != IGNORE
         index = targets.masked_fill(~counted, 0)
         wide = torch.promote_types(logits.dtype, torch.float32)  # float64 stays float64
         lse = torch.cat([piece.to(wide).logsumexp(-1) for piece in logits.split(_pieces(logits))])
-        weight = counted.to(wide) / counted.sum()
+        weight = counted.to(wide) / (counted.sum() if count is None else count)
         ctx.save_for_backward(logits, index, lse, weight)
         picked = logits.gather(1, index[:, None]).squeeze(1).to(wide)
         return ((lse - picked) * weight).sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, index, lse, weight = ctx.saved_tensors
         weight = weight * grads[0]
         result = torch.empty_like(logits)
@@ -59,4 +60,4 @@ class _CrossEntropy(torch.autograd.Function):
             probability = (z - norm[:, None]).exp_().mul_(w[:, None])
             probability.scatter_add_(1, target[:, None], -w[:, None])
             out.copy_(probability)
-        return result, None
+        return result, None, None

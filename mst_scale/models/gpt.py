@@ -7,9 +7,10 @@ is the token embedding again (tied) or a matrix of its own.
     x ← x + attention(ln_1(x));   x ← x + mlp(ln_2(x))        for each block
     logits = ln_f(x) Wᵀ,  W = wte.weight or lm_head.weight    (padded_vocab rows)
 
-The model knows nothing about ZeRO or sparsity, and of ranks only that `tensor`, where it is given, cuts the matrices of
-its blocks; embeddings, norms and head are whole on every rank. What is exchangeable has one seam each: attention is
-`SelfAttention`, the norm `LayerNorm`, the loss `cross_entropy`, the head `GPT.head`.
+The model knows nothing about ZeRO or sparsity, and two things of ranks: `tensor`, where it is given, cuts the matrices
+of its blocks (embeddings, norms and head are whole on every rank), and `part` says where its tokens stand in their
+sequences, if these are cut. What is exchangeable has one seam each: attention is `SelfAttention`, the norm `LayerNorm`,
+the loss `cross_entropy`, the head `GPT.head`.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from mst_scale.config.blocks import ModelConfig
-from mst_scale.hybrid_sparse_attention import SelfAttention
-from mst_scale.models.cross_entropy import cross_entropy
+from mst_scale.hybrid_sparse_attention import Part, SelfAttention
+from mst_scale.models.cross_entropy import IGNORE, cross_entropy
 from mst_scale.models.initial_weights import INIT_STD, draw_seed, initialise
 from mst_scale.models.layer_norm import LayerNorm
 from mst_scale.models.recompute import run_block
 from mst_scale.tensor_parallel import TensorGroup, column_linear, refuse_dropout, row_linear
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
 
 
 class MLP(nn.Module):
@@ -73,6 +74,7 @@ class GPT(nn.Module):
         if config.arch != "gpt":
             raise ValueError(f"this is the GPT, and model.arch is {config.arch!r}")
         self.config = config
+        self.part = Part()  # the whole sequence, until `sequence_parallel` says otherwise
         seed = draw_seed()
         if tensor is not None:
             refuse_dropout(config.dropout)
@@ -91,24 +93,22 @@ class GPT(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Logits (batch, length, padded_vocab) of `tokens` (batch, length); with `targets`, the mean loss in float32.
 
-        `targets[b, t]` is the token that follows `tokens[b, t]`; positions with target -1 do not count.
+        `targets[b, t]` is the token that follows `tokens[b, t]`; positions with target -1 do not count. Where sequences
+        are cut over ranks, `tokens`, `targets` and logits are of this rank's part, the loss is of whole sequences.
         """
-        length = tokens.shape[-1]
-        if length > self.config.context:
-            raise ValueError(
-                f"a sequence of {length} tokens does not fit model.context = {self.config.context}: "
-                "cut it, or train with a larger model.context"
-            )
-        x = self.dropout(self.wte(tokens) + self.wpe(torch.arange(length, device=tokens.device)))
+        x = self.dropout(self.wte(tokens) + self.wpe(self.part.positions(tokens, self.config.context)))
         for block in self.blocks:
             x = run_block(block, x, recompute=self.config.activation_checkpointing)
         x = self.ln_f(x)
-        if targets is not None and self.head_loss is not None and self.lm_head is None:
-            loss = self.head_loss(x, self.wte.weight, targets)
+        return self.head(x) if targets is None else self.part.mean(self.share_of_loss(x, targets))
+
+    def share_of_loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        count = self.part.count(targets != IGNORE)
+        if self.head_loss is not None and self.lm_head is None:
+            loss = self.head_loss(x, self.wte.weight, targets, count)
             if loss is not None:
                 return loss
-        logits = self.head(x)
-        return logits if targets is None else cross_entropy(logits, targets)
+        return cross_entropy(self.head(x), targets, count)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         return self.head_product(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)

@@ -109,12 +109,15 @@ class CompiledIndex:
         y: torch.Tensor = _Linear.apply(x, weight, bias, (self, dense_gradient))
         return y
 
-    def cross_entropy(self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean of -log softmax(x Wᵀ)[target] over targets other than -1, in float32, without keeping the logits.
+    def cross_entropy(
+        self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Mean of -log softmax(x Wᵀ)[target] over targets other than -1, in float32, without keeping the logits; with
+        `count` the sum over this number.
 
         The gradients are computed along with it where they are wanted, and only scaled by backward.
         """
-        loss: torch.Tensor = _CrossEntropy.apply(x, weight, targets, (self, torch.is_grad_enabled()))
+        loss: torch.Tensor = _CrossEntropy.apply(x, weight, targets, (self, torch.is_grad_enabled(), count))
         return loss
 
     def run(
@@ -176,16 +179,21 @@ class _Linear(torch.autograd.Function):
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, how: tuple[CompiledIndex, bool]
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        how: tuple[CompiledIndex, bool, torch.Tensor | None],
     ) -> torch.Tensor:
-        index, with_gradients = how
+        index, with_gradients, count = how
         wide = torch.promote_types(x.dtype, torch.float32)
         flat = x.reshape(-1, index.shape[1]).contiguous()
         targets = targets.reshape(-1).to(torch.int64).contiguous()
         if len(targets) != len(flat) or (len(targets) and int(targets.max()) >= index.shape[0]):
             raise ValueError(f"{len(flat)} tokens need as many targets below {index.shape[0]}")
         counted = targets >= 0
-        weights = counted.to(wide) / counted.sum()
+        total = counted.sum() if count is None else count
+        weights = counted.to(wide) / total
         wants_gradients = with_gradients and any(ctx.needs_input_grad)  # which torch.no_grad does not change
         losses = torch.empty(len(flat), dtype=wide)
         dx = torch.empty(flat.shape, dtype=wide) if wants_gradients else None
@@ -198,7 +206,7 @@ class _CrossEntropy(torch.autograd.Function):
         if wants_gradients:
             ctx.save_for_backward(dx, gradient)
         ctx.index, ctx.shape, ctx.dtype = index, x.shape, x.dtype
-        return losses.double().sum().div(counted.sum()).to(wide)
+        return losses.double().sum().div(total).to(wide)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

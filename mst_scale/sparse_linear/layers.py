@@ -53,12 +53,14 @@ class Product:
         self._check(x, weight, bias)
         return self.index.linear(x, weight, bias, self.dense_gradient)
 
-    def loss(self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+    def loss(
+        self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Cross-entropy of x Wᵀ without keeping the logits; None where the logits must be made after all."""
         if self.index is None or self.dense_gradient or not hasattr(self.index, "cross_entropy"):
             return None
         self._check(x, weight)
-        loss: torch.Tensor = self.index.cross_entropy(x, weight, targets)
+        loss: torch.Tensor = self.index.cross_entropy(x, weight, targets, count)
         return loss
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Product:

@@ -176,12 +176,16 @@ def laid_out(engine: Any, parameters: dict[str, nn.Parameter]) -> Shards:
 def refuse_arguments(model: nn.Module, *more: Any, **others: Any) -> None:
     """Refuse what of `deepspeed.initialize`'s arguments, from the fifth on, masks cannot follow."""
     given = inspect.signature(deepspeed.initialize).bind(None, model, None, None, *more, **others).arguments
-    for name in ("mpu", "mesh_param"):
-        if given.get(name) is not None:
-            raise ValueError(
-                f"{name} does not go with sparse training: gradients and shards would lie over other groups of ranks: "
-                "leave it out, or train with method dense"
-            )
+    if given.get("mesh_param") is not None:
+        raise ValueError(
+            "mesh_param does not go with sparse training: DeepSpeed would leave the gradients of one sequence's ranks "
+            "unreduced: give mpu=mst_scale.distributed.Mesh(Sizes(sequence=…)) in its place, or train with method dense"
+        )
+    if given.get("mpu") is not None and not _names_same_weights(given["mpu"]):
+        raise ValueError(
+            "this mpu does not go with sparse training: it has no get_sequence_data_parallel_group, which names the "
+            "ranks that hold the same weights: give mst_scale.distributed.Mesh, or train with method dense"
+        )
     if isinstance(model, deepspeed.PipelineModule):
         raise ValueError(
             "a PipelineModule does not go with sparse training: it steps by another engine, past the masks: give the "
@@ -210,8 +214,9 @@ def refuse_untested(engine: Any) -> None:
         "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
         "tensor_parallel.autotp_size": engine.autotp_size() > 1,
         # DeepSpeed reduces gradients over data_parallel_size alone, so ranks of one sequence would part
-        "sequence_parallel_size": engine.sequence_parallel_size > 1,
-        "a model-parallel unit (mpu)": engine.mpu is not None,
+        "sequence_parallel_size": engine.sequence_parallel_size > 1 and not _names_same_weights(engine.mpu),
+        "a model-parallel unit (mpu)": engine.mpu is not None and not _names_same_weights(engine.mpu),
+        "layers cut by a model-parallel unit (mpu)": engine.mp_world_size > 1,
         "mixture-of-experts layers": bool(engine.has_moe_layers),
         "torch_autocast": bool(engine.torch_autocast_enabled()),
         "per_head_muon": any(getattr(p, "muon_num_heads", None) for p in engine.module.parameters()),
@@ -242,6 +247,10 @@ def refuse_untested(engine: Any) -> None:
         )
     if offload is not None and getattr(offload, "ratio", 1.0) != 1.0:
         raise ValueError(f"offload_optimizer.ratio = {offload.ratio} is untested with sparse training: set it to 1.0")
+
+
+def _names_same_weights(mpu: Any) -> bool:
+    return hasattr(mpu, "get_sequence_data_parallel_group")
 
 
 def _on_nvme(offload: Any) -> bool:

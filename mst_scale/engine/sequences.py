@@ -1,0 +1,54 @@
+"""Gives the model its part of every sequence, where an mpu cuts sequences over ranks; what cannot follow is refused.
+
+Models of mst_scale follow by `sequence_parallel`. Models of transformers follow by DeepSpeed's UlyssesSPAttentionHF,
+which has cut them before they come here, and whose mpu tells.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import deepspeed
+from torch import nn
+
+from mst_scale.distributed import logger
+from mst_scale.hybrid_sparse_attention import Part, sequence_parallel
+
+JOINED = ("gpt2",)  # their attention joins heads by a reshape of its own, after Ulysses has joined them
+
+
+def cut_sequences(model: nn.Module, *more: Any, **others: Any) -> None:
+    """`more` are `deepspeed.initialize`'s arguments from the fifth on, as in `refuse_arguments`."""
+    mpu = inspect.signature(deepspeed.initialize).bind(None, model, None, None, *more, **others).arguments.get("mpu")
+    ranks_of = getattr(mpu, "get_sequence_parallel_world_size", None)
+    parts = 1 if ranks_of is None else int(ranks_of())
+    if parts == 1 or isinstance(model, deepspeed.PipelineModule):
+        return
+    theirs = [module for module in model.modules() if hasattr(module, "set_attn_implementation")]
+    if theirs:
+        if not hasattr(mpu, "initialize_sequence_parallel"):
+            raise ValueError(
+                f"{type(theirs[0]).__name__} would attend within its part of a sequence only: let DeepSpeed cut it, and "
+                "give the mpu that UlyssesSPAttentionHF.register_with_transformers returns"
+            )
+        for module in theirs:
+            if getattr(module.config, "model_type", "") in JOINED:
+                raise ValueError(
+                    f"{type(module).__name__} does not work on parts of sequences: it reshapes the result of attention "
+                    "by heads, which UlyssesSPAttentionHF has joined already. Train it with sequences whole, or the "
+                    "GPT of mst_scale with its weights"
+                )
+        return
+    assert mpu is not None
+    attends = sequence_parallel(model, mpu.get_sequence_parallel_group())
+    knows = any(isinstance(getattr(module, "part", None), Part) for module in model.modules())
+    if not (attends and knows):
+        logger.warning(
+            "sequences are cut over %d ranks: %s %s",
+            parts,
+            type(model).__name__,
+            "has to count positions and to average its loss over them by itself (Part)"
+            if attends
+            else "has no attention of mst_scale, and has to join them by itself",
+        )

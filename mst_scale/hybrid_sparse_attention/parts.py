@@ -1,0 +1,115 @@
+"""Cuts sequences over ranks: each rank holds one part of every sequence, and attention sees them whole.
+
+    part r of P    tokens [r·n/P, (r+1)·n/P) of a sequence of n, on rank r of the group
+    attention      q, k, v are exchanged for whole sequences of heads/P heads, its result back (DeepSpeed's Ulysses):
+                   the pattern is that of the whole sequence
+    positions      count from where the whole sequence begins
+    the loss       is the mean over whole sequences, the same on every rank; its gradient is that of the rank's share
+
+The gradients of a sequence's ranks add up to the whole one. DeepSpeed adds them so, given an mpu that names these
+ranks (`mst_scale.distributed.Mesh`): it divides by the number of sequences, not of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mst_scale.hybrid_sparse_attention.module import SelfAttention
+
+
+class Part:
+    """This rank's part of every sequence; without a group, or with one of one rank, sequences are whole."""
+
+    def __init__(self, group: Any = None):
+        self.group = group
+        self.index, self.parts = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+    def positions(self, tokens: torch.Tensor, context: int) -> torch.Tensor:
+        """Where in their sequences these tokens (batch, length) stand. Sequences longer than `context` are refused."""
+        length = tokens.shape[-1]
+        if self.parts > 1:
+            self._refuse_uneven(tokens)
+        if length * self.parts > context:
+            raise ValueError(
+                f"a sequence of {length * self.parts} tokens does not fit model.context = {context}: "
+                "cut it, or train with a larger model.context"
+            )
+        return torch.arange(self.index * length, (self.index + 1) * length, device=tokens.device)
+
+    def count(self, counted: torch.Tensor) -> torch.Tensor | None:
+        """How many positions count in the whole sequences, given this part's flags; None: this part is all there is."""
+        if self.parts == 1:
+            return None
+        total = counted.sum()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def mean(self, share: torch.Tensor) -> torch.Tensor:
+        """The sum over the parts of each one's share (its sum of losses / `count`); the gradient is the share's own."""
+        if self.parts == 1:
+            return share
+        mean: torch.Tensor = _Sum.apply(share, self.group)
+        return mean
+
+    def _refuse_uneven(self, tokens: torch.Tensor) -> None:
+        """On all ranks alike: the exchange of parts that differ would hang."""
+        batch, length = tokens.shape[0], tokens.shape[-1]
+        sizes = torch.tensor([length, -length, batch, -batch], device=tokens.device)
+        dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self.group)
+        longest, shortest, most, least = sizes.mul(torch.tensor([1, -1, 1, -1], device=sizes.device)).tolist()
+        if (longest, most) != (shortest, least):
+            raise ValueError(
+                f"the ranks of one sequence hold {least} to {most} sequences in parts of {shortest} to {longest} "
+                f"tokens: give each of the {self.parts} ranks an equal part of the same sequences"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        return self
+
+    def __reduce__(self) -> Any:
+        """A model that is stored knows no ranks."""
+        return Part, ()
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: torch.Tensor, group: Any) -> torch.Tensor:
+        total = share.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+def sequence_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
+    """Let a model work on sequences cut over the ranks of `group` (None: all ranks). Returns how many attention layers.
+
+    Every SelfAttention exchanges its part for whole sequences of some heads: three all-to-alls of
+    batch · length · n_embd / parts elements before it, one after it. GPT and BERT count positions and average their
+    loss over the whole sequence; a model of your own does so with a `Part` as attribute `part`.
+    """
+    part = Part(group or dist.group.WORLD)
+    layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    for layer in layers:
+        if layer.n_head % part.parts:
+            raise ValueError(
+                f"{layer.n_head} heads cannot be dealt to {part.parts} ranks: choose a divisor as group size"
+            )
+    for layer in layers:
+        layer.across_ranks = None if part.parts == 1 else _exchanged(layer, part.group)
+    for module in model.modules():
+        if isinstance(getattr(module, "part", None), Part):
+            module.part = part  # type: ignore[assignment]
+    return len(layers)
+
+
+def _exchanged(layer: SelfAttention, group: Any) -> nn.Module:
+    from deepspeed.sequence.layer import DistributedAttention
+
+    return DistributedAttention(layer.attend, group, scatter_idx=2, gather_idx=1)
