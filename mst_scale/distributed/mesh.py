@@ -74,7 +74,8 @@ class Mesh:
     get_tensor_model_parallel_rank = get_model_parallel_rank
 
     def get_data_parallel_group(self) -> Any:
-        return self.data_group
+        """Over it DeepSpeed cuts weights at stage 3 and names the files of a checkpoint: nothing to do with the batch."""
+        return self.same_weights_group
 
     def get_data_parallel_world_size(self) -> int:
         return self.data

@@ -94,6 +94,14 @@ HOOKS = (
         lambda engine, _: step.scale_plain_loss(engine),
     ),
     Hook(
+        "parts of sequences",
+        "optimizer.__avg_scatter_grads",
+        "stage 3 divides gradients by all ranks, where the others divide by sequences and add up those of their parts",
+        "0.19.8",
+        step.averages_parts,
+        lambda engine, _: step.add_up_parts(engine),
+    ),
+    Hook(
         "universal checkpoints",
         "engine.load_checkpoint",
         "stage 0 loads none; stage 3 gives all parameter groups the first one's settings; buffers are not loaded",

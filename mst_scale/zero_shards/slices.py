@@ -181,11 +181,8 @@ def refuse_arguments(model: nn.Module, *more: Any, **others: Any) -> None:
             "mesh_param does not go with sparse training: DeepSpeed would leave the gradients of one sequence's ranks "
             "unreduced: give mpu=mst_scale.distributed.Mesh(Sizes(sequence=…)) in its place, or train with method dense"
         )
-    if given.get("mpu") is not None and not _names_same_weights(given["mpu"]):
-        raise ValueError(
-            "this mpu does not go with sparse training: it has no get_sequence_data_parallel_group, which names the "
-            "ranks that hold the same weights: give mst_scale.distributed.Mesh, or train with method dense"
-        )
+    if given.get("mpu") is not None:
+        _refuse_mpu(given["mpu"])
     if isinstance(model, deepspeed.PipelineModule):
         raise ValueError(
             "a PipelineModule does not go with sparse training: it steps by another engine, past the masks: give the "
@@ -247,6 +244,23 @@ def refuse_untested(engine: Any) -> None:
         )
     if offload is not None and getattr(offload, "ratio", 1.0) != 1.0:
         raise ValueError(f"offload_optimizer.ratio = {offload.ratio} is untested with sparse training: set it to 1.0")
+
+
+def _refuse_mpu(mpu: Any) -> None:
+    cure = "give mst_scale.distributed.Mesh, or train with method dense"
+    if not _names_same_weights(mpu):
+        raise ValueError(
+            "this mpu does not go with sparse training: it has no get_sequence_data_parallel_group, which names the "
+            f"ranks that hold the same weights: {cure}"
+        )
+    data = getattr(mpu, "get_data_parallel_group", None)
+    same = mpu.get_sequence_data_parallel_group()
+    if data is not None and dist.get_process_group_ranks(data()) != dist.get_process_group_ranks(same):
+        raise ValueError(
+            "this mpu does not go with sparse training: its get_data_parallel_group, by which DeepSpeed cuts weights "
+            "at stage 3 and names the files of checkpoints, must be the ranks of get_sequence_data_parallel_group: "
+            f"{cure}"
+        )
 
 
 def _names_same_weights(mpu: Any) -> bool:

@@ -231,6 +231,30 @@ def scale_plain_loss(engine: Any) -> None:
     engine.backward = backward
 
 
+# --- what stage 3 lacks ---
+
+SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+
+
+def averages_parts(engine: Any, _: Any = None) -> bool:
+    """Whether stage 3 would average the gradients of the parts of one sequence.
+
+    Not under the mpu of UlyssesSPAttentionHF: the loss that goes with it has a gradient so many times too large.
+    """
+    theirs = hasattr(engine.mpu, "initialize_sequence_parallel")
+    return engine.zero_optimization_stage() == 3 and engine.sequence_parallel_size > 1 and not theirs
+
+
+def add_up_parts(engine: Any) -> None:
+    """Stage 3: DeepSpeed 0.19.8 scatters gradients averaged over all ranks. Those of one sequence's parts add up."""
+    inner, parts = getattr(engine.optimizer, SCATTER), engine.sequence_parallel_size
+
+    def scatter(*args: Any) -> list[torch.Tensor]:
+        return [gradient.mul_(parts) for gradient in inner(*args)]
+
+    setattr(engine.optimizer, SCATTER, scatter)
+
+
 NORM_PIECE = 1 << 16  # values whose squares are added in float32, as torch does for a whole tensor
 
 

@@ -14,6 +14,7 @@ import mst_scale
 from mst_scale import zero_shards
 from mst_scale.zero_shards import HOOKS, versions
 from tests.support import pool
+from tests.support.cut_sequences import mesh_of
 from tests.support.toy_engine import STAGES, mst_config, train
 from tests.support.toys import allow_fp16, deepspeed_config, toy, toy_batch
 
@@ -25,7 +26,7 @@ def of(model, stage, world, precision="fp32", **extra):
 
 def test_the_list_is_in_order_and_for_this_deepspeed():
     assert [hook.name for hook in HOOKS] == [
-        "plain step", "plain loss", "universal checkpoints", "step", "held update", "muon", "update", "checkpoints",
+        "plain step", "plain loss", "parts of sequences", "universal checkpoints", "step", "held update", "muon", "update", "checkpoints",
         "loading",
     ]  # fmt: skip
     first, below = map(Version, versions.SUPPORTED_DEEPSPEED)
@@ -261,3 +262,26 @@ def test_what_the_wrappers_bind_is_there():
     assert {"save_dir", "tag", "client_state"} <= set(inspect.signature(engine.save_checkpoint).parameters)
     assert {"load_dir", "tag", "load_module_only"} <= set(inspect.signature(engine.load_checkpoint).parameters)
     assert list(inspect.signature(engine._take_model_step).parameters)[1:] == ["lr_kwargs"]
+
+
+def gradients_of_parts(rank, world, stage, hooked):
+    """Each rank's loss is a share of 1/world; the norm of what DeepSpeed makes of the shares."""
+    with mesh_of(world) as mesh:
+        model = toy()
+        config = deepspeed_config(stage, 1)
+        if hooked:
+            config |= {"training": {"steps": 9}, "mst": {"method": "dense"}}
+            engine, *_ = mst_scale.initialize(model=model, mpu=mesh, config=config)
+        else:
+            engine, *_ = deepspeed.initialize(model=model, mpu=mesh, model_parameters=model.parameters(), config=config)
+        engine.backward(engine(*toy_batch(0, 0)) / world)
+        engine.step()
+        return float(engine.get_global_grad_norm())
+
+
+def test_parts_of_sequences():
+    whole = pool.run(gradients_of_parts, 1, 3, True)[0]
+    for stage in (1, 2, 3):
+        assert pool.run(gradients_of_parts, 2, stage, True) == pytest.approx([whole] * 2, rel=1e-5)
+    assert pool.run(gradients_of_parts, 2, 2, False) == pytest.approx([whole] * 2, rel=1e-5)
+    assert pool.run(gradients_of_parts, 2, 3, False) == pytest.approx([whole / 2] * 2, rel=1e-5), "the hook is needed"

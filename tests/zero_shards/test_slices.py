@@ -185,6 +185,7 @@ class Fake(SimpleNamespace):
         self.has_moe_layers = changes.pop("moe", False)
         self.autotp_size = lambda: changes.get("autotp", 1)
         self.sequence_parallel_size = changes.get("sequence", 1)
+        self.mp_world_size = changes.get("slices", 1)
         self.torch_autocast_enabled = lambda: changes.get("autocast", False)
         self.zero_optimization_stage = lambda: 3
         self.zero_optimization = lambda: True
@@ -204,6 +205,7 @@ class Fake(SimpleNamespace):
         ({"heads": 2}, "per_head_muon"),
         ({"mpu": SimpleNamespace()}, "a model-parallel unit"),
         ({"sequence": 2}, "sequence_parallel_size"),
+        ({"slices": 2}, "layers cut by a model-parallel unit"),
         ({"moe": True}, "mixture-of-experts"),
         ({"autocast": True}, "torch_autocast"),
         ({"offload": SimpleNamespace(device="nvme", ratio=1.0)}, "NVMe: set offload_optimizer.device to cpu"),
