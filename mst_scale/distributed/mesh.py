@@ -74,7 +74,7 @@ class Mesh:
     get_tensor_model_parallel_rank = get_model_parallel_rank
 
     def get_data_parallel_group(self) -> Any:
-        """Over it DeepSpeed cuts weights at stage 3 and names the files of a checkpoint: nothing to do with the batch."""
+        """Over it DeepSpeed cuts weights at stage 3 and names a checkpoint's files; shares of a batch are `data`."""
         return self.same_weights_group
 
     def get_data_parallel_world_size(self) -> int:

@@ -57,8 +57,8 @@ def initialize(
     notes = [*refuse_unsupported(experiment.deepspeed, experiment.mst), *unread]
     if not experiment.mst.stays_dense:
         zero_shards.refuse_arguments(model, *more, **others)
-    cut_sequences(model, *more, **others)
     speak()
+    cut_sequences(model, *more, **others)
     for note in notes:
         logger.warning("%s", note)
     zero_shards.hasten()

@@ -29,8 +29,8 @@ def cut_sequences(model: nn.Module, *more: Any, **others: Any) -> None:
     if theirs:
         if not hasattr(mpu, "initialize_sequence_parallel"):
             raise ValueError(
-                f"{type(theirs[0]).__name__} would attend within its part of a sequence only: let DeepSpeed cut it, and "
-                "give the mpu that UlyssesSPAttentionHF.register_with_transformers returns"
+                f"{type(theirs[0]).__name__} would attend within its part of a sequence only: let DeepSpeed cut it, "
+                "and give the mpu that UlyssesSPAttentionHF.register_with_transformers returns"
             )
         for module in theirs:
             if getattr(module.config, "model_type", "") in JOINED:

@@ -7,8 +7,13 @@ at every call. `attach` registers ours, switches the model to it and gives each 
     no mask, whole sequences     the kernels of `attention`: only the pattern's pairs are computed
     padding, a cache             torch's attention under (their mask ∧ the pattern): exact, at the cost of dense
 
-GPT-2 and Llama-style models are tested. A layer for which the result would be wrong is not attached, and `attach` says
-why.
+Sequences that DeepSpeed's UlyssesSPAttentionHF cuts over ranks follow the pattern whole, if it wraps our function:
+
+    attach(model, pattern)
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, core_attn_implementation="mst_scale", …)
+
+GPT-2 and Llama-style models are tested, the latter in parts too. A layer for which the result would be wrong is not
+attached, and `attach` says why.
 """
 
 from __future__ import annotations
@@ -63,6 +68,11 @@ def _attach(model: Any, pattern: Pattern, backend: str) -> str | None:
     config = model.config
     if reason := _why_not(config):
         return reason
+    if config._attn_implementation != NAME and _cut_by_deepspeed(config._attn_implementation):
+        return (
+            f"DeepSpeed's UlyssesSPAttentionHF has wrapped {config._attn_implementation!r}, and only there do parts of "
+            f"sequences meet: call attach before register_with_transformers(…, core_attn_implementation={NAME!r})"
+        )
     layers: list[Any] = [m for m in model.modules() if is_attention(m)]
     if not layers:
         return f"{type(model).__name__} has no attention layers that transformers' interface reaches"
@@ -78,6 +88,13 @@ def _attach(model: Any, pattern: Pattern, backend: str) -> str | None:
     for layer in layers:
         layer.mst_pattern, layer.mst_backend = pattern, backend
     return None
+
+
+def _cut_by_deepspeed(name: str) -> bool:
+    """Whether the attention of this name works on parts of sequences and gathers them."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return getattr(ALL_ATTENTION_FUNCTIONS.get(name), "__module__", "").startswith("deepspeed.")
 
 
 def _why_not(config: Any) -> str | None:
@@ -115,6 +132,8 @@ def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
         if others.get(name):
             raise ValueError(f"{type(module).__name__} asks for {name}, which sparse attention does not know")
     pattern: Pattern = getattr(module, "mst_pattern", Pattern("dense"))
+    if attention_mask is None and _cut_by_deepspeed(NAME):
+        _refuse_packed(module, others.get("position_ids"))
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     ordinary = 1.0 / math.sqrt(query.shape[-1])
     if scaling is not None and not math.isclose(scaling, ordinary, rel_tol=1e-6):
@@ -127,6 +146,15 @@ def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
             _say_masked(type(module).__name__)
         out = _masked(query, key, value, attention_mask, pattern, causal, dropout)
     return out.transpose(1, 2), None
+
+
+def _refuse_packed(module: nn.Module, positions: torch.Tensor | None) -> None:
+    """Texts packed into one sequence would see each other: DeepSpeed has dropped the mask that keeps them apart."""
+    if positions is not None and bool((positions.diff(dim=-1) != 1).any()):
+        raise ValueError(
+            f"{type(module).__name__}: position_ids begin again within a sequence (packed texts), and sparse attention "
+            "over parts of sequences does not keep such texts apart: give one text a sequence"
+        )
 
 
 def hugging_face_mask(*, kv_length: int, **others: Any) -> torch.Tensor | None:

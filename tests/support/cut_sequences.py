@@ -65,7 +65,7 @@ def model(**changes: Any) -> GPT:
     return GPT(ModelConfig(**{**SHAPE, **changes}))
 
 
-def train(
+def train(  # noqa: PLR0917  (what the pool hands on)
     rank: int, world: int, sequence: int, stage: int, precision: str, steps: int, recompute: bool, more: dict[str, Any]
 ) -> tuple[list[float], list[list[str]], list[float]]:
     """Losses, the masks' digests after each change, and the norm of each gradient."""
