@@ -19,8 +19,8 @@ GPT2_BATCH = 12 * 40  # the paper's
 GPT3_TOKENS = {"gpt3_1.3b": 1e6, "gpt3_2.7b": 1e6, "gpt3_6.7b": 2e6, "gpt3_13b": 2e6, "gpt3_175b": 3.2e6}
 
 GPUS = {
-    "gpt2_small": 8, "gpt2_medium": 8, "gpt2_large": 8, "gpt2_xl": 16, "gpt3_1.3b": 32, "gpt3_2.7b": 32,
-    "gpt3_6.7b": 64, "gpt3_13b": 128, "gpt3_175b": 512, "bert_base": 8, "demo": 2,
+    "gpt2_small": 8, "gpt2_small_32k": 8, "gpt2_medium": 8, "gpt2_large": 8, "gpt2_xl": 16, "gpt3_1.3b": 32,
+    "gpt3_2.7b": 32, "gpt3_6.7b": 64, "gpt3_13b": 128, "gpt3_175b": 512, "bert_base": 8, "demo": 2,
 }  # fmt: skip
 
 MEMORY = 6  # the column of GB a GPU
@@ -40,8 +40,8 @@ def shrunk(name: str, folder: Path) -> list[str]:
 
 
 def test_every_model_has_its_file():
-    wanted = {"gpt2_small", "gpt2_medium", "gpt2_large", "gpt2_xl", "bert_base", "demo", *GPT3_TOKENS}
-    assert wanted <= set(NAMES)
+    wanted = {"gpt2_small", "gpt2_small_32k", "gpt2_medium", "gpt2_large", "gpt2_xl", "bert_base", "demo"}
+    assert wanted | GPT3_TOKENS.keys() <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,7 +56,10 @@ def test_it_loads_and_can_run(name):
     # the paper's shares of its 140,000 steps, in whole steps
     assert [phase.start * 14 for phase in schedule.phases] == [n * experiment.training.steps for n in (0, 1, 11, 12)]
     assert experiment.mst.sparsity.max == 0.96 and experiment.mst.targets.lm_head
-    if name.startswith("gpt2"):
+    if name == "gpt2_small_32k":
+        assert experiment.model.context == 32768 and experiment.model.activation_checkpointing
+        assert 32768 * experiment.deepspeed["train_batch_size"] == pytest.approx(1024 * GPT2_BATCH, rel=0.07)
+    elif name.startswith("gpt2"):
         assert experiment.deepspeed["train_batch_size"] == GPT2_BATCH
     if name == "bert_base":
         assert experiment.model.arch == "bert" and experiment.model.padded_vocab == 30528
