@@ -36,7 +36,9 @@ def outcomes(plan: Plan, rows: Mapping[str, Row], data: str) -> list[Outcome]:
     found = []
     for cell in plan.cells():
         rates = plan.rates_of(cell)
-        tried = {rate: facts.val_loss(rows.get(job(plan, cell, rate, plan.seeds_of(cell)[0], data).digest)) for rate in rates}
+        tried = {
+            rate: facts.val_loss(rows.get(job(plan, cell, rate, plan.seeds_of(cell)[0], data).digest)) for rate in rates
+        }
         losses = {rate: loss for rate, loss in tried.items() if loss is not None}
         if not losses:
             continue

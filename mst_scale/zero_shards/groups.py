@@ -70,6 +70,11 @@ def tensor_slices(engine: Any) -> int:
     return int(bwc_tensor_model_parallel_world_size(engine.mpu)) if knows else 1
 
 
+def is_cut_up(engine: Any) -> bool:
+    """Whether a rank holds a part of the model only, before ZeRO cuts it."""
+    return tensor_slices(engine) > 1 or stage_count(engine) > 1
+
+
 def _of_stage(stage: int) -> Any:
     """The ranks of this stage; every rank makes the groups of all."""
     stages: list[int] = [0] * dist.get_world_size()

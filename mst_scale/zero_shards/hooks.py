@@ -154,7 +154,7 @@ HOOKS = (
         "engine.save_checkpoint and engine.load_checkpoint",
         "its files do not say which part of which parameter of the whole model a slice or stage holds",
         "0.19",
-        lambda engine, _: groups.tensor_slices(engine) > 1 or groups.stage_count(engine) > 1,
+        lambda engine, _: groups.is_cut_up(engine),
         _carry_layout,
     ),
     Hook(

@@ -11,9 +11,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from mst_scale.shard import Shard
+from mst_scale.zero_shards.groups import is_cut_up, stage_count
 from mst_scale.zero_shards.logical import cut_of
 from mst_scale.zero_shards.step import base_optimizer, total_norm
 
@@ -183,11 +185,6 @@ def refuse_arguments(model: nn.Module, *more: Any, **others: Any) -> None:
         )
     if given.get("mpu") is not None:
         _refuse_mpu(given["mpu"])
-    if isinstance(model, deepspeed.PipelineModule):
-        raise ValueError(
-            "a PipelineModule does not go with sparse training: it steps by another engine, past the masks: give the "
-            "model whole, or train with method dense"
-        )
 
 
 def refuse_untested(engine: Any) -> None:
@@ -209,11 +206,10 @@ def refuse_untested(engine: Any) -> None:
         "compile.deepcompile": bool(engine._config.compile_config.deepcompile),
         "zero_optimization.mics_shard_size": getattr(zero, "mics_shard_size", -1) > 0,
         "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-        "tensor_parallel.autotp_size": engine.autotp_size() > 1,
         # DeepSpeed reduces gradients over data_parallel_size alone, so ranks of one sequence would part
         "sequence_parallel_size": engine.sequence_parallel_size > 1 and not _names_same_weights(engine.mpu),
-        "a model-parallel unit (mpu)": engine.mpu is not None and not _names_same_weights(engine.mpu),
-        "layers cut by a model-parallel unit (mpu)": engine.mp_world_size > 1,
+        "a model-parallel unit (mpu)": not _known(engine),
+        "Muon in layers or models cut over ranks": is_cut_up(engine) and _uses_muon(engine),
         "mixture-of-experts layers": bool(engine.has_moe_layers),
         "torch_autocast": bool(engine.torch_autocast_enabled()),
         "per_head_muon": any(getattr(p, "muon_num_heads", None) for p in engine.module.parameters()),
@@ -265,6 +261,17 @@ def _refuse_mpu(mpu: Any) -> None:
 
 def _names_same_weights(mpu: Any) -> bool:
     return hasattr(mpu, "get_sequence_data_parallel_group")
+
+
+def _known(engine: Any) -> bool:
+    """Whether we know which ranks hold the same weights: from our mesh or one like it, from AutoTP, from a pipeline."""
+    made_here = engine.autotp_size() > 1 or stage_count(engine) > 1 or isinstance(engine.module, PipelineModule)
+    return engine.mpu is None or made_here or _names_same_weights(engine.mpu)
+
+
+def _uses_muon(engine: Any) -> bool:
+    """Newton-Schulz wants a matrix whole."""
+    return any("use_muon" in group for group in base_optimizer(engine).param_groups)
 
 
 def _on_nvme(offload: Any) -> bool:

@@ -159,11 +159,7 @@ def _norm_scale(engine: Any) -> float:
 
 def steps_plainly(engine: Any, _: Any = None) -> bool:
     """Whether DeepSpeed calls the client's optimizer itself: stage 0 in fp32."""
-<<<<<<< HEAD
     return base_optimizer(engine) is engine.optimizer
-=======
-    return base_optimizer(engine) is engine.optimizer and engine.mp_world_size == 1
->>>>>>> 0d839fb (Sequences cut over ranks: positions, loss and masks are those of the whole (ZeRO 0 to 2))
 
 
 def guard_plain_step(engine: Any) -> None:
