@@ -16,7 +16,7 @@ def choose_targets(model: nn.Module, targets: TargetsConfig) -> dict[str, nn.Par
     so, also where it is the token embedding.
     """
     head = _head_of(model)
-    if head is None and not targets.lm_head:
+    if not hasattr(model, "get_output_embeddings") and not targets.lm_head:
         logger.info("the model has no get_output_embeddings: mst.targets.lm_head finds no head, use exclude")
     tables = [m for m in model.modules() if isinstance(m, TABLES)]
     embeddings = {id(p) for m in tables for p in m.parameters(recurse=False)}

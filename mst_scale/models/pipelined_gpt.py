@@ -77,8 +77,17 @@ class PipelinedGPT(PipelineModule):
         self.logical_names = {name: self.logical_name(name) for name, _ in self.named_parameters()}
         """What a parameter of this rank is called in the whole GPT."""
 
+    def get_output_embeddings(self) -> nn.Module | None:
+        """As the GPT's: the module whose weight the head multiplies with, on a stage that has it; else None.
+
+        A tied head is the token embedding of the first stage, too.
+        """
+        if self.config.tied_head:
+            return self.tied_modules["wte"] if "wte" in self.tied_modules else None
+        return next((module for module in self.children() if type(module) is nn.Linear), None)
+
     def logical_name(self, name: str) -> str:
-        """The GPT's name of a module or parameter, given DeepSpeed's: `tied_modules.<key>.…`, or `<layer's number>.…`"""
+        """The GPT's name of a module or parameter, given DeepSpeed's: `tied_modules.<key>.…` or `<layer's number>.…`"""
         first, _, rest = name.removeprefix("tied_modules.").partition(".")
         if not first.isdigit():
             return ".".join(filter(None, (first, rest)))

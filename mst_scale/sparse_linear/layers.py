@@ -3,7 +3,8 @@
 The weight stays the ordinary dense parameter, so ZeRO, checkpoints and export know nothing of this. Each sparse
 parameter gets a `Product`, which takes the place of `F.linear` in the module that owns it:
 
-    nn.Linear whose weight it is               its `forward`
+    nn.Linear whose weight it is               its `forward`; so DeepSpeed's AutoTP layers, for the local matrix
+    our layers cut over ranks                  their `product` (see tensor_parallel)
     a model's `head_product` (see models.gpt)  where the head is the token embedding (tied), or called by its weight
     a model's `head_loss`                      the head and its cross-entropy at once, where the backend has that
 
@@ -19,7 +20,7 @@ what is not there, of all micro-batches that lead to a topology step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -158,9 +159,10 @@ def _told(tensor: torch.Tensor) -> str:
 def _places(model: nn.Module, parameter: nn.Parameter) -> Iterator[tuple[nn.Module, str]]:
     """(module, attribute) of every product with this parameter that we know how to replace."""
     for module in model.modules():
-        if isinstance(module, nn.Linear):
-            if module.weight is parameter and type(module).forward is nn.Linear.forward:
-                yield module, "forward"
+        if getattr(module, "weight", None) is parameter and hasattr(module, "product"):
+            yield module, "product"
+        elif getattr(module, "weight", None) is parameter and type(module) in _forwards():
+            yield module, "forward"
         elif hasattr(module, "head_product"):
             embeddings: Any = module.get_output_embeddings
             if embeddings().weight is parameter:
@@ -171,10 +173,17 @@ def _places(model: nn.Module, parameter: nn.Parameter) -> Iterator[tuple[nn.Modu
 
 def _with_own_parameters(module: Any, product: Product, attribute: str) -> Any:
     if attribute != "forward":
-        return product if attribute == "head_product" else product.loss
-    return functools.wraps(nn.Linear.forward)(functools.partial(_forward, module, product))
+        return product.loss if attribute == "head_loss" else product
+    # a partial: unlike a closure it can be copied and pickled with its module
+    return functools.wraps(type(module).forward)(functools.partial(_forwards()[type(module)], module, product))
+
+
+def _forwards() -> Mapping[type, Callable[..., torch.Tensor]]:
+    """What takes the place of a layer's forward: `forward(module, product, x)`; not of subclasses, which may do more."""
+    from mst_scale.zero_shards.autotp import FORWARDS  # and with it DeepSpeed, which a choice of kernels does without
+
+    return {nn.Linear: _forward, **FORWARDS}
 
 
 def _forward(module: nn.Linear, product: Product, x: torch.Tensor) -> torch.Tensor:
-    """Replaces `nn.Linear.forward`, as a partial: unlike a closure it can be copied and pickled with its module."""
     return product(x, module.weight, module.bias)

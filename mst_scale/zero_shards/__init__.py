@@ -6,6 +6,7 @@ hooks         every change to a live engine, in one ordered list
 parameters    construction under ZeRO-3, filling what is cut up
 logical       what each parameter is of the logical model: its name, its shape, its rows and columns
 groups        which ranks hold the rest of it
+autotp        DeepSpeed's AutoTP layers, with another product
 step          the optimizer step: where it is hooked, its norm and loss scale, what stage 0 lacks
 slices        for every sparse parameter this rank's slice, with live views of its master weight, reduced gradient
               and optimizer states, at every stage; what cannot be right is refused

@@ -41,7 +41,7 @@ def shas(engine, world) -> list[str]:
     """sha256 of each whole mask, from the shards of all ranks."""
     gathered = [None] * world
     torch.distributed.all_gather_object(gathered, engine.mst.masks.stored())
-    ranks = gathered if engine.mst.exchange.group is not None else gathered[:1]
+    ranks = gathered if engine.mst.groups.zero is not None else gathered[:1]
     return [sha256(assemble([shards[name] for shards in ranks], name)) for name in engine.mst.masks.names]
 
 
@@ -50,7 +50,7 @@ def full(engine, tensor, i, world) -> torch.Tensor:
     s = engine.mst.shards.slices[i]
     whole = torch.zeros(math.prod(s.shape))
     whole[s.start : s.start + s.length] = tensor.float()
-    if engine.mst.exchange.group is not None:
+    if engine.mst.groups.zero is not None:
         torch.distributed.all_reduce(whole)
     return whole
 

@@ -1,0 +1,139 @@
+"""Trains the tiny GPT of `cut_models` sparsely on any layout of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mst_scale.mixed_growing.masks import assemble, sha256
+from mst_scale.randomness import counter_hash
+from tests.support import cut_models
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks, who shares what, and the ZeRO stage."""
+
+    tensor: int = 1
+    sequence: int = 1
+    pipeline: int = 1
+    data: int = 1
+    stage: int = 0
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.sequence * self.pipeline * self.data
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"tensor": self.tensor, "sequence": self.sequence, "pipeline": self.pipeline}
+
+    def __str__(self) -> str:
+        return f"tp{self.tensor}-sp{self.sequence}-pp{self.pipeline}-dp{self.data}-zero{self.stage}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What every layout does alike."""
+
+    steps: int = 8
+    of: int = 20
+    mst: dict[str, Any] = field(default_factory=dict)
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    given_gradients: bool = False
+
+
+def config(layout: Layout, recipe: Recipe) -> dict[str, Any]:
+    raw = cut_models.settings(layout.stage, **recipe.deepspeed)
+    raw["training"] = {"steps": recipe.of, "seed": 3}
+    raw["mst"] = {
+        "method": "mst",
+        "sparsity": {"max": 0.8},
+        "attention": {"stride": 4},
+        **recipe.mst,
+        "topology": {"interval": 2, "check_every": 3, **recipe.mst.get("topology", {})},
+    }
+    return raw
+
+
+@contextlib.contextmanager
+def started(layout: Layout, recipe: Recipe) -> Iterator[tuple[Any, Any]]:
+    """(mesh, engine) of this rank."""
+    import mst_scale
+
+    mesh, model = cut_models.built(layout.sizes, layout.stage, **recipe.model)
+    given = {} if layout.pipeline > 1 else {"mpu": mesh}
+    engine: Any = mst_scale.initialize(model=model, config=config(layout, recipe), **given)[0]
+    try:
+        yield mesh, engine
+    finally:
+        engine.destroy()
+
+
+def step(mesh: Any, engine: Any, number: int) -> float:
+    """One optimizer step on the batch of this number; the mean loss, the same on every rank."""
+    mine = range(mesh.replica, cut_models.BATCH // cut_models.MICRO, mesh.data)
+    batches = [cut_models.tokens_and_targets(number, k, engine.module.config) for k in mine]
+    if mesh.sizes.pipeline > 1:
+        return float(engine.train_batch(iter(batches)))
+    loss = torch.zeros(())
+    for batch in batches:
+        length = batch[0].shape[1] // mesh.sizes.sequence
+        micro = engine(*(part[:, mesh.part * length : (mesh.part + 1) * length].contiguous() for part in batch))
+        engine.backward(micro)
+        engine.step()
+        loss += micro.detach() / len(batches)
+    dist.all_reduce(loss)
+    return float(loss) / dist.get_world_size()
+
+
+def whole_masks(engine: Any) -> dict[str, str]:
+    """SHA-256 of every mask of the model, from what all ranks would store."""
+    stored: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(stored, engine.mst.masks.stored() if engine.mst.groups.writes else {})
+    names = dict.fromkeys(name for shards in stored for name in shards)
+    return {name: sha256(assemble([s[name] for s in stored if name in s], name)) for name in names}
+
+
+def give_gradients(engine: Any, seed: int = 9) -> None:
+    """From now on the sparse parameters have gradients that depend on step, name and logical place alone."""
+    controller = engine.mst
+    take = engine._take_model_step  # masks gradients and steps
+
+    def step_with_these(lr_kwargs: Any) -> None:
+        for i, shard in enumerate(controller.shards.slices):
+            generator = torch.Generator().manual_seed(counter_hash(seed, controller.step, shard.name) % 2**62)
+            whole = torch.randn(shard.numel, generator=generator)
+            if shard.length:
+                live = controller.shards.gradient(i)
+                controller.shards.put_gradient(i, whole[shard.logical(torch.arange(shard.length))].to(live.dtype))
+        take(lr_kwargs)
+
+    engine._take_model_step = step_with_these
+
+
+def trained(rank: int, world: int, layout: Layout, recipe: Recipe) -> dict[str, Any]:
+    """Losses, norms, and after every topology step the masks and what was reported of it."""
+    from mst_scale import zero_shards
+
+    found: dict[str, Any] = {"losses": [], "norms": [], "masks": [], "changes": [], "digests": []}
+    with started(layout, recipe) as (mesh, engine):
+        if recipe.given_gradients:
+            give_gradients(engine)
+        for number in range(recipe.steps):
+            found["losses"].append(step(mesh, engine, number))
+            found["norms"].append(zero_shards.grad_norm(engine))
+            if engine.mst.changed_at == number + 1:
+                found["masks"].append(whole_masks(engine))
+                found["digests"].append(engine.mst.gathered().digests)
+                found["changes"].append(
+                    [(c.name, c.before, c.active, c.pruned, c.grown, c.regrown) for c in engine.mst.changes]
+                )
+        found["sparsity"], found["densities"] = engine.mst.sparsity, engine.mst.densities()
+    return found
