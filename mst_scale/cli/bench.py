@@ -10,6 +10,7 @@ ABOUT = """\
 Measure on this machine, ours and the rival alternating in one run:
 
   attention   Hybrid Sparse Attention against causal flash attention and FlexAttention
+  long        a layer of GPT-2 small at 4k to 32k tokens: sparse attention against dense flash attention
   linear      a sparse linear layer against a dense one on CPU; --tune measures the crossovers that `auto` reads;
               --device cuda: in blocks against cuBLAS, product by product
   observer    looking at the weights for TensorBoard and the report, against the steps between
@@ -38,6 +39,7 @@ PROGRAMS = (
     "attention",
     "grown_weights",
     "linear",
+    "long",
     "observer",
     "pruning",
     "quality",

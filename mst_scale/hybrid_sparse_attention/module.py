@@ -10,6 +10,8 @@ compilation per pattern, then both are kept), and activation checkpointing recom
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -18,6 +20,7 @@ from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.tensor_parallel import TensorGroup, column_linear, refuse_dropout, row_linear
 
 DENSE = Pattern("dense")
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class SelfAttention(nn.Module):
@@ -44,7 +47,7 @@ class SelfAttention(nn.Module):
         self.proj = row_linear(n_embd, n_embd, bias=bias, tensor=tensor, what="model.n_embd")
         self.n_head, self.head_dim = last - first, n_embd // n_head  # the heads that are here
         self.dropout, self.causal, self.pattern, self.backend = dropout, causal, pattern, backend
-        self.across_ranks: nn.Module | None = None  # see `parts.sequence_parallel`
+        self.across_ranks: Attend | None = None  # see `parts.sequence_parallel`
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
@@ -53,7 +56,7 @@ class SelfAttention(nn.Module):
         if self.across_ranks is None:
             out = self.attend(q, k, v)
         else:
-            out = self.across_ranks(q, k, v, 0)  # 0: where the batch is
+            out = self.across_ranks(q, k, v)
         return self.proj(out.reshape(batch, length, self.n_head * self.head_dim))
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mst_scale.hybrid_sparse_attention.module import SelfAttention
+from mst_scale.hybrid_sparse_attention.module import Attend, SelfAttention
 
 
 class Part:
@@ -75,6 +75,24 @@ class Part:
         return Part, ()
 
 
+class Exchanged:
+    """A layer's attention over whole sequences, which takes and gives this rank's part of them."""
+
+    def __init__(self, attend: Attend, part: Part):
+        self.attend, self.part = attend, part
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """(batch, length, heads, head_dim) each."""
+        if self.part.parts == 1:  # of a model that was stored
+            return self.attend(q, k, v)
+        from deepspeed.sequence.layer import DistributedAttention
+
+        # made anew: it holds the group, which neither a copy nor a file of the model could
+        exchange = DistributedAttention(self.attend, self.part.group, scatter_idx=2, gather_idx=1)
+        out: torch.Tensor = exchange(q, k, v, 0)  # 0: where the batch is
+        return out
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: torch.Tensor, group: Any) -> torch.Tensor:
@@ -102,14 +120,8 @@ def sequence_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) 
                 f"{layer.n_head} heads cannot be dealt to {part.parts} ranks: choose a divisor as group size"
             )
     for layer in layers:
-        layer.across_ranks = None if part.parts == 1 else _exchanged(layer, part.group)
+        layer.across_ranks = None if part.parts == 1 else Exchanged(layer.attend, part)
     for module in model.modules():
         if isinstance(getattr(module, "part", None), Part):
             module.part = part  # type: ignore[assignment]
     return len(layers)
-
-
-def _exchanged(layer: SelfAttention, group: Any) -> nn.Module:
-    from deepspeed.sequence.layer import DistributedAttention
-
-    return DistributedAttention(layer.attend, group, scatter_idx=2, gather_idx=1)

@@ -83,7 +83,7 @@ class PipelinedGPT(PipelineModule):
         A tied head is the token embedding of the first stage, too.
         """
         if self.config.tied_head:
-            return self.tied_modules["wte"] if "wte" in self.tied_modules else None
+            return dict(self.tied_modules.items()).get("wte")
         return next((module for module in self.children() if type(module) is nn.Linear), None)
 
     def logical_name(self, name: str) -> str:

@@ -179,7 +179,7 @@ def _with_own_parameters(module: Any, product: Product, attribute: str) -> Any:
 
 
 def _forwards() -> Mapping[type, Callable[..., torch.Tensor]]:
-    """What takes the place of a layer's forward: `forward(module, product, x)`; not of subclasses, which may do more."""
+    """What takes the place of a layer's forward: `forward(module, product, x)`; of its subclasses not."""
     from mst_scale.zero_shards.autotp import FORWARDS  # and with it DeepSpeed, which a choice of kernels does without
 
     return {nn.Linear: _forward, **FORWARDS}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
-from mst_scale.hybrid_sparse_attention import Pattern, SelfAttention, sequence_parallel
+from mst_scale.hybrid_sparse_attention import Part, Pattern, SelfAttention, sequence_parallel
 from tests.support.pool import run
 
 LENGTH, WIDTH = 40, 32
@@ -72,3 +75,43 @@ def _odd_heads(rank: int, world: int) -> str:
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     assert run(_odd_heads, 2)[0].startswith("5 heads")
+
+
+def _copies(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A layer's output on its part, that of a copy of the layer, and that of a stored one on whole sequences."""
+    import deepspeed.comm
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.comm.init_distributed("gloo", dist_init_required=False, verbose=False)
+    module = _module()
+    module.pattern = Pattern("strided", 8)
+    sequence_parallel(module)
+    x, _ = _data()
+    rows = slice(rank * LENGTH // world, (rank + 1) * LENGTH // world)
+    with torch.no_grad():
+        copied, stored = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+        return module(x[:, rows]), copied(x[:, rows]), stored(x)
+
+
+def test_a_copy_keeps_its_part_and_a_stored_model_has_none() -> None:
+    ranks = run(_copies, 2)
+    for part, copied, _ in ranks:
+        assert torch.equal(part, copied)
+    assert torch.allclose(torch.cat([rank[0] for rank in ranks], dim=1), ranks[0][2], rtol=0, atol=1e-12)
+
+
+def _loss(rank: int, world: int) -> tuple[float, float, float]:
+    import torch.distributed as dist
+
+    share = torch.tensor(1.0 + rank, requires_grad=True)
+    part = Part(dist.group.WORLD)
+    mean = part.mean(share * 3)
+    mean.backward()
+    assert share.grad is not None
+    count = part.count(torch.arange(4) > rank)
+    assert count is not None and Part().count(torch.ones(2)) is None and Part().mean(share) is share
+    return float(mean.detach()), float(share.grad), float(count)
+
+
+def test_a_mean_is_the_sum_of_shares_and_its_gradient_the_shares_own() -> None:
+    assert run(_loss, 2) == [(9.0, 3.0, 5.0)] * 2

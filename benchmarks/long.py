@@ -1,0 +1,151 @@
+"""Compares a transformer layer with Hybrid Sparse Attention to one with dense flash attention on long sequences.
+
+    mst bench long [--device cpu|cuda] [--lengths N …] [--dtypes D …] [--stride S] [--json | --markdown] [--quick]
+
+Forward + backward of a whole layer of GPT-2 small (two norms, attention with its projections, MLP; 12 heads of 64,
+batch 1), pattern strided 128 as in ds_configs/gpt2_small_32k.json, against the same layer with torch's causal flash
+attention. Weights are dense on both sides, so that the difference is attention's alone. The runs alternate in one
+process and the medians are compared; tokens/s are the length over the median. The pair ceiling is the dense causal
+pairs over ours.
+
+Peak memory is that of one forward + backward beyond the layer's weights: gradients and input included, resident set of
+a fresh process on CPU, allocated bytes on CUDA. A layer is not a model: embeddings, head and optimizer come on top.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mst_scale.config.blocks import ModelConfig
+from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
+from mst_scale.models.gpt import Block
+
+from . import memory
+from .machine import machine
+from .page import Row, grid, outputs, tell
+from .timing import Run, for_seconds, middle_half, versus
+
+HEADS, WIDTH, STRIDE = 12, 768, 128
+LENGTHS, DTYPES = (4096, 8192, 16384, 32768), ("float32", "bfloat16")
+FLASH = "the layer with causal flash attention"
+DENSE = Pattern("dense")
+
+
+def step_of(pattern: Pattern, dtype: str, length: int, device: str) -> Run:
+    """Forward + backward of a layer under this pattern; weights and input are the same for every pattern."""
+    torch.manual_seed(0)
+    layer = Block(ModelConfig(n_layer=1, n_head=HEADS, n_embd=WIDTH, context=length))
+    layer = layer.to(device, getattr(torch, dtype))
+    set_pattern(layer, pattern)
+
+    def run() -> None:
+        layer.zero_grad()
+        x = torch.ones(1, length, WIDTH, dtype=getattr(torch, dtype), device=device).cumsum(1).mul_(1e-3).sin_()
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # an error rather than another kernel
+            layer(x.requires_grad_()).float().square().mean().backward()
+
+    return run
+
+
+def compare(dtype: str, length: int, device: str, seconds: float, pattern: Pattern) -> Row:
+    runs = [step_of(side, dtype, length, device) for side in (pattern, DENSE)]
+    mine, theirs = for_seconds(runs, seconds, least=3, most=40, device=torch.device(device))
+    row = {
+        "device": device,
+        "dtype": dtype,
+        "length": length,
+        "pattern": f"{pattern.kind} {pattern.stride}",
+        "ceiling": round(DENSE.pairs(length) / pattern.pairs(length), 1),
+        **versus(mine, FLASH, theirs, middle_half),
+    }
+    row["ours_tokens_per_s"] = round(1e3 * length / row["ours_ms"])
+    row["rival_tokens_per_s"] = round(1e3 * length / row["rival_ms"])
+    for side, which in (("ours", pattern), ("rival", DENSE)):
+        peak = peak_memory(which, dtype, length, device)
+        row[f"{side}_mib"] = None if peak is None else round(peak / 2**20)
+    return row
+
+
+def peak_memory(pattern: Pattern, dtype: str, length: int, device: str) -> int | None:
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        return _peak(pattern, dtype, length, device, torch.get_num_threads())
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_peak, (pattern, dtype, length, device, torch.get_num_threads()))
+
+
+def _peak(pattern: Pattern, dtype: str, length: int, device: str, threads: int) -> int | None:
+    torch.set_num_threads(threads)
+    step_of(pattern, dtype, 512, device)()  # libraries, thread pools and the compiled kernel are there before
+    run = step_of(pattern, dtype, length, device)
+    memory.give_back()
+    return memory.peak_of(run, device)
+
+
+# --- presentation ---
+
+
+def _time(row: Row, side: str) -> str:
+    low, high = row[f"{side}_range"]
+    return f"{row[f'{side}_ms'] / 1e3:.2f} ({low / 1e3:.2f} – {high / 1e3:.2f})"
+
+
+def table(rows: Sequence[Row]) -> str:
+    head = (
+        "device", "dtype", "tokens", "pattern", "ours s (middle half)", "dense s (middle half)", "ours tokens/s",
+        "dense tokens/s", "speed-up", "pair ceiling", "rounds", "ours MiB", "dense MiB",
+    )  # fmt: skip
+    lines: list[Sequence[Any]] = [
+        (
+            row["device"], row["dtype"], row["length"], row["pattern"], _time(row, "ours"), _time(row, "rival"),
+            f"{row['ours_tokens_per_s']:,}", f"{row['rival_tokens_per_s']:,}", f"**{row['speedup']:.2f}**",
+            row["ceiling"], row["rounds"], _or_dash(row["ours_mib"]), _or_dash(row["rival_mib"]),
+        )
+        for row in rows
+    ]  # fmt: skip
+    return grid(head, lines)
+
+
+def _or_dash(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="mst bench long", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (default: cpu)")
+    parser.add_argument("--lengths", type=at_least(1), nargs="+", default=list(LENGTHS), help="tokens of a sequence")
+    parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="of weights and activations")
+    parser.add_argument("--stride", type=at_least(1), default=STRIDE, help=f"of the pattern (default: {STRIDE})")
+    parser.add_argument("--seconds", type=at_least(0.01), default=20.0, help="time for one comparison, at least")
+    parser.add_argument("--quick", action="store_true", help="lengths up to 8192")
+    parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: torch's choice)")
+    outputs(parser, "the file benchmarks/results/long_context.md")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device here; leave it out to measure on the CPU")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    about, pattern = machine(), Pattern("strided", options.stride)
+    rows = [
+        compare(dtype, length, options.device, options.seconds, pattern)
+        for dtype in options.dtypes
+        for length in options.lengths
+        if not (options.quick and length > 8192)
+    ]
+    about["load after"] = [round(x, 2) for x in os.getloadavg()]
+    lengths = " ".join(map(str, options.lengths))
+    given = f"--device {options.device} --lengths {lengths} --dtypes {' '.join(options.dtypes)}"
+    given += f" --stride {options.stride} --seconds {options.seconds:g}{' --quick' * options.quick}"
+    tell(options, rows, table(rows), about=about, doc=__doc__, command=f"mst bench long {given}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
