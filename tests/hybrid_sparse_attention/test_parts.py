@@ -1,4 +1,4 @@
-"""Sequences cut over two ranks, exchanged for heads and back by DeepSpeed, against one process with whole sequences."""
+"""Sequences cut over ranks, exchanged for heads and back by DeepSpeed, against one process with whole sequences."""
 
 from __future__ import annotations
 
@@ -51,9 +51,11 @@ def _on_a_rank(rank: int, world: int) -> list[list[torch.Tensor]]:
     return results
 
 
-def test_two_ranks_equal_one() -> None:
-    ranks = run(_on_a_rank, 2)
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_together_equal_the_definition_on_one(world: int) -> None:
+    ranks = run(_on_a_rank, world)
     module = _module()
+    module.backend = "definition"
     for index, (kind, stride) in enumerate(PATTERNS):
         module.pattern = Pattern(kind, stride)
         y, dx, *weights = _step(module, *_data())
