@@ -14,15 +14,18 @@ import json
 import os
 import shutil
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mst_scale.distributed import Damaged, Elsewhere, Ranks, logger
+from mst_scale.distributed import Damaged, Elsewhere, Ranks, Sizes, logger
 
 PARTIAL = ".partial"
 ASIDE = ".aside"
 MANIFEST = "manifest.json"
 OWN_DIGEST = "manifest_sha256"
+WHOLE = Sizes()
+WHOLE_KEYS = asdict(WHOLE)
 UNIVERSAL = "universal"
 """The folder in a checkpoint that holds a copy for any number of ranks and any ZeRO stage (`mst reshape`)."""
 
@@ -32,7 +35,16 @@ def tag_of(step: int) -> str:
 
 
 def save(
-    engine: Any, folder: Path, ranks: Ranks, *, step: int, batch: int, micro: int, keep: int, state: dict[str, Any]
+    engine: Any,
+    folder: Path,
+    ranks: Ranks,
+    *,
+    step: int,
+    batch: int,
+    micro: int,
+    keep: int,
+    state: dict[str, Any],
+    sizes: Sizes = WHOLE,
 ) -> float:
     """One checkpoint on all ranks, whole or not at all; the seconds it took.
 
@@ -49,8 +61,8 @@ def save(
         names = ranks.on_first(lambda: _files(draft))
         digests = ranks.together(lambda: _digests(draft, _share(names, ranks)))
         ranks.on_first(lambda: None)  # every rank has read its share back
-        layout = {"ranks": ranks.world_size, "stage": int(engine.zero_optimization_stage())}
-        _seal(draft, final, digests, ranks, {"tag": tag, "step": step, "batch": batch, "micro": micro, **layout})
+        saved = layout(ranks.world_size, int(engine.zero_optimization_stage()), sizes)
+        _seal(draft, final, digests, ranks, {"tag": tag, "step": step, "batch": batch, "micro": micro, **saved})
     except (OSError, Elsewhere):
         if ranks.first:
             shutil.rmtree(draft, ignore_errors=True)
@@ -135,17 +147,30 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def misfit(checkpoint: Path, world_size: int, stage: int) -> str | None:
-    """Why this many ranks at this ZeRO stage cannot load it as it is; None where they can."""
-    manifest = head(checkpoint) or {}
-    saved_ranks, saved_stage = manifest.get("ranks", world_size), manifest.get("stage", stage)
-    same_files = saved_stage == stage or {saved_stage, stage} == {1, 2}
-    if same_files and (saved_ranks == world_size or stage == 0):  # at stage 0 every rank reads the one whole file
+def layout(world_size: int, stage: int, sizes: Sizes = WHOLE) -> dict[str, Any]:
+    """What a manifest says of who saved it: ranks, ZeRO stage, and how the model was cut before ZeRO, if it was."""
+    cut = {"replicas": sizes.data(world_size), **asdict(sizes)} if sizes.model > 1 else {}
+    return {"ranks": world_size, "stage": stage, **cut}
+
+
+def misfit(checkpoint: Path, here: dict[str, Any]) -> str | None:
+    """Why those of this `layout` cannot load it as it is; None where they can."""
+    saved = {**here, **WHOLE_KEYS, **(head(checkpoint) or {})}
+    here = {**WHOLE_KEYS, **here}
+    same_files = saved["stage"] == here["stage"] or {saved["stage"], here["stage"]} == {1, 2}
+    same_cut = all(saved[key] == here[key] for key in WHOLE_KEYS)
+    # at stage 0 every rank reads the one whole file
+    if same_files and same_cut and (saved["ranks"] == here["ranks"] or here["stage"] == 0):
         return None
     return (
-        f"{checkpoint} was saved by {saved_ranks} ranks at ZeRO stage {saved_stage}, and here are {world_size} at "
-        f"stage {stage}"
+        f"{checkpoint} was saved by {saved['ranks']} ranks{_cut_in_words(saved)} at ZeRO stage {saved['stage']}, "
+        f"and here are {here['ranks']}{_cut_in_words(here)} at stage {here['stage']}"
     )
+
+
+def _cut_in_words(layout: dict[str, Any]) -> str:
+    cut = Sizes(**{key: layout[key] for key in WHOLE_KEYS})
+    return f" ({cut.in_words()})" if cut.model > 1 else ""
 
 
 def damage(checkpoint: Path, ranks: Ranks | None = None, within: str = "") -> list[str]:

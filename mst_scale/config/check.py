@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 from mst_scale.config.blocks import Experiment
 from mst_scale.config.limits import refuse_large
+from mst_scale.config.parallel import refuse_untried
 from mst_scale.config.support import refuse_unsupported
 from mst_scale.distributed import shown
 
@@ -108,6 +109,7 @@ def check(experiment: Experiment) -> None:
             f"model.dropout = {experiment.model.dropout} does not go with sparse attention: set it to 0, or "
             'mst.attention.pattern to "dense"'
         )
+    refuse_untried(experiment)
     peak_learning_rate(ds)
     _optimizer(ds["optimizer"])
     clip = ds.get("gradient_clipping", 0.0)

@@ -1,10 +1,15 @@
-"""Reads over how many ranks a config cuts layers, sequences and the model: by DeepSpeed's own keys."""
+"""Reads over how many ranks a config cuts layers, sequences and the model: by DeepSpeed's own keys.
+
+Our models are cut by ourselves, so these keys are not for DeepSpeed's eyes (`without_sizes`): by them it would cut a
+model of its own knowledge once more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from mst_scale.config.blocks import Experiment
 from mst_scale.distributed import Sizes, shown
 
 KEYS = {"tensor": "tensor_parallel.autotp_size", "sequence": "sequence_parallel_size", "pipeline": "pipeline.stages"}
@@ -26,3 +31,57 @@ def _size(deepspeed: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} must be a positive integer, not {shown(value)}")
     return value
+
+
+def without_sizes(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without the keys of `sizes_of`."""
+    left = dict(deepspeed)
+    for key in KEYS.values():
+        block, _, name = key.rpartition(".")
+        if not block:
+            left.pop(name, None)
+        elif isinstance(left.get(block), Mapping):
+            left[block] = {other: value for other, value in left[block].items() if other != name}
+            if not left[block]:
+                del left[block]
+    return left
+
+
+def refuse_untried(experiment: Experiment) -> None:
+    """What goes with one rank a model and not with several."""
+    sizes = sizes_of(experiment.deepspeed)
+    if sizes.model == 1:
+        return
+    if experiment.training.eval_tasks is not None:
+        raise ValueError(
+            f"training.eval_tasks takes a model that is whole on each rank, and this one is cut by {sizes.in_words()}: "
+            "leave it out, and evaluate afterwards with mst eval"
+        )
+    if experiment.training.init is not None:
+        raise ValueError(
+            f"training.init fills a model that is whole on each rank, and this one is cut by {sizes.in_words()}: leave "
+            "it out"
+        )
+    if experiment.model.dropout:
+        raise ValueError(
+            f"model.dropout = {experiment.model.dropout} does not go with {sizes.in_words()}, whose ranks would drop "
+            "different values: set it to 0"
+        )
+    if sizes.pipeline > 1:
+        refuse_in_pipeline(experiment.deepspeed)
+
+
+def refuse_in_pipeline(deepspeed: Mapping[str, Any]) -> None:
+    """What DeepSpeed's pipeline engine asserts, or computes otherwise."""
+    zero = deepspeed.get("zero_optimization") or {}
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if isinstance(stage, int) and stage > 1:
+        raise ValueError(
+            f"zero_optimization.stage = {stage} does not go with a pipeline, whose gradients stay whole until all "
+            "micro-batches are through: set it to 1"
+        )
+    if stage == 0 and (deepspeed.get("fp16") or {}).get("enabled"):
+        raise ValueError(
+            "fp16 without ZeRO does not scale a pipeline's loss in DeepSpeed: set zero_optimization.stage to 1, or "
+            "take bf16"
+        )

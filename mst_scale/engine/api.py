@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mst_scale import zero_shards
 from mst_scale.config import Experiment, load, read, states
+from mst_scale.config.parallel import refuse_in_pipeline
 from mst_scale.config.support import refuse_unsupported
 from mst_scale.distributed import logger, speak
 from mst_scale.engine.controller import Controller
@@ -55,6 +56,8 @@ def initialize(
     _require_length(configs[0], experiment)
     unread = _refuse_two_schedules(configs[0], experiment, others)
     notes = [*refuse_unsupported(experiment.deepspeed, experiment.mst), *unread]
+    if isinstance(model, deepspeed.PipelineModule):
+        refuse_in_pipeline(experiment.deepspeed)
     if not experiment.mst.stays_dense:
         zero_shards.refuse_arguments(model, *more, **others)
     speak()

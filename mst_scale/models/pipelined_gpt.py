@@ -87,7 +87,7 @@ class PipelinedGPT(PipelineModule):
         return next((module for module in self.children() if type(module) is nn.Linear), None)
 
     def logical_name(self, name: str) -> str:
-        """The GPT's name of a module or parameter, given DeepSpeed's: `tied_modules.<key>.…` or `<layer's number>.…`"""
+        """The GPT's name of a module or parameter called `tied_modules.<key>.…` or `<number of the layer>.…` here."""
         first, _, rest = name.removeprefix("tied_modules.").partition(".")
         if not first.isdigit():
             return ".".join(filter(None, (first, rest)))

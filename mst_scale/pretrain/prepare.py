@@ -17,12 +17,13 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints import store
 from mst_scale.config import DataConfig, Experiment, to_dict
 from mst_scale.config.check import batch_shape
+from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.costs.ledger import Ledger
 from mst_scale.costs.muon import optimizer_flops
 from mst_scale.data.masking import open_sampler
 from mst_scale.data.prepare import ensure
 from mst_scale.data.sampler import Sampler
-from mst_scale.distributed import Ranks, logger
+from mst_scale.distributed import Mesh, Ranks, logger
 from mst_scale.engine.api import initialize
 from mst_scale.hugging_face import start_from
 from mst_scale.models import build
@@ -30,6 +31,7 @@ from mst_scale.pretrain import branch, lengthen, refusals, resume
 from mst_scale.runs import run_file
 from mst_scale.runs.optional_writes import OptionalWrites
 from mst_scale.runs.run_file import RunFile
+from mst_scale.tensor_parallel import TensorGroup
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Prepared:
     val: Sampler
     tasks: Any
     engine: Any
+    mesh: Mesh | None
+    """Where several ranks share a model."""
     ledger: Ledger
     place: Place
     rollbacks: int
@@ -83,16 +87,19 @@ def prepare(
 
     `begins` is told what is done next.
     """
+    sizes = ranks.together(lambda: sizes_of(experiment.deepspeed))
+    replicas = ranks.together(lambda: sizes.data(ranks.world_size))
     own = resume.choose(out, how, ranks)
     ranks.on_first(lambda: resume.refuse_another_model(out, experiment))
     source = lengthen.beginning(own, out, experiment, how, ranks) or branch.source(branch_from, experiment, ranks)
     fitted = experiment
     if source is not None:
-        fitted = ranks.together(lambda: resume.with_batch_of(experiment, source, ranks.world_size))
-    batch, micro, accumulation = ranks.together(lambda: batch_shape(fitted.deepspeed, ranks.world_size))
-    ranks.together(lambda: refusals.refuse(fitted, ranks.world_size))
+        fitted = ranks.together(lambda: resume.with_batch_of(experiment, source, replicas))
+    batch, micro, accumulation = ranks.together(lambda: batch_shape(fitted.deepspeed, replicas))
+    mesh = ranks.together(lambda: Mesh(sizes)) if sizes.model > 1 else None
+    ranks.together(lambda: refusals.refuse(fitted, ranks.world_size, mesh))
     ledger = Ledger(fitted.model, batch, optimizer_flops(fitted.model, fitted.deepspeed))
-    loadable = None if source is None else resume.loadable(source, ranks, zero_shards.zero_stage(fitted.deepspeed))
+    loadable = None if source is None else resume.loadable(source, ranks, fitted.deepspeed)
     begins("corpus", f" {fitted.data.dir or fitted.data.source or ''}")
     folder = ranks.on_first(lambda: corpus(fitted.data))
 
@@ -105,7 +112,7 @@ def prepare(
     evaluated = tasks(fitted, out, micro, ranks)
     begins("model and engine", f" ({fitted.model.weights:,} weights; operators are compiled at first use)")
     start = initial_weights(fitted, ranks) if source is None else None
-    engine = ranks.together(lambda: built_engine(fitted, out, start))
+    engine = ranks.together(lambda: built_engine(fitted, out, start, mesh))
     place, left_out = Place(), []
     if loadable is not None:
         begins("checkpoint", f" {loadable[0]}")
@@ -115,7 +122,7 @@ def prepare(
     story = begin_story(fitted, out, ranks, step=place.step, source=source, shape=(batch, micro, accumulation))
     return Prepared(
         fitted, out, ranks, batch, micro, accumulation,
-        train, val, evaluated, engine, ledger, place, len(left_out), story,
+        train, val, evaluated, engine, mesh, ledger, place, len(left_out), story,
     )  # fmt: skip
 
 
@@ -197,11 +204,11 @@ def initial_weights(experiment: Experiment, ranks: Ranks) -> Any:
     return ranks.together(lambda: start_from.read(start_from.folder_of(init), experiment.model) if ranks.first else {})
 
 
-def built_engine(experiment: Experiment, out: Path, start: Any) -> Any:
+def built_engine(experiment: Experiment, out: Path, start: Any, mesh: Mesh | None = None) -> Any:
     """DeepSpeed's engine around the experiment's model; `start` as `initial_weights` returns it."""
+    experiment = replace(experiment, deepspeed=without_sizes(experiment.deepspeed))
     torch.manual_seed(experiment.training.seed)
-    with zero_shards.partitioned_construction(experiment.deepspeed):
-        model = build(experiment.model)
+    model = built_model(experiment, mesh)
     if start is not None:
         start_from.fill(model, start or None)
         logger.info("starting from the weights of %s", experiment.training.init)
@@ -209,9 +216,29 @@ def built_engine(experiment: Experiment, out: Path, start: Any) -> Any:
         deepspeed.checkpointing.configure(None, deepspeed_config=experiment.deepspeed)
     monitored = _with_monitors(experiment, out)
     with refusals.in_deepspeeds_words():
-        built: Any = initialize(model=model, model_parameters=decay_groups(model), config=monitored)[0]
+        built: Any = initialize(
+            model=model,
+            model_parameters=decay_groups(model),
+            config=monitored,
+            # a pipeline brings its own, of the same ranks
+            mpu=None if isinstance(model, deepspeed.PipelineModule) else mesh,
+        )[0]
     _spare_the_run(built.monitor)
     return built
+
+
+def built_model(experiment: Experiment, mesh: Mesh | None) -> torch.nn.Module:
+    """The model with its first weights, or of it what is this rank's."""
+    if mesh is not None and mesh.sizes.sequence > 1:
+        raise ValueError(
+            f"sequence_parallel_size = {mesh.sizes.sequence}: the models take whole sequences: set it to 1"
+        )
+    if mesh is not None and mesh.sizes.pipeline > 1:
+        from mst_scale.models.pipelined_gpt import PipelinedGPT
+
+        return PipelinedGPT(experiment.model, mesh)
+    with zero_shards.partitioned_construction(experiment.deepspeed, mesh):
+        return build(experiment.model, None if mesh is None else TensorGroup.of(mesh))
 
 
 def _spare_the_run(monitor: Any) -> None:

@@ -20,7 +20,8 @@ import torch
 from pydantic import ValidationError
 
 from mst_scale.config import Experiment
-from mst_scale.distributed import shown
+from mst_scale.config.parallel import sizes_of, without_sizes
+from mst_scale.distributed import Mesh, shown
 
 HERE, THEIRS = Path(__file__).parents[1], Path(deepspeed.__file__).parent
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "csv_monitor": None}
@@ -31,21 +32,21 @@ MADE_BY_DEEPSPEED = ("adam", "adamw", "adagrad", "lamb", "lion", "muon")
 OF_MUON = ("muon_lr", "adam_lr", "momentum", "ns_method", "lr", "betas", "eps", "weight_decay", "adam_w_mode")
 
 
-def refuse(experiment: Experiment, ranks: int) -> None:
+def refuse(experiment: Experiment, ranks: int, mesh: Mesh | None = None) -> None:
     """All of them; each rank looks for itself, as machines may differ."""
     refuse_what_cannot_fit(experiment, ranks)
-    refuse_deepspeeds_part(experiment.deepspeed)
+    refuse_deepspeeds_part(without_sizes(experiment.deepspeed), mesh)
     refuse_optimizer(experiment)
     refuse_monitors(experiment.deepspeed)
 
 
-def refuse_deepspeeds_part(config: dict[str, Any]) -> None:
+def refuse_deepspeeds_part(config: dict[str, Any], mesh: Mesh | None = None) -> None:
     """DeepSpeed reads its part of the config; what it refuses is told with the key."""
-    error = _refused(config)
+    error = _refused(config, mesh)
     if error is None:
         return
     for key in config:  # the one without which it is content, or has another complaint
-        other = _refused({name: value for name, value in config.items() if name != key})
+        other = _refused({name: value for name, value in config.items() if name != key}, mesh)
         if other is None or _reason(other) != _reason(error):
             raise ValueError(f"{key}{_reason(error, key)} (DeepSpeed's own key: see its documentation)") from None
     raise ValueError(f"the DeepSpeed part of the config{_reason(error)}") from None
@@ -67,9 +68,9 @@ def in_deepspeeds_words() -> Iterator[None]:
         raise ValueError(f"DeepSpeed cannot run this config{_reason(error)}") from error
 
 
-def _refused(config: dict[str, Any]) -> Exception | None:
+def _refused(config: dict[str, Any], mesh: Mesh | None) -> Exception | None:
     try:
-        deepspeed.DeepSpeedConfig(dict(config))
+        deepspeed.DeepSpeedConfig(dict(config), mesh)
     except Exception as error:  # asserts, KeyErrors, TypeErrors: whatever reading a wrong value comes to
         return error
     return None
@@ -150,7 +151,8 @@ def refuse_what_cannot_fit(experiment: Experiment, ranks: int) -> None:
     """The weights alone, in float32 as they are made: a bound that no setting lowers. `mst plan` says it exactly."""
     weights = experiment.model.weights
     stage = experiment.deepspeed.get("zero_optimization", {}).get("stage", 0)
-    each = 4 * weights // (ranks if stage == 3 else 1)
+    sizes = sizes_of(experiment.deepspeed)
+    each = 4 * weights // (ranks if stage == 3 else sizes.tensor * sizes.pipeline)
     memory = memory_of_this_machine()
     if each > memory:
         raise ValueError(

@@ -18,6 +18,7 @@ from mst_scale.checkpoints import store
 from mst_scale.checkpoints.store import MANIFEST, UNIVERSAL
 from mst_scale.config import Experiment, to_dict
 from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
+from mst_scale.config.parallel import sizes_of
 from mst_scale.distributed import Ranks, logger
 from mst_scale.runs import run_file
 
@@ -108,11 +109,13 @@ def _shape_of_run(out: Path, keys: Iterable[str]) -> dict[str, Any] | None:
     return {key: before["model"][key] for key in keys}
 
 
-def loadable(source: Path, ranks: Ranks, stage: int) -> tuple[Path, bool]:
-    """Where these ranks at this ZeRO stage load it from, and whether that is a universal copy, made now if need be."""
+def loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any]) -> tuple[Path, bool]:
+    """Where these ranks load it from by this config, and whether that is a universal copy, made now if need be."""
+    stage = int(deepspeed.get("zero_optimization", {}).get("stage", 0))
+    layout = store.layout(ranks.world_size, stage, sizes_of(deepspeed))
     if ranks.on_first(lambda: bool((store.head(source) or {}).get("universal"))):
         return source, True
-    misfit = ranks.on_first(lambda: store.misfit(source, ranks.world_size, stage))
+    misfit = ranks.on_first(lambda: store.misfit(source, layout))
     if misfit is None:
         return source, False
     copy = source / UNIVERSAL
@@ -141,14 +144,15 @@ def _reshaped(source: Path, misfit: str) -> float:
 
 
 def with_batch_of(experiment: Experiment, source: Path, world_size: int) -> Experiment:
-    """The experiment with the global batch of the checkpoint, on however many ranks there are now.
+    """The experiment with the global batch of the checkpoint, on however many ranks there are now (replicas of the
+    model, where several share one).
 
     A `train_batch_size` that the config states otherwise than the checkpoint is a user's decision and stays. A config
     that states no micro-batch gets none larger than the checkpoint's, which is known to fit in memory.
     """
     manifest = store.head(source) or {}
     before: int | None = manifest.get("batch")
-    ranks_before: int = manifest.get("ranks", world_size)
+    ranks_before: int = manifest.get("replicas", manifest.get("ranks", world_size))
     deepspeed = {key: value for key, value in experiment.deepspeed.items() if value != "auto" or key not in BATCH_KEYS}
     total, micro, accumulation = (deepspeed.get(key) for key in BATCH_KEYS)
     if before is None or total not in (None, before):

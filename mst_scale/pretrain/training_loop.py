@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from mst_scale import distributed, zero_shards
 from mst_scale.checkpoints import store
 from mst_scale.config import Experiment
 from mst_scale.config.check import peak_learning_rate
+from mst_scale.config.parallel import sizes_of
 from mst_scale.costs.ledger import shortened
 from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units.kinds import in_words
-from mst_scale.distributed import Ranks, Verdict, logger
-from mst_scale.pretrain import lengthen, resume
+from mst_scale.distributed import Ranks, Sizes, Verdict, logger
+from mst_scale.pretrain import batches, lengthen, resume
+from mst_scale.pretrain.batches import Share
 from mst_scale.pretrain.learning_rate import learning_rate, share_of
 from mst_scale.pretrain.prepare import Prepared, load, prepare
 from mst_scale.pretrain.spikes import Spikes, batch_number
@@ -55,7 +58,9 @@ class Run:
         self.batch, self.micro, self.accumulation = prepared.batch, prepared.micro, prepared.accumulation
         self.train, self.val, self.tasks = prepared.train, prepared.val, prepared.tasks
         self.engine, self.ledger, self.run_file = prepared.engine, prepared.ledger, prepared.run_file
-        self.rollbacks = prepared.rollbacks
+        self.rollbacks, self.mesh = prepared.rollbacks, prepared.mesh
+        self.share = Share.of(self.ranks, self.mesh)
+        self.update, self.losses = batches.of(self.engine)
         self.training = self.experiment.training
         self.peak = peak_learning_rate(self.experiment.deepspeed)
         self.checkpoints = self.out / "checkpoints"
@@ -152,9 +157,7 @@ class Run:
             self.record.say(f"there is no checkpoint from before step {bad} to go back to: the run goes on")
             return False
         number, here = batch_number(bad - 1, self.skipped), self.step
-        loadable = resume.loadable(
-            self.checkpoints / tag, self.ranks, zero_shards.zero_stage(self.experiment.deepspeed)
-        )
+        loadable = resume.loadable(self.checkpoints / tag, self.ranks, self.experiment.deepspeed)
         place = load(self.engine, self.ledger, self.out, self.ranks, loadable)
         self.step, self.record.layers = place.step, place.layers
         self.spikes = Spikes(self.training.spike, place.losses)
@@ -201,21 +204,20 @@ class Run:
         rate = learning_rate(self.step, self.peak, self.training)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate * share_of(group, self.experiment.deepspeed["optimizer"]["params"])
-        total = torch.zeros((), device=self.device)
-        number = batch_number(self.step, self.skipped)
-        for k in range(self.accumulation):
-            micro_batch = k * self.ranks.world_size + self.ranks.rank  # its place in the global batch
+        return self.update(self.engine, self._of_a_step(batch_number(self.step, self.skipped)), self.accumulation)
+
+    def _of_a_step(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's micro-batches of a global batch."""
+        for turn in range(self.accumulation):
+            micro_batch = self.share.place(turn)
             tokens, targets = self._micro_batch(self.train, number, micro_batch)
             if self.experiment.model.dropout:
                 torch.manual_seed(counter_hash(self.training.seed, "dropout", self.step, micro_batch))
-            loss = self.engine(tokens, targets)
-            self.engine.backward(loss)
-            self.engine.step()
-            total += loss.detach()
-        return total / self.accumulation
+            yield tokens, targets
 
     def _micro_batch(self, sampler: Sampler, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, targets = sampler.batch(step, range(index * self.micro, (index + 1) * self.micro))
+        whole = sampler.batch(step, range(index * self.micro, (index + 1) * self.micro))
+        tokens, targets = (self.share.cut(each) for each in whole)
         if self.device.type == "cuda":  # a copy from pageable memory may wait for all that the device has yet to do
             tokens, targets = tokens.pin_memory(), targets.pin_memory()
         return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
@@ -227,17 +229,16 @@ class Run:
         Micro-batches are dealt out in turn; a rank without one left runs an idle forward, because under ZeRO-3 every
         forward is a collective.
         """
-        self.engine.eval()
         count = -(-self.training.eval_sequences // self.micro)
+        places = [self.share.place(turn) for turn in range(-(-count // self.share.replicas))]
+        of_each = (self._micro_batch(self.val, 0, min(place, count - 1)) for place in places)
         losses = torch.zeros(count, dtype=torch.float64)
-        for start in range(0, count, self.ranks.world_size):
-            index = start + self.ranks.rank
-            tokens, targets = self._micro_batch(self.val, 0, min(index, count - 1))
-            loss = self.engine(tokens, targets)
-            if index < count:
-                losses[index] = loss.double().cpu()
-        dist.all_reduce(losses, group=self.ranks.control)  # each entry has one owner: the sum adds zeros to it
-        self.engine.train()
+        # a pipeline's last stage alone has losses
+        for place, loss in zip(places, self.losses(self.engine, of_each, len(places)), strict=False):
+            if place < count and self.share.counts:
+                losses[place] = loss / self.share.parts
+        # each entry has one owner, or the equal parts of a sequence: the sum adds zeros to it
+        dist.all_reduce(losses, group=self.ranks.control)
         return float(losses.mean())
 
     def _refuse_nonfinite(self) -> None:
@@ -263,6 +264,7 @@ class Run:
             self.save_seconds = store.save(
                 self.engine, self.checkpoints, self.ranks,
                 step=self.step, batch=self.batch, micro=self.micro, keep=keep, state=state,
+                sizes=Sizes() if self.mesh is None else self.mesh.sizes,
             )  # fmt: skip
             self.failed_saves = 0
         except (OSError, distributed.Elsewhere) as error:
@@ -279,7 +281,8 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
     """From the options to the table at the end."""
     stop = StopRequest()
     began_on = resume.ranks_at_first(out, ranks)
-    fitted = ranks.together(lambda: shortened(experiment, began_on))
+    replicas = ranks.together(lambda: sizes_of(experiment.deepspeed).data(began_on))
+    fitted = ranks.together(lambda: shortened(experiment, replicas))
     run = Run(prepare(fitted, out, ranks, args.resume, args.branch_decay_from, begins=starting.begins), stop)
     begun, first = time.monotonic(), run.step
     if first < run.training.steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed.comm as ds_comm
@@ -102,6 +102,16 @@ def hold_updates(engine: Any, when: Callable[[], bool]) -> None:
 
     base_optimizer(engine).register_step_pre_hook(take)
     base_optimizer(engine).register_step_post_hook(give_back)
+
+
+def pipeline_losses(engine: Any, batches: Iterator[Any], count: int) -> list[torch.Tensor]:
+    """Losses of so many micro-batches on the last stage, none on the others. A collective of all stages and replicas.
+
+    `eval_batch` gives their mean over replicas; it leaves those of this replica in `fwd_outputs`.
+    """
+    engine.eval_batch(batches, num_micro_batches=count)
+    engine.module.train()
+    return list(engine.fwd_outputs) if engine.is_last_stage() else []
 
 
 class NamedCollectives:

@@ -1,0 +1,89 @@
+"""Whole runs of models that several ranks share, against one rank's: rows, evaluation, resume, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mst_scale.pretrain.batches import Share
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import arguments, attempt, without_times
+
+MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": tiny_run.CONTEXT, "vocab_size": 64}
+# evaluation: three micro-batches, which two replicas cannot share evenly
+TRAINING = {"steps": 6, "warmup": 2, "log_every": 1, "eval_every": 3, "eval_sequences": 6, "save_every": 3}
+LAYOUTS = {
+    "tensor": (2, {"tensor_parallel": {"autotp_size": 2}}),
+    "tensor-data": (4, {"tensor_parallel": {"autotp_size": 2}}),
+    "pipeline": (2, {"pipeline": {"stages": 2}}),
+    "pipeline-data": (4, {"pipeline": {"stages": 2}}),
+    "both": (4, {"tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2}}),
+}
+
+
+def _run(world: int, folder: Path, out: str, *more: str, **blocks: Any) -> list[dict[str, Any]]:
+    blocks = {"model": MODEL, "training": TRAINING, **blocks}
+    results = pool.run(attempt, world, arguments(folder, out, *more, **blocks))
+    assert all(code == 0 for code, _ in results), results
+    return without_times(tiny_run.rows(folder / out))
+
+
+def _close(mine: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
+    """float32 in another order of sums."""
+    assert len(mine) == len(reference)
+    for ours, theirs in zip(mine, reference, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in ours.items():
+            same = theirs[key]
+            assert value == (pytest.approx(same, rel=1e-4) if isinstance(value, float) else same), key
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_is_that_of_one_rank_and_goes_on_from_its_checkpoint(tmp_path: Path, layout: str):
+    world, keys = LAYOUTS[layout]
+    reference = _run(1, tmp_path, "whole")
+    mine = _run(world, tmp_path, "cut", **keys)
+    _close(mine, reference)
+    assert {"val_loss", "loss", "grad_norm", "flops"} <= mine[-1].keys()
+    again = _run(world, tmp_path, "cut", "--resume", "step00000003", **keys)
+    assert again == mine, "bit for bit"
+
+
+def test_another_layout_is_refused_in_one_line(tmp_path: Path):
+    _run(2, tmp_path, "out", **LAYOUTS["tensor"][1])
+    argv = arguments(tmp_path, "out", "--steps", "8", model=MODEL, training=TRAINING)
+    codes = pool.run(attempt, 2, argv)
+    said = "".join(text for _, text in codes)
+    assert all(code not in (0, None) for code, _ in codes)
+    assert "was saved by 2 ranks (tensor 2) at ZeRO stage 1, and here are 2 at stage 1" in said
+    assert "Traceback" not in said
+
+
+REFUSED = [
+    ({"pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}}, "zero_optimization.stage = 2 does not go with"),
+    ({"pipeline": {"stages": 3}}, "2 ranks cannot be cut into groups of pipeline 3"),
+    ({"tensor_parallel": {"autotp_size": 2}, "model": {**MODEL, "n_head": 1}}, "model.n_head = 1 cannot be cut"),
+    ({"tensor_parallel": {"autotp_size": 2}, "model": {**MODEL, "dropout": 0.1}}, "model.dropout = 0.1 does not go"),
+    ({"pipeline": {"stages": 2}, "model": {**MODEL, "n_layer": 1}}, "each stage needs a block"),
+    ({"pipeline": {"stages": 2}, "model": {**MODEL, "arch": "bert", "mask_token": 1}}, "bert"),
+]
+
+
+@pytest.mark.parametrize("blocks, words", REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_does_not_go_together_is_one_line(tmp_path: Path, blocks: dict[str, Any], words: str):
+    results = pool.run(attempt, 2, arguments(tmp_path, "out", **{"model": MODEL, "training": TRAINING, **blocks}))
+    said = "".join(text for _, text in results)
+    assert all(code != 0 for code, _ in results)
+    assert words in said and "Traceback" not in said
+    assert len(said.strip().splitlines()) == 1, said
+
+
+def test_parts_of_sequences_lie_in_the_order_of_ranks():
+    tokens = torch.arange(24).view(2, 12)
+    parts = [Share(replicas=1, replica=0, parts=3, part=part).cut(tokens) for part in range(3)]
+    assert torch.equal(torch.cat(parts, dim=1), tokens)
+    with pytest.raises(ValueError, match="cannot be cut over 5 ranks"):
+        Share(replicas=1, replica=0, parts=5, part=0).cut(tokens)
