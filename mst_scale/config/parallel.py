@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mst_scale.config.blocks import Experiment
+from mst_scale.config.blocks import Experiment, ModelConfig
 from mst_scale.distributed import Sizes, shown
 
 KEYS = {"tensor": "tensor_parallel.autotp_size", "sequence": "sequence_parallel_size", "pipeline": "pipeline.stages"}
@@ -62,13 +62,38 @@ def refuse_untried(experiment: Experiment) -> None:
             f"training.init fills a model that is whole on each rank, and this one is cut by {sizes.in_words()}: leave "
             "it out"
         )
-    if experiment.model.dropout:
-        raise ValueError(
-            f"model.dropout = {experiment.model.dropout} does not go with {sizes.in_words()}, whose ranks would drop "
-            "different values: set it to 0"
-        )
+    refuse_model(experiment.model, sizes)
     if sizes.pipeline > 1:
         refuse_in_pipeline(experiment.deepspeed)
+
+
+def refuse_model(model: ModelConfig, sizes: Sizes) -> None:
+    """A model that cannot be cut so."""
+    if model.dropout:
+        raise ValueError(
+            f"model.dropout = {model.dropout} does not go with {sizes.in_words()}, whose ranks would drop different "
+            "values: set it to 0"
+        )
+    for what, count in (("model.n_head", model.n_head), ("model.d_ffw", model.ffw)):
+        if count % sizes.tensor:
+            raise ValueError(
+                f"{what} = {count} cannot be cut over {sizes.tensor} ranks: choose a multiple, or another "
+                f"{KEYS['tensor']}"
+            )
+    if model.context % sizes.sequence:
+        raise ValueError(
+            f"model.context = {model.context} cannot be cut over {sizes.sequence} ranks: choose a multiple, or another "
+            f"{KEYS['sequence']}"
+        )
+    if sizes.pipeline == 1:
+        return
+    stages = f"{KEYS['pipeline']} = {sizes.pipeline}"
+    if model.arch != "gpt":
+        raise ValueError(f"{stages}: the pipeline runs a GPT, and model.arch is {model.arch!r}: set it to 1")
+    if sizes.pipeline > model.n_layer:
+        raise ValueError(f"{stages} and model.n_layer = {model.n_layer}: each stage needs a block: set it lower")
+    if sizes.sequence > 1:
+        raise ValueError(f"{stages} does not go with {KEYS['sequence']} = {sizes.sequence}: set one of them to 1")
 
 
 def refuse_in_pipeline(deepspeed: Mapping[str, Any]) -> None:

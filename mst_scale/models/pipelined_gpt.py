@@ -21,14 +21,14 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from mst_scale.config.blocks import ModelConfig
+from mst_scale.config.parallel import refuse_model
 from mst_scale.distributed import Mesh, logger
 from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.models.gpt import Block, Product, first_std
 from mst_scale.models.initial_weights import draw_seed, initialise
 from mst_scale.models.layer_norm import LayerNorm
-from mst_scale.tensor_parallel import TensorGroup, refuse_dropout
+from mst_scale.tensor_parallel import TensorGroup
 
-KEY = "pipeline.stages"
 BEFORE = 2  # layers in front of the first block
 
 
@@ -56,7 +56,7 @@ class PositionEmbedding(nn.Embedding):
 
 class PipelinedGPT(PipelineModule):
     def __init__(self, config: ModelConfig, mesh: Mesh) -> None:
-        refuse(config, mesh)
+        refuse_model(config, mesh.sizes)
         if not ds_comm.is_initialized():
             ds_comm.init_distributed(dist_init_required=False, verbose=False)  # adopts torch's process group
         seed = _agreed(draw_seed())
@@ -94,20 +94,6 @@ class PipelinedGPT(PipelineModule):
         block, n_layer = int(first) - BEFORE, self.config.n_layer
         around = {-2: "wte", -1: "wpe", n_layer: "ln_f", n_layer + 1: "lm_head"}
         return ".".join(filter(None, (around.get(block, f"blocks.{block}"), rest)))
-
-
-def refuse(config: ModelConfig, mesh: Mesh) -> None:
-    """What these stages cannot be made of."""
-    stages = mesh.sizes.pipeline
-    if config.arch != "gpt":
-        raise ValueError(f"{KEY} = {stages}: the pipeline runs a GPT, and model.arch is {config.arch!r}: set it to 1")
-    if stages > config.n_layer:
-        raise ValueError(f"{KEY} = {stages} and model.n_layer = {config.n_layer}: each stage needs a block")
-    if mesh.sizes.sequence > 1:
-        raise ValueError(
-            f"{KEY} = {stages} does not go with sequence_parallel_size = {mesh.sizes.sequence}: set one of them to 1"
-        )
-    refuse_dropout(config.dropout)
 
 
 def _layers(config: ModelConfig, tensor: TensorGroup | None) -> list[LayerSpec]:
