@@ -150,7 +150,7 @@ def fit_universal_checkpoints(engine: Any) -> None:
     (decaying norms and biases), and leaves buffers as they are.
     """
     stage, load = engine.zero_optimization_stage(), engine.load_checkpoint
-    if stage == 0 and not hasattr(engine.optimizer, "bf16_groups"):  # bf16 in a pipeline is cut over ranks nevertheless
+    if stage == 0:
         _name_parameters(engine)
 
     order = inspect.signature(load)

@@ -69,12 +69,11 @@ def test_eight_ranks_cut_all_three_ways():
         close(mine, reference, 1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_bf16(stage: int):
-    """Within a few of bfloat16's steps (8 bits). A pipeline has an optimizer like ZeRO-1's at stage 0 too."""
-    bf16 = {"bf16": {"enabled": True}}
-    (reference,) = run(trained, 1, {}, Training(stage=1, steps=3, deepspeed=bf16))
-    for mine in run(trained, 4, {"pipeline": 2, "tensor": 2}, Training(stage, steps=3, deepspeed=bf16)):
+def test_bf16():
+    """Within a few of bfloat16's steps (8 bits)."""
+    how = Training(stage=1, steps=3, deepspeed={"bf16": {"enabled": True}})
+    (reference,) = run(trained, 1, {}, how)
+    for mine in run(trained, 4, {"pipeline": 2, "tensor": 2}, how):
         close(mine, reference, 2e-2)
 
 
