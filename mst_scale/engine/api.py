@@ -14,13 +14,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mst_scale import zero_shards
 from mst_scale.config import Experiment, load, read, states
-from mst_scale.config.parallel import refuse_in_pipeline
+from mst_scale.config.parallel import KEYS, refuse_in_pipeline, sizes_of
 from mst_scale.config.support import refuse_unsupported
 from mst_scale.distributed import logger, speak
 from mst_scale.engine.controller import Controller
 from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse import SparseController
 from mst_scale.engine.types import MST, Engine
+from mst_scale.hybrid_sparse_attention import SelfAttention
 
 zero_shards.check_versions()
 _deepspeeds_own = deepspeed.initialize  # before anybody puts another in its place (doors.integrate)
@@ -56,6 +57,7 @@ def initialize(
     _require_length(configs[0], experiment)
     unread = _refuse_two_schedules(configs[0], experiment, others)
     notes = [*refuse_unsupported(experiment.deepspeed, experiment.mst), *unread]
+    _refuse_unread_sizes(model, experiment, others)
     if isinstance(model, deepspeed.PipelineModule):
         refuse_in_pipeline(experiment.deepspeed)
     if not experiment.mst.stays_dense:
@@ -80,6 +82,27 @@ def initialize(
     zero_shards.install(engine, controller)
     controller.begin()
     return engine, made, loader, scheduler
+
+
+def _refuse_unread_sizes(model: torch.nn.Module, experiment: Experiment, others: dict[str, Any]) -> None:
+    """What the config says of cutting the model and nobody would do: `pretrain` does it, and takes the keys out."""
+    sizes = sizes_of(experiment.deepspeed)
+    ours = any(isinstance(module, SelfAttention) for module in model.modules())
+    if sizes.tensor > 1 and ours:
+        raise ValueError(
+            f"{KEYS['tensor']} = {sizes.tensor}: DeepSpeed's AutoTP does not know this model, which cuts itself: give "
+            "GPT(config, TensorGroup.of(mesh)) and mpu=mesh, or use mst_scale.pretrain"
+        )
+    if sizes.pipeline > 1 and not isinstance(model, deepspeed.PipelineModule):
+        raise ValueError(
+            f"{KEYS['pipeline']} = {sizes.pipeline} and a model that is no PipelineModule: give one, as "
+            "mst_scale.models.pipelined_gpt.PipelinedGPT, or use mst_scale.pretrain"
+        )
+    if sizes.sequence > 1 and others.get("mpu") is None and not experiment.mst.stays_dense:
+        raise ValueError(
+            f"{KEYS['sequence']} = {sizes.sequence} and no mpu: DeepSpeed would leave gradients unreduced: give "
+            f"mpu=mst_scale.distributed.Mesh(Sizes(sequence={sizes.sequence})), or use mst_scale.pretrain"
+        )
 
 
 def _require_length(config: Experiment | dict[str, Any] | str | Path, experiment: Experiment) -> None:
