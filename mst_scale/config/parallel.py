@@ -105,11 +105,9 @@ def refuse_in_pipeline(deepspeed: Mapping[str, Any]) -> None:
             f"zero_optimization.stage = {stage} does not go with a pipeline, whose gradients stay whole until all "
             "micro-batches are through: set it to 1"
         )
-    for low, why in (
-        ("fp16", "does not scale the loss"),
-        ("bf16", "cannot load what it has saved"),
-    ):
+    for low, why in (("fp16", "does not scale the loss"), ("bf16", "cannot load what it has saved")):
         if stage == 0 and (deepspeed.get(low) or {}).get("enabled"):
             raise ValueError(
-                f"{low} without ZeRO does not go with a pipeline: there DeepSpeed {why}: set zero_optimization.stage to 1"
+                f"{low} without ZeRO does not go with a pipeline: there DeepSpeed {why}: set zero_optimization.stage "
+                "to 1"
             )
