@@ -44,7 +44,7 @@ class Plan:
     """The config at every ZeRO stage it can run at, with and without offload."""
     recommended: Choice
     layouts: list[Choice]
-    """What is recommended of every way to share the model, the fastest first."""
+    """The fastest of every way to share the model, and what is recommended of its own."""
     why: list[str]
     phases: list[Phase]
     topology: TopologyStep | None
@@ -193,7 +193,7 @@ def plan(
         )
     seconds = step_seconds(experiment, setting, machine)
     micro = experiment.deepspeed.get(BATCH_KEYS[1])
-    rows = by_layout(found, own)
+    rows = by_layout(found, recommended)
     said = why(recommended, rows, own, bool(fixed))
     if shared is not experiment:
         said.append(f"data {gpus:,} cannot share {own.batch:,} sequences: GPUs that share the model can")

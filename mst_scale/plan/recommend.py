@@ -96,14 +96,12 @@ def keeps(s: Setting, setting: Setting) -> bool:
     return s.pipeline == 1 or s.accumulate == setting.accumulate or setting.pipeline > 1
 
 
-def by_layout(found: list[Choice], setting: Setting) -> list[Choice]:
-    """What is recommended of each way to share the model, the fastest first."""
-    groups: dict[tuple[int, int, int], list[Choice]] = {}
+def by_layout(found: list[Choice], recommended: Choice) -> list[Choice]:
+    """The fastest of each way to share the model, and what is recommended of its own; the fastest first."""
+    rows = {recommended.setting.sizes: recommended}
     for choice in found:
-        s = choice.setting
-        groups.setdefault((s.tensor, s.sequence, s.pipeline), []).append(choice)
-    rows = [best(group, setting, {"pipeline": 2}) for group in groups.values()]
-    return sorted((row for row in rows if row), key=lambda row: row.seconds.total)
+        rows.setdefault(choice.setting.sizes, choice)
+    return sorted(rows.values(), key=lambda row: row.seconds.total)
 
 
 def fewest_gpus(experiment: Experiment, setting: Setting, machine: Machine, most: int = 1 << 16) -> int | None:

@@ -52,7 +52,7 @@ def _reason(recommended: Choice, others: Sequence[Choice], fixed: bool) -> str:
 
 def _against(row: Choice, best: Choice) -> str:
     now, then = best.seconds.total, row.seconds.total
-    more = f"{100 * (then / now - 1):+.1f} %"
+    more = f"{100 * (then / now - 1):+.1f} %" if abs(then / now - 1) >= 0.0005 else "as fast"
     more += " (too close for the clock)" if now > then * 1.0005 and now <= then * (1 + CLOSE) else ""
     reasons = [
         f"{_words(best.seconds, row.seconds)} more" if _gains(best.seconds, row.seconds) else "",

@@ -1,5 +1,6 @@
 """Every file of ds_configs/: it loads, it can run, and it trains two real steps with its model shrunk."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -7,9 +8,11 @@ import pytest
 
 from mst_scale.config import load
 from mst_scale.config.check import batch_shape, check
+from mst_scale.config.parallel import sizes_of
 from mst_scale.costs.ledger import forecast
-from mst_scale.plan.answer import plan
+from mst_scale.plan.answer import Plan, plan
 from mst_scale.plan.gpus import machine
+from mst_scale.plan.setting import setting_of
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import attempt
 
@@ -72,11 +75,15 @@ def test_it_loads_and_can_run(name):
         assert tokens * experiment.training.steps == pytest.approx(300e9, rel=0.05), "GPT-3's 300 billion tokens"
 
 
+@functools.cache
+def planned_for(name: str) -> Plan:
+    return plan(load(FOLDER / f"{name}.json"), GPUS[name], machine("a100-80gb", GPUS[name]))
+
+
 def row(path: Path) -> str:
     """The file's row in the table of ds_configs/README.md."""
-    experiment, gpus = load(path), GPUS[path.stem]
-    planned = plan(experiment, gpus, machine("a100-80gb", gpus))
-    batch, micro, accumulation = batch_shape(experiment.deepspeed, gpus)
+    experiment, gpus, planned = load(path), GPUS[path.stem], planned_for(path.stem)
+    batch, micro, accumulation = batch_shape(experiment.deepspeed, sizes_of(experiment.deepspeed).data(gpus))
     expected, training = forecast(experiment), experiment.training
     zero = experiment.deepspeed["zero_optimization"]["stage"]
     cells = [
@@ -92,14 +99,32 @@ def row(path: Path) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_planned_and_stands_in_the_table(name):
     """The plan fits, and the README's row is what comes out of it; its memory may be off by a refined plan's 10 %."""
-    experiment = load(FOLDER / f"{name}.json")
-    target = machine("a100-80gb", GPUS[name])
-    assert plan(experiment, GPUS[name], target).memory.fits(target.gpu)
+    found = planned_for(name)
+    assert found.memory.fits(found.machine.gpu)
     lines = (FOLDER / "README.md").read_text().splitlines()
     (shown,) = [line.split(" | ") for line in lines if line.startswith(f"| `{name}` |")]
     now = row(FOLDER / f"{name}.json").split(" | ")
     assert float(shown[MEMORY]) == pytest.approx(float(now[MEMORY]), rel=0.1)
     assert shown[:MEMORY] + shown[MEMORY + 1 :] == now[:MEMORY] + now[MEMORY + 1 :]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "demo"])
+def test_it_is_what_mst_plan_recommends_on_its_nodes(name):
+    """Who shares the model, ZeRO, offload, micro-batch and recomputation; in full nodes of 8."""
+    experiment, best = load(FOLDER / f"{name}.json"), planned_for(name).recommended.setting
+    assert GPUS[name] % 8 == 0 and best == setting_of(experiment, GPUS[name])
+    assert best.sizes == sizes_of(experiment.deepspeed)
+
+
+def test_what_the_readme_says_of_other_clusters():
+    """On twice the nodes 175B's batch is too small for data parallelism alone; on slower networks it is still close."""
+    experiment = load(FOLDER / "gpt3_175b.json")
+    assert plan(experiment, 1024, machine("a100-80gb", 1024)).recommended.setting.tensor == 2
+    slow = plan(experiment, 512, machine("a100-80gb", 512, network=400)).recommended
+    assert slow.setting == setting_of(experiment, 512)
+    assert slow.seconds.total < 1.01 * planned_for("gpt3_175b").seconds.total
+    slower = plan(experiment, 512, machine("a100-80gb", 512, network=200))
+    assert slower.layouts[0].setting.pipeline == 8 and slower.why[-1].startswith("not proposed: tensor 4 × pipeline 8")
 
 
 @pytest.mark.parametrize("name", NAMES)
