@@ -31,7 +31,7 @@ def ends(s: Setting) -> tuple[int, ...]:
 
 
 def share(model: ModelConfig, s: Setting, stage: int) -> Share:
-    """What each rank of a stage computes of a forward pass. DeepSpeed's schedule keeps two buffers at least."""
+    """What each rank of a stage computes of a forward pass."""
     if s.pipeline == 1:
         return Share(s.tensor, s.sequence)
     on_their_way = min(s.pipeline - stage, s.accumulation)

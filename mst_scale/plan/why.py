@@ -36,10 +36,12 @@ def shape(s: Setting) -> str:
 
 def _reason(recommended: Choice, others: Sequence[Choice], fixed: bool) -> str:
     s, t = recommended.setting, recommended.seconds
+    if s.ranks == 1:
+        return "one GPU shares nothing"
     zero = t.communication - t.sharing
     if s.sizes.model == 1:
         shown = t.exposed - t.sharing
-        behind = f"{_share(zero - shown, zero)} of ZeRO's communication hides behind backward" if zero else "one GPU"
+        behind = f"{_share(zero - shown, zero)} of ZeRO's communication hides behind backward"
         return f"{shape(s)}: no layer waits for another GPU, {behind}"
     plain = next((row for row in others if row.setting.sizes.model == 1), None)
     if plain is None and fixed:
@@ -82,7 +84,11 @@ def _gains(less: Seconds, more: Seconds) -> dict[str, float]:
 
 def _words(less: Seconds, more: Seconds) -> str:
     gains = _gains(less, more)
-    return " and ".join(f"{x:.2g} s {name}" for name, x in gains.items()) or "nothing that counts"
+    return " and ".join(f"{_time(x)} {name}" for name, x in gains.items()) or "nothing that counts"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1e3 * seconds:.2g} ms"
 
 
 def _share(part: float, whole: float) -> str:
