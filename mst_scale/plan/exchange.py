@@ -8,8 +8,8 @@ b·(L/s)·d·w bytes of activations between layers, for each layer
     pipeline    sends them on and their gradient back, once a stage
 
 Recomputation repeats what is forward. A tied head of a pipeline has a copy of the token embedding, whose gradient its
-two ends add up once a step. Nothing of this hides behind compute. `tests/plan/test_exchange.py` compares every all-to-all
-of a real micro-batch on 2 ranks with this; tensor and pipeline follow from DeepSpeed's source alone.
+two ends add up once a step. Nothing of this hides behind compute. `tests/plan/test_exchange.py` compares every
+all-to-all of a real micro-batch on 2 ranks with this; tensor and pipeline follow from DeepSpeed's source alone.
 """
 
 from __future__ import annotations
