@@ -108,7 +108,11 @@ def test_it_is_planned_and_stands_in_the_table(name):
     assert shown[:MEMORY] + shown[MEMORY + 1 :] == now[:MEMORY] + now[MEMORY + 1 :]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "demo"])
+# the one runs on CPUs, the other recomputes so that it fits smaller cards too
+OF_THEIR_OWN = {"demo", "gpt2_small_32k"}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_THEIR_OWN])
 def test_it_is_what_mst_plan_recommends_on_its_nodes(name):
     """Who shares the model, ZeRO, offload, micro-batch and recomputation; in full nodes of 8."""
     experiment, best = load(FOLDER / f"{name}.json"), planned_for(name).recommended.setting
