@@ -27,6 +27,10 @@ def problem(model: ModelConfig, s: Setting, per_node: int) -> str | None:
         return f"tensor {t} must divide the {model.n_head} heads and the MLP's width of {model.ffw}"
     if model.n_head // t % q or model.context % q:
         return f"sequence {q} must divide the {model.n_head // t} heads of a rank and the context of {model.context}"
+    if p > 1 and model.arch != "gpt":
+        return f"a pipeline runs a GPT, and model.arch is {model.arch}: leave --pp out"
+    if (t > 1 or p > 1) and model.dropout:
+        return f"layers that are shared know no dropout, and model.dropout is {model.dropout}: set it to 0"
     if p > model.n_layer:
         return f"pipeline {p} is longer than the model's {model.n_layer} layers: take at most that"
     if p > 1 and q > 1:

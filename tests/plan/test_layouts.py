@@ -164,6 +164,14 @@ def test_what_can_be(sizes, stage, said):
     assert found is None if said is None else said in found
 
 
+def test_what_models_cannot_be_shared():
+    bert, s = ready("bert_base").model, replace(setting(stage=1), ranks=8)
+    assert "a pipeline runs a GPT" in problem(bert, replace(s, pipeline=2), 8)
+    dropped = replace(MODEL, dropout=0.1)
+    assert "model.dropout is 0.1" in problem(dropped, replace(s, tensor=2), 8)
+    assert problem(dropped, replace(s, sequence=2), 8) is None
+
+
 def test_every_layout_can_be_and_keeps_the_batch():
     e = ready("gpt3_13b")
     own = setting_of(e, 64)
