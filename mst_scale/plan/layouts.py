@@ -29,8 +29,8 @@ def problem(model: ModelConfig, s: Setting, per_node: int) -> str | None:
         return f"sequence {q} must divide the {model.n_head // t} heads of a rank and the context of {model.context}"
     if p > 1 and model.arch != "gpt":
         return f"a pipeline runs a GPT, and model.arch is {model.arch}: leave --pp out"
-    if (t > 1 or p > 1) and model.dropout:
-        return f"layers that are shared know no dropout, and model.dropout is {model.dropout}: set it to 0"
+    if s.sizes.model > 1 and model.dropout:
+        return f"GPUs that share a model would drop different values, and model.dropout is {model.dropout}: set it to 0"
     if p > model.n_layer:
         return f"pipeline {p} is longer than the model's {model.n_layer} layers: take at most that"
     if p > 1 and q > 1:
