@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mst_scale.distributed import Damaged
-from mst_scale.mixed_growing.exchange import Exchange, Exchanges
+from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import MaskSet, StoredMask
 from mst_scale.shard import Cut, Shard
 from mst_scale.sparsity_variation import Phase, Point, Schedule
@@ -43,12 +43,14 @@ class Rider(Protocol):
     """Whose masks are saved and restored: what of a controller goes with them."""
 
     masks: MaskSet
-    exchange: Exchange | Exchanges
     everyone: Exchange
     """All ranks that save and load together, replicas too: what fails on one fails on all."""
 
     def gathered(self) -> Gathered:
         """What all ranks hold. They ask together."""
+
+    def digests_of(self, masks: MaskSet) -> list[int]:
+        """Of these masks whole, from the shards of all ranks. They ask together."""
 
     seed: int
     settled: int
@@ -175,7 +177,7 @@ def restore(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> 
     rider.everyone.raise_first(failure)
     assert state is not None
     rider.settled = int(state["settled"])
-    rider.digests = rider.masks.digests(rider.exchange)
+    rider.digests = rider.digests_of(rider.masks)
     saved, wrong = dict(zip(state["names"], state["digests"], strict=True)), None
     for name, now in zip(rider.masks.names, rider.digests, strict=True):
         if now != saved[name] and wrong is None:

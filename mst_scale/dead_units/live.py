@@ -154,7 +154,7 @@ class LiveUnits:
 
     def _widest(self, names: list[str]) -> list[float]:
         """Half the width of a uniform distribution with each matrix's root mean square; the same bits for any cut."""
-        found = {}
+        found: dict[str, float] = {}
         for cut, exchange in ((True, self.exchange), (False, self.local)):
             some = [name for name in names if zero_shards.is_cut(self.shards.parameters[self.place[name]]) == cut]
             weights = [self.shards.weight(self.place[name]) for name in some]

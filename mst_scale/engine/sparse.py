@@ -349,6 +349,9 @@ class SparseController(Controller):
     def saving(self, checkpoint: Path) -> dict[str, Any]:
         return mask_files.save(checkpoint, self)
 
+    def digests_of(self, masks: MaskSet) -> list[int]:
+        return masks.digests(self.exchange)
+
     def gathered(self) -> mask_files.Gathered:
         """What checkpoints want to know of all ranks."""
         digests = self.stages.joined(dict(zip(self.masks.names, self.digests, strict=True)))

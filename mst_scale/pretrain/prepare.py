@@ -229,10 +229,6 @@ def built_engine(experiment: Experiment, out: Path, start: Any, mesh: Mesh | Non
 
 def built_model(experiment: Experiment, mesh: Mesh | None) -> torch.nn.Module:
     """The model with its first weights, or of it what is this rank's."""
-    if mesh is not None and mesh.sizes.sequence > 1:
-        raise ValueError(
-            f"sequence_parallel_size = {mesh.sizes.sequence}: the models take whole sequences: set it to 1"
-        )
     if mesh is not None and mesh.sizes.pipeline > 1:
         from mst_scale.models.pipelined_gpt import PipelinedGPT
 

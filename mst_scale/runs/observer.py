@@ -135,8 +135,8 @@ class Observer:
         slices, drawn = self.shards.slices, self._drawn()
         cells = {}
         for i in drawn:
-            sizes = cell_sums(self.shards.weight(i), slices[i], magnitude=True)
-            cells[i] = torch.stack([sizes, cell_sums(self._flags(i), slices[i])])
+            magnitudes = cell_sums(self.shards.weight(i), slices[i], magnitude=True)
+            cells[i] = torch.stack([magnitudes, cell_sums(self._flags(i), slices[i])])
         weights, living = {}, {}
         for exchange, here in self.exchange.grouped(drawn):
             summed = exchange.sum(torch.cat([cells[i].flatten() for i in here]))

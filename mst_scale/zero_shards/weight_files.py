@@ -174,7 +174,7 @@ def _flat_group(key: str, group: int, state: State) -> torch.Tensor:
         kept = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
         flat: torch.Tensor = kept["state"][group][key]
         return flat
-    return (optimizer.get("single_partition_of_fp32_groups") or optimizer["fp32_flat_groups"])[group]  # type: ignore[no-any-return]
+    return (optimizer.get("single_partition_of_fp32_groups") or optimizer["fp32_flat_groups"])[group]
 
 
 def _sharded(files: list[Path], state: State, key: str, layout: Layout | None) -> dict[str, list[Part]]:

@@ -45,6 +45,9 @@ class Rider:
         digests = dict(zip(self.masks.names, self.digests, strict=True))
         return mask_files.Gathered(digests, self.files, self.number)
 
+    def digests_of(self, masks: MaskSet) -> list[int]:
+        return masks.digests(self.exchange)
+
     def dead_units(self) -> dict[str, tuple[int, int]]:
         return {"mlp": (2, 8), "value": (0, 4)}
 
