@@ -163,7 +163,7 @@ class Masks:
     ranks: list[dict[str, StoredMask]]
 
     def shards(self, name: str) -> list[StoredMask]:
-        return [shards[name] for shards in self.ranks]
+        return [shards[name] for shards in self.ranks if name in shards]  # a stage of a pipeline has its layers only
 
 
 def restore(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> None:
@@ -171,7 +171,8 @@ def restore(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> 
     failure, names = None, rider.gathered().digests
     try:
         found = _fitting(checkpoint, rider, state, names)
-        rider.masks.load(found.ranks)
+        mine = set(rider.masks.names)  # of a pipeline's masks those of this stage
+        rider.masks.load([{name: mask for name, mask in shards.items() if name in mine} for shards in found.ranks])
     except (ValueError, OSError) as error:
         failure = error
     rider.everyone.raise_first(failure)

@@ -9,6 +9,7 @@ over replicas; the engine of a whole model gives this rank's own.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +78,9 @@ def update_whole(engine: Any, batches: Batches, count: int) -> torch.Tensor:
 
 
 def update_pipeline(engine: Any, batches: Batches, count: int) -> torch.Tensor:
-    loss: torch.Tensor = engine.train_batch(batches)
+    with warnings.catch_warnings():  # DeepSpeed broadcasts a loss that still has its graph, which nobody goes through
+        warnings.filterwarnings("ignore", message="c10d::broadcast_: an autograd kernel was not registered")
+        loss: torch.Tensor = engine.train_batch(batches)
     return loss
 
 

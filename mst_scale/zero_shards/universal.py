@@ -47,6 +47,7 @@ def convert(source: Path, draft: Path) -> None:
     rest, module = dict(states[0]), states[0]["module"] or {}
     rest["mst_buffers"] = {name: module[name].clone() for name in rest.get("buffer_names") or [] if name in module}
     rest["module"], rest["optimizer"] = {}, None
+    rest["mp_world_size"] = 1  # files that there are
     rest.pop(LAYOUT, None)
     torch.save(rest, draft / "mp_rank_00_model_states.pt")
     shutil.copyfile(draft / "mp_rank_00_model_states.pt", draft / "zero_pp_rank_0_mp_rank_00_model_states.pt")
