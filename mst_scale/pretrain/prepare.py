@@ -155,6 +155,7 @@ def begin_story(
             from_step=step,
             checkpoint=None if source is None else str(source),
             ranks=ranks.world_size,
+            replicas=sizes_of(experiment.deepspeed).data(ranks.world_size),
             hosts=hosts,
             batch=dict(zip(("sequences", "micro", "accumulation"), shape, strict=True)),
             seeds={"training": seed, "mst": seed if experiment.mst.seed is None else experiment.mst.seed},

@@ -19,7 +19,7 @@ from mst_scale.checkpoints.store import MANIFEST, UNIVERSAL
 from mst_scale.config import Experiment, to_dict
 from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
-from mst_scale.distributed import Ranks, logger
+from mst_scale.distributed import Ranks, Sizes, logger
 from mst_scale.runs import run_file
 
 # The blocks in which a resumed run must agree with its checkpoint.
@@ -61,12 +61,14 @@ def _meant(resume: str, out: Path) -> str:
     return "auto" if restarted() and began else resume
 
 
-def ranks_at_first(out: Path, ranks: Ranks) -> int:
-    """On how many ranks the run in OUT began, these if it begins now: what a config says of each rank is of those."""
+def replicas_at_first(out: Path, ranks: Ranks, sizes: Sizes) -> int:
+    """On how many copies of the model the run in OUT began, those of now if it begins: what a config says of each rank
+    is of those."""
 
     def look() -> int:
         starts = run_file.read(out / "run.json").get("starts") if store.list_tags(out / "checkpoints") else None
-        return int(starts[0].get("ranks", ranks.world_size)) if starts else ranks.world_size
+        now = sizes.data(ranks.world_size)
+        return int(starts[0].get("replicas", starts[0].get("ranks", now))) if starts else now
 
     return ranks.on_first(look)
 

@@ -280,8 +280,8 @@ class Run:
 def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks, starting: Starting) -> None:
     """From the options to the table at the end."""
     stop = StopRequest()
-    began_on = resume.ranks_at_first(out, ranks)
-    replicas = ranks.together(lambda: sizes_of(experiment.deepspeed).data(began_on))
+    sizes = ranks.together(lambda: sizes_of(experiment.deepspeed))
+    replicas = resume.replicas_at_first(out, ranks, sizes)
     fitted = ranks.together(lambda: shortened(experiment, replicas))
     run = Run(prepare(fitted, out, ranks, args.resume, args.branch_decay_from, begins=starting.begins), stop)
     begun, first = time.monotonic(), run.step
