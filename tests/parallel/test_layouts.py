@@ -5,21 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support import layouts
-from tests.support.layouts import Layout, Recipe
+from tests.support.layouts import ALL, GIVEN, Layout, alone
 from tests.support.pool import run
-
-GIVEN = Recipe(given_gradients=True, deepspeed={"gradient_clipping": 0.0})  # a norm's last bit is of its order of sums
-SHAPES = [  # tensor, sequence, pipeline, data
-    (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2), (4, 1, 1, 1), (2, 2, 1, 1), (2, 1, 1, 2), (1, 2, 1, 2), (1, 4, 1, 1),
-    (1, 1, 1, 4), (1, 1, 1, 1),
-]  # fmt: skip
-PIPELINES = [(1, 1, 2, 1), (2, 1, 2, 1), (1, 1, 2, 2)]
-ALL = [Layout(*shape, stage) for shape in SHAPES for stage in range(4)]
-ALL += [Layout(*shape, stage) for shape in PIPELINES for stage in (0, 1)]
-
-
-def alone(recipe: Recipe) -> dict:
-    return run(layouts.trained, 1, Layout(), recipe)[0]
 
 
 @pytest.fixture(scope="module")

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.test_layouts import ALL, alone
 from tests.support import layouts
-from tests.support.layouts import Layout, Recipe
+from tests.support.layouts import ALL, EIGHT, GIVEN, TRAINED, Layout, alone
 from tests.support.pool import run
 
-STEPS = 30
-TRAINED = Recipe(steps=STEPS, of=STEPS, mst={"topology": {"interval": 4}})
 WITHIN = 1e-4  # relative
 FEW = [
     Layout(tensor=2, stage=2), Layout(tensor=2, data=2, stage=3), Layout(pipeline=2, stage=1),
     Layout(tensor=2, pipeline=2, stage=1), Layout(tensor=2, sequence=2, stage=1),
 ]  # fmt: skip
-EIGHT = Layout(tensor=2, pipeline=2, data=2, stage=1)
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +49,6 @@ def test_losses_are_those_of_one_rank_in_every_layout(layout: Layout, one: dict)
 
 def test_layers_stages_and_copies_of_the_model_together():
     """Two slices × two stages × two copies: eight ranks, equal weights and gradients, equal masks."""
-    from tests.parallel.test_layouts import GIVEN
-
     given = alone(GIVEN)
     for found in run(layouts.trained, EIGHT.world, EIGHT, GIVEN):
         assert found["digests"] == given["digests"] and found["changes"] == given["changes"]

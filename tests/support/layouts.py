@@ -1,10 +1,14 @@
-"""Trains the tiny GPT of `cut_models` sparsely on any layout of ranks."""
+"""Trains the tiny GPT of `cut_models` sparsely on any layout of ranks.
+
+python -m tests.support.layouts --out benchmarks/results/layouts.md
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +17,7 @@ import torch.distributed as dist
 from mst_scale.mixed_growing.masks import assemble, sha256
 from mst_scale.randomness import counter_hash
 from tests.support import cut_models
+from tests.support.pool import run
 
 
 @dataclass(frozen=True)
@@ -137,3 +142,78 @@ def trained(rank: int, world: int, layout: Layout, recipe: Recipe) -> dict[str, 
                 )
         found["sparsity"], found["densities"] = engine.mst.sparsity, engine.mst.densities()
     return found
+
+
+# --- all of them, for a page ---
+
+SHAPES = (  # tensor, sequence, pipeline, data
+    (1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2), (4, 1, 1, 1), (2, 2, 1, 1), (2, 1, 1, 2), (1, 2, 1, 2),
+    (1, 4, 1, 1), (1, 1, 1, 4),
+)  # fmt: skip
+STAGES_OF_LAYERS = ((1, 1, 2, 1), (2, 1, 2, 1), (1, 1, 2, 2))
+ALL = [Layout(*shape, stage) for shape in SHAPES for stage in range(4)]
+ALL += [Layout(*shape, stage) for shape in STAGES_OF_LAYERS for stage in (0, 1)]
+EIGHT = Layout(tensor=2, pipeline=2, data=2, stage=1)
+
+STEPS = 30
+GIVEN = Recipe(given_gradients=True, deepspeed={"gradient_clipping": 0.0})  # a norm's last bit is of its order of sums
+TRAINED = Recipe(steps=STEPS, of=STEPS, mst={"topology": {"interval": 4}})
+
+
+def alone(recipe: Recipe) -> dict[str, Any]:
+    found: dict[str, Any] = run(trained, 1, Layout(), recipe)[0]
+    return found
+
+
+def differing(masks: list[dict[str, str]], others: list[dict[str, str]]) -> int:
+    """Whole masks that are not the same bits, over all topology steps."""
+    assert len(masks) == len(others)
+    return sum(a.get(name) != digest for a, b in zip(masks, others, strict=True) for name, digest in b.items())
+
+
+def row(layout: Layout, given: dict[str, Any], one: dict[str, Any]) -> str:
+    here, learned = run(trained, layout.world, layout, GIVEN)[0], run(trained, layout.world, layout, TRAINED)[0]
+    pairs = zip(learned["losses"], one["losses"], strict=True)
+    error = max(abs(a - b) / b for a, b in pairs)
+    sizes = [layout.tensor, layout.sequence, layout.pipeline, layout.data, layout.stage, layout.world]
+    cells = [*map(str, sizes), str(differing(here["masks"], given["masks"])), f"{error:.1e}"]
+    cells.append(str(differing(learned["masks"], one["masks"])))
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    import argparse
+    import platform
+    from importlib import metadata
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the page to write")
+    out: Path = parser.parse_args().out
+    given, one = alone(GIVEN), alone(TRAINED)
+    masks, learned = (sum(len(step) for step in found["masks"]) for found in (given, one))
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "deepspeed"))
+    head = f"""# Layouts of ranks: the masks and the losses of one rank
+
+`python -m tests.support.layouts --out benchmarks/results/layouts.md`
+
+A tiny GPT (3 blocks of 16, tied head, biases) with MST at 80 %, float32 on CPU ranks; {versions},
+{platform.machine()}. Each row against one rank without ZeRO:
+
+- **given gradients**: of the {masks} masks of {len(given["masks"])} topology steps, how many differ in any bit, where
+  every layout starts from the same weights and gets the same logical gradients.
+- **{STEPS} steps**: the largest relative difference of a step's loss in training, and how many of its {learned} masks
+  differ. There the order in which floating-point numbers are added is the layout's own, and where two scores nearly tie
+  a mask may differ.
+
+| tensor | sequence | pipeline | data | ZeRO | ranks | given gradients | {STEPS} steps: loss | masks |
+|---|---|---|---|---|---|---|---|---|
+"""
+    rows = []
+    for layout in [*ALL, EIGHT]:
+        rows.append(row(layout, given, one))
+        print(layout, rows[-1], flush=True)
+        out.write_text(head + "\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()
