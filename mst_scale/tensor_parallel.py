@@ -108,7 +108,7 @@ class ColumnLinear(nn.Linear):
             _mark(self.bias, Cut((n_out,), rows, ((0, 1),)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(_Copied.apply(x, self.tensor.group), self.weight, self.bias)
+        return self.product(Copied.apply(x, self.tensor.group), self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank {self.tensor.rank} of {self.tensor.size}"
@@ -125,7 +125,7 @@ class RowLinear(nn.Linear):
         _mark(self.weight, Cut((n_out, n_in), ((0, n_out),), ((start, stop),)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _Summed.apply(self.product(x, self.weight, None), self.tensor.group)
+        y: torch.Tensor = Summed.apply(self.product(x, self.weight, None), self.tensor.group)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -137,7 +137,7 @@ def _mark(parameter: Any, cut: Cut) -> None:
     parameter.mst_cut = cut
 
 
-class _Copied(torch.autograd.Function):
+class Copied(torch.autograd.Function):
     """The same values on every rank; the gradient is the sum of theirs."""
 
     @staticmethod
@@ -150,7 +150,7 @@ class _Copied(torch.autograd.Function):
         return _sum(grads[0], ctx.group), None
 
 
-class _Summed(torch.autograd.Function):
+class Summed(torch.autograd.Function):
     """The sum of the ranks' values; the gradient is the same on every rank already."""
 
     @staticmethod

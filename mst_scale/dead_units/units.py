@@ -28,7 +28,7 @@ from torch import nn
 from mst_scale.dead_units.kinds import KINDS, Tally
 from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.models.gpt import MLP
-from mst_scale.zero_shards import named_parameters, shape_of
+from mst_scale.zero_shards import is_linear, named_parameters, shape_of
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _has(module: nn.Module, *parts: str) -> bool:
 
 def _transposed(linear: nn.Module) -> bool:
     """transformers' Conv1D keeps its weight as (inputs, outputs)."""
-    if isinstance(linear, nn.Linear):
+    if is_linear(linear):
         return False
     if type(linear).__name__ == "Conv1D":
         return True

@@ -17,6 +17,7 @@ weight_files  where a checkpoint's weights lie on disk
 universal     DeepSpeed's universal layout, for every stage
 """
 
+from mst_scale.zero_shards.autotp import is_linear
 from mst_scale.zero_shards.groups import Groups, groups_of
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
@@ -76,6 +77,7 @@ __all__ = [
     "hasten",
     "install",
     "is_cut",
+    "is_linear",
     "is_matrix",
     "load_checkpoint",
     "loss_scale",

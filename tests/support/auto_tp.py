@@ -1,0 +1,155 @@
+"""Trains a tiny Llama of transformers, which DeepSpeed's AutoTP cuts over ranks, on the same batches in every layout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.layouts import give_gradients, whole_masks
+
+BATCH, MICRO, LENGTH, VOCAB = 4, 2, 8, 48
+LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,  # grouped
+    "max_position_embeddings": 2 * LENGTH,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
+}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Over how many ranks layers are cut, how many replicas there are, and the ZeRO stage."""
+
+    tensor: int = 1
+    data: int = 1
+    stage: int = 0
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.data
+
+    def __str__(self) -> str:
+        return f"tp{self.tensor}-dp{self.data}-zero{self.stage}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What every layout does alike."""
+
+    steps: int = 6
+    of: int = 14
+    precision: str = "fp32"
+    given_gradients: bool = False
+    mst: dict[str, Any] = field(default_factory=dict)
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+def config(cut: Cut, recipe: Recipe) -> dict[str, Any]:
+    tensor = {} if cut.tensor == 1 else {"tensor_parallel": {"autotp_size": cut.tensor}}
+    low = {} if recipe.precision == "fp32" else {recipe.precision: {"enabled": True}}
+    return {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": BATCH // MICRO // cut.data,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}},
+        "gradient_clipping": 0.5,  # the first gradients are larger
+        "zero_optimization": {"stage": cut.stage, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 2**31,
+        **tensor,
+        **low,
+        **recipe.deepspeed,
+        "training": {"steps": recipe.of, "seed": 3},
+        "mst": {
+            "method": "mst",
+            "sparsity": {"max": 0.7},
+            "attention": {"stride": 4},
+            **recipe.mst,
+            "topology": {"interval": 2, "check_every": 3, **recipe.mst.get("topology", {})},
+        },
+    }
+
+
+def llama(**changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    return LlamaForCausalLM(LlamaConfig(**{**LLAMA, **changes}))
+
+
+def forget_groups() -> None:
+    """DeepSpeed keeps an engine's groups and its mode for the process: another size wants others."""
+    from deepspeed.module_inject import layers
+    from deepspeed.runtime.tensor_parallel import init_utils
+    from deepspeed.utils import groups
+
+    for name in ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu"):
+        setattr(groups, name, None)
+    init_utils._TP_MODEL_INIT_ARGS = None
+    layers.set_autotp_mode(training=False)
+
+
+@contextlib.contextmanager
+def started(cut: Cut, recipe: Recipe) -> Iterator[Any]:
+    """This rank's engine."""
+    import mst_scale
+
+    forget_groups()
+    engine: Any = None
+    try:
+        engine = mst_scale.initialize(model=llama(**recipe.model), config=config(cut, recipe))[0]
+        yield engine
+    finally:
+        if engine is not None:
+            engine.destroy()
+        forget_groups()
+
+
+def tokens(step: int, micro_batch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + micro_batch)
+    return torch.randint(0, VOCAB, (MICRO, LENGTH), generator=generator)
+
+
+def step(cut: Cut, engine: Any, number: int) -> float:
+    """One optimizer step on the batch of this number; the mean loss, the same on every rank."""
+    mine = range(dist.get_rank() // cut.tensor, BATCH // MICRO, cut.data)
+    loss = torch.zeros(())
+    for k in mine:
+        ids = tokens(number, k)
+        micro = engine(input_ids=ids, labels=ids).loss
+        engine.backward(micro)
+        engine.step()
+        loss += micro.detach().float() / len(mine)
+    dist.all_reduce(loss)
+    return float(loss) / dist.get_world_size()
+
+
+def trained(rank: int, world: int, cut: Cut, recipe: Recipe) -> dict[str, Any]:
+    """Losses, norms, and after every topology step the masks and what was reported of it."""
+    from mst_scale import zero_shards
+
+    found: dict[str, Any] = {"losses": [], "norms": [], "masks": [], "changes": [], "digests": [], "dead": []}
+    with started(cut, recipe) as engine:
+        if recipe.given_gradients:
+            give_gradients(engine)
+        for number in range(recipe.steps):
+            found["losses"].append(step(cut, engine, number))
+            found["norms"].append(zero_shards.grad_norm(engine))
+            if engine.mst.changed_at == number + 1:
+                found["masks"].append(whole_masks(engine))
+                found["digests"].append(engine.mst.gathered().digests)
+                found["changes"].append(
+                    [(c.name, c.before, c.active, c.pruned, c.grown, c.regrown) for c in engine.mst.changes]
+                )
+                found["dead"].append(engine.mst.dead_units())
+        found["sparsity"], found["densities"] = engine.mst.sparsity, engine.mst.densities()
+    return found
