@@ -131,6 +131,8 @@ def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
     for name in UNKNOWN:
         if others.get(name):
             raise ValueError(f"{type(module).__name__} asks for {name}, which sparse attention does not know")
+    if not query.shape[1]:  # a rank of more than there are heads
+        return (query + key + value).transpose(1, 2), None
     pattern: Pattern = getattr(module, "mst_pattern", Pattern("dense"))
     if attention_mask is None and _cut_by_deepspeed(NAME):
         _refuse_packed(module, others.get("position_ids"))

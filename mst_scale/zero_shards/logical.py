@@ -54,6 +54,11 @@ def is_cut(parameter: Any) -> bool:
     return bool(is_model_parallel_parameter(parameter))
 
 
+def is_empty(parameter: Any) -> bool:
+    """Whether this rank's slice of a cut layer has no weights: one of more ranks than heads has none of them."""
+    return int(getattr(parameter, "ds_numel", parameter.numel())) == 0
+
+
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     """The shape of the logical tensor."""
     return cut_of(parameter).shape

@@ -15,8 +15,8 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from mst_scale.shard import Shard
-from mst_scale.zero_shards.groups import is_cut_up, stage_count
-from mst_scale.zero_shards.logical import cut_of
+from mst_scale.zero_shards.groups import groups_of, is_cut_up, stage_count, tensor_slices
+from mst_scale.zero_shards.logical import cut_of, is_empty
 from mst_scale.zero_shards.step import base_optimizer, total_norm
 
 
@@ -63,6 +63,7 @@ class Replicated(Slices):
         self.parameters = list(parameters.values())
         self.slices = [Shard(name, cut_of(p), 0, p.numel()) for name, p in parameters.items()]
         self._masters = _stage0_masters(engine.optimizer)
+        self._any = next(iter(self._masters.values()), None)  # all masters are updated at once
 
     def gradient(self, i: int) -> torch.Tensor | None:
         """The reduced, still loss-scaled gradient of this rank's slice, flat; write back with `put_gradient`."""
@@ -76,6 +77,8 @@ class Replicated(Slices):
             live.copy_(gradient)
 
     def _place(self, i: int) -> tuple[torch.Tensor, int]:
+        if self._any is not None and is_empty(self.parameters[i]):
+            return self._any[0], 0
         return self._masters.get(id(self.parameters[i]), (self.parameters[i], 0))
 
 
@@ -91,11 +94,12 @@ class FlatPartitions(Slices):
         self.group = self.zero.dp_process_group
         self.parameters = list(parameters.values())
         self.slices = [self._slice(name, p) for name, p in parameters.items()]
-        self._group_of = {id(p): g for g, group in enumerate(self.zero.bit16_groups) for p in group}
+        groups = {id(p): g for g, group in enumerate(self.zero.bit16_groups) for p in group}
+        self._group_of = agreed_groups(engine, self.parameters, groups)
 
     def gradient(self, i: int) -> torch.Tensor:
         parameter: Any = self.parameters[i]
-        if parameter._hp_mapping is None:
+        if _mapping(parameter) is None:
             return self.weight(i)  # empty
         if self.zero.cpu_offload:  # gradients travel to the CPU while backward goes on
             self.zero._wait_for_offload_copies()
@@ -106,16 +110,15 @@ class FlatPartitions(Slices):
         _put(self, i, gradient, self.zero.cpu_offload)
 
     def _slice(self, name: str, parameter: nn.Parameter) -> Shard:
-        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        mapping = _mapping(parameter)
         address = None if mapping is None else mapping.lp_fragment_address
         start, length = (0, 0) if address is None else (address.start, address.numel)
         return Shard(name, cut_of(parameter), start, length)
 
     def _place(self, i: int) -> tuple[torch.Tensor, int]:
-        parameter: Any = self.parameters[i]
-        mapping = parameter._hp_mapping
+        mapping = _mapping(self.parameters[i])
         start = 0 if mapping is None else mapping.hp_fragment_address.start
-        return self.zero.single_partition_of_fp32_groups[self._group_of[id(parameter)]], start
+        return self.zero.single_partition_of_fp32_groups[self._group_of[i]], start
 
 
 class CutParameters(Slices):
@@ -127,8 +130,13 @@ class CutParameters(Slices):
         self.group = self.zero.dp_process_group
         self.parameters = list(parameters.values())
         self.slices = [self._slice(name, p) for name, p in parameters.items()]
+        at = {id(p): self.zero.grad_position.get(self.zero.get_param_id(p)) for p in self.parameters if not is_empty(p)}
+        groups = {key: place[0] for key, place in at.items() if place is not None}
+        self._group_of = agreed_groups(engine, self.parameters, groups)
 
     def gradient(self, i: int) -> torch.Tensor:
+        if is_empty(self.parameters[i]):
+            return self.weight(i)
         # DeepSpeed's safe_get_local_grad would copy it, and from the CPU to the accelerator where it is offloaded
         live, _ = self.zero._get_fp32_grad_state_partition(self.parameters[i], release_swap_buffers=True)
         flat: torch.Tensor = live.view(-1)[: self.slices[i].length]
@@ -138,6 +146,8 @@ class CutParameters(Slices):
         _put(self, i, gradient, self.zero.offload_optimizer)
 
     def _place(self, i: int) -> tuple[torch.Tensor, int]:
+        if is_empty(self.parameters[i]):
+            return self.zero.fp32_partitioned_groups_flat[self._group_of[i]], 0
         group, offset, _ = self.zero.grad_position[self.zero.get_param_id(self.parameters[i])]
         return self.zero.fp32_partitioned_groups_flat[group], offset
 
@@ -145,6 +155,34 @@ class CutParameters(Slices):
         part = parameter.partition_numel()
         start = min(part * dist.get_rank(self.group), parameter.ds_numel)
         return Shard(name, cut_of(parameter), start, min(part, parameter.ds_numel - start))
+
+
+def _mapping(parameter: Any) -> Any:
+    """Where ZeRO-1 or 2 keeps this rank's part of a parameter; None where it owns none of it."""
+    return getattr(parameter, "_hp_mapping", None)
+
+
+def agreed_groups(engine: Any, parameters: list[nn.Parameter], groups: dict[int, int]) -> list[int]:
+    """Which group of the optimizer updates each parameter, by its place in the list; `groups` says it by id.
+
+    Groups are updated one after the other, and masks of a cut layer change on all ranks of its slices together. So they
+    must agree on the group, where one has an empty slice, which is in no group of its optimizer, too.
+    """
+    mine = torch.tensor([groups.get(id(p), -1) for p in parameters], dtype=torch.int64, device=engine.device)
+    if tensor_slices(engine) == 1 or not parameters:
+        found: list[int] = mine.tolist()
+        return found
+    together, most = groups_of(engine).same_layers, mine.clone()
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=together)
+    differs = ((mine >= 0) & (mine != most)).any().to(torch.int64)
+    dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=together)
+    if differs:
+        raise ValueError(
+            "layers are cut unevenly, and DeepSpeed updates them in other sub-groups on some ranks than on others: set "
+            "zero_optimization.sub_group_size higher than the model has weights"
+        )
+    agreed: list[int] = most.tolist()
+    return agreed
 
 
 def _put(shards: FlatPartitions | CutParameters, i: int, gradient: torch.Tensor, offloaded: bool) -> None:

@@ -12,6 +12,8 @@ import deepspeed.comm as ds_comm
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from mst_scale.zero_shards.logical import is_empty
+
 
 def base_optimizer(engine: Any) -> Any:
     """The optimizer that updates master weights, under whatever DeepSpeed has wrapped around it."""
@@ -23,12 +25,13 @@ def optimizer_name(engine: Any) -> str:
 
 
 def optimized(engine: Any) -> set[int]:
-    """Ids of the model's parameters that are in a group of the optimizer."""
+    """Ids of the model's parameters that are in a group of the optimizer, and of those that have no weights here."""
     optimizer = engine.optimizer
     named = ("bit16_groups", "bf16_groups", "fp16_groups")  # DeepSpeed's wrappers put flat copies into param_groups
     groups = next((getattr(optimizer, name) for name in named if hasattr(optimizer, name)), None)
     groups = [group["params"] for group in optimizer.param_groups] if groups is None else groups
-    return {id(p) for group in groups for p in group}
+    empty = {id(p) for p in engine.module.parameters() if p.requires_grad and is_empty(p)}
+    return {id(p) for group in groups for p in group} | empty
 
 
 def refuse_unoptimized(engine: Any, targets: dict[str, torch.nn.Parameter]) -> None:
