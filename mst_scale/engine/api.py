@@ -67,15 +67,16 @@ def initialize(
     for note in notes:
         logger.warning("%s", note)
     zero_shards.hasten()
-    engine, made, loader, scheduler = _deepspeeds_own(
-        args,
-        model,
-        optimizer,
-        model.parameters() if model_parameters is None else model_parameters,
-        *more,
-        config=experiment.deepspeed,
-        **others,
-    )
+    with zero_shards.asserted_of_cutting(model, sizes_of(experiment.deepspeed).tensor):
+        engine, made, loader, scheduler = _deepspeeds_own(
+            args,
+            model,
+            optimizer,
+            model.parameters() if model_parameters is None else model_parameters,
+            *more,
+            config=experiment.deepspeed,
+            **others,
+        )
     controller = (Controller if experiment.mst.stays_dense else SparseController)(engine, experiment)
     public: MST = controller
     engine.mst = public
@@ -93,6 +94,8 @@ def _refuse_unread_sizes(model: torch.nn.Module, experiment: Experiment, others:
             f"{KEYS['tensor']} = {sizes.tensor}: DeepSpeed's AutoTP does not know this model, which cuts itself: give "
             "GPT(config, TensorGroup.of(mesh)) and mpu=mesh, or use mst_scale.pretrain"
         )
+    if sizes.tensor > 1:
+        zero_shards.refuse_to_cut(model, experiment.deepspeed, sizes.tensor)
     if sizes.pipeline > 1 and not isinstance(model, deepspeed.PipelineModule):
         raise ValueError(
             f"{KEYS['pipeline']} = {sizes.pipeline} and a model that is no PipelineModule: give one, as "

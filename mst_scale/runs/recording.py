@@ -120,7 +120,7 @@ class Recording:
                 logger.warning("%s held the metrics of an earlier run: this one's take their place", self.out)
             self.run_file = RunFile(self.out / "run.json", self._config(), self._start(step))
         self.record = Record(
-            self.out, self.steps, batch=self.engine.train_batch_size(), step=kept, tokens=tokens,
+            self.out, self.steps, batch=zero_shards.sequences_a_step(self.engine), step=kept, tokens=tokens,
             monitor=_Board(self.out if self.tensorboard and self.first else None), first=self.first,
             layers=self.layers, shows=self.shows,
         )  # fmt: skip
@@ -231,7 +231,7 @@ class Recording:
             ranks=engine.world_size,
             hosts=[socket.gethostname()],
             batch={
-                "sequences": engine.train_batch_size(),
+                "sequences": zero_shards.sequences_a_step(engine),
                 "micro": engine.train_micro_batch_size_per_gpu(),
                 "accumulation": engine.gradient_accumulation_steps(),
             },

@@ -6,7 +6,7 @@ hooks         every change to a live engine, in one ordered list
 parameters    construction under ZeRO-3, filling what is cut up
 logical       what each parameter is of the logical model: its name, its shape, its rows and columns
 groups        which ranks hold the rest of it
-autotp        DeepSpeed's AutoTP layers, with another product
+autotp        DeepSpeed's AutoTP layers, with another product; what it cannot cut
 step          the optimizer step: where it is hooked, its norm and loss scale, what stage 0 lacks
 slices        for every sparse parameter this rank's slice, with live views of its master weight, reduced gradient
               and optimizer states, at every stage; what cannot be right is refused
@@ -17,8 +17,8 @@ weight_files  where a checkpoint's weights lie on disk
 universal     DeepSpeed's universal layout, for every stage
 """
 
-from mst_scale.zero_shards.autotp import is_linear
-from mst_scale.zero_shards.groups import Groups, groups_of
+from mst_scale.zero_shards.autotp import asserted_of_cutting, is_linear, refuse_to_cut
+from mst_scale.zero_shards.groups import Groups, groups_of, sequences_a_step
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
 from mst_scale.zero_shards.muon import shapes as muon_shapes
@@ -64,6 +64,7 @@ __all__ = [
     "NamedCollectives",
     "Shards",
     "around_model_step",
+    "asserted_of_cutting",
     "base_optimizer",
     "carry_state",
     "check_versions",
@@ -90,8 +91,10 @@ __all__ = [
     "place_scheduler",
     "put_reads",
     "refuse_arguments",
+    "refuse_to_cut",
     "refuse_unoptimized",
     "saved_classes",
+    "sequences_a_step",
     "shape_of",
     "shards_of",
     "updates_of",

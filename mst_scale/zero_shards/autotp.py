@@ -1,13 +1,14 @@
-"""DeepSpeed's AutoTP layers, with another product in the place of theirs.
+"""DeepSpeed's AutoTP: its layers with another product in the place of theirs, and what it cannot cut, in one line.
 
-They hold some rows or some columns of a matrix, as `tensor_parallel.ColumnLinear` and `RowLinear` do, and what is done
+The layers hold some rows or some columns of a matrix, as `tensor_parallel.ColumnLinear` and `RowLinear` do, and what is done
 around the product is what those do. DeepSpeed's own reduce a copy of what is not contiguous, and lose the sum: its own
 products are, those of a sparse kernel need not be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from deepspeed.module_inject.layers import (
     LinearLayer,
     VocabParallelLinear,
 )
+from deepspeed.module_inject.tp_shard import AutoTPMeta
 from torch import nn
 
 from mst_scale.tensor_parallel import Copied, Summed
@@ -47,3 +49,46 @@ FORWARDS: Mapping[type, Callable[..., torch.Tensor]] = {
 def is_linear(module: nn.Module) -> bool:
     """Whether it is an nn.Linear, or a slice of one."""
     return isinstance(module, nn.Linear) or type(module) in FORWARDS
+
+
+# --- what DeepSpeed asserts of it, or computes otherwise ---
+
+KEY = "tensor_parallel.autotp_size"
+
+
+def refuse_to_cut(model: nn.Module, deepspeed: Mapping[str, Any], size: int) -> None:
+    """A config with which DeepSpeed would take other batches than it says, or fail in the first forward."""
+    shape = [deepspeed.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
+    total = deepspeed.get("train_batch_size")
+    if isinstance(total, int) and not all(isinstance(value, int) for value in shape):
+        raise ValueError(
+            f"train_batch_size = {total} and {KEY} = {size}: DeepSpeed would share it among all ranks, {size} of which "
+            "see the same sequences, and take fewer: state train_micro_batch_size_per_gpu and "
+            "gradient_accumulation_steps in its place"
+        )
+    heads = AutoTPMeta.from_model_config(getattr(model, "config", None)).num_kv_heads
+    zero = deepspeed.get("zero_optimization") or {}
+    if heads is not None and heads < size and isinstance(zero, Mapping) and zero.get("stage") == 3:
+        raise ValueError(
+            f"{KEY} = {size} leaves some ranks without any of the {heads} key heads, and stage 3 of DeepSpeed gathers "
+            f"no empty weights: set {KEY} to at most {heads}, or zero_optimization.stage to 2"
+        )
+
+
+@contextmanager
+def asserted_of_cutting(model: nn.Module, size: int) -> Iterator[None]:
+    """Say in one line what DeepSpeed asserts of a model that is to be cut."""
+    try:
+        yield
+    except AssertionError as met:
+        if size == 1:
+            raise
+        if "batch" in str(met).lower():
+            raise ValueError(
+                f"train_batch_size does not fit {KEY} = {size}: leave it out, and state train_micro_batch_size_per_gpu "
+                "and gradient_accumulation_steps"
+            ) from met
+        raise ValueError(
+            f"DeepSpeed's AutoTP does not cut {type(model).__name__} over {size} ranks ({met}): take a model of "
+            f"transformers with a tensor-parallel plan (Llama, Qwen, Gemma), the GPT of mst_scale, or {KEY} = 1"
+        ) from met

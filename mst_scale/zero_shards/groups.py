@@ -70,6 +70,11 @@ def tensor_slices(engine: Any) -> int:
     return int(bwc_tensor_model_parallel_world_size(engine.mpu)) if knows else 1
 
 
+def sequences_a_step(engine: Any) -> int:
+    """Sequences of an optimizer step. DeepSpeed counts those of every rank of a layer that AutoTP has cut."""
+    return int(engine.train_batch_size()) // (tensor_slices(engine) if engine.autotp_size() > 1 else 1)
+
+
 def is_cut_up(engine: Any) -> bool:
     """Whether a rank holds a part of the model only, before ZeRO cuts it."""
     return tensor_slices(engine) > 1 or stage_count(engine) > 1

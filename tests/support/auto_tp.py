@@ -56,7 +56,7 @@ class Recipe:
 
 
 def config(cut: Cut, recipe: Recipe) -> dict[str, Any]:
-    tensor = {} if cut.tensor == 1 else {"tensor_parallel": {"autotp_size": cut.tensor}}
+    tensor: dict[str, Any] = {} if cut.tensor == 1 else {"tensor_parallel": {"autotp_size": cut.tensor}}
     low = {} if recipe.precision == "fp32" else {recipe.precision: {"enabled": True}}
     return {
         "train_micro_batch_size_per_gpu": MICRO,
