@@ -2,20 +2,19 @@
 
 import pytest
 
+from mst_scale.distributed import Sizes
 from tests.support import chaos
-from tests.support.chaos import Case
+from tests.support.chaos import Case, case_of
 
 
 @pytest.mark.parametrize(
     "case",
     [
         Case(world=2, stage=1, faults=5, seed=5),
-        *(
-            pytest.param(Case(world, stage, faults=20, seed=1 + world), marks=pytest.mark.slow)
-            for world, stage in ((2, 1), (3, 2), (2, 3), (4, 1))
-        ),
+        Case(world=4, stage=1, faults=3, seed=6, sizes=Sizes(tensor=2)),
+        *(pytest.param(case_of(words, 20, seed=1), marks=pytest.mark.slow) for words in chaos.CASES.split(",")),
     ],
-    ids=lambda case: f"{case.world} ranks, stage {case.stage}, {case.faults} faults",
+    ids=str,
 )
 def test_the_end_is_the_same(case, tmp_path):
     peace = chaos.undisturbed(tmp_path / "peace", case)

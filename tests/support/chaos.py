@@ -1,6 +1,7 @@
 """Kills, stops and starts a run at random, and checks that it ends as if nothing had happened.
 
     python -m tests.support.chaos --faults 20 --seed 1 --out benchmarks/results/chaos.md
+    python -m tests.support.chaos --cases 4:1:tensor=2 --out more.md      # 2 ranks share a layer, 2 the batch
 
 Each fault strikes at a random moment: a rank, or all, killed (SIGKILL); a rank frozen for a while (SIGSTOP, SIGCONT);
 a rank asked to stop (SIGTERM or SIGUSR1); a kill while a checkpoint is being written; the newest checkpoint damaged
@@ -18,15 +19,18 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mst_scale.config.parallel import KEYS
+from mst_scale.distributed import Sizes
 from tests.support import forked, tiny_run
 
 SAVE_EVERY = 7
+CASES = "2:1,3:2,2:3,4:1,4:1:tensor=2,4:1:pipeline=2"
 FAULTS = ("kill a rank", "kill all", "kill during a save", "freeze a rank", "ask to stop", "damage the newest")
 TIMES = ("seconds", "tokens_per_s", "step_ms", "save_s", "peak_memory_bytes")
 MST = {
@@ -53,6 +57,7 @@ class Case:
     stage: int
     faults: int
     seed: int
+    sizes: Sizes = field(default_factory=Sizes)
 
     @property
     def steps(self) -> int:
@@ -63,6 +68,13 @@ class Case:
         """Here a run waits for its last fault, however fast the machine is."""
         return self.steps - SAVE_EVERY
 
+    @property
+    def cut(self) -> str:
+        return self.sizes.in_words() if self.sizes.model > 1 else ""
+
+    def __str__(self) -> str:
+        return f"{self.world} ranks{self.cut and f' ({self.cut})'}, stage {self.stage}, {self.faults} faults"
+
 
 def arguments(folder: Path, case: Case) -> list[str]:
     """Slowed down a little by evaluations, so that faults find different moments."""
@@ -70,9 +82,10 @@ def arguments(folder: Path, case: Case) -> list[str]:
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "torch_adam": True}}
     config = tiny_run.config(
         folder, training=training, optimizer=optimizer, mst=MST, zero_optimization={"stage": case.stage},
-        train_batch_size=4 * case.world,
+        train_batch_size=4 * case.world, model={"n_layer": case.sizes.pipeline},
     )  # fmt: skip
-    return ["--deepspeed_config", str(config), "--out", str(folder / "out")]
+    cut = [f"--set={KEYS[what]}={size}" for what, size in asdict(case.sizes).items() if size > 1]
+    return ["--deepspeed_config", str(config), "--out", str(folder / "out"), *cut]
 
 
 def undisturbed(folder: Path, case: Case) -> Path:
@@ -202,42 +215,58 @@ def tensors(out: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def case_of(words: str, faults: int, seed: int) -> Case:
+    """`ranks:ZeRO stage`, and what is cut: `4:1:tensor=2`, `8:1:tensor=2:pipeline=2`."""
+    world, stage, *cuts = words.split(":")
+    sizes = {what: int(size) for what, size in (cut.split("=") for cut in cuts)}
+    return Case(int(world), int(stage), faults, seed + int(world), Sizes(**sizes))
+
+
+def as_a_row(case: Case) -> str:
+    """Both runs of a case, as a line of the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        one = undisturbed(Path(folder, "peace"), case)
+        story = disturbed(Path(folder, "chaos"), case)
+        apart = differences(one, Path(folder, "chaos", "out"))
+    kinds = Counter(fault.split(" (")[0] for fault in story.faults)
+    cells = [
+        case.world, case.cut or "–", case.stage, case.steps,
+        len(story.faults), story.starts, f"{story.longest_end:.1f} s",
+        "yes" if not apart else f"no: {', '.join(apart[:3])}",
+        ", ".join(f"{count} × {kind}" for kind, count in sorted(kinds.items())),
+    ]  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--cases", default="2:1,3:2,2:3,4:1", help="ranks:ZeRO stage, …")
+    parser.add_argument("--cases", default=CASES, help="ranks:ZeRO stage[:what is cut=over how many …], …")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    from benchmarks.machine import machine
+
     lines = [
         "# Chaos: runs that are killed, frozen, stopped and damaged at random",
         "",
         f"`python -m tests.support.chaos --faults {args.faults} --seed {args.seed} --cases {args.cases} "
         f"--out {args.out}`",
         "",
-        f"A tiny GPT with MST, float32 on CPU ranks, a checkpoint every {SAVE_EVERY} steps; torch {torch.__version__}.",
+        f"A tiny GPT with MST, float32 on CPU ranks, a checkpoint every {SAVE_EVERY} steps;",
+        ", ".join(f"{key} {value}" for key, value in machine(threads=1).items()) + ".",
         "Equal bit for bit to a run left in peace: logged rows, weights, optimizer states and masks of the last",
-        "checkpoint.",
+        "checkpoint. Ranks that share no model share the batch.",
         "",
-        "| ranks | ZeRO stage | steps | faults | starts | longest end after a fault | equal | what happened |",
-        "|---|---|---|---|---|---|---|---|",
+        "| ranks | share the model | ZeRO stage | steps | faults | starts | longest end after a fault | equal "
+        "| what happened |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for world, stage in (map(int, case.split(":")) for case in args.cases.split(",")):
-        case = Case(world, stage, args.faults, args.seed + world)
-        with tempfile.TemporaryDirectory() as folder:
-            one = undisturbed(Path(folder, "peace"), case)
-            story = disturbed(Path(folder, "chaos"), case)
-            apart = differences(one, Path(folder, "chaos", "out"))
-        kinds = Counter(fault.split(" (")[0] for fault in story.faults)
-        cells = [
-            world, stage, case.steps, len(story.faults), story.starts, f"{story.longest_end:.1f} s",
-            "yes" if not apart else f"no: {', '.join(apart[:3])}",
-            ", ".join(f"{count} × {kind}" for kind, count in sorted(kinds.items())),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    for words in args.cases.split(","):
+        lines.append(as_a_row(case_of(words, args.faults, args.seed)))
         print(lines[-1], flush=True)
-    if args.out:
-        args.out.write_text("\n".join(lines) + "\n")
+        if args.out:
+            args.out.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
