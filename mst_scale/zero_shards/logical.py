@@ -16,6 +16,7 @@ import numpy as np
 from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.module_inject.layers import HiddenParallelEmbedding, VocabParallelEmbedding
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
@@ -87,6 +88,13 @@ class Layout:
             raise ValueError(f"a checkpoint's {name} has shape {shape}, and its layout says {cut.local_matrix}")
         return str(entry["name"]), cut
 
+    def layer(self, name: str) -> tuple[int, str]:
+        """Of a parameter of a pipeline's stage: the number of the layer in whose file it lies, and its name there."""
+        if not self.table[name].get("layer"):
+            raise ValueError(f"a checkpoint does not say in which layer's file {name} lies: it is of another version")
+        number, own = self.table[name]["layer"]
+        return int(number), str(own)
+
     def cut(self, name: str) -> bool:
         """Whether other slices hold the rest of this logical parameter."""
         return self.is_cut[name]
@@ -104,8 +112,21 @@ def layout_of(model: nn.Module) -> dict[str, dict[str, Any]]:
             "rows": [list(some) for some in cut.rows],
             "columns": [list(some) for some in cut.columns],
             "cut": is_cut(parameter),
+            "layer": _layer_of(model, name),
         }
     return table
+
+
+def _layer_of(model: nn.Module, name: str) -> list[Any]:
+    """Number of the pipeline's layer with whose file DeepSpeed saves a parameter, and its name there; of a tied one
+    the first that has it. Empty without a pipeline."""
+    if not isinstance(model, PipelineModule):
+        return []
+    first, _, own = name.partition(".")
+    if first != "tied_modules":
+        return [int(first), own]
+    tie, _, own = own.partition(".")
+    return [next(i for i, spec in enumerate(model._layer_specs) if getattr(spec, "key", None) == tie), own]
 
 
 def layout_of_file(checkpoint: Path, state: Mapping[str, Any], several: bool) -> Layout | None:

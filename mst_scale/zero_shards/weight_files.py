@@ -1,6 +1,7 @@
 """An index of what a checkpoint holds on disk, whichever layout of ranks and ZeRO stage have saved it.
 
-    stage 0            whole, in the model's file; under bf16 and fp16 the fp32 masters, in the optimizer's state
+    stage 0            whole, in the model's file, or those of a pipeline's layers; under bf16 and fp16 fp32 masters,
+                       in the optimizer's state
     stages 1 and 2     a parameter group is one flat fp32 vector, cut evenly over the ranks' files
     stage 3            each parameter is cut evenly over the ranks' files
     universal          a file for each parameter
@@ -33,6 +34,7 @@ from mst_scale.zero_shards import safe_load
 from mst_scale.zero_shards.logical import Layout, layout_of_file
 
 State = Any  # what a checkpoint's file unpickles to
+LAYER_FILE = re.compile(r"^layer_\d+-model_(\d+)-model_states\.pt$")
 FP32 = "fp32"  # the weights, among what an optimizer keeps of a parameter
 
 
@@ -239,13 +241,24 @@ def _cut_parameters(files: list[Path], groups: Groups, optimizer: State, key: st
 # --- stage 0 ---
 
 
+@dataclass(frozen=True)
+class Held:
+    """A tensor of the module: in which file it lies, and how it is found there."""
+
+    path: Path
+    find: Callable[[State], torch.Tensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.find(opened(self.path)).shape)
+
+
 def _replicated(path: Path, state: State, key: str, layout: Layout | None) -> dict[str, list[Part]]:
-    """Whole, in the model's file and in the optimizer's state there."""
-    module, masters = state["module"], fp32_masters(state["optimizer"])
-    names = {name for name in module if name not in (state.get("buffer_names") or [])}
-    told = {name: _told(name, tuple(module[name].shape), layout) for name in module if name in names}
+    """Whole, in the model's file or its layers', and in the optimizer's state there."""
+    held, masters = _held(path, state, layout), fp32_masters(state["optimizer"])
+    told = {name: _told(name, tensor.shape, layout) for name, tensor in held.items()}
     wholes = {name: Shard(logical, cut, 0, math.prod(cut.local_matrix)) for name, (logical, cut) in told.items()}
-    parts = {shard.name: [Part(shard, path, partial(_of_module, name))] for name, shard in wholes.items()}
+    parts = {shard.name: [Part(shard, held[name].path, held[name].find)] for name, shard in wholes.items()}
     if masters is None and key == FP32:
         return parts
     found = parts if key == FP32 else {}
@@ -258,6 +271,24 @@ def _replicated(path: Path, state: State, key: str, layout: Layout | None) -> di
             found[shard.name] = [Part(shard, path, find, offset if flat else 0)]
             offset += shard.length
     return found
+
+
+def _held(path: Path, state: State, layout: Layout | None) -> dict[str, Held]:
+    """The parameters of a model's file; those of a pipeline's stage lie in a file for each layer and slice."""
+    if state["module"] is not None:
+        names = [name for name in state["module"] if name not in (state.get("buffer_names") or [])]
+        return {name: Held(path, partial(_of_module, name)) for name in names}
+    if layout is None:
+        raise ValueError(f"{path} holds no weights, and does not say of which layers they are: save it again")
+    slices = {int(found[1]) for other in path.parent.iterdir() if (found := LAYER_FILE.search(other.name))}
+    if not slices:
+        raise Damaged(f"{path.parent} holds none of its layers' files (layer_*-model_states.pt): they are gone")
+    held = {}
+    for name in layout.table:
+        layer, own = layout.layer(name)
+        file = path.with_name(f"layer_{layer:02d}-model_{_model_rank(path) % (max(slices) + 1):02d}-model_states.pt")
+        held[name] = Held(file, partial(_of_layer, own))
+    return held
 
 
 def base_state(optimizer: State) -> dict[str, Any]:
@@ -275,6 +306,11 @@ def fp32_masters(optimizer: State) -> list[list[torch.Tensor]] | None:
 
 def _of_module(name: str, state: State) -> torch.Tensor:
     tensor: torch.Tensor = state["module"][name]
+    return tensor
+
+
+def _of_layer(name: str, state: State) -> torch.Tensor:
+    tensor: torch.Tensor = state[name]
     return tensor
 
 
