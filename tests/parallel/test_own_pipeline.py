@@ -1,0 +1,55 @@
+"""A PipelineModule of a user's own trains sparsely under the names that DeepSpeed numbers its layers by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.layouts import Layout, Recipe, config, give_gradients, whole_masks
+from tests.support.pool import run
+
+WIDTH, STEPS = 12, 6
+
+
+def stack(stages: int) -> Any:
+    from deepspeed.pipe import PipelineModule
+
+    torch.manual_seed(4)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]  # built whole everywhere, so that each has its first weights
+    return PipelineModule(layers, num_stages=stages, loss_fn=nn.MSELoss(), partition_method="uniform")
+
+
+def trained(
+    rank: int, world: int, stages: int, stage: int
+) -> tuple[list[float], list[dict[str, str]], dict[str, float]]:
+    import deepspeed
+
+    import mst_scale
+
+    deepspeed.init_distributed(verbose=False)
+    raw = config(Layout(stage=stage), Recipe(of=12, deepspeed={"gradient_clipping": 0.0}))
+    raw["mst"]["attention"] = {"pattern": "dense"}
+    engine: Any = mst_scale.initialize(model=stack(stages), config=raw)[0]
+    give_gradients(engine)
+    losses, masks = [], []
+    for number in range(STEPS):
+        generator = torch.Generator().manual_seed(number)
+        batches = [tuple(torch.randn(2, WIDTH, generator=generator) for _ in range(2)) for _ in range(4)]
+        losses.append(float(engine.train_batch(iter(batches))))
+        if engine.mst.changed_at == number + 1:
+            masks.append(whole_masks(engine))
+    densities = engine.mst.densities()
+    engine.destroy()
+    return losses, masks, densities
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_two_stages_have_the_masks_of_one(stage: int):
+    losses, masks, densities = run(trained, 1, 1, 0)[0]
+    assert list(densities) == [f"{i}.weight" for i in range(4)] and len(masks) >= 3
+    for found in run(trained, 2, 2, stage):
+        assert found[1] == masks and found[2] == densities
+        assert found[0] == pytest.approx(losses, rel=1e-5)
