@@ -1,6 +1,6 @@
 """DeepSpeed's AutoTP: its layers with another product in the place of theirs, and what it cannot cut, in one line.
 
-The layers hold some rows or some columns of a matrix, as `tensor_parallel.ColumnLinear` and `RowLinear` do, and what is done
+The layers hold some rows or columns of a matrix, as `tensor_parallel.ColumnLinear` and `RowLinear` do, and what is done
 around the product is what those do. DeepSpeed's own reduce a copy of what is not contiguous, and lose the sum: its own
 products are, those of a sparse kernel need not be.
 """

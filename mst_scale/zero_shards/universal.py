@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mst_scale.zero_shards.logical import LAYOUT
-from mst_scale.zero_shards.weight_files import FP32, base_state, model_files, opened, states_of
+from mst_scale.zero_shards.weight_files import FP32, base_state, maps_kept, model_files, opened, states_of
 
+WORKERS = 4  # parameters that are read and written at once; each is in memory whole
 STATES = (FP32, "exp_avg", "exp_avg_sq")
 WARM = "mst_scale.warm_start(engine, CHECKPOINT) takes its weights and masks, with a fresh optimizer"
 GLOBAL = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")  # what an optimizer keeps beside its groups
@@ -34,7 +36,8 @@ def convert(source: Path, draft: Path) -> None:
     index = states_of(source, STATES)
     shapes = index[FP32].shapes if common.pop("sharded") else _optimized(source, states, index[FP32].shapes)
     _refuse_paths(source, shapes)
-    for name in shapes:
+
+    def write(name: str) -> None:
         for key, weights in index.items():
             try:
                 value = weights.read(name)
@@ -42,6 +45,10 @@ def convert(source: Path, draft: Path) -> None:
                 raise _not_adam(source) from None
             _save({"param": value}, draft / "zero" / name / f"{key}.pt")
         _save(common["step"], draft / "zero" / name / "step.pt")
+
+    with maps_kept(), ThreadPoolExecutor(WORKERS) as pool:
+        for _ in pool.map(write, shapes):
+            pass
     _write_common(draft / "zero", common, states[0]["ds_version"])
     # It looks for one name at stages 0 to 2 and for another at stage 3.
     rest, module = dict(states[0]), states[0]["module"] or {}

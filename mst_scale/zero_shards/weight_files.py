@@ -15,8 +15,10 @@ Reading one maps its files anew and lets them go, so that no more than what was 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -153,10 +155,34 @@ def untrained_of(checkpoint: Path) -> tuple[dict[str, Any], dict[str, torch.Tens
     return dict(state), found
 
 
+_OPENING = threading.Lock()  # what may be loaded is torch's to know, for all threads at once
+_KEPT: list[dict[Path, State]] = []  # of each `maps_kept` under way
+
+
+@contextlib.contextmanager
+def maps_kept() -> Iterator[None]:
+    """Whoever reads all of a checkpoint opens each file once, not for each parameter; what is mapped is not in memory
+    for good."""
+    _KEPT.append({})
+    try:
+        yield
+    finally:
+        _KEPT.pop()
+
+
 def opened(path: Path) -> State:
     """A file's contents, tensors mapped and not read."""
+    if not _KEPT:
+        return _opened(path)
+    if path not in _KEPT[-1]:
+        _KEPT[-1][path] = _opened(path)
+    return _KEPT[-1][path]
+
+
+def _opened(path: Path) -> State:
     try:
-        return safe_load.load(path, zero_shards.saved_classes(), mmap=True)
+        with _OPENING:
+            return safe_load.load(path, zero_shards.saved_classes(), mmap=True)
     except (RuntimeError, EOFError, OSError) as error:
         raise Damaged(f"{path} is damaged or cut short ({str(error).splitlines()[0]})") from None
 

@@ -80,7 +80,7 @@ def watched(engine, rank, world, steps, accumulation=1) -> tuple[list[str], list
             if controller.changed_at == step + 1 and weight[active & ~before[mask.name]].count_nonzero():
                 faults.append(f"{where}: a grown weight does not start at 0")
             total = torch.tensor(int(active.sum()))
-            if controller.exchange.group is not None:
+            if controller.groups.zero is not None:
                 torch.distributed.all_reduce(total)
             if int(total) != mask.active:
                 faults.append(f"{where}: {int(total)} active, {mask.active} counted")

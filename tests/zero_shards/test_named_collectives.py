@@ -10,17 +10,22 @@ from tests.support.toy_engine import mst_config, train
 from tests.support.toys import toy
 
 
+def sent(mst):
+    exchanges = {id(one): one for one in (*mst.exchange.of, mst.local)}
+    return sum(one.traffic.payload for one in exchanges.values())
+
+
 def logged(rank, world, config):
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     train(engine, rank, world, 2)
-    before = engine.mst.exchange.traffic.payload
+    before = sent(engine.mst)
     comms_logger.reset_data()
     ds_comm.configure(enabled=True, prof_all=True, verbose=False)
     try:
         train(engine, rank, world, 3, first=2)  # step 3 is a topology step, step 5 checks for drift
     finally:
         ds_comm.configure(enabled=False, prof_all=False)
-    payload = engine.mst.exchange.traffic.payload - before
+    payload = sent(engine.mst) - before
     names = {name: sum(size * n[0] for size, n in sizes.items()) for name, sizes in comms_logger.get_raw_data().items()}
     comms_logger.reset_data()
     return payload, names
