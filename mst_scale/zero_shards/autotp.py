@@ -89,6 +89,6 @@ def asserted_of_cutting(model: nn.Module, size: int) -> Iterator[None]:
                 "and gradient_accumulation_steps"
             ) from met
         raise ValueError(
-            f"DeepSpeed's AutoTP does not cut {type(model).__name__} over {size} ranks ({met}): take a model of "
+            f"DeepSpeed's AutoTP does not cut {type(model).__name__} over {size} ranks ({str(met).strip(' .')}): take a model of "
             f"transformers with a tensor-parallel plan (Llama, Qwen, Gemma), the GPT of mst_scale, or {KEY} = 1"
         ) from met

@@ -153,7 +153,7 @@ def _autotp_cut(told: Mapping[str, Any]) -> Cut:
     if "affine_map" not in told:
         raise ValueError(f"DeepSpeed does not describe how it has cut a parameter of shape {shape}: {UNKNOWN}")
     pieces = ParamAffineMap.from_dict(told["affine_map"]).pieces_by_rank
-    if sum(piece.numel for mine in pieces for piece in mine) != math.prod(shape):
+    if sum(piece.numel for mine in pieces.values() for piece in mine) != math.prod(shape):
         raise ValueError(f"DeepSpeed keeps parts of a parameter of shape {shape} on several ranks: {UNKNOWN}")
     return cut_from_pieces(shape, pieces[groups.get_tensor_model_parallel_rank()])
 
