@@ -88,7 +88,8 @@ def asserted_of_cutting(model: nn.Module, size: int) -> Iterator[None]:
                 f"train_batch_size does not fit {KEY} = {size}: leave it out, and state train_micro_batch_size_per_gpu "
                 "and gradient_accumulation_steps"
             ) from met
+        why = str(met).strip(" .")
         raise ValueError(
-            f"DeepSpeed's AutoTP does not cut {type(model).__name__} over {size} ranks ({str(met).strip(' .')}): take a model of "
+            f"DeepSpeed's AutoTP does not cut {type(model).__name__} over {size} ranks ({why}): take a model of "
             f"transformers with a tensor-parallel plan (Llama, Qwen, Gemma), the GPT of mst_scale, or {KEY} = 1"
         ) from met

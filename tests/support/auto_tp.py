@@ -1,8 +1,9 @@
-"""Trains a tiny Llama of transformers, which DeepSpeed's AutoTP cuts over ranks, on the same batches in every layout."""
+"""Trains a tiny Llama of transformers that DeepSpeed's AutoTP cuts over ranks, on the same batches in every layout."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mst_scale import zero_shards
 from tests.support.layouts import give_gradients, whole_masks
 
 BATCH, MICRO, LENGTH, VOCAB = 4, 2, 8, 48
@@ -133,12 +135,64 @@ def step(cut: Cut, engine: Any, number: int) -> float:
     return float(loss) / dist.get_world_size()
 
 
-def trained(rank: int, world: int, cut: Cut, recipe: Recipe) -> dict[str, Any]:
-    """Losses, norms, and after every topology step the masks and what was reported of it."""
-    from mst_scale import zero_shards
+DEAD = {"mlp": [1, 13, 23], "value": [0, 5]}  # units of the first layer: in each slice some
 
-    found: dict[str, Any] = {"losses": [], "norms": [], "masks": [], "changes": [], "digests": [], "dead": []}
+
+def kill_units(engine: Any) -> None:
+    """Zero all factors of some units of the first layer, in master weights and in what the forward reads."""
+    lines = {
+        "mlp.gate_proj": (0, DEAD["mlp"]),
+        "mlp.up_proj": (0, DEAD["mlp"]),
+        "mlp.down_proj": (1, DEAD["mlp"]),
+        "self_attn.v_proj": (0, DEAD["value"]),
+        "self_attn.o_proj": (1, [0, 4, 9, 13]),  # two query heads of 4 channels read each value head
+    }
+    shards = engine.mst.shards
+    for i, shard in enumerate(shards.slices):
+        name = shard.name.removeprefix("model.layers.0.").removesuffix(".weight")
+        if name not in lines:
+            continue
+        axis, chosen = lines[name]
+        flat, columns = shard.logical(torch.arange(shard.length)), shard.shape[1]
+        line = flat // columns if axis == 0 else flat % columns
+        alive = ~torch.isin(line, torch.tensor(chosen))
+        shards.weight(i).mul_(alive)
+        zero_shards.zero_inactive(shards, i, alive)
+
+
+def masters(engine: Any) -> dict[str, torch.Tensor]:
+    """The whole master weights and moments of every sparse parameter, flat."""
+    shards, found = engine.mst.shards, {}
+    for i, shard in enumerate(shards.slices):
+        parts = {"weight": shards.weight(i), **shards.states(i)}
+        mine = {
+            key: (shard.logical(torch.arange(shard.length)), value.detach().clone()) for key, value in parts.items()
+        }
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        for key in sorted({key for one in everyone for key in one}):
+            whole = torch.full((shard.numel,), math.nan)
+            for where, values in (one[key] for one in everyone if key in one):
+                whole[where] = values.float()
+            assert not whole.isnan().any()
+            found[f"{shard.name} {key}"] = whole
+    return found
+
+
+def trained(rank: int, world: int, cut: Cut, recipe: Recipe, kills: bool = False) -> dict[str, Any]:
+    """Losses, norms, and after every topology step the masks and what was reported of it."""
+    found: dict[str, Any] = {
+        "losses": [],
+        "norms": [],
+        "masks": [],
+        "changes": [],
+        "digests": [],
+        "dead": [],
+        "woken": [],
+    }
     with started(cut, recipe) as engine:
+        if kills:
+            kill_units(engine)
         if recipe.given_gradients:
             give_gradients(engine)
         for number in range(recipe.steps):
@@ -151,5 +205,7 @@ def trained(rank: int, world: int, cut: Cut, recipe: Recipe) -> dict[str, Any]:
                     [(c.name, c.before, c.active, c.pruned, c.grown, c.regrown) for c in engine.mst.changes]
                 )
                 found["dead"].append(engine.mst.dead_units())
+                found["woken"].append(engine.mst.woken)
         found["sparsity"], found["densities"] = engine.mst.sparsity, engine.mst.densities()
+        found["masters"] = masters(engine)
     return found
