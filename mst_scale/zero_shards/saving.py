@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -189,14 +190,15 @@ def _load_universal(engine: Any, folder: Path, buffers: dict[str, torch.Tensor])
 
     common = safe_load.load(folder / "zero" / "optimizer_state.pt", saved_classes())
     optimizer, index = base_optimizer(engine), states_of(folder, STATES)
-    if len(common["param_groups"]) != len(optimizer.param_groups):
+    groups = common["param_groups"] if "param_groups" in common else common["optimizer_state_dict"]["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
         raise ValueError(
-            f"{folder} has {len(common['param_groups'])} parameter groups, this optimizer "
+            f"{folder} has {len(groups)} parameter groups, this optimizer "
             f"{len(optimizer.param_groups)}: give it the same groups"
         )
     parameters = {name: p for name, p in named_parameters(engine.module) if p.requires_grad}
     _refuse_other_shapes(folder, {name: shape_of(p) for name, p in parameters.items()}, index[FP32].shapes)
-    shards, step = laid_out(engine, parameters), common["optimizer_state_dict"]["state"][0]["step"]
+    shards, step = laid_out(engine, parameters), _step(folder / "zero", common)
     for i, (name, parameter) in enumerate(parameters.items()):
         owner = shards.owner(i)
         state = optimizer.state[owner]
@@ -211,14 +213,21 @@ def _load_universal(engine: Any, folder: Path, buffers: dict[str, torch.Tensor])
     for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
         if name in common and hasattr(engine.optimizer, name):
             setattr(engine.optimizer, name, common[name])
-    for group, saved in zip(optimizer.param_groups, common["param_groups"], strict=True):
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     own = dict(engine.module.named_buffers())
     for name, value in buffers.items():
         own[name].copy_(value)
 
 
+def _step(zero: Path, common: dict[str, Any]) -> Any:
+    """How many updates Adam has counted: DeepSpeed's own converter says it in one of two places."""
+    kept = common.get("optimizer_state_dict", {}).get("state", {})
+    return kept[0]["step"] if kept else safe_load.load(next(zero.glob("*/step.pt")), saved_classes())
+
+
 def _refuse_other_shapes(folder: Path, here: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]]) -> None:
     for name, shape in here.items():
-        if there.get(name) != tuple(shape):
+        flat = (math.prod(shape),)  # as DeepSpeed's own converter leaves what stage 3 has cut
+        if there.get(name) not in (tuple(shape), flat):
             raise ValueError(f"{folder}: {name} has shape {there.get(name)} there and {tuple(shape)} in this model")

@@ -50,7 +50,7 @@ def block_masks(controller) -> list:
     shapes = [s.shape for s in controller.shards.slices]
     return [
         block_oracle.alive_blocks(mask.flags().view(shape).numpy(), 4).reshape(grid)
-        for mask, shape, grid in zip(controller.masks, shapes, controller.shapes, strict=True)
+        for mask, shape, grid in zip(controller.masks, shapes, controller.shapes.values(), strict=True)
     ]
 
 

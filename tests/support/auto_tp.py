@@ -1,4 +1,4 @@
-"""Trains a tiny Llama of transformers that DeepSpeed's AutoTP cuts over ranks, on the same batches in every layout."""
+"""Trains a tiny Llama of transformers, which DeepSpeed's AutoTP cuts over ranks, on the same batches everywhere."""
 
 from __future__ import annotations
 

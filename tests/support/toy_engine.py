@@ -89,7 +89,7 @@ def watched(engine, rank, world, steps, accumulation=1) -> tuple[list[str], list
         if controller.changed_at == step + 1:
             history.append(shas(engine, world))
             counts = active_counts(
-                controller.shapes, controller.schedule.at(step + 1).sparsity, controller.distribution
+                list(controller.shapes.values()), controller.schedule.at(step + 1).sparsity, controller.distribution
             )
             target = dict(zip(controller.masks.names, counts, strict=True))
             faults += [

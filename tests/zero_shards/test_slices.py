@@ -153,7 +153,7 @@ def test_the_norm_of_an_offloaded_gradient_lies_where_deepspeed_adds_it_up(monke
     zero = SimpleNamespace(offload_optimizer=True, norm_for_param_grads={}, get_param_id=lambda parameter: 7)
     zero._get_fp32_grad_state_partition = partition
     shards = object.__new__(slices.CutParameters)
-    shards.zero, shards.parameters, shards.slices = zero, [None], [Shard.whole("w", (3,))]
+    shards.zero, shards.parameters, shards.slices = zero, [torch.nn.Parameter(torch.zeros(3))], [Shard.whole("w", (3,))]
     gradient = shards.gradient(0)
     assert gradient.data_ptr() == live.data_ptr() and gradient.tolist() == [3, 0, 4], "live, without the padding"
     shards.put_gradient(0, gradient)
@@ -201,11 +201,9 @@ class Fake(SimpleNamespace):
         ({"deepcompile": True}, "compile.deepcompile"),
         ({"zero": {"mics_shard_size": 2}}, "mics_shard_size"),
         ({"zero": {"zero_hpz_partition_size": 2}}, "zero_hpz_partition_size"),
-        ({"autotp": 2}, "tensor_parallel.autotp_size"),
         ({"heads": 2}, "per_head_muon"),
         ({"mpu": SimpleNamespace()}, "a model-parallel unit"),
         ({"sequence": 2}, "sequence_parallel_size"),
-        ({"slices": 2}, "layers cut by a model-parallel unit"),
         ({"moe": True}, "mixture-of-experts"),
         ({"autocast": True}, "torch_autocast"),
         ({"offload": SimpleNamespace(device="nvme", ratio=1.0)}, "NVMe: set offload_optimizer.device to cpu"),
