@@ -253,7 +253,9 @@ def test_a_mask_that_drifts_in_one_slice_stops_all_ranks(stage: int):
 # --- checkpoints ---
 
 
-def resumed(rank: int, world: int, cut: Cut, how: Recipe, folder: str, tags: tuple[str, str, int]) -> dict:
+def resumed(  # noqa: PLR0917  (what the pool hands on)
+    rank: int, world: int, cut: Cut, how: Recipe, folder: str, tags: tuple[str, str, int]
+) -> dict:
     """Trains from the start or from a checkpoint to a step, and saves; what is there then, and what the load gave."""
     load, save, until = tags
     with started(cut, how) as engine:
