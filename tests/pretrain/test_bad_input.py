@@ -141,7 +141,7 @@ EARLY = [  # refused by each process for itself, before it looks for others
     (lambda f: arguments(f, zero_optimisation={"stage": 1}), 2, "did you mean 'zero_optimization'"),
     (lambda f: arguments(f, train_batch_size=-8), 2, "train_batch_size must be a positive integer"),
     (lambda f: arguments(f, "--method", "mst", model={"dropout": 0.1}), 2, "does not go with sparse attention"),
-    (lambda f: arguments(f, "--method", "mst", sequence_parallel_size=2), 2, "sequence_parallel_size = 2 does not go"),
+    (lambda f: arguments(f, sequence_parallel_size=-2), 2, "sequence_parallel_size must be a positive integer, not -2"),
     (
         lambda f: arguments(f, "--method", "mst", zero_optimization={"stage": 1, "new": 1}),
         2,
