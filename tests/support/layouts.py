@@ -46,7 +46,7 @@ class Layout:
 class Recipe:
     """What every layout does alike."""
 
-    steps: int = 8
+    steps: int = 6
     of: int = 20
     mst: dict[str, Any] = field(default_factory=dict)
     deepspeed: dict[str, Any] = field(default_factory=dict)
