@@ -128,7 +128,8 @@ class SparseController(Controller):
         shapes = {s.name: s.cut.local_shape for s in self.shards.slices}
         layers, error = None, None
         try:
-            layers = SparseLayers(self.engine.module, targets, shapes, backend, self.elements.side)
+            side, forwards = self.elements.side, zero_shards.FORWARDS
+            layers = SparseLayers(self.engine.module, targets, shapes, backend, side, forwards=forwards)
         except ValueError as met:  # of this rank's device, say
             error = met
         self.everyone.raise_first(error)

@@ -86,11 +86,16 @@ class Product:
             )
 
 
+Forward = Callable[..., torch.Tensor]
+NONE: Mapping[type, Forward] = {}
+
+
 class SparseLayers:
     """The products of a model's sparse parameters, installed where they are used.
 
-    `parameters` by name; `shapes` are their full shapes (a parameter cut by ZeRO-3 is empty in itself); `block` is the
-    side of the square blocks that masks are made of, 1 for single weights.
+    `parameters` by name; `shapes` are those of the local matrices (a parameter cut by ZeRO-3 is empty in itself);
+    `block` is the side of the square blocks that masks are made of, 1 for single weights; `forwards` say what takes the
+    place of the forward of other linear layers than torch's: `forward(module, product, x)`, by their type.
     """
 
     def __init__(
@@ -100,15 +105,18 @@ class SparseLayers:
         shapes: Mapping[str, tuple[int, ...]],
         backend: str,
         block: int = 1,
+        *,
+        forwards: Mapping[type, Forward] = NONE,
     ):
         self.backend, self.block = backend, block
         self.products: dict[str, Product] = {}
         self.parameters = dict(parameters)
         self.left_dense: list[str] = []
+        forwards = {nn.Linear: _forward, **forwards}  # of subclasses, which may do more, not
         if backend == "dense":
             return
         for name, parameter in parameters.items():
-            places = list(_places(model, parameter)) if len(shapes[name]) == 2 else []
+            places = list(_places(model, parameter, forwards)) if len(shapes[name]) == 2 else []
             if not places:
                 self.left_dense.append(name)
                 continue
@@ -118,7 +126,7 @@ class SparseLayers:
                 if reason is not None:
                     raise ValueError(f"mst.compute.backend {backend!r} cannot run here: {reason}")
             for module, attribute in places:
-                setattr(module, attribute, _with_own_parameters(module, product, attribute))
+                setattr(module, attribute, _in_place(module, product, attribute, forwards))
         if self.left_dense:
             dispatch.log.info(
                 "%d of %d sparse parameters are not the weight of an nn.Linear (%s): masked dense products",
@@ -156,12 +164,14 @@ def _told(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
-def _places(model: nn.Module, parameter: nn.Parameter) -> Iterator[tuple[nn.Module, str]]:
+def _places(
+    model: nn.Module, parameter: nn.Parameter, forwards: Mapping[type, Forward]
+) -> Iterator[tuple[nn.Module, str]]:
     """(module, attribute) of every product with this parameter that we know how to replace."""
     for module in model.modules():
         if getattr(module, "weight", None) is parameter and hasattr(module, "product"):
             yield module, "product"
-        elif getattr(module, "weight", None) is parameter and type(module) in _forwards():
+        elif getattr(module, "weight", None) is parameter and type(module) in forwards:
             yield module, "forward"
         elif hasattr(module, "head_product"):
             embeddings: Any = module.get_output_embeddings
@@ -171,18 +181,11 @@ def _places(model: nn.Module, parameter: nn.Parameter) -> Iterator[tuple[nn.Modu
                     yield module, "head_loss"
 
 
-def _with_own_parameters(module: Any, product: Product, attribute: str) -> Any:
+def _in_place(module: Any, product: Product, attribute: str, forwards: Mapping[type, Forward]) -> Any:
     if attribute != "forward":
         return product.loss if attribute == "head_loss" else product
     # a partial: unlike a closure it can be copied and pickled with its module
-    return functools.wraps(type(module).forward)(functools.partial(_forwards()[type(module)], module, product))
-
-
-def _forwards() -> Mapping[type, Callable[..., torch.Tensor]]:
-    """What takes the place of a layer's forward: `forward(module, product, x)`; of its subclasses not."""
-    from mst_scale.zero_shards.autotp import FORWARDS  # and with it DeepSpeed, which a choice of kernels does without
-
-    return {nn.Linear: _forward, **FORWARDS}
+    return functools.wraps(type(module).forward)(functools.partial(forwards[type(module)], module, product))
 
 
 def _forward(module: nn.Linear, product: Product, x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ weight_files  where a checkpoint's weights lie on disk
 universal     DeepSpeed's universal layout, for every stage
 """
 
-from mst_scale.zero_shards.autotp import asserted_of_cutting, is_linear, refuse_to_cut
+from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, is_linear, refuse_to_cut
 from mst_scale.zero_shards.groups import Groups, groups_of, sequences_a_step
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
@@ -57,6 +57,7 @@ from mst_scale.zero_shards.step import (
 from mst_scale.zero_shards.versions import check_versions
 
 __all__ = [
+    "FORWARDS",
     "HOOKS",
     "TABLES",
     "Follower",
