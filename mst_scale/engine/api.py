@@ -94,6 +94,11 @@ def _refuse_unread_sizes(model: torch.nn.Module, experiment: Experiment, others:
             f"{KEYS['tensor']} = {sizes.tensor}: DeepSpeed's AutoTP does not know this model, which cuts itself: give "
             "GPT(config, TensorGroup.of(mesh)) and mpu=mesh, or use mst_scale.pretrain"
         )
+    if sizes.tensor > 1 and others.get("mpu") is not None:
+        raise ValueError(
+            f"{KEYS['tensor']} = {sizes.tensor} and an mpu: DeepSpeed's AutoTP puts groups of its own in its place, so "
+            "that parts of sequences would be reduced wrongly: leave mpu out, or cut the GPT of mst_scale"
+        )
     if sizes.tensor > 1:
         zero_shards.refuse_to_cut(model, experiment.deepspeed, sizes.tensor)
     if sizes.pipeline > 1 and not isinstance(model, deepspeed.PipelineModule):

@@ -113,8 +113,8 @@ def test_losses_and_norms_are_those_of_one_rank(stage: int, tied: bool):
     how = Recipe(steps=30, of=40, model={"tie_word_embeddings": tied}, mst={"targets": {"lm_head": True}})
     one = alone(how)
     for found in run(auto_tp.trained, 2, Cut(2, 1, stage), how):
-        assert found["losses"] == pytest.approx(one["losses"], rel=1e-4)
-        assert found["norms"] == pytest.approx(one["norms"], rel=1e-3)
+        assert found["losses"] == pytest.approx(one["losses"], rel=1e-6)
+        assert found["norms"] == pytest.approx(one["norms"], rel=1e-5)
 
 
 @pytest.mark.parametrize("mkl", [False, True], ids=["compiled", "mkl"])
@@ -288,7 +288,7 @@ def test_a_resumed_run_ends_bit_for_bit_like_a_whole_one(stage: int, model: dict
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_checkpoint_goes_on_over_another_number_of_ranks(tied: bool, tmp_path: Path):
-    """Two ranks, then one, then two at another stage, with equal weights, moments and masks."""
+    """Two ranks, then one, then four of which two have no key head, with equal weights, moments and masks."""
     model, mst = {"tie_word_embeddings": tied}, {"targets": {"lm_head": True}}
     how = Recipe(model=model, mst=mst)
     universal = Recipe(model=model, mst=mst, deepspeed={"checkpoint": {"load_universal": True}})
@@ -297,8 +297,8 @@ def test_a_checkpoint_goes_on_over_another_number_of_ranks(tied: bool, tmp_path:
     (one,) = run(resumed, 1, Cut(1, 1, 1), universal, (str(tmp_path), "first/universal", "second", 4))
     assert equal(saved["ended"], one["loaded"])
     reshape(tmp_path / "second")
-    for two in run(resumed, 2, Cut(2, 1, 3), universal, (str(tmp_path), "second/universal", "", 5)):
-        assert equal(one["ended"], two["loaded"])
+    for four in run(resumed, 4, Cut(4, 1, 2), universal, (str(tmp_path), "second/universal", "", 5)):
+        assert equal(one["ended"], four["loaded"])
 
 
 # --- what cannot be ---
@@ -341,9 +341,15 @@ def megatron() -> Any:
     return SimpleNamespace(**two, **ranks, **groups, **data, get_data_parallel_group=lambda: group)
 
 
+def sequences() -> Any:
+    from mst_scale.distributed import Mesh, Sizes
+
+    return Mesh(Sizes(sequence=2))
+
+
 def refused(rank: int, world: int, build: Any, deepspeed: dict[str, Any], mpu: Any) -> str:
     forget_groups()
-    raw = config(Cut(2 if mpu is None else 1, 1, 0), Recipe(deepspeed=deepspeed))
+    raw = config(Cut(1 if mpu is megatron else 2, 1, 0), Recipe(deepspeed=deepspeed))
     raw = {key: value for key, value in raw.items() if value is not None}
     given = {} if mpu is None else {"mpu": mpu()}
     try:
@@ -369,9 +375,10 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
         (llama, BATCH, None, "train_batch_size = 4 and .* state train_micro_batch_size_per_gpu"),
         (llama, {"train_batch_size": 4}, None, "train_batch_size does not fit .* = 2: leave it out"),
         (one_key_head, {"zero_optimization": {"stage": 3}}, None, "without any of the 1 key heads"),
+        (llama, {}, sequences, "and an mpu: DeepSpeed's AutoTP puts groups of its own in its place"),
         (llama, {}, megatron, "this mpu does not go with sparse training"),
     ],
-    ids=["gpt2", "multi-query", "own", "muon", "batch", "three-batches", "empty-at-3", "megatron"],
+    ids=["gpt2", "multi-query", "own", "muon", "batch", "three-batches", "empty-at-3", "sequences", "megatron"],
 )
 def test_what_cannot_be_cut_is_one_clear_line(build: Any, deepspeed: dict, mpu: Any, line: str):
     for said in run(refused, 2, build, deepspeed, mpu, seconds=120):
