@@ -256,9 +256,8 @@ REFUSED = [
     ({"bf16": {"enabled": True, "check_grad_overflow": False}, **zero(stage=2)}, "check_grad_overflow"),
     ({"data_types": {"grad_accum_dtype": "int8"}}, "is not classified"),
     ({"gradient_predivide_factor": 2.0, **zero(stage=3)}, "leave it out"),
-    ({"sequence_parallel_size": 2}, "sequence_parallel_size = 2 .* leave it out"),
-    ({"data_parallel_size": 1, "sequence_parallel_size": 2}, "leave it out"),
-    ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size = 2"),
+    ({"data_parallel_size": 1}, "data_parallel_size = 1 .* leave it out"),
+    ({"pipeline": {"stages": 2}, **zero(stage=2)}, "pipeline.stages = 2 .* set zero_optimization.stage to 1"),
     ({"expert_parallel": {"enabled": True}}, "AutoEP"),
     ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled"),
     ({"compile": {"deepcompile": True}}, "engine.compile"),
@@ -335,18 +334,18 @@ def with_signature_of(function: Any) -> Any:
 
 def test_a_pipeline_is_refused_before_deepspeed_builds_anything(monkeypatch):
     monkeypatch.setattr("mst_scale.engine.api._deepspeeds_own", with_signature_of(deepspeed.initialize))
-    with pytest.raises(ValueError, match="give the model whole"):
-        mst_scale.initialize(
-            model=object.__new__(deepspeed.PipelineModule), model_parameters=[], config=mst_config(1, 2)
-        )
+    stage = object.__new__(deepspeed.PipelineModule)
+    torch.nn.Module.__init__(stage)
+    with pytest.raises(ValueError, match="stage = 2 does not go with a pipeline"):
+        mst_scale.initialize(model=stage, model_parameters=[], config=mst_config(2, 2))
 
 
 def test_pretrain_and_plan_refuse_the_same(tmp_path):
     base = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     check(load({**base, "mst": {"method": "mst"}}))
-    with pytest.raises(ValueError, match="sequence_parallel_size"):
-        check(load({**base, "sequence_parallel_size": 2, "mst": {"method": "mst"}}))
-    check(load({**base, "sequence_parallel_size": 2, "mst": {"method": "dense"}}))
+    with pytest.raises(ValueError, match="data_parallel_size"):
+        check(load({**base, "data_parallel_size": 1, "mst": {"method": "mst"}}))
+    check(load({**base, "data_parallel_size": 1, "mst": {"method": "dense"}}))
 
 
 # --- the table knows every key, and the page is the table's ---
