@@ -111,3 +111,14 @@ def refuse_in_pipeline(deepspeed: Mapping[str, Any]) -> None:
                 f"{low} without ZeRO does not go with a pipeline: there DeepSpeed {why}: set zero_optimization.stage "
                 "to 1"
             )
+    profiler = deepspeed.get("flops_profiler")
+    timed = {
+        "flops_profiler.enabled": isinstance(profiler, Mapping) and profiler.get("enabled"),
+        "wall_clock_breakdown": deepspeed.get("wall_clock_breakdown"),
+    }
+    for key, on in timed.items():
+        if on:
+            raise ValueError(
+                f"{key} does not go with a pipeline, where DeepSpeed starts a timer of the backward pass twice: leave "
+                "it out (each row of metrics.jsonl has step_ms)"
+            )

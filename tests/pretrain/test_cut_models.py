@@ -79,6 +79,8 @@ REFUSED = [
     ({"sequence_parallel_size": 2, "model": {**MODEL, "context": 31}}, "model.context = 31 cannot be cut"),
     ({"sequence_parallel_size": 2, "pipeline": {"stages": 2}}, "does not go with sequence_parallel_size = 2"),
     ({"tensor_parallel": {"autotp_size": "two"}}, "tensor_parallel.autotp_size must be a positive integer, not 'two'"),
+    ({"pipeline": {"stages": 2}, "flops_profiler": {"enabled": True}}, "flops_profiler.enabled does not go with a"),
+    ({"pipeline": {"stages": 2}, "wall_clock_breakdown": True}, "wall_clock_breakdown does not go with a pipeline"),
     ({"pipeline": [2]}, "pipeline must be an object, not [2]"),
     ({**MUON, "tensor_parallel": {"autotp_size": 2}, "mst": {"method": "mst"}}, "not tested with Muon in layers or"),
     ({"pipeline": {"stages": 2}, "mst": {"method": "mst"}, "zero_optimization": {"stage": 2}}, "gradients whole until"),
