@@ -12,6 +12,7 @@ from mst_scale.config import ModelConfig
 
 TINY = ModelConfig(n_layer=3, n_head=4, n_embd=16, context=8, vocab_size=50, bias=True)
 BATCH, MICRO = 8, 2
+MESHES: dict[Any, Any] = {}  # of this process: engines never let go of their groups, and each group has threads
 
 
 def tokens_and_targets(step: int, micro_batch: int, config: ModelConfig = TINY) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +40,10 @@ def built(sizes: dict[str, int], stage: int = 0, seed: int = 5, **changes: Any) 
     from mst_scale.models import build
     from mst_scale.tensor_parallel import TensorGroup
 
-    config, mesh = dataclasses.replace(TINY, **changes), Mesh(Sizes(**sizes))
+    config, wanted = dataclasses.replace(TINY, **changes), Sizes(**sizes)
+    if wanted not in MESHES:
+        MESHES[wanted] = Mesh(wanted)
+    mesh = MESHES[wanted]
     torch.manual_seed(seed)
     if mesh.sizes.pipeline > 1:
         from mst_scale.models.pipelined_gpt import PipelinedGPT

@@ -63,24 +63,13 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
             torch.nn.functional.linear = linear  # ZeRO-3 of an earlier test has put its own there
             if accelerator := sys.modules.get("deepspeed.accelerator"):
                 vars(accelerator.get_accelerator()).pop("is_fp16_supported", None)  # an earlier `allow_fp16`
+            if groups := sys.modules.get("deepspeed.utils.groups"):
+                groups.mpu = None  # an earlier engine's mesh
             result = ("ok", fn(rank, world_size, *args))
             dist.barrier()
-            _leave_groups()
         except BaseException:
             result = ("error", traceback.format_exc())
         pipe.send(result)
-
-
-def _leave_groups() -> None:
-    """End the process groups that a call has made: each has a thread that wakes a hundred times a second."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    if groups := sys.modules.get("deepspeed.utils.groups"):
-        groups._release_process_group_references()  # and with them an earlier engine's mesh
 
 
 class Pool:
