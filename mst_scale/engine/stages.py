@@ -19,16 +19,16 @@ class Stages:
     """One rank of each stage, in their order; `group` None: there is no pipeline, and nothing is sent."""
 
     def __init__(self, group: Any):
-        self.group = group
+        self.group, self.exchange = group, Exchange(group)
 
     def joined(self, mine: Mapping[str, T]) -> dict[str, T]:
         """What all stages know by name, in the order of the layers. A tied layer stands in two, with one value."""
-        return {name: value for known in self._all(dict(mine)) for name, value in known.items()}
+        return {name: value for known in self.exchange.all(dict(mine)) for name, value in known.items()}
 
     def added(self, mine: Tally) -> Tally:
         """Counts by kind, over all stages."""
         total: Tally = {}
-        for known in self._all(mine):
+        for known in self.exchange.all(mine):
             for kind, (some, of) in known.items():
                 before = total.get(kind, (0, 0))
                 total[kind] = (before[0] + some, before[1] + of)
@@ -45,13 +45,6 @@ class Stages:
         except (ValueError, RuntimeError) as met:
             error = met
         everyone.raise_first(error)
-
-    def _all(self, mine: T) -> list[T]:
-        if self.group is None:
-            return [mine]
-        known: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(known, mine, group=self.group)
-        return known
 
 
 def exchanges_of(

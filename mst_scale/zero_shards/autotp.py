@@ -21,7 +21,7 @@ from deepspeed.module_inject.layers import (
 from deepspeed.module_inject.tp_shard import AutoTPMeta
 from torch import nn
 
-from mst_scale.tensor_parallel import Copied, Summed
+from mst_scale.tensor_parallel import KEY, Copied, Summed
 
 Product = Callable[..., torch.Tensor]
 
@@ -52,8 +52,6 @@ def is_linear(module: nn.Module) -> bool:
 
 
 # --- what DeepSpeed asserts of it, or computes otherwise ---
-
-KEY = "tensor_parallel.autotp_size"
 
 
 def refuse_to_cut(model: nn.Module, deepspeed: Mapping[str, Any], size: int) -> None:

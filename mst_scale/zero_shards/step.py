@@ -12,7 +12,7 @@ import deepspeed.comm as ds_comm
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from mst_scale.zero_shards.logical import is_empty
+from mst_scale.zero_shards.logical import is_cut, is_empty
 
 
 def base_optimizer(engine: Any) -> Any:
@@ -208,11 +208,7 @@ def _over_the_model(parameters: list[Any], mpu: Any) -> float:
     if not hasattr(mpu, "get_tensor_model_parallel_rank"):  # none, or one that knows of sequences alone
         return total_norm([p.grad for p in parameters])
     first = mpu.get_tensor_model_parallel_rank() == 0
-    own = [
-        p.grad
-        for p in parameters
-        if (first or getattr(p, "tensor_model_parallel", False)) and not getattr(p, "ds_pipe_replicated", False)
-    ]
+    own = [p.grad for p in parameters if (first or is_cut(p)) and not getattr(p, "ds_pipe_replicated", False)]
     device = parameters[0].device if parameters else get_accelerator().current_device_name()
     square = torch.tensor(total_norm(own) ** 2, dtype=torch.float64, device=device)
     ds_comm.all_reduce(square, group=mpu.get_model_parallel_group())
