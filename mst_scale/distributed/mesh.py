@@ -47,6 +47,8 @@ class Mesh:
     def __init__(self, sizes: Sizes):
         import torch.distributed as dist
 
+        if not dist.is_initialized():
+            raise ValueError("a mesh is made of the ranks of a run: call deepspeed.init_distributed() before")
         self.sizes = sizes
         rank, world = dist.get_rank(), dist.get_world_size()
         self.data = sizes.data(world)

@@ -15,6 +15,7 @@ from mst_scale.dead_units.lines import LineFlags
 from mst_scale.dead_units.units import find_units
 from mst_scale.models import build
 from mst_scale.pretrain import prepare
+from mst_scale.shard import Shard
 from tests.support import pool, tiny_run
 from tests.support.toy_engine import STAGES, full, mst_config
 from tests.support.toys import deepspeed_config, toy
@@ -184,7 +185,8 @@ def gradients_of_the_dead(rank, world, wake):
     advance(engine, rank, 0, DENSE_FROM - 1)
     flags = LineFlags(units, {name: p.shape for name, p in parameters.items()})
     for name in flags.shapes:
-        flags.look(name, 0, parameters[name].detach().view(-1))
+        weight = parameters[name].detach()
+        flags.look(Shard.whole(name, weight.shape), weight.view(-1))
     advance(engine, rank, DENSE_FROM - 1, DENSE_FROM)
     engine.module.zero_grad()
     engine.module(*batch(50, 0)).backward()
@@ -268,7 +270,7 @@ def test_a_model_whose_units_are_not_known_has_none():
 def whole_run(rank, world, argv):
     """A run of `pretrain` whose model has dead units from the start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "build", lambda config: with_dead_units(build(config)))
+        patch.setattr(prepare, "build", lambda config, tensor: with_dead_units(build(config, tensor)))
         return attempt(rank, world, argv)
 
 

@@ -24,6 +24,7 @@ from mst_scale.hugging_face.gpt2_names import entries
 from mst_scale.mixed_growing.masks import assemble
 from mst_scale.mixed_growing.packed_bits import unpack
 from mst_scale.models.gpt import GPT
+from mst_scale.shard import Shard
 from mst_scale.zero_shards import weight_files
 from tests.support import pool, tiny_run
 from tests.support.saved_model import save
@@ -148,7 +149,8 @@ def test_dead_units_of_what_is_exported_are_those_of_the_model_that_transformers
     parameters = dict(model.named_parameters())
     lines = LineFlags(find_units(model)[0], {name: p.shape for name, p in parameters.items()})
     for name in lines.shapes:
-        lines.look(name, 0, parameters[name].detach().view(-1))
+        weight = parameters[name].detach()
+        lines.look(Shard.whole(name, weight.shape), weight.view(-1))
     assert {kind: list(counts) for kind, counts in lines.tally().items()} == done.dead_units
     assert done.dead_units["mlp"][0] > 0 and {kind: n for kind, (_, n) in done.dead_units.items()} == {
         "mlp": 64, "value": 16, "query_key": 16,

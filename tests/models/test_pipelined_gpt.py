@@ -16,14 +16,14 @@ from tests.test_tensor_parallel import close
 def _weights(rank: int, world: int, sizes: dict[str, int], changes: dict[str, Any]) -> tuple[int, set[str]]:
     """First weights bit for bit, under the GPT's names; what this rank holds."""
     from mst_scale.models import GPT
-    from mst_scale.tensor_parallel import cut_of
+    from mst_scale.tensor_parallel import marked_cut
 
     mesh, model = built(sizes, seed=5 + rank, **changes)
     torch.manual_seed(5)  # the first rank's
     whole = dict(GPT(dataclasses.replace(TINY, **changes)).named_parameters())
     assert set(model.logical_names) == {name for name, _ in model.named_parameters()}
     for name, p in model.named_parameters():
-        cut, reference = cut_of(p), whole[model.logical_names[name]]
+        cut, reference = marked_cut(p), whole[model.logical_names[name]]
         assert torch.equal(p, reference if cut is None else cut.of(reference)), name
     return mesh.stage, set(model.logical_names.values())
 

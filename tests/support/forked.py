@@ -15,9 +15,7 @@ from pathlib import Path
 from tests.support import tiny_run
 
 context = mp.get_context("forkserver")
-context.set_forkserver_preload(
-    ["mst_scale.pretrain.training_loop", "mst_scale.checkpoints.reshape", "tests.support.tiny_run"]
-)
+context.set_forkserver_preload(["tests.support.preloaded"])
 _started: list[mp.process.BaseProcess] = []  # and not yet ended
 
 

@@ -1,16 +1,16 @@
 """Runs a test on several ranks without the cost of starting processes each time.
 
 `run(fn, world_size, *args)` calls the module-level `fn(rank, world_size, *args)` in `world_size` processes that share a
-gloo process group, and returns the results by rank. Processes are started once per world size and reused by the
-tests that follow. Rendezvous is a file (no port to collide on), a call has a hard time limit, and the first error on
-any rank ends all of them: the ranks are killed and that error is raised here, so that nothing hangs.
+gloo process group, and returns the results by rank. Processes are forked once per world size and reused by the tests
+that follow, until engines of the past have left too many threads in them. Rendezvous is a file (no port to collide on),
+a call has a hard time limit, and the first error on any rank ends all of them: the ranks are killed and that error is
+raised here, so that nothing hangs.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import multiprocessing as mp
 import os
 import shutil
 import sys
@@ -22,8 +22,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.support.forked import context
+
 START_SECONDS = 300.0  # importing torch and DeepSpeed on a busy machine
 CALL_SECONDS = 600.0  # the first use of an optimizer compiles it
+CROWDED = 32  # threads: a process group has three, DeepSpeed never frees one, and gloo's wake a hundred times a second
 
 
 class RankError(AssertionError):
@@ -78,7 +81,6 @@ class Pool:
     def __init__(self, world_size: int):
         self.world_size = world_size
         self.folder = tempfile.mkdtemp(prefix="mst-pool-")
-        context = mp.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
@@ -130,6 +132,10 @@ class Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
         _pools.pop(self.world_size, None)
 
+    @property
+    def crowded(self) -> bool:
+        return len(os.listdir(f"/proc/{self.processes[0].pid}/task")) > CROWDED
+
 
 _pools: dict[int, Pool] = {}
 
@@ -138,7 +144,10 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, seconds: float = CA
     """`[fn(rank, world_size, *args) for each rank]`, each in its own process."""
     if world_size not in _pools:
         _pools[world_size] = Pool(world_size)
-    return _pools[world_size].call(fn, args, seconds)
+    results = _pools[world_size].call(fn, args, seconds)
+    if _pools[world_size].crowded:
+        _pools[world_size].close()
+    return results
 
 
 @atexit.register

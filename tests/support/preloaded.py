@@ -1,0 +1,11 @@
+"""Imports and compiled operators that take every rank of a test seconds: loaded once, before ranks are forked."""
+
+from deepspeed.accelerator import get_accelerator
+from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, Trainer  # noqa: F401
+
+from mst_scale.checkpoints import reshape  # noqa: F401
+from mst_scale.pretrain import training_loop  # noqa: F401
+from tests.support import tiny_run  # noqa: F401
+
+for name in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
+    get_accelerator().create_op_builder(name).load()
