@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
+from mst_scale.distributed import Mesh
 from mst_scale.shard import Shard
 from mst_scale.zero_shards.groups import groups_of, is_cut_up, stage_count, tensor_slices
 from mst_scale.zero_shards.logical import cut_of, is_cut, is_empty
@@ -255,10 +256,10 @@ def refuse_untested(engine: Any) -> None:
     for name, used in untested.items():
         if used:
             raise ValueError(f"sparse training is not tested with {name}: remove it, or train with method dense")
-    slices = tensor_slices(engine)
-    if slices > 1 and stage_count(engine) == 1 and not any(map(is_cut, engine.module.parameters())):
+    ours = isinstance(engine.mpu, Mesh) and engine.mpu.sizes.tensor > 1 and stage_count(engine) == 1
+    if ours and not any(map(is_cut, engine.module.parameters())):
         raise ValueError(
-            f"the mpu cuts layers over {slices} ranks, and {type(engine.module).__name__} has none that is cut: build "
+            f"the mesh cuts layers over {engine.mpu.sizes.tensor} ranks, and {type(engine.module).__name__} has none that is cut: build "
             "it with TensorGroup.of(mesh), or make the mesh without tensor"
         )
     if engine.bfloat16_enabled() and stage in (1, 2) and not engine._config.bfloat16_config.check_grad_overflow:

@@ -193,7 +193,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 def test_refusals() -> None:
     for said in pool.run(refusals, 2):
         assert "must be the ranks of get_sequence_data_parallel_group" in said["other files"]
-        assert "the mpu cuts layers over 2 ranks, and Toy has none that is cut" in said["slices of layers"]
+        assert "the mesh cuts layers over 2 ranks, and Toy has none that is cut" in said["slices of layers"]
         assert "UlyssesSPAttentionHF.register_with_transformers" in said["transformers by a mesh"]
         assert "GPT2LMHeadModel does not work on parts" in said["gpt2 by theirs"]
         assert "1 heads cannot be dealt to 2 ranks" in said["heads"]
