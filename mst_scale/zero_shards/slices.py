@@ -259,8 +259,8 @@ def refuse_untested(engine: Any) -> None:
     ours = isinstance(engine.mpu, Mesh) and engine.mpu.sizes.tensor > 1 and stage_count(engine) == 1
     if ours and not any(map(is_cut, engine.module.parameters())):
         raise ValueError(
-            f"the mesh cuts layers over {engine.mpu.sizes.tensor} ranks, and {type(engine.module).__name__} has none that is cut: build "
-            "it with TensorGroup.of(mesh), or make the mesh without tensor"
+            f"the mesh cuts layers over {engine.mpu.sizes.tensor} ranks, and {type(engine.module).__name__} has none "
+            "that is cut: build it with TensorGroup.of(mesh), or make the mesh without tensor"
         )
     if engine.bfloat16_enabled() and stage in (1, 2) and not engine._config.bfloat16_config.check_grad_overflow:
         raise ValueError("bf16.check_grad_overflow = false would let bad gradients choose the topology: set it to true")
