@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from mst_scale.zero_shards import groups, logical, muon, saving, step
+from mst_scale.zero_shards import groups, logical, muon, powers, saving, step
 
 
 class Follower(Protocol):
@@ -92,6 +92,14 @@ HOOKS = (
         "0.19",
         step.scales_plainly,
         lambda engine, _: step.scale_plain_loss(engine),
+    ),
+    Hook(
+        "powers of beta",
+        "the optimizer's step hooks",
+        "Adam's kernels for a CPU multiply powers of β up, and a resumed run begins with pow: the last bit may differ",
+        "0.19",
+        lambda engine, _: powers.multiplies_powers(engine),
+        lambda engine, _: powers.compute_powers(engine),
     ),
     Hook(
         "parts of sequences",

@@ -26,8 +26,8 @@ def of(model, stage, world, precision="fp32", **extra):
 
 def test_the_list_is_in_order_and_for_this_deepspeed():
     assert [hook.name for hook in HOOKS] == [
-        "plain step", "plain loss", "parts of sequences", "universal checkpoints", "step", "held update", "muon",
-        "update", "checkpoints", "layout", "loading",
+        "plain step", "plain loss", "powers of beta", "parts of sequences", "universal checkpoints", "step",
+        "held update", "muon", "update", "checkpoints", "layout", "loading",
     ]  # fmt: skip
     first, below = map(Version, versions.SUPPORTED_DEEPSPEED)
     for hook in HOOKS:
@@ -62,12 +62,20 @@ def installed(rank, world, config):
     return [hook.name for hook in HOOKS if hook.applies(engine, engine.mst)]
 
 
+SPARSE = ["universal checkpoints", "step", "held update", "update", "checkpoints"]
+
+
 @pytest.mark.parametrize(
     ("stage", "precision", "method", "names"),
     [
-        (0, "fp32", "dense", ["plain step", "universal checkpoints"]),
-        (0, "fp16", "mst", ["plain loss", "universal checkpoints", "step", "held update", "update", "checkpoints"]),
-        (2, "bf16", "mst", ["universal checkpoints", "step", "held update", "update", "checkpoints"]),
+        (0, "fp32", "dense", ["plain step", "powers of beta", "universal checkpoints"]),
+        (
+            0,
+            "fp16",
+            "mst",
+            ["plain loss", "powers of beta", "universal checkpoints", "step", "held update", "update", "checkpoints"],
+        ),
+        (2, "bf16", "mst", ["powers of beta", "universal checkpoints", "step", "held update", "update", "checkpoints"]),
     ],
 )
 def test_which_hooks_an_engine_gets(stage, precision, method, names):
@@ -134,6 +142,59 @@ def test_step_and_update(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_no_update_after_an_overflow(stage):
     assert pool.run(order_of_events, 1, stage, 1, True) == [["before", "after"]]
+
+
+def kernels_of(rank, world, offload):
+    """A weight after each of 40 updates in a row, and after the same update by a kernel that was elsewhere before."""
+    from mst_scale.zero_shards import powers
+
+    extra = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}} if offload else {}
+    optimizer = zero_shards.base_optimizer(of(toy(), 2, world, **extra))
+    elsewhere = powers._elsewhere(optimizer)
+
+    def update(step):
+        g, p, m, v = (torch.full((1,), value) for value in (0.3, 1.0, 0.1, 0.2))
+        if offload:
+            optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 1.0, 0.9, 0.95, 1e-8, 0.0, True, p, g, m, v)
+        else:
+            flag = optimizer._dummy_overflow_buf
+            optimizer.multi_tensor_adam(2048, flag, [[g], [p], [m], [v]], 1.0, 0.9, 0.95, 1e-8, step, 1, 1, 0.0)
+        return float(p)
+
+    elsewhere(0.9, 0.95)
+    in_a_row = [update(step) for step in range(1, 41)]
+    anew = []
+    for step in range(1, 41):
+        elsewhere(0.9, 0.95)
+        anew.append(update(step))
+    return in_a_row, anew
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_powers_of_beta(offload):
+    ((in_a_row, anew),) = pool.run(kernels_of, 1, offload)
+    assert in_a_row == pytest.approx(anew, rel=1e-5) and in_a_row != anew, "DeepSpeed computes each power anew by now"
+
+
+def ends_of(rank, world, folder, stops, precision):
+    """Trained to the first of the stops from what is there, to the last, saved at each."""
+    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(1, world, precision, method="dense", steps=20))
+    engine.load_checkpoint(folder)
+    for step in range(engine.global_steps, max(stops)):
+        engine.backward(engine(*toy_batch(step, rank)))
+        engine.step()
+        if step + 1 in stops:
+            engine.save_checkpoint(folder, tag=str(step + 1))
+    return [p.detach().float().numpy().tobytes() for p in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_process_of_its_own_goes_on_bit_for_bit(precision, tmp_path):
+    whole = pool.run(ends_of, 2, str(tmp_path / "whole"), (15,), precision)
+    for stops in ((5,), (7,), (13,), (15,)):
+        pool.close_all()
+        parts = pool.run(ends_of, 2, str(tmp_path / "parts"), stops, precision)
+    assert parts == whole
 
 
 def clipped_before(rank, world, stage):

@@ -1,0 +1,57 @@
+"""Lets Adam on a CPU compute the powers of its betas from the count of updates alone.
+
+DeepSpeed's kernels keep βᵗ from one update to the next and multiply it by β, in float32; after a resume they begin with
+pow(β, t). The two differ in their last bit at some t, and with it all weights. Kernels that have last been at another
+update compute pow: one update of a single number that nobody reads, as number 0, puts them there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from mst_scale.zero_shards.step import base_optimizer
+
+
+def multiplies_powers(engine: Any) -> bool:
+    return _elsewhere(base_optimizer(engine)) is not None
+
+
+def compute_powers(engine: Any) -> None:
+    """Before every update of the base optimizer."""
+
+    def go_elsewhere(optimizer: Any, args: Any, kwargs: Any) -> None:
+        move = _elsewhere(optimizer)
+        assert move is not None
+        for betas in {tuple(group["betas"]) for group in optimizer.param_groups}:
+            move(*betas)
+
+    base_optimizer(engine).register_step_pre_hook(go_elsewhere)
+
+
+def _elsewhere(optimizer: Any) -> Callable[[float, float], None] | None:
+    """What updates a number of its own, as number 0; None for an optimizer that keeps no powers."""
+    if type(optimizer).__name__ == "DeepSpeedCPUAdam":
+        return functools.partial(_by_cpu_adam, optimizer)
+    on_cpu = get_accelerator().device_name() == "cpu"
+    return functools.partial(_by_fused, optimizer) if type(optimizer).__name__ == "FusedAdam" and on_cpu else None
+
+
+def _numbers() -> list[torch.Tensor]:
+    """A gradient, a weight and its two moments."""
+    return [torch.zeros(1) for _ in range(4)]
+
+
+def _by_cpu_adam(optimizer: Any, beta1: float, beta2: float) -> None:
+    gradient, weight, m, v = _numbers()
+    optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 0, 0.0, beta1, beta2, 1.0, 0.0, False, weight, gradient, m, v)
+
+
+def _by_fused(optimizer: Any, beta1: float, beta2: float) -> None:
+    lists = [[number] for number in _numbers()]
+    flag, mode = optimizer._dummy_overflow_buf, optimizer.adam_w_mode
+    optimizer.multi_tensor_adam(2048, flag, lists, 0.0, beta1, beta2, 1.0, 0, mode, 0, 0.0)
