@@ -1,0 +1,90 @@
+"""Prunes a matrix column by column, and lets the columns behind make up for what is lost (SparseGPT; Frantar and
+Alistarh 2023, arXiv 2301.00774).
+
+A row w of the matrix should keep its outputs wX over the calibration tokens X. The curvature of that error is H, the
+same for every row, and its Cholesky factor holds what each step needs, with the columns before it already decided:
+
+    H   = 2XXᵀ + λI,  λ = 0.01 · mean of the diagonal of 2XXᵀ
+    H⁻¹ = UᵀU,        U upper triangular;  row c of U is that of [H_c:,c:]⁻¹, over the root of its first number
+
+Blocks of 128 columns. In each, the share S of its weights goes whose w_c² / U_cc² is smallest, all rows compared
+together; with N:M the smallest of each M columns, when the first of them is reached. Then, column by column:
+
+    e = w_c / U_cc where w_c goes, else 0;      w_c: ← w_c: - e · U_c,c:
+
+at once within the block, and for all columns behind it when the block is done. In float64.
+
+Beside the paper: weights that are zero beforehand go first, and stay zero. Next go those of inputs that are zero in all
+of the calibration (of dead neurons, say): their score is 0, where λ alone would give them one. If all are, H is I.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mst_scale.pruning.lowest import lowest
+from mst_scale.pruning.way import Amount, Way
+
+BLOCK = 128
+DAMPING = 0.01
+
+
+def products(x: Tensor) -> Tensor:
+    """Summed over tokens, XXᵀ of inputs (tokens, inputs); (inputs, inputs)."""
+    return x.t() @ x
+
+
+def factor(gram: Tensor) -> Tensor:
+    """U of the inverse of H; float64."""
+    h = 2 * gram.double()
+    h.diagonal().add_(DAMPING * h.diagonal().mean())
+    if not h.any():
+        h.diagonal().fill_(1)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
+    return torch.linalg.cholesky(inverse, upper=True)
+
+
+@torch.no_grad()
+def prune(weight: Tensor, inputs: Tensor | None, amount: Amount, block: int = BLOCK) -> None:
+    assert inputs is not None
+    size = 1 if amount.pattern is None else amount.pattern.of
+    block = max(block // size, 1) * size
+    upper, values, zeros = factor(inputs), weight.double(), weight == 0
+    unused = inputs.diagonal() == 0
+    ease = upper.diagonal().masked_fill(unused & ~unused.all(), torch.inf)
+    for start in range(0, weight.shape[1], block):
+        inside, behind = slice(start, start + block), slice(start + block, None)
+        u = upper[inside, inside]
+        values[:, inside], errors = _block(values[:, inside], zeros[:, inside], u, ease[inside], amount)
+        values[:, behind] -= errors @ upper[inside, behind]
+    weight.copy_(values)
+
+
+def _block(values: Tensor, zeros: Tensor, u: Tensor, ease: Tensor, amount: Amount) -> tuple[Tensor, Tensor]:
+    """The new weights of a block of columns, and the errors that the columns behind make up for.
+
+    A weight's score is (w / ease)²; `ease`, of each column, says how well others make up for it: U_cc, or infinity.
+    """
+    values, errors, pattern = values.clone(), torch.zeros_like(values), amount.pattern
+    gone = zeros.clone()
+    if pattern is None:
+        scores = (values / ease).square()
+        gone = lowest(scores.view(1, -1), zeros.reshape(1, -1), amount.among(values.numel())).view_as(values)
+    for c in range(values.shape[1]):
+        if pattern is not None and c % pattern.of == 0:
+            group = slice(c, c + pattern.of)
+            scores = (values[:, group] / ease[group]).square()
+            gone[:, group] = lowest(scores, zeros[:, group], amount.among(pattern.of))
+        errors[:, c] = (values[:, c] / u[c, c]).masked_fill(~gone[:, c], 0)
+        values[:, c:] -= errors[:, c, None] * u[c, c:]
+        values[:, c].masked_fill_(gone[:, c], 0)  # up to rounding it is
+    return values, errors
+
+
+SPARSEGPT = Way(
+    title="SparseGPT (Frantar and Alistarh 2023, arXiv 2301.00774)",
+    prune=prune,
+    of_inputs=products,
+    within=f"each {BLOCK} inputs",
+)
