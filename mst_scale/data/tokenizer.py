@@ -142,10 +142,15 @@ def chosen(given: str | None, before: TrainedWith | None, model: str) -> Trained
     if given is None:
         return before
     identity = tokenizer_identity(given)
-    if before is not None and before.identity not in (None, identity) and not {before.identity, identity} <= GPT2_IDS:
+    if before is not None and not same_ids(before.identity, identity):
         cure = "name that file where it lies now" if is_missing(before.name) else "leave --tokenizer out"
         raise ValueError(f"{model} was trained with tokenizer {before.name!r}, not {given!r}: {cure}")
     return TrainedWith(os.path.abspath(given) if is_file(given) else given, identity)
+
+
+def same_ids(one: str | None, other: str | None) -> bool:
+    """Whether two identities give the same ids, or may: None is not known."""
+    return None in (one, other) or one == other or {one, other} <= GPT2_IDS
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
