@@ -49,8 +49,9 @@ def pruned(run: Path) -> tuple[list[float], float]:
 
     from mst_scale.data.corpus import open_tokens
     from mst_scale.data.sampler import Sampler
-    from mst_scale.hugging_face.export import keep_largest, open_source, validation_loss
+    from mst_scale.hugging_face.export import open_source, validation_loss
     from mst_scale.mixed_growing.distribution import active_counts
+    from mst_scale.pruning.magnitude import keep_largest
 
     source = open_source(run)
     shapes = {name: tuple(p.shape) for name, p in source.targets().items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 from mst_scale.cli.data import _bytes
 from mst_scale.dead_units.kinds import in_words
-from mst_scale.distributed.parser import refuse_no_folder
+from mst_scale.distributed.parser import at_least, refuse_no_folder
 
 ABOUT = """\
 Write a folder that transformers.AutoModelForCausalLM.from_pretrained loads: config.json, model.safetensors (in parts
@@ -22,7 +22,17 @@ and pass through memory one matrix at a time.
 
 --prune S sets the smallest weights of each layer to zero until the share S of the weights that may be sparse
 (mst.targets, spread by mst.sparsity.distribution) is zero, and reports the loss on the run's validation corpus before
-and after; for that report the model is loaded into memory.
+and after; for that the model is loaded into memory. Weights that training left at zero count as pruned.
+
+--how says which weights go:
+  magnitude   the smallest (the default)
+  wanda       of each row of a matrix the share S whose |weight| · norm of its input is smallest (arXiv 2306.11695)
+  sparsegpt   in each 128 inputs of a matrix the share S that the other weights can best make up for, and these then do
+              (arXiv 2301.00774)
+The last two look at the inputs of layers over 128 sequences of the run's own training corpus, or of --calibration, and
+prune block after block. They pass over a head that is the token embedding: no linear layer multiplies with it.
+
+--pattern N:M leaves in each matrix at most N weights in every M consecutive inputs of an output, in each of these ways.
 
 Tokenizer files are written for `byte`, `gpt2` and .tiktoken rank files, where the vocabulary is at hand."""
 
@@ -31,6 +41,8 @@ examples:
   mst export runs/demo exported/demo
   mst export runs/gpt2/checkpoints/step00100000 exported/ultra --dtype bfloat16
   mst export runs/demo exported/demo-90 --prune 0.9 --json
+  mst export runs/gpt2 exported/gpt2-half --prune 0.5 --how wanda
+  mst export runs/gpt2 exported/gpt2-24 --pattern 2:4 --how sparsegpt --calibration corpora/openwebtext
 """
 
 
@@ -45,7 +57,11 @@ def add(subparsers: Any) -> None:
     option = verb.add_argument
     option("checkpoint", metavar="CHECKPOINT", help="a run or a checkpoint")
     option("out", metavar="OUT", help="the folder to write; it must not exist")
-    option("--prune", type=float, metavar="S", help="prune by magnitude to the sparsity S, and report the loss")
+    option("--prune", type=float, metavar="S", help="prune to the sparsity S, and report the loss")
+    option("--how", metavar="HOW", help="prune by magnitude (the default), wanda or sparsegpt")
+    option("--pattern", metavar="N:M", help="prune to N of M consecutive inputs, as in 2:4, in place of --prune")
+    option("--calibration", metavar="DIR", help="corpus for wanda and sparsegpt (default: the run's own)")
+    option("--calibration-sequences", type=at_least(1), metavar="N", help="how many of its sequences (default: 128)")
     option("--dtype", default="float32", metavar="T", help="float32 (the default), bfloat16 or float16")
     option("--shard-size", type=_bytes, default=5 * 10**9, metavar="N", help="largest file of weights (default: 5G)")
     option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: what the run's corpus names)")
@@ -64,6 +80,10 @@ def run(args: argparse.Namespace) -> int:
         Path(args.checkpoint),
         Path(args.out),
         prune=args.prune,
+        how=args.how,
+        pattern=args.pattern,
+        calibration=args.calibration,
+        calibration_sequences=args.calibration_sequences,
         dtype=args.dtype,
         shard_bytes=args.shard_size,
         tokenizer=args.tokenizer,
@@ -78,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
     if done.dead_units:
         print(f"dead units (all their weights are zero): {in_words(done.dead_units)}")
     print(f"tokenizer: {done.tokenizer or 'no files; the model card says why'}")
+    if left := done.pruning.get("left"):
+        print(f"not pruned, for no linear layer multiplies with it: {', '.join(left)}")
     if done.losses:
         before, after = done.losses["before"], done.losses["after"]
         print(f"validation loss: {before:.4f} before pruning, {after:.4f} after ({after - before:+.4f})")

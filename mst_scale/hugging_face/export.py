@@ -6,8 +6,8 @@ same logits (of a BERT `AutoModelForMaskedLM`); what it lacks (biases) is zero t
 are left out. Attention is dense.
 
 Weights are the fp32 masters. They are read, transposed and written one after the other: memory holds one matrix, never
-the model. Zeros stay zeros. `prune` sets further weights to zero, by magnitude within each layer; only then is the
-model loaded, to measure what that costs.
+the model. Zeros stay zeros. With a request for pruning (mst_scale/pruning) the model is loaded: to be pruned, and to
+measure what that costs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +29,7 @@ from mst_scale.config import Experiment, ModelConfig, load
 from mst_scale.data.corpus import META, read_meta
 from mst_scale.data.masking import open_sampler
 from mst_scale.data.sampler import Sampler
-from mst_scale.data.tokenizer import TrainedWith, chosen, is_missing, trained_with
+from mst_scale.data.tokenizer import TrainedWith, chosen, is_missing, same_ids, trained_with
 from mst_scale.data.tokenizer_files import write_tokenizer
 from mst_scale.dead_units.kinds import in_words
 from mst_scale.dead_units.lines import LineFlags
@@ -40,11 +40,10 @@ from mst_scale.hugging_face import bert_names, gpt2_names, model_card
 from mst_scale.hugging_face.bert_names import VOCABULARY
 from mst_scale.hugging_face.gpt2_names import Entry
 from mst_scale.hugging_face.safetensors_stream import DTYPES, write_model
-from mst_scale.mixed_growing.distribution import active_counts
-from mst_scale.mixed_growing.evolve import Layer, sparsify
-from mst_scale.mixed_growing.exchange import Exchange
-from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.models import build
+from mst_scale.pruning import Request, prune_model, requested
+from mst_scale.pruning.calibration import batches, open_calibration
+from mst_scale.pruning.way import Amount
 from mst_scale.shard import Shard
 from mst_scale.zero_shards.weight_files import Weights, weights_of
 
@@ -69,6 +68,8 @@ class Exported:
     """[dead, all] units by kind: those whose weights are all zero."""
     losses: dict[str, float] = field(default_factory=dict)
     """With pruning: validation loss "before" and "after"."""
+    pruning: dict[str, Any] = field(default_factory=dict)
+    """With pruning: how much, how, by which text, and the names of matrices that were left as they are."""
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "checkpoint": str(self.checkpoint), "out": str(self.out)}
@@ -79,34 +80,36 @@ def export(
     out: Path,
     *,
     prune: float | None = None,
+    how: str | None = None,
+    pattern: str | None = None,
+    calibration: str | None = None,
+    calibration_sequences: int | None = None,
     dtype: str = "float32",
     shard_bytes: int = 5 * 10**9,
     tokenizer: str | None = None,
     config: Path | None = None,
 ) -> Exported:
-    """Write the Hugging Face folder `out` from a checkpoint, or from a run's newest whole one."""
+    """Write the Hugging Face folder `out` from a checkpoint, or from a run's newest whole one.
+
+    `prune`, `how`, `pattern` and the two of calibration are what `mst_scale.pruning.requested` takes.
+    """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
-    if prune is not None and not 0 <= prune < 1:
-        raise ValueError(f"--prune {prune}: give the share of weights that become zero, 0 ≤ S < 1")
+    request = requested(how, prune, pattern, calibration, calibration_sequences)
     if out.exists():
         raise ValueError(f"{out} exists: choose another OUT")
     source = open_source(path, config, causal=False)
     experiment = source.experiment
     text = chosen(tokenizer, tokenizer_of(experiment), str(path))
     name, identity = (None, None) if text is None else (text.name, text.identity)
-    shapes = {name: tuple(p.shape) for name, p in source.targets().items()}
-    counts: dict[str, int] = {}
-    if prune is not None:
-        kept = active_counts(list(shapes.values()), prune, experiment.mst.sparsity.distribution)
-        counts = dict(zip(shapes, kept, strict=True))
+    plan = None if request is None else _Plan.of(source, request)
     draft = out.with_name(out.name + store.PARTIAL)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     try:
         end_of_text, tokenizer_note = write_tokenizer(draft, name, experiment.model.vocab_size)
-        losses = _losses(source, counts) if prune is not None else {}
-        writer = _Writer(source, counts, set(shapes))
+        pruned = _Pruned() if plan is None else _prune(source, plan)
+        writer = _Writer(source, pruned.matrices)
         files = write_model(draft, writer.shapes, writer, dtype, shard_bytes)
         raw = _names(experiment.model).hugging_face_config(experiment.model, end_of_text)
         about = {
@@ -115,6 +118,7 @@ def export(
             "tokenizer_identity": identity,
             "bias": experiment.model.bias,
             "method": experiment.mst.method,
+            **({"pruned": pruned.about} if pruned.about else {}),
         }
         _write_json(draft / "config.json", {**raw, "dtype": dtype, "mst_scale": about})
         done = Exported(
@@ -127,9 +131,10 @@ def export(
             files=[file.name for file in files],
             tokenizer=None if tokenizer_note else name,
             dead_units={kind: list(counts) for kind, counts in writer.lines.tally().items()},
-            losses=losses,
+            losses=pruned.losses,
+            pruning=pruned.about,
         )
-        told = {**done.to_dict(), "dead_units": in_words(done.dead_units)}
+        told = {**done.to_dict(), "dead_units": in_words(done.dead_units), "pruned": pruned.words}
         card = model_card.text(experiment, source.run, told, tokenizer_note)
         (draft / "README.md").write_text(card)
         os.rename(draft, out)
@@ -204,10 +209,14 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
     return Source(checkpoint, config.parent if config.name == "config.json" else None, experiment, step, weights)
 
 
+def _corpus(experiment: Experiment) -> str:
+    """The folder of the run's corpus."""
+    return experiment.data.dir or f"corpora/{experiment.data.source}"
+
+
 def tokenizer_of(experiment: Experiment) -> TrainedWith | None:
     """The tokenizer of the run's corpus; None where nothing names one."""
-    data = experiment.data
-    folder = Path(data.dir or f"corpora/{data.source}")
+    data, folder = experiment.data, Path(_corpus(experiment))
     if (folder / META).is_file():
         meta = read_meta(folder)
         before = trained_with(str(meta["tokenizer"]), meta["recipe"].get("tokenizer"))
@@ -226,8 +235,10 @@ def _names(model: ModelConfig) -> ModuleType:
 class _Writer:
     """The tensors of the exported model, each made from ours when it is asked for."""
 
-    def __init__(self, source: Source, counts: dict[str, int], targets: set[str]):
-        self.weights, self.model, self.counts, self.targets = source.weights, source.experiment.model, counts, targets
+    def __init__(self, source: Source, pruned: Mapping[str, torch.Tensor]):
+        """`pruned`: matrices that are not as the checkpoint has them."""
+        self.weights, self.model, self.pruned = source.weights, source.experiment.model, pruned
+        self.targets = source.targets().keys()
         self.lines = LineFlags(find_units(source.skeleton())[0], source.weights.shapes)
         self.table = {entry.theirs: entry for entry in _names(self.model).entries(self.model)}
         self.shapes = {name: self._shape(entry) for name, entry in self.table.items()}
@@ -244,10 +255,8 @@ class _Writer:
     def _pieces(self, entry: Entry, numel: int) -> Iterator[torch.Tensor]:
         if entry.ours not in self.weights.shapes:  # a bias that the model does not have
             yield torch.zeros(numel)
-        elif entry.ours in self.counts or entry.transposed:
-            matrix = self.weights.read(entry.ours)
-            if entry.ours in self.counts:
-                keep_largest(matrix, self.counts[entry.ours])
+        elif entry.ours in self.pruned or entry.transposed:
+            matrix = self.pruned[entry.ours] if entry.ours in self.pruned else self.weights.read(entry.ours)
             self.lines.look(Shard.whole(entry.ours, matrix.shape), matrix.view(-1))
             if entry.transposed:
                 rows = max(1, PIECE // matrix.shape[0])
@@ -276,25 +285,64 @@ class _Writer:
 # --- pruning ---
 
 
-def keep_largest(matrix: torch.Tensor, count: int) -> None:
-    """Zero all but the `count` largest magnitudes; ties go to the lower flat index."""
-    mask = LayerMask(Shard.whole("weight", matrix.shape), matrix.device)
-    flat = matrix.detach().view(-1)
-    sparsify([Layer(mask, count, flat)], how="magnitude", seed=0, exchange=Exchange())
-    mask.retain_(flat)
+@dataclass(frozen=True)
+class _Plan:
+    """How a source is to be pruned; what does not fit is refused here, before anything is written."""
+
+    request: Request
+    amounts: dict[str, Amount]
+    corpus: str
+    calibration: Sampler | None
+
+    @classmethod
+    def of(cls, source: Source, request: Request) -> _Plan:
+        experiment = source.experiment
+        shapes = {name: tuple(p.shape) for name, p in source.targets().items()}
+        amounts = request.amounts(shapes, experiment.mst.sparsity.distribution)
+        corpus = _corpus(experiment) if request.calibration is None else request.calibration
+        if not request.looks:
+            return cls(request, amounts, corpus, None)
+        calibration = open_calibration(corpus, experiment.model, request.sequences)
+        _refuse_other_ids(Path(corpus), experiment)
+        return cls(request, amounts, corpus, calibration)
 
 
-def _losses(source: Source, counts: dict[str, int]) -> dict[str, float]:
-    """The loss on the run's validation corpus before and after pruning; this needs the model in memory."""
-    data = source.experiment.data
-    folder = data.dir or f"corpora/{data.source}"
-    sampler = open_sampler(folder, "val", source.experiment.model, source.experiment.training.seed)
+def _refuse_other_ids(corpus: Path, experiment: Experiment) -> None:
+    """A calibration corpus of another tokenizer means nothing to the model."""
+    ours = tokenizer_of(experiment)
+    if ours is None or not (corpus / META).is_file():
+        return
+    meta = read_meta(corpus)
+    theirs = trained_with(str(meta["tokenizer"]), meta["recipe"].get("tokenizer"))
+    if not same_ids(ours.identity, theirs.identity):
+        raise ValueError(
+            f"--calibration {corpus} was made with tokenizer {theirs.name!r}, and the model was trained with "
+            f"{ours.name!r}: make a corpus with that one"
+        )
+
+
+@dataclass(frozen=True)
+class _Pruned:
+    """What pruning gave; without it nothing."""
+
+    matrices: dict[str, torch.Tensor] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    words: str = ""
+
+
+def _prune(source: Source, plan: _Plan) -> _Pruned:
+    """Prune the model in memory, with its loss on the run's validation corpus before and after."""
+    experiment, request = source.experiment, plan.request
+    sampler = open_sampler(_corpus(experiment), "val", experiment.model, experiment.training.seed)
+    seen = [] if plan.calibration is None else batches(plan.calibration, request.sequences)
     model = source.model()
-    before = validation_loss(model, sampler, source.experiment)
-    parameters = dict(model.named_parameters())
-    for name, count in counts.items():
-        keep_largest(parameters[name].data, count)
-    return {"before": before, "after": validation_loss(model, sampler, source.experiment)}
+    before = validation_loss(model, sampler, experiment)
+    left = prune_model(model, request.way, plan.amounts, seen)
+    losses = {"before": before, "after": validation_loss(model, sampler, experiment)}
+    matrices = {name: p.detach() for name, p in model.named_parameters() if name in plan.amounts and name not in left}
+    words = request.in_words(plan.corpus, left, experiment.mst.sparsity.distribution)
+    return _Pruned(matrices, losses, request.about(plan.corpus, left), words)
 
 
 @torch.no_grad()

@@ -48,6 +48,8 @@ def text(experiment: Experiment, run: Path | None, exported: dict[str, Any], tok
     ]
     if not causal:
         lines += [f"[MASK] is the tokenizer's, or id {experiment.model.vocab_size - 1} where it has none.", ""]
+    if causal and exported["pruning"].get("pattern"):
+        lines += ["GPT-2's files hold matrices as (inputs, outputs): groups of inputs run down their columns.", ""]
     if tokenizer_note:
         lines += [f"This folder has {tokenizer_note}.", ""]
     return "\n".join(lines)
@@ -87,6 +89,8 @@ def figures(experiment: Experiment, run: Path | None, exported: dict[str, Any]) 
         table.append(("zeros", zeros))
     if exported["dead_units"]:
         table.append(("units whose weights are all zero", exported["dead_units"]))
+    if exported["pruned"]:
+        table.append(("pruned after training", exported["pruned"]))
     if exported["losses"]:
         before, after = exported["losses"]["before"], exported["losses"]["after"]
         table.append(("validation loss before and after pruning", f"{before:.4f}, {after:.4f}"))

@@ -19,11 +19,12 @@ from mst_scale.data.tokenizer import ByteTokenizer
 from mst_scale.data.tokenizer_files import merges_of, write_tokenizer
 from mst_scale.dead_units.lines import LineFlags
 from mst_scale.dead_units.units import find_units
-from mst_scale.hugging_face.export import export, keep_largest, open_source, validation_loss
+from mst_scale.hugging_face.export import export, open_source, validation_loss
 from mst_scale.hugging_face.gpt2_names import entries
 from mst_scale.mixed_growing.masks import assemble
 from mst_scale.mixed_growing.packed_bits import unpack
 from mst_scale.models.gpt import GPT
+from mst_scale.pruning.magnitude import keep_largest
 from mst_scale.shard import Shard
 from mst_scale.zero_shards import weight_files
 from tests.support import pool, tiny_run
@@ -358,7 +359,7 @@ def test_what_is_no_model_is_refused_and_nothing_is_left(tmp_path_factory, tmp_p
 
 def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(tmp_path_factory, tmp_path, monkeypatch):
     run = run_of(tmp_path_factory, 2, 1)
-    for name in ("write_model", "_losses"):
+    for name in ("write_model", "_prune"):
         monkeypatch.setattr(f"mst_scale.hugging_face.export.{name}", lambda *_: pytest.fail("too late"))
     with pytest.raises(ValueError, match="has 257 ids, and the model only 64"):
         export(run, tmp_path / "out", tokenizer="byte", prune=0.5)

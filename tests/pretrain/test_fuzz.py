@@ -183,7 +183,10 @@ OPTIONS = {
     "inspect": ["--json", "--nonsense"],
     "report": ["--out", "--every", "--json"],
     "reshape": ["--json"],
-    "export": ["--prune", "--dtype", "--shard-size", "--tokenizer", "--config", "--json"],
+    "export": [
+        "--prune", "--how", "--pattern", "--calibration", "--calibration-sequences", "--dtype", "--shard-size",
+        "--tokenizer", "--config", "--json",
+    ],
     "eval": ["--tasks", "--data-dir", "--tokenizer", "--stride", "--shots", "--batch-size", "--device", "--out"],
     "bench": ["--nonsense"],
 }  # fmt: skip
