@@ -18,9 +18,10 @@ import torch
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files, store
+from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.distributed import Damaged, logger
 from mst_scale.shard import Shard
-from mst_scale.zero_shards.weight_files import Weights, untrained_of, weights_of
+from mst_scale.zero_shards.weight_files import Weights, untrained_of
 
 
 def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> int:
@@ -57,7 +58,7 @@ def take_weights(engine: Any, source: Path) -> dict[str, Any]:
     ranks have saved it. Returns what its first file holds beside them."""
     if faults := store.damage(source) if store.head(source) else []:
         raise Damaged(f"{source} is damaged: {faults[0]}")
-    trained = weights_of(source)
+    trained = multiplied_weights_of(source)
     state, untrained = untrained_of(source)
     _fill(engine, source, trained, untrained)
     return state

@@ -3,8 +3,9 @@
 from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, SpikeConfig, TrainingConfig, in_steps
 from mst_scale.config.load import BLOCKS, load, read, resolve, states, to_dict
 from mst_scale.config.method import MSTConfig
-from mst_scale.config.presets import METHODS, MODELS, RECIPES
+from mst_scale.config.presets import MODELS, RECIPES
 from mst_scale.config.targets import TargetsConfig
+from mst_scale.methods import METHODS
 
 __all__ = [
     "BLOCKS",

@@ -64,8 +64,9 @@ LARGEST: dict[str, int] = {
 
 
 def refuse_large(key: str, value: int) -> None:
-    if value > LARGEST[key]:
-        raise ValueError(f"{key} must be at most {LARGEST[key]:,}, not {shown(value)}")
+    most = MILLION if key.startswith("mst.options.") else LARGEST[key]
+    if value > most:
+        raise ValueError(f"{key} must be at most {most:,}, not {shown(value)}")
 
 
 def refuse_senseless(raw: dict[str, Any]) -> None:

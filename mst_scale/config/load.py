@@ -14,17 +14,18 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, TrainingConfig
 from mst_scale.config.limits import refuse_large, refuse_senseless
 from mst_scale.config.method import MSTConfig
-from mst_scale.config.presets import METHODS, MODELS, RECIPES
+from mst_scale.config.presets import MODELS, RECIPES
 from mst_scale.config.ready import config_file, refusal
 from mst_scale.config.support import known_keys
 from mst_scale.distributed import shown
+from mst_scale.methods import METHODS
 
 Block = TypeVar("Block")
 BLOCKS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
@@ -38,7 +39,8 @@ def load(config: str | Path | dict[str, Any], overrides: Iterable[str] = (), met
     where, raw = read(config)
     mst = raw.get("mst", {})
     if method is not None and isinstance(mst, dict) and method != mst.get("method"):
-        raw["mst"] = {**_under(mst, METHODS[_known(method, METHODS, "method", where)]), "method": method}
+        mst.pop("options", None)  # they are the other method's
+        raw["mst"] = {**_under(mst, METHODS[_known(method, METHODS, "method", where)].preset), "method": method}
     for override in overrides:
         apply_override(raw, override)
     return resolve(raw, where)
@@ -122,14 +124,13 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
     if "mst" not in raw and "recipe" not in raw:
         ours["mst"] = {"method": "dense"}
     method = ours["mst"].get("method")  # a block that names none is refused where a schedule is asked for
-    ours["mst"] = _under(
-        METHODS[_known("dense" if method is None else method, METHODS, "mst.method", where)], ours["mst"]
-    )
+    of = METHODS[_known("dense" if method is None else method, METHODS, "mst.method", where)]
+    ours["mst"] = _under(of.preset, ours["mst"])
+    ours["mst"]["options"] = parse(of.options, ours["mst"].get("options", {}), "mst.options", where)
     preset = ours["model"].get("preset")
     if preset is not None:
         ours["model"] = _under(MODELS[_known(preset, MODELS, "model.preset", where)], ours["model"])
-    if method == "tiny":  # the paper's small model replaces the layers of the config it is compared with
-        ours["model"] = {**ours["model"], **MODELS["tiny"], "preset": "tiny", "d_ffw": None}
+    ours["model"] = {**ours["model"], **of.model}
     blocks: dict[str, Any] = {name: parse(cls, ours[name], name, where) for name, cls in BLOCKS.items()}
     return Experiment(**blocks, deepspeed=deepspeed)
 
@@ -162,6 +163,8 @@ def to_dict(experiment: Experiment) -> dict[str, Any]:
 
 
 def _typed(hint: Any, value: Any, path: str, where: str) -> Any:
+    if hint is Any:  # read by its method
+        return value
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     for option in options:
         block = dataclasses.is_dataclass(option) and isinstance(option, type)
@@ -212,9 +215,9 @@ def _describe(options: tuple[Any, ...]) -> str:
     return " or ".join(words)
 
 
-def _under(preset: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
+def _under(preset: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:
     """The preset, with the user's keys laid over it, block by block."""
-    merged = copy.deepcopy(preset)
+    merged = copy.deepcopy(dict(preset))
     for key, value in user.items():
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
             merged[key] = _under(merged[key], value)
@@ -223,7 +226,7 @@ def _under(preset: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _known(name: Any, table: dict[str, Any], key: str, where: str) -> str:
+def _known(name: Any, table: Mapping[str, Any], key: str, where: str) -> str:
     if isinstance(name, str) and name in table:
         return name
     if table is METHODS and name in list(RECIPES):

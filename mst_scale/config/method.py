@@ -7,11 +7,14 @@ model, so that a plan or a table starts at once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from mst_scale.config.targets import TargetsConfig
 from mst_scale.hybrid_sparse_attention.config import AttentionConfig
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, strides_per_phase
+from mst_scale.methods import METHODS, NoOptions, WeightFunction
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.sparse_linear.config import ComputeConfig
 from mst_scale.sparsity_variation import Schedule, SparsityConfig
@@ -24,6 +27,7 @@ class MSTConfig:
     method: str | None = None  # a config without an mst block is dense; a block must name one
     like: str | None = None  # dense-short: the config (or run folder) whose FLOPs it spends on dense steps
     masks: str | None = None  # fixed: "zeros" (those of the weights), or a file of masks (mst masks)
+    options: Any = field(default_factory=NoOptions)  # of the method, where it has some: see its file in methods/
     seed: int | None = None  # of the random growth; None: training.seed
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
@@ -52,11 +56,28 @@ class MSTConfig:
         if self.like is not None and self.method != "dense-short":
             raise ValueError(f"mst.like goes with method dense-short, not with {self.method}: leave it out")
 
+        function, variation = self.function, self.sparsity.variation
+        if function is not None and variation not in function.variations:
+            raise ValueError(
+                f"mst.sparsity.variation = {variation} does not go with method {self.method}: choose one of "
+                f"{', '.join(function.variations)}"
+            )
+
+    @cached_property
+    def function(self) -> WeightFunction | None:
+        """What layers multiply with, of what their parameters store; None where that is the weight itself."""
+        of = None if self.method is None else METHODS[self.method]
+        if of is None or of.function is None:
+            return None
+        made: WeightFunction = of.function(self.options)
+        return made
+
     @property
     def stays_dense(self) -> bool:
         """Whether no weight is ever masked."""
         self.require_method()
-        return self.sparsity.variation == "dense" or self.sparsity.max == 0
+        hidden = self.function is not None and not self.function.elementwise  # what is stored is dense
+        return self.sparsity.variation == "dense" or self.sparsity.max == 0 or hidden
 
     def require_method(self) -> None:
         """Refuse a block that names no method: the run would be dense whatever its other keys say."""

@@ -1,4 +1,4 @@
-"""Lists the model shapes, methods and recipes that a config can choose by name."""
+"""Lists the model shapes and recipes that a config can choose by name."""
 
 from __future__ import annotations
 
@@ -20,46 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt3-175b": {"n_layer": 96, "n_head": 96, "n_embd": 12288, "context": 2048},
     "bert-base": {"n_layer": 12, "n_head": 12, "n_embd": 768, **_BERT},
     "bert-large": {"n_layer": 24, "n_head": 16, "n_embd": 1024, **_BERT},
-    "tiny": {"n_layer": 6, "n_head": 12, "n_embd": 384},  # the paper's small dense model
-}
-
-# A method is data: keys of the `mst` block. Keys that the user gives take precedence.
-_NO_HSA = {"pattern": "dense"}  # hybrid sparse attention belongs to `mst`; the others are compared without it
-
-
-def _constant(policy: str, sparsity: float = 0.8, **topology: Any) -> dict[str, Any]:
-    return {
-        "sparsity": {"variation": "sparse", "max": sparsity},
-        "topology": {"policy": policy, "random_ratio": None, "update_schedule": "1-cosine", **topology},
-        "attention": _NO_HSA,
-    }
-
-
-def _varied(variation: str) -> dict[str, Any]:
-    topology = {"policy": "mst", "random_ratio": None}
-    return {"sparsity": {"variation": variation}, "topology": topology, "attention": _NO_HSA}
-
-
-METHODS: dict[str, dict[str, Any]] = {
-    "dense": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},
-    "tiny": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},
-    "dense-short": {"sparsity": {"variation": "dense"}, "attention": _NO_HSA},  # its length: ledger.shortened
-    "static": _constant("static", update_schedule="constant", update_fraction=0.0),
-    "fixed": {"masks": "zeros", **_constant("static", 0.5, update_schedule="constant", update_fraction=0.0)},
-    "rigl": _constant("rigl"),
-    "set": _constant("set"),
-    "mest": _constant("mest"),
-    "snfs": _constant("snfs"),
-    "gmp": {
-        "sparsity": {"variation": "gmp", "max": 0.8},
-        "topology": {"policy": "gmp", "random_ratio": None, "update_schedule": "constant", "update_fraction": 0.0},
-        "attention": _NO_HSA,
-    },
-    "mst": {"sparsity": {"variation": "sv"}, "topology": {"policy": "mst", "random_ratio": None}},
-    "sparse": _varied("sparse"),
-    "sd": _varied("sd"),
-    "dsd": _varied("dsd"),
-    "gd": _varied("gd"),
+    "tiny": {"n_layer": 6, "n_head": 12, "n_embd": 384},  # the paper's small dense model; as a method: methods.tiny
 }
 
 # Whole recipes: `mst` with the paper's learning rate, and with one that stays high until the weights return.

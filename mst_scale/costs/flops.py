@@ -8,6 +8,9 @@ length, Q the share of dense attention that is left:
     reduce       Q · 2 · pairs · N_embd                 attention · v (N_embd = heads · D_head: the paper's misprint)
     backward     2 · forward                            so a step is 3 · forward
 
+A third of the step is the products that give the weights' gradients. Where a method counts these otherwise, they have
+densities of their own.
+
 Two accountings differ in `pairs`: "paper" counts dense attention as the full square L², "causal" as the L(L+1)/2
 pairs that a causal kernel needs. Sparse attention costs its own pairs in both. BERT sees both sides and needs the
 square: there the two agree. Its head (transform and decoder) computes the masked positions only, `model.predicted`
@@ -137,11 +140,19 @@ def step_flops(
     pattern: Pattern = DENSE,
     accounting: str = "paper",
     length: int | None = None,
+    *,
+    gradient_density: Mapping[str, float] | None = None,
 ) -> Flops:
-    """Forward and backward of one sequence: 3 · forward. A step on a batch costs `batch * step_flops(…)`."""
+    """Forward and backward of one sequence: 3 · forward. A step on a batch costs `batch * step_flops(…)`.
+
+    `gradient_density`: that of the products that give the weights' gradients; None: as the others'.
+    """
     tokens = model.context if length is None else length
     share = pattern.share(tokens, accounting, model.causal)
-    return 3 * forward_flops(model, density, share, accounting, tokens)
+    forward = forward_flops(model, density, share, accounting, tokens)
+    if gradient_density is None:
+        return 3 * forward
+    return 2 * forward + forward_flops(model, gradient_density, share, accounting, tokens)
 
 
 def dense_step_flops(model: ModelConfig, accounting: str = "paper", length: int | None = None) -> Flops:

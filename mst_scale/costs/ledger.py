@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mst_scale.config import MODELS, Experiment, ModelConfig, TrainingConfig, load
+from mst_scale.config import METHODS, Experiment, ModelConfig, TrainingConfig, load
 from mst_scale.config.check import global_batch
 from mst_scale.costs.flops import Flops, dense_step_flops, step_flops
 from mst_scale.costs.muon import share_of_a_sequence
@@ -69,7 +69,7 @@ def forecast(experiment: Experiment, *, dense_head: bool = False, ranks: int = 1
     model, parts, dense = experiment.model, [], _dense(experiment.model, experiment, ranks)
     optimizer = Flops(optimizer=dense["paper"].optimizer)
     for stretch in stretches(experiment, dense_head=dense_head):
-        cost = {a: step_flops(model, stretch.density, stretch.pattern, a) + optimizer for a in ACCOUNTINGS}
+        cost = {a: _of(model, stretch, a) + optimizer for a in ACCOUNTINGS}
         parts.append((stretch, cost))
     phases = [_phase(list(group)) for _, group in groupby(parts, key=lambda part: part[0].phase)]
     return Forecast(
@@ -78,6 +78,10 @@ def forecast(experiment: Experiment, *, dense_head: bool = False, ranks: int = 1
         mean=_mean([(phase.steps, phase.flops) for phase in phases]),
         dense=dense,
     )
+
+
+def _of(model: ModelConfig, stretch: Stretch, accounting: str) -> Flops:
+    return step_flops(model, stretch.density, stretch.pattern, accounting, gradient_density=stretch.gradient_density)
 
 
 def _phase(parts: Sequence[tuple[Stretch, Both]]) -> Phase:
@@ -99,7 +103,7 @@ def _mean(parts: Sequence[tuple[int, Both]]) -> Both:
 
 def tiny_flops(experiment: Experiment, ranks: int = 1) -> Both:
     """The paper's small dense model in this model's place: what `--method tiny` trains."""
-    shape: dict[str, Any] = {**asdict(experiment.model), **MODELS["tiny"], "preset": "tiny", "d_ffw": None}
+    shape: dict[str, Any] = {**asdict(experiment.model), **METHODS["tiny"].model}
     return _dense(ModelConfig(**shape), experiment, ranks)
 
 
@@ -117,6 +121,8 @@ def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
     gradient of the activations, half of it, is sparse on those steps too. The selection itself is not counted.
     """
     topology, model = experiment.mst.topology, experiment.model
+    if experiment.mst.stays_dense:  # a function of weights that are all there
+        return 0, Flops()
     chosen = policy(topology.policy, random_share=topology.random_ratio)
     schedule = experiment.schedule
     every = "momentum" in chosen.reads
@@ -149,13 +155,15 @@ class Ledger:
         self.dense = dict.fromkeys(ACCOUNTINGS, 0.0)
         self._dense_step = {a: sequences * dense_step_flops(model, a).total + optimizer for a in ACCOUNTINGS}
         self._step = self._dense_step
-        self._of: tuple[Pattern, dict[str, float]] | None = None
+        self._of: tuple[Pattern, dict[str, float], dict[str, float] | None] | None = None
 
-    def add(self, pattern: Pattern, densities: dict[str, float]) -> None:
-        """One step with these shares of active weights and this attention."""
-        if self._of != (pattern, densities):  # the same from one topology step to the next: counted once
-            self._of = (pattern, densities)
-            costs = {a: step_flops(self.model, densities, pattern, a).total for a in ACCOUNTINGS}
+    def add(self, pattern: Pattern, densities: dict[str, float], gradients: dict[str, float] | None = None) -> None:
+        """One step with these shares of active weights and this attention; `gradients`: see `step_flops`."""
+        if self._of != (pattern, densities, gradients):  # the same from one topology step to the next: counted once
+            self._of = (pattern, densities, gradients)
+            costs = {
+                a: step_flops(self.model, densities, pattern, a, gradient_density=gradients).total for a in ACCOUNTINGS
+            }
             self._step = {a: self.sequences * cost + self.optimizer for a, cost in costs.items()}
         for a in ACCOUNTINGS:
             self.spent[a] += self._step[a]

@@ -28,6 +28,7 @@ class Stretch:
     sparsity: float  # the target over all sparse matrices together
     pattern: Pattern
     density: dict[str, float]  # share of active weights of every sparse matrix
+    gradient_density: dict[str, float] | None = None  # of the products that give their gradients, where it differs
 
     @property
     def steps(self) -> int:
@@ -51,9 +52,14 @@ def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[S
             matrix.name: max(count, grid.least) / (grid.shape[0] * grid.shape[1])
             for matrix, grid, count in zip(sparse, grids, counts, strict=True)
         }
+        gradient = None
+        if (function := experiment.mst.function) is not None and segment.phase != "dense":
+            of = {m.name: (m.outputs, m.inputs) for m in sparse}
+            gradient = {name: function.gradient_density(of[name], share) for name, share in density.items()}
+            density = {name: function.density(of[name], share) for name, share in density.items()}
         inside = [change for change in changes if segment.start < change < segment.stop]
         for start, stop in zip([segment.start, *inside], [*inside, segment.stop], strict=True):
-            yield Stretch(start, stop, segment.phase, segment.sparsity, attention.pattern_at(start), density)
+            yield Stretch(start, stop, segment.phase, segment.sparsity, attention.pattern_at(start), density, gradient)
 
 
 class Grid(NamedTuple):
@@ -72,7 +78,7 @@ def grid_of(shape: tuple[int, ...], topology: TopologyConfig) -> Grid:
 
 def sparse_matrices(experiment: Experiment) -> list[Matrix]:
     """The matrices of our own model that become sparse: what `targets.choose_targets` picks from the built one."""
-    if experiment.mst.stays_dense:
+    if experiment.mst.stays_dense and (experiment.mst.function is None or experiment.mst.sparsity.max == 0):
         return []
     targets = experiment.mst.targets
     able = [m for m in matrices(experiment.model) if m.name != head_name(experiment.model) or targets.lm_head]

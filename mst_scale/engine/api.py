@@ -60,7 +60,7 @@ def initialize(
     _refuse_unread_sizes(model, experiment, others)
     if isinstance(model, deepspeed.PipelineModule):
         refuse_in_pipeline(experiment.deepspeed)
-    if not experiment.mst.stays_dense:
+    if not experiment.mst.stays_dense or experiment.mst.function is not None:
         zero_shards.refuse_arguments(model, *more, **others)
     speak()
     cut_sequences(model, *more, **others)

@@ -15,13 +15,16 @@ import torch
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints import warm_start
+from mst_scale.checkpoints.multiplied import STATE
 from mst_scale.config import Experiment
 from mst_scale.dead_units.kinds import Tally
 from mst_scale.distributed import logger
 from mst_scale.engine.types import MST
+from mst_scale.engine.weight_functions import functions_of
 from mst_scale.hybrid_sparse_attention import Pattern, attach, set_pattern
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.mixed_growing.masks import MaskSet
+from mst_scale.sparse_linear import Product
 from mst_scale.sparsity_variation import Point
 
 
@@ -42,10 +45,16 @@ class Controller:
         self.attended = 0  # layers that follow the pattern …
         self.dense_attention: str | None = None  # … and why others do not
         self.after_steps: list[Callable[[MST], None]] = []
+        self.functions = functions_of(engine, experiment)
 
     def begin(self) -> None:
         """Nothing has been refused: let attention follow, and say in one line what has been chosen; a warning where
         attention could follow and does not."""
+        if self.functions is not None:
+            self.functions.install(self._products())
+            self.functions.begin(self.step)
+            self.functions.follow(self.step)
+            zero_shards.carry_state(self.engine, STATE, self._functions_saved, self._functions_loaded)
         self._follow_pattern()
         if self.pattern.kind != "dense":
             self.dense_attention = attach(self.engine.module, self.pattern, self.attention_backend)
@@ -54,6 +63,19 @@ class Controller:
         said = [self.sparsity_in_words(), self.attention_in_words()]
         level = WARNING if self.dense_attention and able else INFO
         logger.log(level, "%s: %s", self.method, "; ".join(part for part in said if part))
+
+    def _products(self) -> dict[str, Product]:
+        """What calls the functions of weights."""
+        assert self.functions is not None
+        return self.functions.own_products()
+
+    def _functions_saved(self) -> dict[str, Any]:
+        assert self.functions is not None
+        return self.functions.saved(self.step)
+
+    def _functions_loaded(self, state: dict[str, Any] | None) -> None:
+        assert self.functions is not None
+        self.functions.loaded(state, self.step)
 
     # --- what others read ---
 
@@ -75,11 +97,15 @@ class Controller:
     @property
     def sparsity(self) -> float:
         """Share of the target parameters' weights that are not active."""
-        return self.masks.sparsity
+        return self.masks.sparsity if self.functions is None else self.functions.sparsity(self.step)
 
     def densities(self) -> dict[str, float]:
         """Share of active weights by parameter name."""
-        return {mask.name: mask.active / mask.numel for mask in self.masks}
+        return {} if self.functions is None else self.functions.densities(self.step)
+
+    def gradient_densities(self) -> dict[str, float] | None:
+        """The same of the products that give gradients of weights; None: as the others'."""
+        return None if self.functions is None else self.functions.gradient_densities(self.step)
 
     def dead_units(self) -> Tally:
         """(dead, all) units by kind, over all ranks together; {} where nothing is sparse or no units are known."""
@@ -94,7 +120,10 @@ class Controller:
         """Nothing can drift without masks."""
 
     def sparsity_in_words(self) -> str:
-        return "no weight is masked"
+        if self.functions is None:
+            return "no weight is masked"
+        phases = ", ".join(f"{phase.name} from step {phase.start}" for phase in self.schedule.phases)
+        return f"{self.functions.in_words(self.step)}; {phases}, of {self.schedule.total_steps}"
 
     # --- who wants to know ---
 
@@ -112,9 +141,11 @@ class Controller:
 
     @property
     def follows_steps(self) -> bool:
-        return len(self.attention.pieces) > 1
+        return len(self.attention.pieces) > 1 or self.functions is not None
 
-    def before_step(self) -> None: ...
+    def before_step(self) -> None:
+        if self.functions is not None:
+            self.functions.seed_moments()
 
     def holds_update(self) -> bool:
         return False
@@ -124,6 +155,9 @@ class Controller:
     def after_update(self, tensors: Collection[int]) -> None: ...
 
     def after_step(self) -> None:
+        if self.functions is not None:
+            self.functions.end_if_due(self.step)
+            self.functions.follow(self.step)
         self._follow_pattern()
         for call in self.after_steps:
             call(self)
@@ -155,6 +189,9 @@ class Controller:
 
     def begin_with_these_weights(self) -> None:
         """Weights came without masks: take those that the schedule asks for at this step."""
+        if self.functions is not None:
+            self.functions.begin(self.step)
+            self.functions.follow(self.step)
         self._follow_pattern()
 
     # --- attention ---

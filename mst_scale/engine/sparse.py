@@ -43,7 +43,7 @@ from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
 from mst_scale.mixed_growing.policies import policy
-from mst_scale.sparse_linear import SparseLayers
+from mst_scale.sparse_linear import Product, SparseLayers
 from mst_scale.sparsity_variation import Point
 
 
@@ -129,7 +129,8 @@ class SparseController(Controller):
         layers, error = None, None
         try:
             side, forwards = self.elements.side, zero_shards.FORWARDS
-            layers = SparseLayers(self.engine.module, targets, shapes, backend, side, forwards=forwards)
+            always = self.functions is not None
+            layers = SparseLayers(self.engine.module, targets, shapes, backend, side, forwards=forwards, always=always)
         except ValueError as met:  # of this rank's device, say
             error = met
         self.everyone.raise_first(error)
@@ -158,6 +159,7 @@ class SparseController(Controller):
         return True
 
     def before_step(self) -> None:
+        super().before_step()
         with self.span("masking"):
             step = self.step + 1
             if self.given is not None and self.dense:
@@ -299,6 +301,8 @@ class SparseController(Controller):
                 masks[i].retain_(*states[i].values())
                 if self.topology.grown_moments == "seeded" and "exp_avg_sq" in states[i]:
                     self._seed_moments(i, change, under_way.gradients[i])
+                if self.topology.fresh_momentum and masks[i].dense and "exp_avg" in states[i]:
+                    states[i]["exp_avg"].zero_()
             self.units.wake(change.name)
         return [found[i] for i in here]
 
@@ -350,6 +354,9 @@ class SparseController(Controller):
     def saving(self, checkpoint: Path) -> dict[str, Any]:
         return mask_files.save(checkpoint, self)
 
+    def _products(self) -> dict[str, Product]:
+        return self.layers.products
+
     def digests_of(self, masks: MaskSet) -> list[int]:
         return masks.digests(self.exchange)
 
@@ -379,6 +386,7 @@ class SparseController(Controller):
             self._make_sparse(self.point.sparsity, "magnitude" if self.step else self.initial)
         self.digests = self.masks.digests(self.exchange)
         self.masks_replaced()
+        super().begin_with_these_weights()
 
     def masks_replaced(self) -> None:
         """Masks, and the step, have come from elsewhere.

@@ -38,6 +38,9 @@ class MST(Protocol):
     def densities(self) -> dict[str, float]:
         """Share of active weights by parameter name."""
 
+    def gradient_densities(self) -> dict[str, float] | None:
+        """The same of the products that give gradients of weights, where a method counts them otherwise."""
+
     def dead_units(self) -> Mapping[str, tuple[int, int]]:
         """(dead, all) units by kind, over all ranks together: call it on every rank. {} where none are known."""
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from mst_scale.checkpoints import store
+from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import Experiment, ModelConfig, load
 from mst_scale.data.corpus import META, read_meta
 from mst_scale.data.masking import open_sampler
@@ -45,7 +46,7 @@ from mst_scale.pruning import Request, prune_model, requested
 from mst_scale.pruning.calibration import batches, open_calibration
 from mst_scale.pruning.way import Amount
 from mst_scale.shard import Shard
-from mst_scale.zero_shards.weight_files import Weights, weights_of
+from mst_scale.zero_shards.weight_files import Weights
 
 PIECE = 1 << 20  # values at a time of what is copied as it stands: 4 MiB
 VALIDATION_BATCH = 8
@@ -197,7 +198,7 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
     experiment = load(config)
     if causal and not experiment.model.causal:
         raise ValueError(f"{path} is a BERT: it fills in masked tokens, and predicts no next token")
-    weights = weights_of(checkpoint)
+    weights = multiplied_weights_of(checkpoint)
     with torch.device("meta"):
         wanted = {name: tuple(p.shape) for name, p in build(experiment.model).named_parameters()}
     for name, shape in wanted.items():

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints import store
+from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import ModelConfig
 from mst_scale.hugging_face.gpt2_names import from_hugging_face, hugging_face_config
 from mst_scale.hugging_face.hub import offline_unless_reachable
 from mst_scale.models.gpt import GPT
-from mst_scale.zero_shards.weight_files import weights_of
 
 FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 # What our GPT computes and cannot compute otherwise: these keys of a config.json must say so, or be left out.
@@ -117,7 +117,7 @@ def read(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
 
 
 def _of_run(folder: Path) -> dict[str, torch.Tensor]:
-    weights = weights_of(store.locate(folder))
+    weights = multiplied_weights_of(store.locate(folder))
     return {name: weights.read(name) for name in weights.shapes}
 
 

@@ -44,6 +44,7 @@ class TopologyConfig:
     replaces_update: bool = False  # a topology step takes no optimizer update, as in RigL's and the authors' code
     regrow: bool = True  # a weight pruned in this very step may grow back, with its value
     grown_moments: Literal["seeded", "zero"] = "seeded"  # Adam's v of a grown weight: its squared growth gradient, or 0
+    fresh_momentum: bool = False  # where masks go, all first moments of their matrices begin at 0, as in AC/DC
     wake_dead_units: bool = True  # where masks go: random incoming weights for units whose weights are all zero
     track_coverage: bool = True  # ITOP: a second bit a weight in runs that start sparse, none in the others
     check_every: int = 1_000  # steps between drift checks of the masks, 0: never

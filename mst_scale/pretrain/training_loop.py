@@ -100,7 +100,8 @@ class Run:
     def advance(self) -> None:
         """One optimizer step, and what is due after it: a logged row, an evaluation, a checkpoint, the end."""
         t = self.training
-        self.ledger.add(self.engine.mst.pattern, self.engine.mst.densities())  # of the masks this step computes with
+        mst = self.engine.mst
+        self.ledger.add(mst.pattern, mst.densities(), mst.gradient_densities())  # of the masks this step computes with
         loss = self._update()
         self.step += 1
         self.record.gather(self.engine.mst)

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 
 from mst_scale.checkpoints import mask_files, store
+from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.masks import assemble
 from mst_scale.runs import snapshots
 from mst_scale.runs.observer import cell_sizes, cell_sums, describe
 from mst_scale.runs.snapshots import Snapshot
 from mst_scale.shard import Shard
-from mst_scale.zero_shards.weight_files import weights_of
 
 EMBEDDINGS = ("wte.", "wpe.", "embeddings.")  # of a dense run, whose checkpoint does not say what could be sparse
 
 
 def look(checkpoint: Path) -> Snapshot:
-    weights = weights_of(checkpoint)
+    weights = multiplied_weights_of(checkpoint)
     masks = mask_files.read_all(checkpoint) if (checkpoint / mask_files.FOLDER).is_dir() else None
     if masks is not None:
         names = masks.head["names"]

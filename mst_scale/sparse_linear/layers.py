@@ -10,7 +10,8 @@ parameter gets a `Product`, which takes the place of `F.linear` in the module th
 
 A product multiplies with an *index* of the mask: what a backend wants to know of the structure (`Index`). It is built
 anew when the mask has changed, which is after topology steps only; the values are read from the weight at each call.
-Without an index it is `F.linear`: a dense layer computes as if this package were not there, and so does a sparse one
+Where the layer multiplies with a function of its weight (`methods`), that comes first.
+Without either it is `F.linear`: a dense layer computes as if this package were not there, and so does a sparse one
 for which dense is faster (inactive weights are exact zeros, so that is the masked dense product).
 
 The gradient of the weight is zero where masked, except while `dense_gradient` is set: growth reads the gradient of
@@ -40,18 +41,28 @@ class Index(Protocol):
         ...
 
 
+class Function(Protocol):
+    """What a layer multiplies with, of what its parameter stores."""
+
+    def weight(self, stored: torch.Tensor) -> torch.Tensor: ...
+
+    def linear(self, x: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
+
+
 class Product:
     """The product with one sparse parameter, in place of `F.linear`."""
 
     def __init__(self, name: str, shape: tuple[int, ...]):
         self.name, self.shape = name, shape
         self.index: Index | None = None
+        self.function: Function | None = None
         self.dense_gradient = False
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.index is None:
-            return F.linear(x, weight, bias)
+            return F.linear(x, weight, bias) if self.function is None else self.function.linear(x, weight, bias)
         self._check(x, weight, bias)
+        weight = weight if self.function is None else self.function.weight(weight)
         return self.index.linear(x, weight, bias, self.dense_gradient)
 
     def loss(
@@ -61,12 +72,15 @@ class Product:
         if self.index is None or self.dense_gradient or not hasattr(self.index, "cross_entropy"):
             return None
         self._check(x, weight)
+        weight = weight if self.function is None else self.function.weight(weight)
         loss: torch.Tensor = self.index.cross_entropy(x, weight, targets, count)
         return loss
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Product:
         """For a copied model: dense, which is right for any weights, because no one updates the copy's masks."""
-        return Product(self.name, self.shape)
+        copy = Product(self.name, self.shape)
+        copy.function = self.function
+        return copy
 
     def __reduce__(self) -> Any:
         return Product, (self.name, self.shape)
@@ -95,7 +109,8 @@ class SparseLayers:
 
     `parameters` by name; `shapes` are those of the local matrices (a parameter cut by ZeRO-3 is empty in itself);
     `block` is the side of the square blocks that masks are made of, 1 for single weights; `forwards` say what takes the
-    place of the forward of other linear layers than torch's: `forward(module, product, x)`, by their type.
+    place of the forward of other linear layers than torch's: `forward(module, product, x)`, by their type; `always`:
+    install products for the backend "dense" too, which others want.
     """
 
     def __init__(
@@ -107,13 +122,14 @@ class SparseLayers:
         block: int = 1,
         *,
         forwards: Mapping[type, Forward] = NONE,
+        always: bool = False,
     ):
         self.backend, self.block = backend, block
         self.products: dict[str, Product] = {}
         self.parameters = dict(parameters)
         self.left_dense: list[str] = []
         forwards = {nn.Linear: _forward, **forwards}  # of subclasses, which may do more, not
-        if backend == "dense":
+        if backend == "dense" and not always:
             return
         for name, parameter in parameters.items():
             places = list(_places(model, parameter, forwards)) if len(shapes[name]) == 2 else []
@@ -121,13 +137,13 @@ class SparseLayers:
                 self.left_dense.append(name)
                 continue
             product = self.products[name] = Product(name, tuple(shapes[name]))
-            if backend != "auto":
+            if backend not in ("auto", "dense"):
                 reason = dispatch.why_not(backend, parameter.device.type, parameter.dtype, product.shape, block)
                 if reason is not None:
                     raise ValueError(f"mst.compute.backend {backend!r} cannot run here: {reason}")
             for module, attribute in places:
                 setattr(module, attribute, _in_place(module, product, attribute, forwards))
-        if self.left_dense:
+        if self.left_dense and backend != "dense":
             dispatch.log.info(
                 "%d of %d sparse parameters are not the weight of an nn.Linear (%s): masked dense products",
                 len(self.left_dense),

@@ -18,7 +18,7 @@ universal     DeepSpeed's universal layout, for every stage
 """
 
 from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, is_linear, refuse_to_cut
-from mst_scale.zero_shards.groups import Groups, groups_of, sequences_a_step
+from mst_scale.zero_shards.groups import Groups, groups_of, is_cut_up, sequences_a_step
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
 from mst_scale.zero_shards.muon import shapes as muon_shapes
@@ -37,6 +37,7 @@ from mst_scale.zero_shards.slices import (
     refuse_arguments,
     shards_of,
     updates_of,
+    uses_muon,
     zero_inactive,
 )
 from mst_scale.zero_shards.step import (
@@ -79,6 +80,7 @@ __all__ = [
     "hasten",
     "install",
     "is_cut",
+    "is_cut_up",
     "is_linear",
     "is_matrix",
     "load_checkpoint",
@@ -99,6 +101,7 @@ __all__ = [
     "shape_of",
     "shards_of",
     "updates_of",
+    "uses_muon",
     "watch_losses",
     "whole",
     "zero_inactive",

@@ -248,7 +248,7 @@ def refuse_untested(engine: Any) -> None:
         # DeepSpeed reduces gradients over data_parallel_size alone, so ranks of one sequence would part
         "sequence_parallel_size": engine.sequence_parallel_size > 1 and not _names_same_weights(engine.mpu),
         "a model-parallel unit (mpu)": not _known(engine),
-        "Muon in layers or models cut over ranks": is_cut_up(engine) and _uses_muon(engine),
+        "Muon in layers or models cut over ranks": is_cut_up(engine) and uses_muon(engine),
         "mixture-of-experts layers": bool(engine.has_moe_layers),
         "torch_autocast": bool(engine.torch_autocast_enabled()),
         "per_head_muon": any(getattr(p, "muon_num_heads", None) for p in engine.module.parameters()),
@@ -314,7 +314,7 @@ def _known(engine: Any) -> bool:
     return engine.mpu is None or made_here or _names_same_weights(engine.mpu)
 
 
-def _uses_muon(engine: Any) -> bool:
+def uses_muon(engine: Any) -> bool:
     """Newton-Schulz wants a matrix whole."""
     return any("use_muon" in group for group in base_optimizer(engine).param_groups)
 

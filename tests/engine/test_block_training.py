@@ -32,8 +32,8 @@ def test_the_same_weights_and_gradients_give_bit_identical_masks():
 def test_every_method_holds_its_targets(method):
     """min_blocks = 0: targets are met to the block."""
     config = mst_config(1, 2, method=method, steps=28, topology={"granularity": {"block": 4, "min_blocks": 0}})
-    config["mst"]["sparsity"] = {**METHODS[method]["sparsity"], "max": 0.7}
-    config["mst"]["topology"] |= METHODS[method]["topology"]
+    config["mst"]["sparsity"] = {**METHODS[method].preset["sparsity"], "max": 0.7}
+    config["mst"]["topology"] |= METHODS[method].preset["topology"]
     for faults, _ in pool.run(invariants, 2, config, 28):
         assert faults == []
 

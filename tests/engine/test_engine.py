@@ -117,8 +117,8 @@ def test_the_same_with_the_optimizer_offloaded(stage):
 @pytest.mark.parametrize("method", sorted(set(METHODS) - {"dense", "tiny", "dense-short", "fixed"}))
 def test_every_method_runs_and_holds_its_targets(method):
     config = mst_config(1, 2, method=method, steps=28)
-    config["mst"]["sparsity"] = {**METHODS[method]["sparsity"], "max": 0.7}
-    config["mst"]["topology"] |= METHODS[method]["topology"]
+    config["mst"]["sparsity"] = {**METHODS[method].preset["sparsity"], "max": 0.7}
+    config["mst"]["topology"] |= METHODS[method].preset["topology"]
     for faults, _ in pool.run(invariants, 2, config, 28):
         assert faults == []
 

@@ -1,0 +1,48 @@
+"""What the layers of a checkpoint multiply with, where its method makes that a function of what is stored."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from mst_scale.methods import METHODS, WeightFunction
+from mst_scale.shard import Shard
+from mst_scale.zero_shards.weight_files import Weights, untrained_of, weights_of
+
+STATE = "mst_weight_functions"  # in a checkpoint's client_state
+
+
+@dataclass(frozen=True)
+class Multiplied(Weights):
+    """Weights of which some are computed from what the files hold; the last one computed is kept."""
+
+    function: WeightFunction
+    layers: dict[str, tuple[int, float]]
+    computed: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def shard(self, shard: Shard) -> torch.Tensor:
+        if shard.name not in self.layers:
+            return super().shard(shard)
+        if shard.name not in self.computed:
+            shape = self.shapes[shard.name]
+            stored = super().shard(Shard.of_range(shard.name, shape, 0, math.prod(shape))).view(shape)
+            with torch.no_grad():
+                weight = self.function.weight(stored, *self.layers[shard.name]).reshape(-1)
+            self.computed.clear()
+            self.computed[shard.name] = weight
+        return self.computed[shard.name][shard.logical(torch.arange(shard.length))]
+
+
+def multiplied_weights_of(checkpoint: Path) -> Weights:
+    """As `weights_of`, of any method."""
+    weights, state = weights_of(checkpoint), untrained_of(checkpoint)[0].get(STATE)
+    if not state or not state["layers"]:
+        return weights
+    of = METHODS[state["method"]]
+    assert of.function is not None, state["method"]
+    function = of.function(of.options(**state["options"]))
+    layers = {name: (int(kept), float(scale)) for name, (kept, scale) in state["layers"].items()}
+    return Multiplied(weights.shapes, weights.parts, function, layers)

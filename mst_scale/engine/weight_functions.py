@@ -1,0 +1,234 @@
+"""Lets layers multiply with a function of what their parameters store, until the schedule turns dense (`methods`).
+
+The optimizer, ZeRO and the files of a checkpoint see stored values alone. What a function starts and ends with is
+computed by one rank and sent to those that hold the same weights, so that all store the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mst_scale import zero_shards
+from mst_scale.config import Experiment
+from mst_scale.engine.targets import choose_targets
+from mst_scale.methods import METHODS, WeightFunction
+from mst_scale.mixed_growing.distribution import active_counts
+from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.shard import Shard
+from mst_scale.sparse_linear import Product, SparseLayers
+
+
+@dataclass
+class Of:
+    """The function of one layer, as its products call it."""
+
+    function: WeightFunction
+    kept: int
+    scale: float
+
+    def weight(self, stored: torch.Tensor) -> torch.Tensor:
+        return self.function.weight(stored, self.kept, self.scale)
+
+    def linear(self, x: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.function.linear(x, stored, bias, self.kept, self.scale)
+
+
+class WeightFunctions:
+    """Those of one engine's layers; they hold from `begin` until the first step of a dense phase that is the last."""
+
+    def __init__(self, engine: Any, experiment: Experiment):
+        self.engine, mst = engine, experiment.mst
+        self.method, self.options = str(mst.method), mst.options
+        function = mst.function
+        assert function is not None
+        self.function: WeightFunction = function
+        self.schedule, self.distribution = experiment.schedule, mst.sparsity.distribution
+        self.always = mst.sparsity.variation == "dense"  # a function that has no schedule
+        self.targets = choose_targets(engine.module, mst.targets)
+        self.shapes = {name: tuple(zero_shards.shape_of(p)) for name, p in self.targets.items()}
+        if zero_shards.is_cut_up(engine):
+            raise ValueError(
+                f"method {self.method} wants every matrix whole, and here ranks hold slices or stages: use data or "
+                "sequence parallelism, or a method of masks"
+            )
+        if zero_shards.uses_muon(engine):
+            raise ValueError(f"method {self.method} trains what lies behind weights, and Muon needs these: use AdamW")
+        head = getattr(engine.module, "get_output_embeddings", lambda: None)()
+        tables = [p for m in engine.module.modules() if isinstance(m, zero_shards.TABLES) for p in m.parameters()]
+        for name, shape in self.shapes.items():
+            if head is not None and self.targets[name] is head.weight and any(head.weight is p for p in tables):
+                raise ValueError(
+                    f"method {self.method}: {name} is the tied head: the embedding would look up what is stored, not "
+                    "weights: set mst.targets.lm_head to false"
+                )
+            try:
+                function.refuse(shape)
+            except ValueError as error:
+                raise ValueError(f"method {self.method}: {name}: {error}") from None
+        zero_shards.refuse_unoptimized(engine, self.targets)
+        self.shards = zero_shards.shards_of(engine, self.targets)
+        groups = zero_shards.groups_of(engine)
+        self.zero, self.replicas = Exchange(groups.zero, engine.device), groups.replicas
+        self.layers = {name: Of(function, math.prod(shape), 1.0) for name, shape in self.shapes.items()}
+        self.products: dict[str, Product] = {}
+        self.reseed = False
+
+    def install(self, products: dict[str, Product]) -> None:
+        """Let these products call the functions; every target has one."""
+        for name in self.targets:
+            if name not in products:
+                raise ValueError(
+                    f"method {self.method}: {name} is not the weight of an nn.Linear, which would call it: "
+                    "exclude it by mst.targets"
+                )
+        self.products = products
+
+    def own_products(self) -> dict[str, Product]:
+        """Those of a run without masks."""
+        return SparseLayers(self.engine.module, self.targets, self.shapes, "dense", always=True).products
+
+    # --- when they hold ---
+
+    def hold_at(self, step: int) -> bool:
+        """Whether the step after so many computes with them."""
+        return self.always or step < self.schedule.sparse_until
+
+    def follow(self, step: int) -> None:
+        """Let the products compute as the next step wants it."""
+        holds = self.hold_at(step)
+        kept = self._kept(step) if holds else {}
+        for name, layer in self.layers.items():
+            layer.kept = kept.get(name, layer.kept)
+            self.products[name].function = layer if holds else None
+
+    def _kept(self, step: int) -> dict[str, int]:
+        sparsity = 0.0 if self.function.elementwise else self.schedule.at(step).sparsity
+        counts = active_counts(list(self.shapes.values()), sparsity, self.distribution)
+        return dict(zip(self.shapes, counts, strict=True))
+
+    def begin(self, step: int) -> None:
+        """Store what stands for the weights that the model has."""
+        if not self.hold_at(step):
+            return
+
+        def stored(layer: Of, weight: torch.Tensor) -> torch.Tensor:
+            made, layer.scale = self.function.begin(weight)
+            return made
+
+        self._replace(stored)
+
+    def end_if_due(self, step: int) -> None:
+        """After the last step that they hold at: go on with weights."""
+        if self.hold_at(step) or not self.hold_at(step - 1):
+            return
+        moved = self._replace(lambda layer, stored: self.function.end(stored, layer.kept, layer.scale))
+        if moved:
+            for i in range(len(self.shapes)):
+                for state in self.shards.states(i).values():
+                    state.zero_()
+            self.reseed = True
+
+    def seed_moments(self) -> None:
+        """Moments of other values are gone: let Adam's second begin with the first gradient, its size or the layer's
+        usual one."""
+        if not self.reseed:
+            return
+        self.reseed = False
+        for i, shape in enumerate(self.shapes.values()):
+            gradient, v = self.shards.gradient(i), self.shards.states(i).get("exp_avg_sq")
+            if v is None:
+                continue
+            g = torch.zeros_like(v) if gradient is None else gradient.detach().float()
+            g = g / zero_shards.loss_scale(self.engine)
+            mean = float(self.zero.sum(g.double().square().sum())) / math.prod(shape)
+            v.copy_(g.square().clamp(min=mean))
+
+    def _replace(self, new: Any) -> bool:
+        """Put `new(layer, matrix)` in the place of every matrix; whether any has changed."""
+        first = dist.get_global_rank(self.replicas, 0)
+        changed = False
+        parameters = dict(zero_shards.named_parameters(self.engine.module))
+        with torch.no_grad():
+            for i, (name, shape) in enumerate(self.shapes.items()):
+                weight, part = self.shards.weight(i), self.shards.slices[i]
+                whole = torch.zeros(math.prod(shape), device=weight.device)
+                whole[part.start : part.start + part.length] = weight
+                whole = self.zero.sum_here(whole)
+                layer = self.layers[name]
+                made = torch.empty(whole.numel() + 1, dtype=torch.float64, device=whole.device)
+                if dist.get_rank() == first:
+                    made[:-1] = new(layer, whole.view(shape)).reshape(-1)
+                    made[-1] = layer.scale
+                made = made.to(self.engine.device)
+                dist.broadcast(made, first, group=self.replicas)
+                layer.scale = float(made[-1])
+                values = made[:-1].to(weight.device, torch.float32)
+                changed = changed or not torch.equal(values, whole.to(values.device))
+                weight.copy_(values[part.start : part.start + part.length])
+                zero_shards.put_reads(self.engine, name, parameters[name], _reader(values))
+        return changed
+
+    # --- what others read ---
+
+    def densities(self, step: int) -> dict[str, float]:
+        """FLOPs of the layers' products over those of dense ones."""
+        return self._shares(step, self.function.density)
+
+    def gradient_densities(self, step: int) -> dict[str, float]:
+        return self._shares(step, self.function.gradient_density)
+
+    def _shares(self, step: int, density: Any) -> dict[str, float]:
+        if not self.hold_at(step):
+            return dict.fromkeys(self.shapes, 1.0)
+        kept = self._kept(step)
+        return {name: density(shape, kept[name] / math.prod(shape)) for name, shape in self.shapes.items()}
+
+    def sparsity(self, step: int) -> float:
+        numels = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        dense = self.densities(step)
+        return 1 - sum(dense[name] * n for name, n in numels.items()) / sum(numels.values())
+
+    def in_words(self, step: int) -> str:
+        weights = sum(math.prod(shape) for shape in self.shapes.values())
+        options = ", ".join(f"{key} {value}" for key, value in asdict(self.options).items())
+        return (
+            f"{len(self.shapes)} matrices with {weights:,} weights are multiplied as functions of what is stored"
+            f"{f' ({options})' if options else ''}: {METHODS[self.method].about}"
+        )
+
+    def saved(self, step: int) -> dict[str, Any]:
+        layers = {name: [layer.kept, layer.scale] for name, layer in self.layers.items()} if self.hold_at(step) else {}
+        return {"method": self.method, "options": asdict(self.options), "layers": layers, "reseed": self.reseed}
+
+    def loaded(self, state: dict[str, Any] | None, step: int) -> None:
+        stated = None if state is None else (state["method"], state["options"])
+        if stated != (self.method, asdict(self.options)):
+            raise ValueError(
+                f"the checkpoint is of {'another method' if state is None else f'method {stated}'}: it goes on only "
+                f"under its own; --init takes its weights into method {self.method}"
+            )
+        assert state is not None
+        self.reseed = bool(state["reseed"])
+        for name, (kept, scale) in state["layers"].items():
+            self.layers[name].kept, self.layers[name].scale = int(kept), float(scale)
+        self.follow(step)
+
+
+def _reader(values: torch.Tensor) -> Any:
+    def read(shard: Shard) -> torch.Tensor:
+        return values[shard.start : shard.start + shard.length]
+
+    return read
+
+
+def functions_of(engine: Any, experiment: Experiment) -> WeightFunctions | None:
+    """None where layers multiply with what their parameters store."""
+    method = experiment.mst.method
+    if method is None or METHODS[method].function is None:
+        return None
+    return WeightFunctions(engine, experiment)

@@ -1,0 +1,101 @@
+"""Monarch: most of the run with products of two block-diagonal matrices, then dense (reverse sparsification).
+
+An O × I weight is cut into b × b pieces of O/b × I/b, each of rank r: W_kj = L_kj·R_kj. All R_kj of one j read the
+same inputs and all L_kj of one k write the same outputs, so that x Wᵀ is two batched products, with b blocks of
+b·r × I/b and of O/b × b·r, and a transposition between them. r = min(O, I)/b² as in the authors' code: b = 4 leaves
+half the weights of a square matrix.
+
+The best Monarch matrix of a given weight takes from each piece its first r singular pairs, and a run begins with that
+of its first weights. The factors lie in the first places of the dense parameter, of which the rest stays 0; where the
+schedule turns dense, their product takes their place.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mst_scale.methods.method import NO_HEAD, NO_HSA, STILL, Method, WeightFunction
+
+
+@dataclass(frozen=True)
+class Options:
+    blocks: int = 4
+    """b; the largest number up to it that divides both sides."""
+
+    def __post_init__(self) -> None:
+        if self.blocks < 2:
+            raise ValueError(f"mst.options.blocks must be at least 2, not {self.blocks}")
+
+
+class Monarch(WeightFunction):
+    def __init__(self, options: Options):
+        self.blocks = options.blocks
+
+    def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """b and r."""
+        b = max(b for b in range(1, self.blocks + 1) if shape[0] % b == 0 and shape[1] % b == 0)
+        return b, max(1, min(shape) // b**2)
+
+    def refuse(self, shape: tuple[int, ...]) -> None:
+        if self.sizes(shape)[0] == 1 or self.density(shape, 1.0) >= 1:
+            raise ValueError(
+                f"{shape[0]} × {shape[1]} weights do not fall into 2 to {self.blocks} equal pieces each way: exclude "
+                "them by mst.targets"
+            )
+
+    def factors(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """L as (k, s, j·r) and R as (j, k·r, c): W[k·O/b + s, j·I/b + c] sums over r."""
+        outputs, inputs = stored.shape
+        b, r = self.sizes((outputs, inputs))
+        flat, many = stored.reshape(-1), outputs * b * r
+        left, right = flat[:many], flat[many : many + inputs * b * r]
+        return left.view(b, outputs // b, b * r), right.view(b, b * r, inputs // b)
+
+    def begin(self, weight: Tensor) -> tuple[Tensor, float]:
+        outputs, inputs = weight.shape
+        b, r = self.sizes((outputs, inputs))
+        pieces = weight.float().view(b, outputs // b, b, inputs // b).transpose(1, 2)  # (k, j, s, c)
+        u, size, v = torch.linalg.svd(pieces, full_matrices=False)
+        root = size[..., :r].sqrt()
+        left = (u[..., :r] * root[..., None, :]).transpose(1, 2)  # (k, s, j, r)
+        right = (v[..., :r, :] * root[..., None]).transpose(0, 1)  # (j, k, r, c)
+        packed = torch.cat([left.reshape(-1), right.reshape(-1)]).to(weight.dtype)
+        stored = torch.zeros_like(weight)
+        stored.view(-1)[: packed.numel()] = packed
+        return stored, 1.0
+
+    def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
+        left, right = self.factors(stored)
+        b, r = self.sizes(tuple(stored.shape))
+        pieces = torch.einsum("ksjr,jkrc->ksjc", left.view(b, -1, b, r), right.view(b, b, r, -1))
+        return pieces.reshape(stored.shape)
+
+    def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None, kept: int, scale: float) -> Tensor:
+        left, right = self.factors(stored)
+        b, r = self.sizes(tuple(stored.shape))
+        blocks = x.reshape(-1, b, x.shape[-1] // b).transpose(0, 1)  # (j, token, c)
+        inner = torch.bmm(blocks, right.transpose(1, 2)).view(b, -1, b, r)  # (j, token, k, r)
+        outer = torch.bmm(inner.permute(2, 1, 0, 3).reshape(b, -1, b * r), left.transpose(1, 2))  # (k, token, s)
+        y = outer.transpose(0, 1).reshape(*x.shape[:-1], stored.shape[0])
+        return y if bias is None else y + bias
+
+    def density(self, shape: tuple[int, ...], kept: float) -> float:
+        b, r = self.sizes(shape)
+        return (shape[0] + shape[1]) * b * r / (shape[0] * shape[1])
+
+    gradient_density = density
+
+
+METHOD = Method(
+    "products of block-diagonal matrices, then dense",
+    {
+        "sparsity": {"variation": "sd", "max": 0.5, "warmup": 0.1, "ultra": 0.8},
+        "topology": {"policy": "static", "random_ratio": None, **STILL},
+        "attention": NO_HSA,
+        "targets": NO_HEAD,
+    },
+    "Dao et al. 2022, Monarch: Expressive Structured Matrices for Efficient and Accurate Training, arXiv 2204.00595",
+    options=Options,
+    function=Monarch,
+)

@@ -1,0 +1,143 @@
+"""Pixelated Butterfly: a fixed pattern of blocks (flat butterfly) and a low-rank term.
+
+Of n × n blocks those stand at (i, i) and at (i, i ⊕ 2^l), l = 0, 1, …: all strides of a butterfly at once, as sums in
+place of its products. A matrix with more blocks one way has the pattern stretched. Beside it U·Vᵀ of a rank that makes
+it a quarter of all weights, as the paper advises. A run begins with the blocks of its first weights and the best
+low-rank approximation of what they leave out.
+
+Blocks, U and V lie in the first places of the dense parameter, of which the rest stays 0. The paper trains so to the
+end; the preset turns dense for the last tenth (reverse sparsification), and `mst.sparsity.variation` = "sparse" is the
+paper's. Its sparse attention is not part of this.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from mst_scale.methods.method import NO_HEAD, NO_HSA, STILL, Method, WeightFunction
+
+LOW_RANK = 1 / 3  # of what the blocks hold: a quarter of all
+SMALLEST, FEWEST = 4, 8  # side of a block; blocks along the shorter side of a matrix
+
+
+@dataclass(frozen=True)
+class Options:
+    block: int = 32
+    """Their side; halved where it does not divide a matrix's, or fewer than 8 would stand side by side."""
+    strides: int = 2
+    """How many of the butterfly's strides, the smallest first."""
+
+    def __post_init__(self) -> None:
+        if self.block < SMALLEST or self.block & (self.block - 1):
+            raise ValueError(f"mst.options.block must be a power of two from 4 on, not {self.block}")
+        if self.strides < 0:
+            raise ValueError(f"mst.options.strides must be at least 0, not {self.strides}")
+
+
+@cache
+def pattern(down: int, across: int, strides: int) -> tuple[tuple[int, int], ...]:
+    """Where blocks stand in a grid of so many block rows and columns."""
+    n = min(down, across)
+    square = {(i, i ^ step) for i in range(n) for step in (0, *(2**level for level in range(strides)))}
+    return tuple((i, j) for i in range(down) for j in range(across) if (i * n // down, j * n // across) in square)
+
+
+class Pixelfly(WeightFunction):
+    def __init__(self, options: Options):
+        self.options = options
+
+    def side(self, shape: tuple[int, ...]) -> int:
+        side = math.gcd(self.options.block, shape[0], shape[1])
+        while side > SMALLEST and min(shape) < FEWEST * side:
+            side //= 2
+        return side
+
+    def places(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        side = self.side(shape)
+        return pattern(shape[0] // side, shape[1] // side, self.options.strides)
+
+    def rank(self, shape: tuple[int, ...]) -> int:
+        held = len(self.places(shape)) * self.side(shape) ** 2
+        return max(1, round(LOW_RANK * held / (shape[0] + shape[1])))
+
+    def refuse(self, shape: tuple[int, ...]) -> None:
+        if self.side(shape) < SMALLEST or self.density(shape, 1.0) >= 1:
+            raise ValueError(
+                f"{shape[0]} × {shape[1]} weights have too few blocks of {self.options.block}: take a smaller "
+                "mst.options.block, or exclude them by mst.targets"
+            )
+
+    def parts(self, stored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Blocks (n, side, side), U (outputs, rank) and V (inputs, rank)."""
+        outputs, inputs = stored.shape
+        side, rank = self.side((outputs, inputs)), self.rank((outputs, inputs))
+        many = len(self.places((outputs, inputs)))
+        sizes = [many * side**2, outputs * rank, inputs * rank]
+        blocks, u, v = stored.reshape(-1)[: sum(sizes)].split(sizes)
+        return blocks.view(many, side, side), u.view(outputs, rank), v.view(inputs, rank)
+
+    def grid(self, weight: Tensor) -> Tensor:
+        """A view as (block row, block column, side, side)."""
+        outputs, inputs = weight.shape
+        side = self.side((outputs, inputs))
+        return weight.view(outputs // side, side, inputs // side, side).transpose(1, 2)
+
+    def begin(self, weight: Tensor) -> tuple[Tensor, float]:
+        shape = tuple(weight.shape)
+        rows, columns = torch.tensor(self.places(shape), device=weight.device).t()
+        rest = weight.float().clone()
+        blocks = self.grid(rest)[rows, columns].clone()
+        self.grid(rest)[rows, columns] = 0
+        u, size, v = torch.linalg.svd(rest, full_matrices=False)
+        root, rank = size.sqrt(), self.rank(shape)
+        low = [(u * root)[:, :rank], (v.t() * root)[:, :rank]]
+        packed = torch.cat([part.reshape(-1) for part in (blocks, *low)]).to(weight.dtype)
+        stored = torch.zeros_like(weight)
+        stored.view(-1)[: packed.numel()] = packed
+        return stored, 1.0
+
+    def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
+        shape = (stored.shape[0], stored.shape[1])
+        blocks, u, v = self.parts(stored)
+        side = self.side(shape)
+        rows, columns = torch.tensor(self.places(shape), device=stored.device).t()
+        grid = stored.new_zeros(shape[0] // side, shape[1] // side, side, side)
+        grid = grid.index_put((rows, columns), blocks)
+        return grid.transpose(1, 2).reshape(shape) + u @ v.t()
+
+    def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None, kept: int, scale: float) -> Tensor:
+        shape = (stored.shape[0], stored.shape[1])
+        blocks, u, v = self.parts(stored)
+        side = self.side(shape)
+        rows, columns = torch.tensor(self.places(shape), device=stored.device).t()
+        flat = x.reshape(-1, shape[1])
+        read = flat.view(-1, shape[1] // side, side).transpose(0, 1)[columns]  # (n, token, side)
+        sums = read.new_zeros(shape[0] // side, flat.shape[0], side)
+        sums = sums.index_add(0, rows, torch.bmm(read, blocks.transpose(1, 2)))
+        y = sums.transpose(0, 1).reshape(-1, shape[0]) + (flat @ v) @ u.t()
+        y = y.view(*x.shape[:-1], shape[0])
+        return y if bias is None else y + bias
+
+    def density(self, shape: tuple[int, ...], kept: float) -> float:
+        held = len(self.places(shape)) * self.side(shape) ** 2 + self.rank(shape) * (shape[0] + shape[1])
+        return held / (shape[0] * shape[1])
+
+    gradient_density = density
+
+
+METHOD = Method(
+    "a flat block butterfly and a low-rank term, then dense",
+    {
+        "sparsity": {"variation": "sd", "max": 0.5, "warmup": 0.1, "ultra": 0.8},
+        "topology": {"policy": "static", "random_ratio": None, **STILL},
+        "attention": NO_HSA,
+        "targets": NO_HEAD,
+    },
+    "Dao, Chen et al. 2021, Pixelated Butterfly: Simple and Efficient Sparse training for Neural Network Models, "
+    "arXiv 2112.00029",
+    options=Options,
+    function=Pixelfly,
+)

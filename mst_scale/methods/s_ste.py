@@ -1,0 +1,82 @@
+"""S-STE: a continuous projection onto N of M weights, and a dense end.
+
+Of every M consecutive inputs the N largest stay, each less the (M−N)-th smallest |w| of its group: no jump when two
+change places. What is left is multiplied by β, the factor that brings it closest to the first weights; it is measured
+once and kept. The gradient passes unchanged to all. At the dense end the stored weights go on.
+
+The paper also prunes the gradient of the activations, at random (MVUE), and works in FP8; neither is done here.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mst_scale.methods.method import NO_HEAD, NO_HSA, STILL, Method, WeightFunction
+from mst_scale.methods.sr_ste import refuse_uneven
+
+
+@dataclass(frozen=True)
+class Options:
+    n: int = 2
+    m: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0 < self.n < self.m:
+            raise ValueError(f"mst.options keeps n of m weights, 0 < n < m: not {self.n} of {self.m}")
+
+
+def soft_threshold(matrix: Tensor, n: int, m: int) -> Tensor:
+    """sign(w)·max(|w| − t, 0), t the (m−n)-th smallest |w| of every m consecutive columns."""
+    groups = matrix.detach().view(-1, m)
+    size = groups.abs()
+    least = size.sort(dim=1).values[:, m - n - 1 : m - n]
+    return (groups.sign() * (size - least).clamp(min=0)).view(matrix.shape)
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stored: Tensor, n: int, m: int, scale: float) -> Tensor:
+        return scale * soft_threshold(stored, n, m)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradients[0], None, None, None
+
+
+class SSTE(WeightFunction):
+    def __init__(self, options: Options):
+        self.n, self.m = options.n, options.m
+
+    def begin(self, weight: Tensor) -> tuple[Tensor, float]:
+        soft = soft_threshold(weight, self.n, self.m).double()
+        size = float((soft * soft).sum())
+        return weight, float((weight.double() * soft).sum()) / size if size else 1.0
+
+    def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
+        weight: Tensor = StraightThrough.apply(stored, self.n, self.m, scale)
+        return weight
+
+    def end(self, stored: Tensor, kept: int, scale: float) -> Tensor:
+        return stored
+
+    def refuse(self, shape: tuple[int, ...]) -> None:
+        refuse_uneven(shape, self.m)
+
+    def density(self, shape: tuple[int, ...], kept: float) -> float:
+        return self.n / self.m
+
+
+METHOD = Method(
+    "a continuous projection onto N of M weights, then dense",
+    {
+        "sparsity": {"variation": "sd", "max": 0.5, "warmup": 1 / 12, "ultra": 9 / 12},
+        "topology": {"policy": "static", "random_ratio": None, **STILL},
+        "attention": NO_HSA,
+        "targets": NO_HEAD,
+    },
+    "Hu et al. 2024, S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-training, arXiv 2409.09099",
+    options=Options,
+    function=SSTE,
+)

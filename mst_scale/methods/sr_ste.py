@@ -1,0 +1,106 @@
+"""SR-STE: N of M weights in a row, straight through, and a pull that makes the choice settle.
+
+Of every M consecutive inputs of an output the N largest |w| are multiplied with. The gradient reaches all weights as if
+all had been there, and those that were not get λw more, which draws them to 0. With `transposable` the choice holds
+along outputs too, so that the product with the gradient of the output is N:M as well (Hubara et al. 2021, arXiv
+2102.08124): of all 4 × 4 masks with two in every row and column the one of largest sum. At a dense end the stored
+weights go on, as in Hu et al. 2024 (arXiv 2404.01847).
+"""
+
+import itertools
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mst_scale.methods.method import NO_HEAD, Method, WeightFunction, constant
+
+
+@dataclass(frozen=True)
+class Options:
+    n: int = 2
+    m: int = 4
+    decay: float = 2e-4
+    """λ; the paper's, for SGD. With Adam 6e-6 is what Hu et al. take for GPT-2."""
+    transposable: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.n < self.m:
+            raise ValueError(f"mst.options keeps n of m weights, 0 < n < m: not {self.n} of {self.m}")
+        if self.decay < 0:
+            raise ValueError(f"mst.options.decay must be at least 0, not {self.decay}")
+        if self.transposable and (self.n, self.m) != (2, 4):
+            raise ValueError(f"mst.options.transposable is there for 2 of 4, not for {self.n} of {self.m}")
+
+
+def kept_of(matrix: Tensor, n: int, m: int) -> Tensor:
+    """bool: the n largest magnitudes of every m consecutive columns, ties to the lower one."""
+    groups = matrix.detach().abs().view(-1, m)
+    chosen = groups.sort(dim=1, descending=True, stable=True).indices[:, :n]
+    return torch.zeros_like(groups, dtype=torch.bool).scatter_(1, chosen, True).view(matrix.shape)
+
+
+@cache
+def _squares() -> Tensor:
+    """All 90 masks of 4 × 4 with two in every row and column."""
+    rows = torch.tensor([row for row in itertools.product((0, 1), repeat=4) if sum(row) == 2])
+    masks = torch.stack([rows[list(four)] for four in itertools.product(range(len(rows)), repeat=4)])
+    return masks[(masks.sum(1) == 2).all(1)].bool()
+
+
+def kept_both_ways(matrix: Tensor) -> Tensor:
+    """bool: two of four along rows and along columns, the choice of the largest sum in every 4 × 4 square."""
+    rows, columns = matrix.shape
+    squares = matrix.detach().abs().float().view(rows // 4, 4, columns // 4, 4).transpose(1, 2)
+    masks = _squares().to(matrix.device)
+    best = (squares.reshape(-1, 16) @ masks.view(-1, 16).float().t()).argmax(1)
+    return masks[best].view(rows // 4, columns // 4, 4, 4).transpose(1, 2).reshape(rows, columns)
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stored: Tensor, kept: Tensor, decay: float) -> Tensor:
+        ctx.save_for_backward(stored, kept)
+        ctx.decay = decay
+        return stored * kept
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        stored, kept = ctx.saved_tensors
+        return gradients[0] + ctx.decay * stored * ~kept, None, None
+
+
+class SRSTE(WeightFunction):
+    def __init__(self, options: Options):
+        self.options = options
+
+    def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
+        of = self.options
+        chosen = kept_both_ways(stored) if of.transposable else kept_of(stored, of.n, of.m)
+        weight: Tensor = StraightThrough.apply(stored, chosen, of.decay)
+        return weight
+
+    def end(self, stored: Tensor, kept: int, scale: float) -> Tensor:
+        return stored
+
+    def refuse(self, shape: tuple[int, ...]) -> None:
+        refuse_uneven(shape, self.options.m, both=self.options.transposable)
+
+    def density(self, shape: tuple[int, ...], kept: float) -> float:
+        return self.options.n / self.options.m
+
+
+def refuse_uneven(shape: tuple[int, ...], m: int, *, both: bool = False) -> None:
+    if shape[1] % m or (both and shape[0] % m):
+        raise ValueError(f"{shape[0]} × {shape[1]} weights do not come in groups of {m}: exclude it by mst.targets")
+
+
+METHOD = Method(
+    "N of M weights, straight through, with a pull on the others",
+    {**constant("static", 0.5), "targets": NO_HEAD},
+    "Zhou et al. 2021, Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch, arXiv 2102.04010",
+    options=Options,
+    function=SRSTE,
+)

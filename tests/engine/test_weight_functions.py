@@ -1,0 +1,255 @@
+"""Methods that make a weight a function of what is stored: the same on any ranks and stage, resumed, and at rest."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import mst_scale
+from mst_scale.checkpoints.multiplied import multiplied_weights_of
+from mst_scale.config import load
+from mst_scale.config.blocks import ModelConfig
+from mst_scale.costs.ledger import forecast
+from mst_scale.methods import METHODS, Method, NoOptions, WeightFunction, register
+from mst_scale.models.gpt import GPT
+from tests.support import pool
+from tests.support.toys import deepspeed_config
+
+FUNCTIONS = [name for name, method in METHODS.items() if method.function]
+SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 32, "context": 16, "vocab_size": 64}
+STEPS, TURN = 8, 6
+
+
+def config(name: str, stage: int, world: int, precision: str = "fp32", **mst) -> dict:
+    raw = deepspeed_config(stage, world, precision)
+    raw["train_micro_batch_size_per_gpu"] = 4 // world
+    raw["train_batch_size"] = 4
+    raw["training"] = {"steps": STEPS, "seed": 3}
+    variation = {"variation": "sd", "warmup": 2, "ultra": TURN - 2, "max": 0.5} if name != "powerprop" else {}
+    raw["mst"] = {"method": name, "sparsity": variation, **mst}
+    return raw
+
+
+def model() -> GPT:
+    torch.manual_seed(5)
+    return GPT(ModelConfig(**SHAPE))
+
+
+def batch(step: int, rank: int, world: int):
+    tokens = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(step))
+    mine = tokens[rank * 4 // world : (rank + 1) * 4 // world]
+    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+
+
+def advance(engine, rank: int, world: int, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = engine(*batch(step, rank, world))
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().float()
+        torch.distributed.all_reduce(total)
+        losses.append(float(total) / world)
+    return losses
+
+
+def trained(rank: int, world: int, name: str, stage: int, **mst):
+    engine, *_ = mst_scale.initialize(model=model(), config=config(name, stage, world, **mst))
+    losses = advance(engine, rank, world, 0, STEPS)
+    return losses, engine.mst.sparsity
+
+
+def plain(rank: int, world: int, name: str):
+    """The same training without an engine: torch's AdamW on what is stored, the function called by hand."""
+    experiment = load(config(name, 0, 1))
+    function, learner = experiment.mst.function, model()
+    names = [n for n, p in learner.named_parameters() if p.dim() == 2 and "blocks" in n]
+    from mst_scale.mixed_growing.distribution import active_counts
+
+    parameters = dict(learner.named_parameters())
+    sparsity = 0.0 if name == "powerprop" else 0.5
+    counts = active_counts([tuple(parameters[n].shape) for n in names], sparsity, "erdos-renyi")
+    kept, scales = dict(zip(names, counts, strict=True)), {}
+    with torch.no_grad():
+        for n in names:
+            stored, scales[n] = function.begin(parameters[n].detach())
+            parameters[n].copy_(stored)
+    groups = [
+        {"params": list(parameters.values()), "lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8},
+    ]
+    optimizer, losses = torch.optim.AdamW(groups), []
+    for step in range(TURN):
+        weights = {n: function.weight(parameters[n], kept[n], scales[n]) for n in names}
+        loss = torch.func.functional_call(learner, weights, batch(step, 0, 1))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_training_is_that_of_the_definition_on_any_ranks_and_stage(name):
+    (by_hand,) = pool.run(plain, 1, name)
+    ((alone, sparsity),) = pool.run(trained, 1, name, 0)
+    assert alone[:TURN] == pytest.approx(by_hand, rel=2e-4)
+    assert sparsity == 0
+    for stage in (1, 2, 3):
+        for losses, _ in pool.run(trained, 2, name, stage):
+            assert losses == pytest.approx(alone, rel=2e-4), stage
+
+
+def on_one_batch(rank: int, world: int, name: str, precision: str):
+    """Losses of a batch that comes again and again."""
+    engine, *_ = mst_scale.initialize(model=model(), config=config(name, 2, world, precision))
+    return [advance(engine, rank, world, 0, 1)[0] for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("name", ["monarch", "top-kast"])
+def test_bf16(name):
+    full, half = (pool.run(on_one_batch, 2, name, precision)[0] for precision in ("fp32", "bf16"))
+    assert half == pytest.approx(full, rel=2e-2) and half[-1] < half[0] - 0.3
+
+
+def around_the_end(rank: int, world: int, name: str, stage: int):
+    """Losses of one batch before and after the step at which weights take the place of what was stored."""
+    engine, *_ = mst_scale.initialize(model=model(), config=config(name, stage, world))
+    advance(engine, rank, world, 0, TURN - 1)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    with torch.no_grad():
+        before = float(engine(*batch(99, rank, world)))
+    advance(engine, rank, world, TURN - 1, TURN)
+    with torch.no_grad():
+        return before, float(engine(*batch(99, rank, world))), engine.mst.densities()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("name", ["monarch", "pixelfly", "top-kast"])
+def test_the_loss_does_not_notice_that_weights_become_dense(name, stage):
+    for before, after, densities in pool.run(around_the_end, 2, name, stage):
+        assert after == pytest.approx(before, rel=1e-5)
+        assert set(densities.values()) == {1.0}
+
+
+def resumed(rank: int, world: int, how: tuple[str, int], folder: str, stop: int):
+    name, stage = how
+    raw = config(name, stage, world)
+    engine, *_ = mst_scale.initialize(model=model(), config=copy.deepcopy(raw))
+    advance(engine, rank, world, 0, stop)
+    if stop < STEPS:
+        engine.save_checkpoint(folder, tag="half")
+        with torch.no_grad():
+            loss = float(engine(*batch(99, 0, 1)))
+        engine, *_ = mst_scale.initialize(model=model(), config=copy.deepcopy(raw))
+        engine.load_checkpoint(folder, tag="half")
+        advance(engine, rank, world, stop, STEPS)
+        return [w.numpy().tobytes() for w in weights(engine)], loss
+    return [w.numpy().tobytes() for w in weights(engine)], None
+
+
+def weights(engine):
+    shards = engine.mst.functions.shards
+    return [shards.weight(i).clone() for i in range(len(shards.slices))]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", ["s-ste", "monarch", "spartan"])
+def test_a_run_that_is_resumed_ends_bit_for_bit_alike_and_its_files_hold_the_weights(name, stage, tmp_path):
+    whole = [found for found, _ in pool.run(resumed, 2, (name, stage), "", STEPS)]
+    for stop in (3, TURN, TURN + 1):
+        folder = tmp_path / str(stop)
+        results = pool.run(resumed, 2, (name, stage), str(folder), stop)
+        assert [found for found, _ in results] == whole, stop
+        found, dense = multiplied_weights_of(folder / "half"), GPT(ModelConfig(**SHAPE)).eval()
+        with torch.no_grad():
+            for n, p in dense.named_parameters():
+                p.copy_(found.read(n))
+            assert float(dense(*batch(99, 0, 1))) == pytest.approx(results[0][1], rel=1e-5), stop
+
+
+def powerprop_under_masks(rank: int, world: int, stage: int):
+    sparse = {"sparsity": {"variation": "sv", "max": 0.8}, "topology": {"policy": "rigl", "interval": 1}}
+    engine, *_ = mst_scale.initialize(model=model(), config=config("powerprop", stage, world, **sparse))
+    advance(engine, rank, world, 0, TURN)
+    return engine.mst.masks.digests(engine.mst.exchange), [m.active for m in engine.mst.masks], engine.mst.sparsity
+
+
+def test_powerpropagation_under_masks_of_a_policy():
+    ((digests, active, sparsity),) = pool.run(powerprop_under_masks, 1, 0)
+    assert sparsity > 0.3 and sum(active) > 0
+    for stage in (1, 3):
+        for theirs in pool.run(powerprop_under_masks, 2, stage):
+            assert theirs[1:] == (active, sparsity)
+    assert len(digests) == len(active)
+
+
+def test_the_ledger_counts_each_product():
+    raw = {**config("sr-ste", 1, 1), "model": SHAPE}
+    raw["mst"]["sparsity"] = {"variation": "sparse", "max": 0.5}
+    half = forecast(load(raw))
+    dense = half.dense["paper"]
+    layers = dense.matrices - dense.head
+    by_hand = (dense.total - layers) + layers * (0.5 + 0.5 + 1) / 3  # forward, gradient of x, gradient of the weight
+    assert half.mean["paper"].total == pytest.approx(by_hand)
+
+
+# --- a method of somebody else ---
+
+
+class Halved(WeightFunction):
+    def __init__(self, options: NoOptions):
+        del options
+
+    def weight(self, stored, kept, scale):
+        return stored / 2
+
+    def begin(self, weight):
+        return 2 * weight, 1.0
+
+
+HALVED = Method(
+    "stores twice the weight", {"sparsity": {"variation": "sparse", "max": 0.5}, "targets": {"lm_head": False}},
+    cites="this test", function=Halved,
+)  # fmt: skip
+
+
+def with_a_toy_method(rank: int, world: int):
+    register("halved", HALVED)
+    return trained(rank, world, "halved", 1), trained(rank, world, "dense", 1, sparsity={})
+
+
+def test_a_method_of_ones_own_needs_nothing_but_itself():
+    for (halved, _), (dense, _) in pool.run(with_a_toy_method, 2):
+        assert halved[0] == pytest.approx(dense[0], rel=1e-5), "the same first weights"
+        assert halved[1] != dense[1], "and another path: Adam's step is half as large for what is halved"
+
+
+# --- refusals ---
+
+
+def refused(rank: int, world: int):
+    def said(mst: dict, name: str = "sr-ste", **more) -> str:
+        with pytest.raises(ValueError) as caught:
+            mst_scale.initialize(model=model(), config={**config(name, 1, world, **mst), **more})
+        return str(caught.value)
+
+    return {
+        "head": said({"targets": {"lm_head": True}}),
+        "schedule": said({"sparsity": {"variation": "sv"}}),
+        "option": said({"options": {"q": 3}}),
+        "value": said({"options": {"n": 4}}),
+        "shape": said({"options": {"n": 1, "m": 5}}),
+        "muon": said({}, optimizer={"type": "Muon", "params": {"lr": 1e-3}}),
+    }
+
+
+def test_refusals():
+    (said,) = pool.run(refused, 1)
+    assert "wte.weight is the tied head" in said["head"]
+    assert "mst.sparsity.variation = sv does not go with method sr-ste: choose one of sparse, sd" in said["schedule"]
+    assert "unknown key 'mst.options.q'" in said["option"] and "keeps n of m weights" in said["value"]
+    assert "do not come in groups of 5" in said["shape"] and "AdamW" in said["muon"]
