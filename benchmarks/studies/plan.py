@@ -42,6 +42,7 @@ WITHOUT_EFFECT = {
 }
 DEFAULTS: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
 EVALUATIONS = 4  # of a run, for its curve
+ROUNDS = 3  # until a length fits its FLOPs
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train. `as_long_as` names the variant whose FLOPs it spends on dense steps."""
+    """One way to train. `as_long_as` names the variant whose FLOPs it spends; its length follows."""
 
     method: str = "dense"
     set: dict[str, Any] = field(default_factory=dict)
@@ -137,8 +138,12 @@ class Job:
     def decays_from(self) -> int | None:
         """Where its learning rate leaves that of a dense run which never decays; None where there is no such step."""
         training = self.experiment.training
-        plain = training.lr_schedule == "wsd" and isinstance(training.warmup, int) and self.experiment.mst.stays_dense
-        if not plain:
+        plain = (
+            training.lr_schedule == "wsd"
+            and isinstance(training.warmup, int)
+            and not self.experiment.mst.depends_on_length
+        )
+        if not plain or not self.experiment.mst.stays_dense:
             return None
         return self.steps - in_steps(training.decay, self.steps)
 
@@ -187,7 +192,9 @@ def job(plan: Plan, cell: Cell, rate: float, seed: int, data: str) -> Job:
     steps = max(1, round(cell.share * budget_steps))
     if variant.as_long_as is not None:
         other = _of_length(_experiment(plan, cell.size, plan.variants[variant.as_long_as], settings), steps)
-        steps = max(1, round(steps * forecast(other).mean["paper"].total / dense_step_flops(full.model).total))
+        budget = steps * forecast(other).mean["paper"].total
+        for _ in range(ROUNDS):  # the phases of another length are rounded otherwise
+            steps = max(1, round(budget / forecast(_of_length(full, steps)).mean["paper"].total))
     experiment = _of_length(full, steps)
     check(experiment)
     dense = batch * dense_step_flops(experiment.model).total

@@ -18,6 +18,7 @@ Measure on this machine, ours and the rival alternating in one run:
   grown_weights   the first updates of grown weights and the loss around topology steps, with seeded moments and without
   pruning     whether weights trained with MST bear pruning better than dense ones
   quality     what a choice costs in validation loss: single weights, blocks, dense and tiny models
+  rivals      every method at one small size on equal FLOPs: the study of that name
   step        a training step in every phase: MST against dense, its parts, memory, FLOP/s, collectives;
               --device cuda: 124M to 6.7B parameters in blocks on one GPU, as many layers as fit
   study       a planned set of runs over sizes, lengths, methods and seeds: how many times its FLOPs is each worth?
@@ -43,6 +44,7 @@ PROGRAMS = (
     "observer",
     "pruning",
     "quality",
+    "rivals",
     "scaling",
     "step",
     "study",

@@ -12,7 +12,7 @@ from mst_scale.benchmarks.studies import corpus, facts, line, page
 from mst_scale.benchmarks.studies.plan import FOLDER, Cell, digest_of, job, read_plan
 
 from mst_scale.benchmarks import study
-from mst_scale.config import in_steps, load
+from mst_scale.config import METHODS, in_steps, load
 from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
 
@@ -214,3 +214,16 @@ def test_what_is_wrong_is_said(folder):
     (folder / "bad.json").write_text(json.dumps({**TINY, "sedes": [1]}))
     with pytest.raises(ValueError, match="not a plan of a study"):
         read_plan("bad", folder)
+
+
+def test_rivals_are_all_there_and_spend_the_flops_of_a_dense_run():
+    plan = read_plan("rivals")
+    methods = {variant.method for variant in plan.variants.values()}
+    others = {"tiny", "dense-short", "fixed", "sparse", "sd", "dsd", "gd"}  # another model, a length, variants of mst
+    assert methods == set(METHODS) - others - {"ligo", "stack"}
+    jobs = {cell: job(plan, cell, plan.rates_of(cell)[0], 1, "corpora/study") for cell in plan.cells()}
+    budget = next(one.flops for cell, one in jobs.items() if (cell.variant, cell.share) == ("dense", 1.0))
+    for cell, one in jobs.items():
+        if cell.share == 1:
+            assert one.flops == pytest.approx(budget, rel=1e-3), cell
+        assert one.experiment.mst.method == plan.variants[cell.variant].method

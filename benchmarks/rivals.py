@@ -1,0 +1,28 @@
+"""Runs every method at one small size on equal FLOPs, with tuned rates and three seeds: the study `rivals`.
+
+    mst bench rivals [--out DIR] [--resume] [--budget HOURS] [--page] [--json]
+
+Loss over FLOPs, every method a point beside the dense line; the rest is as `mst bench study --help` says.
+
+examples:
+  python -m mst_scale.benchmarks.studies.corpus --out corpora/study
+  mst bench rivals --out runs/rivals --resume
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from . import study
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(arguments or ())
+    if {"-h", "--help"} & {*given}:
+        print(__doc__)
+        return 0
+    return study.main(["rivals", *given])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
