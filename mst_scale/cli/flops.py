@@ -229,6 +229,18 @@ def paper() -> dict[str, Any]:
     return {
         "rows": rows,
         "misprint": paper_table.MISPRINT,
+        "related": [
+            {
+                "name": one.name,
+                "quoted": one.quoted,
+                "model": one.model,
+                "method": one.method,
+                "reduction": None if run is None else run.reduction("paper"),
+                "reduction_causal": None if run is None else run.reduction("causal"),
+                "why": one.why,
+            }
+            for one, run in paper_table.related()
+        ],
         "readings": [
             {
                 "warmup": reading.warmup,
@@ -266,6 +278,10 @@ def paper_table(found: dict[str, Any]) -> str:
     for row in found["readings"]:
         mark = " (preset)" if row["preset"] else ""
         readings.append([row["warmup"], row["restore"], row["attention_dense_from"] + mark, *_cells(row)])
+    others = [["table 1", "as quoted", "counted", "causal", "of", ""]]
+    for row in found["related"]:
+        counted = ["–", "–"] if row["reduction"] is None else [f"{row[key]:.2f}" for key in REDUCTIONS]
+        others.append([row["name"], f"{row['quoted']:.1f}", *counted, row["model"], row["why"]])
     head, bert = found["dense_head"], found["bert_base"]
     return "\n".join(
         [
@@ -274,6 +290,9 @@ def paper_table(found: dict[str, Any]) -> str:
             *aligned(lines, left=(0,)),
             "",
             found["misprint"],
+            "",
+            "What the paper quotes of others, in times fewer FLOPs than dense, and what their runs count:",
+            *aligned(others, left=(0, 4, 5)),
             "",
             "MST under other readings of the schedule:",
             *aligned(readings, left=(0, 1, 2)),
@@ -285,6 +304,9 @@ def paper_table(found: dict[str, Any]) -> str:
             found["ignored"],
         ]
     )
+
+
+REDUCTIONS = ("reduction", "reduction_causal")
 
 
 def _cells(row: dict[str, float]) -> list[str]:

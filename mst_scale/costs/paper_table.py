@@ -1,4 +1,4 @@
-"""Computes the table of FLOPs in the paper from our own count, and what its "4×" depends on.
+"""Computes the paper's tables of FLOPs from our own count, and what its "4×" depends on.
 
 The rows are forecasts of the paper's own runs (`recipe: paper`), nothing else: GFLOPs of one 1024-token sequence,
 forward and backward, averaged over 140,000 steps.
@@ -28,6 +28,41 @@ MISPRINT = (
 
 
 @dataclass(frozen=True)
+class Related:
+    """A row of the paper's table 1: what others save, as it quotes them, beside what a run of theirs counts here."""
+
+    name: str
+    quoted: float
+    model: str
+    method: str | None  # None: what it saves is no matter of counting
+    overrides: tuple[str, ...]
+    why: str
+
+
+DENSE_HEAD = "mst.targets.lm_head=false"
+RELATED = (
+    Related(
+        "DynSparse", 2.0, "bert-base", "set", ("mst.sparsity.max=0.9",),
+        "SET at 90 %; theirs is the saving at equal loss over models of several sizes",
+    ),
+    Related("LiGO", 2.2, "bert-base", None, (), "steps saved at equal loss, measured; each of its steps is dense"),
+    Related(
+        "Monarch", 2.2, "gpt2", "monarch", (),
+        "90 % of the steps at 4 blocks, then dense, and a dense head; theirs is a saving of time",
+    ),
+    Related(
+        "SPDF", 2.5, "gpt3-1.3b", "static", ("mst.sparsity.max=0.75", DENSE_HEAD),
+        "pre-training alone at 75 %, as theirs, of their largest model",
+    ),
+    Related(
+        "Pixelated Butterfly", 2.6, "gpt2", "pixelfly", ("mst.sparsity.variation=sparse",),
+        "without its sparse attention and with a dense head; theirs is a saving of time",
+    ),
+    Related("MST", 4.0, "gpt2", "mst", (), "with the head among the sparse matrices"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Reading:
     """One way to read the schedule: how each gradual phase moves, and when attention turns dense."""
 
@@ -40,6 +75,15 @@ class Reading:
 
 def run_of(method: str, *overrides: str) -> Experiment:
     return load(RUN, overrides, method)
+
+
+def related() -> list[tuple[Related, Forecast | None]]:
+    """The rows of table 1, each with the run that is counted for it."""
+    return [(one, None if one.method is None else forecast(_of(one))) for one in RELATED]
+
+
+def _of(one: Related) -> Experiment:
+    return load({**RUN, "model": {"preset": one.model}}, one.overrides, one.method)
 
 
 def rows() -> dict[str, Forecast]:

@@ -10,12 +10,15 @@ of its first weights. The factors lie in the first places of the dense parameter
 schedule turns dense, their product takes their place.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mst_scale.methods.method import NO_HEAD, NO_HSA, STILL, Method, WeightFunction
+
+if TYPE_CHECKING:  # tables count it without torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Monarch(WeightFunction):
         return left.view(b, outputs // b, b * r), right.view(b, b * r, inputs // b)
 
     def begin(self, weight: Tensor) -> tuple[Tensor, float]:
+        import torch
+
         outputs, inputs = weight.shape
         b, r = self.sizes((outputs, inputs))
         pieces = weight.float().view(b, outputs // b, b, inputs // b).transpose(1, 2)  # (k, j, s, c)
@@ -66,12 +71,16 @@ class Monarch(WeightFunction):
         return stored, 1.0
 
     def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
+        import torch
+
         left, right = self.factors(stored)
         b, r = self.sizes(tuple(stored.shape))
         pieces = torch.einsum("ksjr,jkrc->ksjc", left.view(b, -1, b, r), right.view(b, b, r, -1))
         return pieces.reshape(stored.shape)
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None, kept: int, scale: float) -> Tensor:
+        import torch
+
         left, right = self.factors(stored)
         b, r = self.sizes(tuple(stored.shape))
         blocks = x.reshape(-1, b, x.shape[-1] // b).transpose(0, 1)  # (j, token, c)

@@ -10,14 +10,17 @@ end; the preset turns dense for the last tenth (reverse sparsification), and `ms
 paper's. Its sparse attention is not part of this.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from functools import cache
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mst_scale.methods.method import NO_HEAD, NO_HSA, STILL, Method, WeightFunction
+
+if TYPE_CHECKING:  # tables count it without torch
+    from torch import Tensor
 
 LOW_RANK = 1 / 3  # of what the blocks hold: a quarter of all
 SMALLEST, FEWEST = 4, 8  # side of a block; blocks along the shorter side of a matrix
@@ -86,6 +89,8 @@ class Pixelfly(WeightFunction):
         return weight.view(outputs // side, side, inputs // side, side).transpose(1, 2)
 
     def begin(self, weight: Tensor) -> tuple[Tensor, float]:
+        import torch
+
         shape = tuple(weight.shape)
         rows, columns = torch.tensor(self.places(shape), device=weight.device).t()
         rest = weight.float().clone()
@@ -100,6 +105,8 @@ class Pixelfly(WeightFunction):
         return stored, 1.0
 
     def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
+        import torch
+
         shape = (stored.shape[0], stored.shape[1])
         blocks, u, v = self.parts(stored)
         side = self.side(shape)
@@ -109,6 +116,8 @@ class Pixelfly(WeightFunction):
         return grid.transpose(1, 2).reshape(shape) + u @ v.t()
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None, kept: int, scale: float) -> Tensor:
+        import torch
+
         shape = (stored.shape[0], stored.shape[1])
         blocks, u, v = self.parts(stored)
         side = self.side(shape)

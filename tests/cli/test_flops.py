@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from mst_scale import cli
+from mst_scale.config import load
+from mst_scale.costs.ledger import forecast
 from tests.support import tiny_run
 
 CONFIG = str(tiny_run.ROOT / "ds_configs" / "gpt2_small.json")
@@ -134,3 +136,18 @@ def test_it_answers_without_torch_and_deepspeed():
     subprocess.run(
         [sys.executable, "-c", program], env=tiny_run.environment(), check=True, capture_output=True, timeout=60
     )
+
+
+def test_what_the_paper_quotes_of_others_beside_what_is_counted(capsys):
+    found = {row["name"]: row for row in json.loads(ask(capsys, "--paper", "--json"))["related"]}
+    assert [row["quoted"] for row in found.values()] == [2.0, 2.2, 2.2, 2.5, 2.6, 4.0], "as printed in its table 1"
+    assert found["SPDF"]["reduction"] == pytest.approx(2.5, abs=0.02) and found["LiGO"]["reduction"] is None
+    assert found["MST"]["reduction"] == pytest.approx(3.99, abs=0.005)
+    # 90 % of the steps with half the weights of a square matrix, 5/16 of those that widen or narrow by four
+    per_layer = {(1, 3): 1 / 3, (1, 1): 1 / 2, (1, 4): 5 / 16, (4, 1): 5 / 16}
+    kept = sum(a * b * share for (a, b), share in per_layer.items()) / sum(a * b for a, b in per_layer)
+    parts = forecast(load({"recipe": "paper", "model": {"preset": "gpt2"}}, method="dense")).dense["paper"]
+    layers = parts.matrices - parts.head
+    by_hand = parts.total / (parts.total - 0.9 * layers * (1 - kept))
+    assert found["Monarch"]["reduction"] == pytest.approx(by_hand, rel=1e-3)
+    assert "as quoted" in ask(capsys, "--paper")
