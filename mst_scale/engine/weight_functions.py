@@ -67,7 +67,7 @@ class WeightFunctions:
                     "weights: set mst.targets.lm_head to false"
                 )
             try:
-                function.refuse(shape)
+                function.refuse(shape, self.targets[name].device.type, self.targets[name].dtype)
             except ValueError as error:
                 raise ValueError(f"method {self.method}: {name}: {error}") from None
         zero_shards.refuse_unoptimized(engine, self.targets)

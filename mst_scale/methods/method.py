@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mst_scale.sparsity_variation import DURATIONS
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 NO_HSA = {"pattern": "dense"}  # hybrid sparse attention belongs to `mst`; the others are compared without it
 NO_HEAD = {"lm_head": False}  # a tied head is an embedding too, which looks up what is stored
@@ -54,8 +54,8 @@ class WeightFunction:
 
         return linear(x, self.weight(stored, kept, scale), bias)
 
-    def refuse(self, shape: tuple[int, ...]) -> None:
-        """Refuse a matrix that this function cannot be of."""
+    def refuse(self, shape: tuple[int, ...], device: str, dtype: dtype) -> None:
+        """Refuse a matrix that this function cannot be of, or a device and dtype it cannot be multiplied on."""
 
     def density(self, shape: tuple[int, ...], kept: float) -> float:
         """FLOPs of the products x Wᵀ and of the gradient of x, over those of dense ones; `kept` is a share here."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from mst_scale.methods.method import NO_HEAD, NO_HSA, STILL, Method, WeightFunction
 
 if TYPE_CHECKING:  # tables count it without torch
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Monarch(WeightFunction):
         b = max(b for b in range(1, self.blocks + 1) if shape[0] % b == 0 and shape[1] % b == 0)
         return b, max(1, min(shape) // b**2)
 
-    def refuse(self, shape: tuple[int, ...]) -> None:
+    def refuse(self, shape: tuple[int, ...], device: str, dtype: dtype) -> None:
         if self.sizes(shape)[0] == 1 or self.density(shape, 1.0) >= 1:
             raise ValueError(
                 f"{shape[0]} × {shape[1]} weights do not fall into 2 to {self.blocks} equal pieces each way: exclude "

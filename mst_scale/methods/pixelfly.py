@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from mst_scale.methods.method import NO_HEAD, NO_HSA, STILL, Method, WeightFunction
 
 if TYPE_CHECKING:  # tables count it without torch
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 LOW_RANK = 1 / 3  # of what the blocks hold: a quarter of all
 SMALLEST, FEWEST = 4, 8  # side of a block; blocks along the shorter side of a matrix
@@ -66,7 +66,7 @@ class Pixelfly(WeightFunction):
         held = len(self.places(shape)) * self.side(shape) ** 2
         return max(1, round(LOW_RANK * held / (shape[0] + shape[1])))
 
-    def refuse(self, shape: tuple[int, ...]) -> None:
+    def refuse(self, shape: tuple[int, ...], device: str, dtype: dtype) -> None:
         if self.side(shape) < SMALLEST or self.density(shape, 1.0) >= 1:
             raise ValueError(
                 f"{shape[0]} × {shape[1]} weights have too few blocks of {self.options.block}: take a smaller "

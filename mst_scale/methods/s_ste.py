@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, dtype
 
 from mst_scale.methods.method import NO_HEAD, NO_HSA, STILL, Method, WeightFunction
 from mst_scale.methods.sr_ste import refuse_uneven
@@ -61,7 +61,7 @@ class SSTE(WeightFunction):
     def end(self, stored: Tensor, kept: int, scale: float) -> Tensor:
         return stored
 
-    def refuse(self, shape: tuple[int, ...]) -> None:
+    def refuse(self, shape: tuple[int, ...], device: str, dtype: dtype) -> None:
         refuse_uneven(shape, self.m)
 
     def density(self, shape: tuple[int, ...], kept: float) -> float:

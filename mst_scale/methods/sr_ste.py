@@ -10,12 +10,13 @@ weights go on, as in Hu et al. 2024 (arXiv 2404.01847).
 import itertools
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from mst_scale.methods.method import NO_HEAD, Method, WeightFunction, constant
+from mst_scale.sparse_linear import semi_structured
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,17 @@ class Options:
     decay: float = 2e-4
     """λ; the paper's, for SGD. With Adam 6e-6 is what Hu et al. take for GPT-2."""
     transposable: bool = False
+    products: Literal["dense", "semi-structured"] = "dense"
+    """By which the forward pass multiplies: F.linear, or 2 of 4 by CUDA's sparse tensor cores."""
 
     def __post_init__(self) -> None:
         if not 0 < self.n < self.m:
             raise ValueError(f"mst.options keeps n of m weights, 0 < n < m: not {self.n} of {self.m}")
         if self.decay < 0:
             raise ValueError(f"mst.options.decay must be at least 0, not {self.decay}")
-        if self.transposable and (self.n, self.m) != (2, 4):
-            raise ValueError(f"mst.options.transposable is there for 2 of 4, not for {self.n} of {self.m}")
+        for name, asked in (("transposable", self.transposable), ("products", self.products != "dense")):
+            if asked and (self.n, self.m) != (2, 4):
+                raise ValueError(f"mst.options.{name} is there for 2 of 4, not for {self.n} of {self.m}")
 
 
 def kept_of(matrix: Tensor, n: int, m: int) -> Tensor:
@@ -82,11 +86,19 @@ class SRSTE(WeightFunction):
         weight: Tensor = StraightThrough.apply(stored, chosen, of.decay)
         return weight
 
+    def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None, kept: int, scale: float) -> Tensor:
+        if self.options.products == "dense":
+            return super().linear(x, stored, bias, kept, scale)
+        return semi_structured.linear(x, self.weight(stored, kept, scale), bias)
+
     def end(self, stored: Tensor, kept: int, scale: float) -> Tensor:
         return stored
 
-    def refuse(self, shape: tuple[int, ...]) -> None:
+    def refuse(self, shape: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
         refuse_uneven(shape, self.options.m, both=self.options.transposable)
+        reason = None if self.options.products == "dense" else semi_structured.why_not(device, dtype, shape)
+        if reason is not None:
+            raise ValueError(f"mst.options.products = semi-structured cannot run here: {reason}")
 
     def density(self, shape: tuple[int, ...], kept: float) -> float:
         return self.options.n / self.options.m

@@ -243,6 +243,7 @@ def refused(rank: int, world: int):
         "option": said({"options": {"q": 3}}),
         "value": said({"options": {"n": 4}}),
         "shape": said({"options": {"n": 1, "m": 5}}),
+        "products": said({"options": {"products": "semi-structured"}}),
         "muon": said({}, optimizer={"type": "Muon", "params": {"lr": 1e-3}}),
     }
 
@@ -253,3 +254,4 @@ def test_refusals():
     assert "mst.sparsity.variation = sv does not go with method sr-ste: choose one of sparse, sd" in said["schedule"]
     assert "unknown key 'mst.options.q'" in said["option"] and "keeps n of m weights" in said["value"]
     assert "do not come in groups of 5" in said["shape"] and "AdamW" in said["muon"]
+    assert "they run on CUDA devices, and this is a cpu" in said["products"]

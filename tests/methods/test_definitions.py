@@ -204,7 +204,7 @@ def test_where_layers_do_not_fit_it_is_said():
         ("pixelfly", (6, 7), "too few blocks"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=said):
-            function(name).refuse(shape)
+            function(name).refuse(shape, "cpu", torch.float32)
 
 
 def test_the_page_names_every_method_and_its_source():
@@ -215,3 +215,24 @@ def test_the_page_names_every_method_and_its_source():
             assert paper in page or name in ("static",), (name, paper)
         for key, value in vars(method.options()).items():
             assert f"`{key}`" in page, (name, key, value)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [64, 13])
+def test_two_of_four_by_sparse_tensor_cores(dtype, tokens):
+    of, stored = function("sr-ste", products="semi-structured"), matrix(96, 128).to("cuda", dtype).requires_grad_()
+    x, bias = matrix(tokens, 128, seed=1).to("cuda", dtype).requires_grad_(), matrix(96, seed=2).to("cuda", dtype)
+    upstream = matrix(tokens, 96, seed=3).to("cuda", dtype)
+    results = []
+    for product in (
+        lambda: of.linear(x, stored, bias, 0, 1.0),
+        lambda: x @ of.weight(stored, 0, 1.0).t() + bias,
+    ):
+        x.grad = stored.grad = None
+        y = product()
+        y.backward(upstream)
+        results.append((y, x.grad, stored.grad))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-1)

@@ -1,0 +1,48 @@
+"""Multiplies with weights of which two of four stand, by CUDA's sparse tensor cores (torch's semi-structured tensors).
+
+The forward product is sparse. Backward is dense: the gradient of x reads the weight with its zeros, and that of the
+weight is of all of it, as straight-through methods want.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+SIDES = (32, 64)  # rows and columns come in multiples of these
+
+
+def why_not(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
+    """Why these products cannot run, or None when they can."""
+    if device != "cuda":
+        return f"they run on CUDA devices, and this is a {device}"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"they need compute capability 8.0, and {torch.cuda.get_device_name()} has less"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"they multiply float16 and bfloat16, not {dtype}"
+    if shape[0] % SIDES[0] or shape[1] % SIDES[1]:
+        return f"rows and columns come in multiples of {SIDES[0]} and {SIDES[1]}, and these are {shape[0]} × {shape[1]}"
+    return None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x Wᵀ + b with autograd; `weight` has its zeros in place."""
+    y: torch.Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight)
+    y = y.view(*x.shape[:-1], weight.shape[0])
+    return y if bias is None else y + bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        short = -len(x) % 8  # tokens come in eights
+        padded = F.pad(x, (0, 0, 0, short)) if short else x
+        return F.linear(padded, torch.sparse.to_sparse_semi_structured(weight))[: len(x)]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, gradients[0].t() @ x
