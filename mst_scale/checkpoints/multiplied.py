@@ -10,7 +10,7 @@ import torch
 
 from mst_scale.methods import METHODS, WeightFunction
 from mst_scale.shard import Shard
-from mst_scale.zero_shards.weight_files import Weights, untrained_of, weights_of
+from mst_scale.zero_shards.weight_files import Weights, model_files, opened, weights_of
 
 STATE = "mst_weight_functions"  # in a checkpoint's client_state
 
@@ -38,7 +38,9 @@ class Multiplied(Weights):
 
 def multiplied_weights_of(checkpoint: Path) -> Weights:
     """As `weights_of`, of any method."""
-    weights, state = weights_of(checkpoint), untrained_of(checkpoint)[0].get(STATE)
+    weights = weights_of(checkpoint)
+    told = any(checkpoint.glob("*_model_states.pt"))  # weights alone may lie there, as others have converted them
+    state = opened(model_files(checkpoint)[0][0]).get(STATE) if told else None
     if not state or not state["layers"]:
         return weights
     of = METHODS[state["method"]]

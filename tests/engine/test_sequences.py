@@ -163,7 +163,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         def get_data_parallel_group(self) -> Any:
             return self.data_group
 
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed("gloo")  # a mesh asks for it
     theirs.initialize_sequence_parallel(2)
     cases: dict[str, tuple[nn.Module, Any, int]] = {
         "other files": (model(), Apart(Sizes(sequence=2)), 2),

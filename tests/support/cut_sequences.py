@@ -22,8 +22,10 @@ BATCH = 2  # sequences, of all ranks together
 @contextlib.contextmanager
 def mesh_of(sequence: int) -> Iterator[Mesh]:
     """DeepSpeed keeps an mpu for the engines that come after, too."""
+    import deepspeed
     from deepspeed.utils import groups
 
+    deepspeed.init_distributed("gloo")
     try:
         yield Mesh(Sizes(sequence=sequence))
     finally:

@@ -127,6 +127,7 @@ class Pool:
             process.kill()
         for process in self.processes:
             process.join(5)
+            process.close()  # its descriptor with it
         for pipe in self.pipes:
             pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)
