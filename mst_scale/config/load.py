@@ -144,9 +144,8 @@ def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
     for key, value in values.items():
         if key not in hints:
             near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
-            raise ValueError(
-                f"{where}: unknown key {shown(f'{path}.{key}')}: the nearest valid one is '{path}.{near[0]}'"
-            )
+            cure = f"the nearest valid one is '{path}.{near[0]}'" if near else f"{path} has none here"
+            raise ValueError(f"{where}: unknown key {shown(f'{path}.{key}')}: {cure}")
         arguments[key] = _typed(hints[key], value, f"{path}.{key}", where)
     try:
         return cls(**arguments)

@@ -124,6 +124,7 @@ def test_model_presets_fill_in_under_the_users_keys():
             {"mst": {"sparsity": {"maximum": 0.9}}},
             r"'mst.sparsity.maximum': the nearest valid one is 'mst.sparsity.max'",
         ),
+        ({"mst": {"method": "rigl", "options": {"n": 2}}}, "unknown key 'mst.options.n': mst.options has none here"),
         ({"mst": {"sparsity": {"max": "0.9"}}}, "mst.sparsity.max must be a number, not '0.9'"),
         ({"mst": {"sparsity": {"max": 1.0}}}, r"mst.sparsity.max must lie in \[0, 1\)"),
         ({"mst": {"method": "mts"}}, "unknown mst.method 'mts': the nearest is 'mst'"),
