@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 
+from mst_scale.methods.growth import Growth
 from mst_scale.methods.method import Method, NoOptions, WeightFunction
 
-__all__ = ["METHODS", "Method", "NoOptions", "WeightFunction", "register"]
+__all__ = ["METHODS", "Growth", "Method", "NoOptions", "WeightFunction", "register"]
 
-NOT_METHODS = ("__init__", "method")
+NOT_METHODS = ("__init__", "growth", "method")
 
 
 class _Methods(Mapping[str, Method]):

@@ -1,8 +1,8 @@
-"""What a method is: keys of the `mst` block under a name, and for some a function of the weights.
+"""What a method is: keys of the `mst` block under a name, for some a function of the weights, for some a growth.
 
 Most methods are a preset alone: which schedule, which policy. Some change what a layer multiplies with: their parameter
-*stores* something, and the layer multiplies with a function of it (`WeightFunction`). Without torch, as a plan and a
-table read methods too.
+*stores* something, and the layer multiplies with a function of it (`WeightFunction`). Some begin with the weights of a
+smaller run, grown (`growth.Growth`). Without torch, as a plan and a table read methods too.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Method:
     """A frozen dataclass: the keys of `mst.options`."""
     function: type[Any] | None = None
     """A WeightFunction, made with the options."""
+    growth: type[Any] | None = None
+    """A Growth, made with the options."""
 
 
 def constant(policy: str, sparsity: float = 0.8, **topology: Any) -> dict[str, Any]:
