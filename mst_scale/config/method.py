@@ -14,7 +14,7 @@ from mst_scale.config.targets import TargetsConfig
 from mst_scale.hybrid_sparse_attention.config import AttentionConfig
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, strides_per_phase
-from mst_scale.methods import METHODS, NoOptions, WeightFunction
+from mst_scale.methods import METHODS, Growth, NoOptions, WeightFunction
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.sparse_linear.config import ComputeConfig
 from mst_scale.sparsity_variation import Schedule, SparsityConfig
@@ -27,6 +27,7 @@ class MSTConfig:
     method: str | None = None  # a config without an mst block is dense; a block must name one
     like: str | None = None  # dense-short: the config (or run folder) whose FLOPs it spends on dense steps
     masks: str | None = None  # fixed: "zeros" (those of the weights), or a file of masks (mst masks)
+    grow_from: str | None = None  # ligo, stack: the folder of the smaller run whose weights it begins with, grown
     options: Any = field(default_factory=NoOptions)  # of the method, where it has some: see its file in methods/
     seed: int | None = None  # of the random growth; None: training.seed
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
@@ -56,6 +57,9 @@ class MSTConfig:
         if self.like is not None and self.method != "dense-short":
             raise ValueError(f"mst.like goes with method dense-short, not with {self.method}: leave it out")
 
+        if self.grow_from is not None and self.growth is None:
+            raise ValueError(f"mst.grow_from goes with methods ligo and stack, not with {self.method}: leave it out")
+
         function, variation = self.function, self.sparsity.variation
         if function is not None and variation not in function.variations:
             raise ValueError(
@@ -70,6 +74,15 @@ class MSTConfig:
         if of is None or of.function is None:
             return None
         made: WeightFunction = of.function(self.options)
+        return made
+
+    @cached_property
+    def growth(self) -> Growth | None:
+        """How the model grows out of a smaller run's; None where it begins otherwise."""
+        of = None if self.method is None else METHODS[self.method]
+        if of is None or of.growth is None:
+            return None
+        made: Growth = of.growth(self.options)
         return made
 
     @property

@@ -62,6 +62,11 @@ def refuse_untried(experiment: Experiment) -> None:
             f"training.init fills a model that is whole on each rank, and this one is cut by {sizes.in_words()}: leave "
             "it out"
         )
+    if experiment.mst.growth is not None:
+        raise ValueError(
+            f"method {experiment.mst.method} fills a model that is whole on each rank with grown weights, and this one "
+            f"is cut by {sizes.in_words()}: grow it in a run of its own, or cut it by ZeRO alone"
+        )
     refuse_model(experiment.model, sizes)
     if sizes.pipeline > 1:
         refuse_in_pipeline(experiment.deepspeed)

@@ -55,6 +55,7 @@ def initialize(
         args.deepspeed_config = None
     experiment = configs[0] if isinstance(configs[0], Experiment) else load(configs[0])
     _require_length(configs[0], experiment)
+    _refuse_growth(configs[0], experiment)
     unread = _refuse_two_schedules(configs[0], experiment, others)
     notes = [*refuse_unsupported(experiment.deepspeed, experiment.mst), *unread]
     _refuse_unread_sizes(model, experiment, others)
@@ -119,6 +120,15 @@ def _require_length(config: Experiment | dict[str, Any] | str | Path, experiment
         raise ValueError(
             "how many optimizer steps will the run take? The phases of sparsity are shares of it: add "
             '"training": {"steps": N} to the config'
+        )
+
+
+def _refuse_growth(config: Experiment | dict[str, Any] | str | Path, experiment: Experiment) -> None:
+    """A model that comes here has its weights; `pretrain`, which grows them before, gives what it has resolved."""
+    if experiment.mst.growth is not None and not isinstance(config, Experiment):
+        raise ValueError(
+            f"method {experiment.mst.method} grows a smaller run in mst_scale.pretrain alone: in a loop of your own "
+            'give the model its weights, and choose "dense" or the method that it goes on with'
         )
 
 

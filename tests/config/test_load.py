@@ -125,6 +125,10 @@ def test_model_presets_fill_in_under_the_users_keys():
             r"'mst.sparsity.maximum': the nearest valid one is 'mst.sparsity.max'",
         ),
         ({"mst": {"method": "rigl", "options": {"n": 2}}}, "unknown key 'mst.options.n': mst.options has none here"),
+        (
+            {"mst": {"method": "rigl", "grow_from": "runs/small"}},
+            "mst.grow_from goes with methods ligo and stack, not with rigl: leave it out",
+        ),
         ({"mst": {"sparsity": {"max": "0.9"}}}, "mst.sparsity.max must be a number, not '0.9'"),
         ({"mst": {"sparsity": {"max": 1.0}}}, r"mst.sparsity.max must lie in \[0, 1\)"),
         ({"mst": {"method": "mts"}}, "unknown mst.method 'mts': the nearest is 'mst'"),
