@@ -21,6 +21,7 @@ from typing import Any
 from mst_scale.config import METHODS, Experiment, ModelConfig, TrainingConfig, load
 from mst_scale.config.check import global_batch
 from mst_scale.costs.flops import Flops, dense_step_flops, step_flops
+from mst_scale.costs.grown import before
 from mst_scale.costs.muon import share_of_a_sequence
 from mst_scale.costs.stretches import Stretch, stretches
 from mst_scale.distributed import logger
@@ -157,6 +158,11 @@ class Ledger:
         self._step = self._dense_step
         self._of: tuple[Pattern, dict[str, float], dict[str, float] | None] | None = None
 
+    def begin(self, before: Mapping[str, float]) -> None:
+        """What was spent before the first step, by accounting, on a model that this one has grown out of. No dense
+        step of this run's stands against it."""
+        self.spent = {a: self.spent[a] + before[a] for a in ACCOUNTINGS}
+
     def add(self, pattern: Pattern, densities: dict[str, float], gradients: dict[str, float] | None = None) -> None:
         """One step with these shares of active weights and this attention; `gradients`: see `step_flops`."""
         if self._of != (pattern, densities, gradients):  # the same from one topology step to the next: counted once
@@ -209,6 +215,8 @@ def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
         raise ValueError(f"{path}: is a dense-short run itself: name the sparse run's config")
     mean = forecast(like, ranks=ranks).mean["paper"].total
     budget = like.training.steps * global_batch(like.deepspeed, ranks) * mean
+    if like.mst.growth is not None and like.mst.grow_from is not None:
+        budget += before(like, global_batch(like.deepspeed, ranks)).total["paper"]
     step = global_batch(experiment.deepspeed, ranks) * _dense(experiment.model, experiment, ranks)["paper"].total
     steps = max(1, round(budget / step))
     logger.info("dense-short: %d dense steps cost what the %d steps of %s do", steps, like.training.steps, path)
