@@ -105,7 +105,23 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def read(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
     """The weights under our names, checked against the shape that is asked for."""
-    found = _of_gpt2(folder, config) if _run(folder) is None else _of_run(folder)
+    if _run(folder) is not None:
+        return of_run(store.locate(folder), config)
+    found = _of_gpt2(folder, config)
+    _refuse_another_shape(found, config, folder)
+    return found
+
+
+@torch.no_grad()  # some files hold parameters, of which all that is read would be a function
+def of_run(checkpoint: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """The same of a checkpoint of a run of ours."""
+    weights = multiplied_weights_of(checkpoint)
+    found = {name: weights.read(name) for name in weights.shapes}
+    _refuse_another_shape(found, config, checkpoint)
+    return found
+
+
+def _refuse_another_shape(found: dict[str, torch.Tensor], config: ModelConfig, folder: Path) -> None:
     with torch.device("meta"):
         shapes = {name: tuple(parameter.shape) for name, parameter in GPT(config).named_parameters()}
     for name, shape in shapes.items():
@@ -113,12 +129,6 @@ def read(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
             raise ValueError(f"{folder} has no weights of {name}: it is of another model")
         if (theirs := tuple(found[name].shape)) != shape:
             raise ValueError(f"{folder}: {name} has shape {theirs}, and by its config.json {shape}: they do not belong")
-    return found
-
-
-def _of_run(folder: Path) -> dict[str, torch.Tensor]:
-    weights = multiplied_weights_of(store.locate(folder))
-    return {name: weights.read(name) for name in weights.shapes}
 
 
 def _of_gpt2(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:

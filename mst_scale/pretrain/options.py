@@ -6,7 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from mst_scale.config import Experiment, load, read
+from mst_scale.checkpoints import store
+from mst_scale.config import Experiment, growth, load, read
 from mst_scale.config.check import check
 from mst_scale.config.ready import config_file
 from mst_scale.distributed import logger
@@ -27,6 +28,10 @@ def arguments(argv: list[str] | None = None, description: str | None = None) -> 
     parser.add_argument("--steps", type=int, metavar="N", help="overrides training.steps; more lengthen a run (wsd)")
     parser.add_argument("--init", metavar="M", help="start from weights: gpt2, a folder of transformers, or a run")
     parser.add_argument(
+        "--from", dest="grow_from", metavar="RUN",
+        help="for ligo and stack: the smaller run whose weights this one begins with, grown",
+    )  # fmt: skip
+    parser.add_argument(
         "--branch-decay-from", metavar="RUN[:TAG]",
         help="begin at a checkpoint of another run, whose learning rate has not decayed yet (lr_schedule wsd), and "
         "let it decay from there to the last step, which --steps names",
@@ -46,6 +51,8 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
         overrides = [*_fitted(args), *overrides, f"training.steps={args.steps}"]
     if args.like is not None:
         overrides.append(f"mst.like={json.dumps(args.like)}")
+    if args.grow_from is not None:
+        overrides.append(f"mst.grow_from={json.dumps(args.grow_from)}")
     if args.data is not None:
         overrides += [f"data.dir={json.dumps(args.data)}", "data.source=null"]
     for key in ("init", "eval_tasks", "eval_every", "eval_data"):
@@ -54,6 +61,8 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
     experiment = load(args.deepspeed_config, overrides, args.method)
     if args.branch_decay_from is not None and experiment.training.init is not None:
         raise ValueError("--branch-decay-from says where the run begins: leave out --init")
+    begun = args.branch_decay_from is not None or bool(store.list_tags(out_of(args, experiment) / "checkpoints"))
+    growth.refuse(experiment, begun)
     if experiment.training.init is not None:
         experiment = resume.with_shape_of(experiment, experiment.training.init, out_of(args, experiment))
     if args.steps is not None and experiment.mst.like is not None:

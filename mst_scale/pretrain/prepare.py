@@ -27,7 +27,7 @@ from mst_scale.distributed import Mesh, Ranks, logger
 from mst_scale.engine.api import initialize
 from mst_scale.hugging_face import start_from
 from mst_scale.models import build
-from mst_scale.pretrain import branch, lengthen, refusals, resume
+from mst_scale.pretrain import branch, growing, lengthen, refusals, resume
 from mst_scale.runs import run_file
 from mst_scale.runs.optional_writes import OptionalWrites
 from mst_scale.runs.run_file import RunFile
@@ -110,8 +110,15 @@ def prepare(
     if fitted.training.eval_tasks is not None:
         begins("evaluation tasks")
     evaluated = tasks(fitted, out, micro, ranks)
+    start, growth = None, None
+    if source is None and fitted.mst.growth is not None:
+        begins("growth", f" from {fitted.mst.grow_from}")
+        growth = growing.grown(fitted, train, batch, micro, ranks)
+        ledger.begin(growth.before.total)
+        start = growth.weights
+    elif source is None:
+        start = initial_weights(fitted, ranks)
     begins("model and engine", f" ({fitted.model.weights:,} weights; operators are compiled at first use)")
-    start = initial_weights(fitted, ranks) if source is None else None
     engine = ranks.together(lambda: built_engine(fitted, out, start, mesh))
     place, left_out = Place(), []
     if loadable is not None:
@@ -120,6 +127,8 @@ def prepare(
         place = load(engine, ledger, out, ranks, loadable)
         place = replace(place, skipped=tuple(sorted({*place.skipped, *(batch for some in left_out for batch in some)})))
     story = begin_story(fitted, out, ranks, step=place.step, source=source, shape=(batch, micro, accumulation))
+    if story is not None and growth is not None:
+        story.happened("grown", **growth.told())
     return Prepared(
         fitted, out, ranks, batch, micro, accumulation,
         train, val, evaluated, engine, mesh, ledger, place, len(left_out), story,
@@ -202,17 +211,18 @@ def initial_weights(experiment: Experiment, ranks: Ranks) -> Any:
     init = experiment.training.init
     if init is None:
         return None
+    logger.info("starting from the weights of %s", init)
     return ranks.together(lambda: start_from.read(start_from.folder_of(init), experiment.model) if ranks.first else {})
 
 
 def built_engine(experiment: Experiment, out: Path, start: Any, mesh: Mesh | None = None) -> Any:
-    """DeepSpeed's engine around the experiment's model; `start` as `initial_weights` returns it."""
+    """DeepSpeed's engine around the experiment's model; `start` are its weights on the first rank, empty on the others,
+    None for random ones."""
     experiment = replace(experiment, deepspeed=without_sizes(experiment.deepspeed))
     torch.manual_seed(experiment.training.seed)
     model = built_model(experiment, mesh)
     if start is not None:
         start_from.fill(model, start or None)
-        logger.info("starting from the weights of %s", experiment.training.init)
     if "activation_checkpointing" in experiment.deepspeed:
         deepspeed.checkpointing.configure(None, deepspeed_config=experiment.deepspeed)
     monitored = _with_monitors(experiment, out)

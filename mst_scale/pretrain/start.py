@@ -3,6 +3,7 @@
     deepspeed --num_accelerators 2 --module mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
     torchrun --nproc_per_node 2 -m mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
     mpirun -n 2 python -m mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
+    deepspeed --module mst_scale.pretrain --deepspeed_config large.json --method stack --from runs/small
 
 Options and config are read first: a mistake in them, or --help, does not wait for torch and DeepSpeed.
 """
