@@ -34,6 +34,7 @@ examples:
   mst flops --config gpt2_small
   mst flops --config gpt2_small --method rigl --json
   mst flops --config gpt2_small --method dense-short --like gpt2_small
+  mst flops --config large.json --method ligo --from runs/small
   mst flops --paper
 """
 
@@ -51,6 +52,9 @@ def add(subparsers: Any) -> None:
     what.add_argument("--paper", action="store_true", help="the paper's table beside ours")
     verb.add_argument("--method", metavar="M", help="overrides mst.method")
     verb.add_argument("--like", metavar="C", help="for dense-short: the run (config or folder) whose FLOPs it spends")
+    verb.add_argument(
+        "--from", dest="grow_from", metavar="RUN", help="for ligo and stack: the smaller run, whose FLOPs are counted"
+    )
     verb.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
     verb.add_argument("--ranks", type=int, default=1, help="processes, where the config states the batch of one (1)")
     verb.add_argument("--topology", action="store_true", help="count the topology steps too, on a line of their own")
@@ -60,8 +64,9 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.paper:
-        if args.method or args.like or args.set or args.topology:
-            raise ValueError("--paper prints the paper's own runs: leave out --method, --like, --set and --topology")
+        if args.method or args.like or args.grow_from or args.set or args.topology:
+            others = "--method, --like, --from, --set and --topology"
+            raise ValueError(f"--paper prints the paper's own runs: leave out {others}")
         found = paper()
         print(json.dumps(found) if args.json else paper_table(found))
         return 0
@@ -70,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.ranks < 1:
         raise ValueError(f"--ranks must be at least 1, not {args.ranks}")
-    overrides = [*args.set, *([f"mst.like={json.dumps(args.like)}"] if args.like else [])]
+    named = {"mst.like": args.like, "mst.grow_from": args.grow_from}
+    overrides = [*args.set, *(f"{key}={json.dumps(value)}" for key, value in named.items() if value)]
     experiment = shortened(load(args.config, overrides, args.method), args.ranks)
     if not _names_a_model(args):
         m = experiment.model
@@ -126,6 +132,7 @@ def report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> d
         "dense_steps": {a: run.dense_steps(a) for a in run.mean},
         "dense_head": None,
         "topology": None,
+        "grown": grown(experiment, sequences),
         "ignored": IGNORED,
     }
     if head_name(experiment.model) in {m.name for m in sparse_matrices(experiment)}:
@@ -138,6 +145,22 @@ def report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> d
             "reduction": {a: run.dense[a].total / (run.mean[a].total + extra.total) for a in run.mean},
         }
     return found
+
+
+def grown(experiment: Experiment, sequences: int) -> dict[str, Any] | None:
+    """What a grown model has cost before its first step; its figures are missing where no smaller run is named."""
+    from mst_scale.config.growth import refuse
+    from mst_scale.costs.grown import before
+
+    mst = experiment.mst
+    if mst.growth is None:
+        return None
+    if mst.grow_from is None:
+        return {"from": None, "steps": mst.growth.steps}
+    refuse(experiment, begun=False)
+    cost = before(experiment, sequences)
+    told = {"run": cost.run, "growth": cost.growth, "total": cost.total}
+    return {"from": str(cost.checkpoint), "step": cost.step, "steps": mst.growth.steps, **told}
 
 
 def _both(flops: dict[str, Flops], dense: dict[str, Flops]) -> dict[str, Any]:
@@ -198,7 +221,22 @@ def table(found: dict[str, Any]) -> str:
             f"Topology: {t['steps']:,} steps with a dense backward pass of the matrices add {t['gflops']:.3g} G to the "
             f"mean step; the reduction is then {then['paper']:.2f}× (causal: {then['causal']:.2f}×)."
         )
+    if found["grown"]:
+        text.append(_of_growth(found["grown"], total))
     return "\n".join([*text, found["ignored"]])
+
+
+def _of_growth(grown: dict[str, Any], total: dict[str, float]) -> str:
+    steps = f"{grown['steps']:,} steps that train the growth"
+    if grown["from"] is None:
+        more = f" and of {steps}" if grown["steps"] else ""
+        return f"Not in them: the FLOPs of the smaller run{more}; --from RUN counts them."
+    more = f" and {grown['growth']['paper']:.3g} for {steps}" if grown["steps"] else ""
+    sums = {a: total[a] + grown["total"][a] for a in total}
+    return (
+        f"Before its first step: {grown['run']['paper']:.3g} FLOPs of {grown['from']}{more}, which a run's ledger "
+        f"begins with; with them {sums['paper']:.3g} (causal: {sums['causal']:.3g})."
+    )
 
 
 def _figures(cost: dict[str, Any], shown: Sequence[str]) -> list[str]:

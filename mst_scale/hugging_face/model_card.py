@@ -79,9 +79,10 @@ def figures(experiment: Experiment, run: Path | None, exported: dict[str, Any]) 
     if validated:
         table.append(("validation loss", f"{validated['val_loss']:.4f} (step {validated['step']:,})"))
     if last.get("flops"):
-        table.append(
-            ("FLOPs", f"{last['flops']:.3g}, {last['flops_dense'] / last['flops']:.2f} times fewer than dense")
-        )
+        spent, dense = last["flops"], last["flops_dense"]
+        grown = f"as many dense steps without what came before the first take {dense:.3g}"
+        fewer = grown if experiment.mst.growth else f"{dense / spent:.2f} times fewer than dense"
+        table.append(("FLOPs", f"{spent:.3g}, {fewer}"))
     if exported["matrices"]:
         zeros = (
             f"{exported['zeros'] / exported['matrices']:.2%} of the {exported['matrices']:,} weights that may be sparse"

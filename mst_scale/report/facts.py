@@ -57,7 +57,7 @@ def recipe(run: Run) -> Facts:
         "precision": next((kind for kind in ("bf16", "fp16") if of(kind, "enabled")), "fp32") if run.config else None,
         "ZeRO stage": _words(of("zero_optimization", "stage")),
         "seed": None if run.seed is None else str(run.seed),
-        "initial weights": _words(of("training", "init")),
+        "initial weights": _words(of("training", "init"), ("grown from", of("mst", "grow_from"))),
     }  # fmt: skip
     return {name: said for name, said in (facts | _sparsity(run)).items() if said}
 
