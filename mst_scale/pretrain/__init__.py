@@ -11,5 +11,4 @@ branch          a decay from another run's checkpoint
 course          up to which step two runs train the same
 learning_rate   the rate of a step
 spikes          spikes of the loss
-build_locks     locks that a killed build has left
 """

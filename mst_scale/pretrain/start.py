@@ -15,8 +15,9 @@ import threading
 import warnings
 
 from mst_scale import distributed
+from mst_scale.compiled import build_locks
 from mst_scale.distributed import Watch
-from mst_scale.pretrain import build_locks, resume
+from mst_scale.pretrain import resume
 from mst_scale.pretrain.options import arguments, experiment_of, out_of
 from mst_scale.runs.out_lock import OutLock
 from mst_scale.runs.starting import Starting
@@ -54,7 +55,8 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
 
     ranks = distributed.init()
     watch.start(ranks)
-    build_locks.clear_stale(ranks)
+    # one rank a machine looks, before any rank builds
+    ranks.together(lambda: build_locks.clear(build_locks.extensions_folder()) if ranks.local_rank == 0 else [])
     out = out_of(args, experiment)
     lock = OutLock(out)
     try:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mst_scale.checkpoints import store
-from mst_scale.pretrain import build_locks
+from mst_scale.compiled import build_locks
 from mst_scale.runs import run_file
 from mst_scale.runs.out_lock import OutLock
 from tests.checkpoints.test_store import Engine, alone

@@ -9,21 +9,16 @@ been, or the lock is gone, we watch it, because torch would wait for it for ever
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
-
-from mst_scale.distributed import Ranks, logger
 
 SETTLED = 20.0  # seconds between taking the lock and starting the compiler, on a busy machine
 SETTLED_ON_NETWORK = 1800.0  # nothing in the folder has changed for so long
 SAY_AFTER = 2 * SETTLED
 NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "smb", "cifs", "afs", "fuse", "wekafs", "panfs", "orangefs")
-
-
-def clear_stale(ranks: Ranks) -> None:
-    """One rank a machine looks, before any rank builds."""
-    ranks.together(lambda: clear(extensions_folder()) if ranks.local_rank == 0 else [])
+logger = logging.getLogger("mst_scale")
 
 
 def extensions_folder() -> Path:
@@ -32,12 +27,17 @@ def extensions_folder() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
+def locks(folder: Path) -> list[Path]:
+    """Those of builds that run or were killed."""
+    return sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")])
+
+
 def clear(folder: Path, settled: float = SETTLED) -> list[Path]:
     """Remove every stale lock below `folder`; those that are too young to tell are waited for."""
     cleared = []
-    for lock in sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")]):
+    for lock in locks(folder):
         start, said = time.monotonic(), False
-        while (verdict := _stale(lock, settled)) is None:
+        while (verdict := stale(lock, settled)) is None:
             if not said and time.monotonic() - start > SAY_AFTER:
                 logger.info("waiting for a build on another machine, or for its lock to be old: %s", lock)
                 said = True
@@ -49,7 +49,7 @@ def clear(folder: Path, settled: float = SETTLED) -> list[Path]:
     return cleared
 
 
-def _stale(lock: Path, settled: float) -> bool | None:
+def stale(lock: Path, settled: float = SETTLED) -> bool | None:
     """None: no telling yet."""
     try:
         age = time.time() - lock.stat().st_mtime
