@@ -15,7 +15,20 @@ import mst_scale
 from mst_scale import distributed
 from mst_scale.distributed.parser import Parser
 
-VERBS = ("data", "flops", "plan", "launch", "inspect", "masks", "report", "reshape", "export", "eval", "bench")
+VERBS = (
+    "doctor",
+    "data",
+    "flops",
+    "plan",
+    "launch",
+    "inspect",
+    "masks",
+    "report",
+    "reshape",
+    "export",
+    "eval",
+    "bench",
+)
 
 
 def parser() -> Parser:

@@ -1,6 +1,7 @@
 """The seam to DeepSpeed (0.19.x): the only package that reads its insides, live and on disk.
 
 versions      which DeepSpeed and which torch
+half_types    bf16 and fp16: which of them this device trains in
 quick_start   what DeepSpeed's start can leave out
 hooks         every change to a live engine, in one ordered list
 parameters    construction under ZeRO-3, filling what is cut up

@@ -1,0 +1,42 @@
+"""Says what the backends "auto" would be here for GPT-2 small, and why."""
+
+from __future__ import annotations
+
+import torch
+
+from mst_scale.doctor.device import device
+from mst_scale.doctor.finding import Finding, ok
+from mst_scale.hybrid_sparse_attention import dispatch as attention_dispatch
+from mst_scale.sparse_linear import dispatch as linear_dispatch
+
+WIDTHS = {"qkv": (2304, 768), "out": (768, 768), "up": (3072, 768), "down": (768, 3072), "head": (50304, 768)}
+SPARSITY = 0.96
+SIDE = 32
+
+
+def found() -> list[Finding]:
+    """In the type that this device trains in: bfloat16 on a GPU, float32 on the CPU."""
+    where = device()
+    dtype = torch.bfloat16 if where == "cuda" else torch.float32
+    sides = (1, SIDE) if where == "cuda" else (1,)
+    return [attention(where, dtype), *(linear(where, dtype, side) for side in sides)]
+
+
+def attention(where: str, dtype: torch.dtype) -> Finding:
+    chosen, why = attention_dispatch.choose(where, dtype, 64, dense=False, small=False)
+    return ok("auto, attention", f"{chosen} in {_type(dtype)}: {why}", chosen=chosen, why=why)
+
+
+def linear(where: str, dtype: torch.dtype, side: int) -> Finding:
+    """One line for all layers that get the same answer."""
+    what = "" if side == 1 else f" in blocks of {side}"
+    chosen: dict[tuple[str, str], list[str]] = {}
+    for name, shape in WIDTHS.items():
+        chosen.setdefault(linear_dispatch.choose(where, dtype, shape, SPARSITY, side), []).append(name)
+    told = "; ".join(f"{', '.join(names)}: {backend}, {why}" for (backend, why), names in chosen.items())
+    numbers = {name: {"chosen": key[0], "why": key[1]} for key, names in chosen.items() for name in names}
+    return ok(f"auto, linear{what}", f"{SPARSITY:.0%} sparse, {_type(dtype)}: {told}", **numbers)
+
+
+def _type(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,330 @@
+"""`mst doctor` on one rank and on two: a healthy machine, and every ill that it has to find."""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mst_scale import compiled
+from mst_scale.compiled import build_locks
+from mst_scale.doctor import command, examine, kernels, ranks, room, training, versions
+from mst_scale.doctor.finding import LOOK, OK, SKIP, WRONG, Finding, merged, ok, wrong
+from mst_scale.doctor.report import Report
+from mst_scale.hybrid_sparse_attention import cpp
+from tests.support import pool, tiny_run
+from tests.support.forked import context
+
+HERE = {
+    "build locks", "ranks meet", "Python", "torch", "DeepSpeed", "Triton", "apex", "GPU driver", "nvcc", "C++ compiler",
+    "ninja", "memory", "disk, this folder", "disk, kernels", "disk, DeepSpeed", "shared memory", "ranks",
+    "random numbers", "threads", "devices", "attention, cpp", "attention, triton", "linear, compiled", "linear, MKL",
+    "linear, blocks", "linear, 2:4", "training, ZeRO 1", "training, ZeRO 3", "auto, attention", "auto, linear",
+}  # fmt: skip
+ALONE = HERE | {"collectives"}
+TOGETHER = HERE | {"same software", "clocks", "small all-reduce", "all-gather", "reduce-scatter"}
+
+
+def examined(rank, world, ill=None, as_json=True):
+    """(nothing is wrong, what was printed) of a rank; `ill(rank)` comes first."""
+    levels = {name: logging.getLogger(name).level for name in ("mst_scale", "DeepSpeed")}
+    with contextlib.ExitStack() as undone:
+        for owner, name, value in ill(rank) if ill else ():
+            undone.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        out = undone.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        fine, _ = command.examination(as_json)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    return fine, out.getvalue()
+
+
+def found(said: str) -> dict[str, dict]:
+    return {finding["name"]: finding for finding in json.loads(said)}
+
+
+def verdicts(findings: list[Finding]) -> dict[str, str]:
+    return {finding.name: finding.verdict for finding in findings}
+
+
+# --- a healthy machine ---
+
+
+def test_one_process_on_a_healthy_machine_as_it_is_typed(tmp_path):
+    """A process of its own: its exit code, and nothing but JSON on stdout."""
+    import subprocess
+
+    words = [sys.executable, "-m", "mst_scale", "doctor", "--json"]
+    child = subprocess.run(words, env=tiny_run.environment(), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stdout + child.stderr
+    findings = found(child.stdout)
+    assert set(findings) == ALONE and not [one for one in findings.values() if one["verdict"] == WRONG]
+    assert all(set(one) == {"name", "verdict", "said", "cure", "numbers"} for one in findings.values())
+    assert findings["collectives"]["verdict"] == SKIP and "nothing to measure" in findings["collectives"]["said"]
+    assert findings["attention, cpp"]["numbers"]["float32"]["error"] <= 2e-6
+    assert all("CUDA" in findings[name]["said"] for name in ("attention, triton", "linear, blocks"))
+    assert findings["auto, attention"]["numbers"]["chosen"] == "cpp"
+
+
+def test_two_ranks_on_a_healthy_machine():
+    (fine, said), (too, silence) = pool.run(examined, 2)
+    findings = found(said)
+    assert fine and too and silence == "" and set(findings) == TOGETHER
+    assert findings["small all-reduce"]["numbers"]["ms"] > 0 and findings["all-gather"]["numbers"]["gb_per_s"] > 0
+    assert "masks alike on 2 ranks" in findings["training, ZeRO 3"]["said"]
+    assert findings["same software"]["verdict"] == findings["random numbers"]["verdict"] == OK
+
+
+# --- the ills of one machine ---
+
+
+def test_a_kernel_that_computes_wrongly_is_named(monkeypatch):
+    inner = cpp.attention_cpp
+    monkeypatch.setattr(cpp, "attention_cpp", lambda *x, **how: inner(*x, **how) * (1 + 1e-4))
+    finding = kernels.attention("cpp", "cpu")
+    assert finding.verdict == WRONG and "in float32 is off by" in finding.said and "blocked" in finding.cure
+    monkeypatch.setattr(cpp, "attention_cpp", lambda *x, **how: inner(*x, **how) * float("nan"))
+    finding = kernels.attention("cpp", "cpu")
+    assert finding.verdict == WRONG, "what is not a number is no small error"
+    assert "NaN" not in json.dumps(finding.to_dict())
+
+
+def test_a_linear_kernel_that_leaves_gradients_where_masked_is_named(monkeypatch):
+    def leaks(self, x, weight, bias, dense_gradient):
+        from mst_scale.sparse_linear.definition import definition
+
+        return definition(x, weight, kernels.single_weights(), bias, dense_gradient=True)
+
+    monkeypatch.setattr(kernels.cpp.CompiledIndex, "linear", leaks)
+    finding = kernels.compiled_linear()
+    assert finding.verdict == WRONG and "dW" in finding.said
+
+
+def test_a_missing_compiler_is_found_and_what_it_costs(monkeypatch):
+    monkeypatch.setattr(compiled, "compiler", lambda: None)
+    finding = versions.compiler()
+    assert finding.verdict == LOOK and "install g++" in finding.cure
+    monkeypatch.setattr(cpp, "library", lambda: "no C++ compiler found")
+    finding = kernels.attention("cpp", "cpu")
+    assert finding.verdict == LOOK and "no C++ compiler found" in finding.said
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "verdict", "said"),
+    [
+        ("deepspeed", "0.18.4", WRONG, "0.18.4 is not supported: deepspeed<0.20,>=0.19 is"),
+        ("torch", "2.7.1", WRONG, "2.7.1 is not supported"),
+        ("torch", None, WRONG, "is not installed"),
+        ("torch", "2.99.0", LOOK, "2.99.0 is newer than the tested"),
+        ("torch", "2.8.0+cu128", OK, "2.8.0+cu128, supported; tested with"),
+    ],
+)
+def test_unsupported_versions_are_found(monkeypatch, name, version, verdict, said):
+    inner = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda asked: version if asked == name else inner(asked))
+    finding = versions.of_package(name, name)
+    assert finding.verdict == verdict and finding.said.startswith(said)
+    assert verdict == OK or finding.cure.startswith("pip install")
+
+
+def test_a_library_that_cannot_be_imported_is_found(monkeypatch):
+    monkeypatch.setattr(versions, "import_error", lambda name: "ImportError: libcudart.so.12")
+    finding = versions.of_package("torch", "torch")
+    assert finding.verdict == WRONG and "libcudart" in finding.said
+
+
+def test_a_stale_lock_is_removed_and_told_and_a_young_one_is_left(monkeypatch, tmp_path):
+    monkeypatch.setattr(build_locks, "extensions_folder", lambda: tmp_path)
+    lock = tmp_path / "op" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    assert room.locks().verdict == LOOK and lock.exists()
+    for path in (lock, lock.parent):
+        os.utime(path, (time.time() - 10_000,) * 2)
+    finding = room.locks()
+    assert finding.verdict == LOOK and str(lock) in finding.said and not lock.exists()
+    assert room.locks().verdict == OK
+
+
+def test_a_full_disk_and_little_memory_are_found(monkeypatch, tmp_path):
+    full = SimpleNamespace(free=5_000_000, used=0, total=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: full)
+    monkeypatch.setattr(room, "free_memory", lambda: (300_000_000, 8_000_000_000))
+    found = verdicts(room.found())
+    assert found["disk, this folder"] == found["disk, kernels"] == found["memory"] == WRONG
+    assert found["shared memory"] == LOOK
+    full.free = 2_000_000_000
+    assert verdicts(room.found())["disk, this folder"] == LOOK
+
+
+def test_memory_of_a_container_counts(monkeypatch, tmp_path):
+    (tmp_path / "memory.max").write_text("4000000\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    monkeypatch.setattr(room, "CGROUP", tmp_path)
+    assert room.free_memory() == (3_000_000, 4_000_000)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert room.free_memory()[1] > 4_000_000
+
+
+def test_a_check_that_raises_or_never_ends_does_not_stop_the_others():
+    def breaks(_):
+        raise RuntimeError("it is\nbroken")
+
+    todo = [
+        examine.Check("first", breaks),
+        examine.Check("second", lambda _: time.sleep(60) or [], seconds=0.3),
+        examine.Check("third", lambda _: [ok("third", "fine")]),
+    ]
+    told: list[Finding] = []
+    quiet = examine.Progress(quiet=True)
+    assert not examine.examine(None, todo, told.extend, quiet)
+    assert verdicts(told) == {"first": WRONG, "second": WRONG, "third": OK}
+    assert told[0].said == "RuntimeError: it is broken" and "no end within" in told[1].said
+
+
+def test_ranks_that_cannot_meet_are_told_and_the_rest_is_looked_at(monkeypatch):
+    def alone():
+        raise OSError("cannot meet the other ranks")
+
+    group, finding = examine.meeting(alone)
+    assert group is None and finding.verdict == WRONG and "cannot meet" in finding.said
+    together = examine.Check("together", lambda group: group.rank, together=True)
+    told: list[Finding] = []
+    todo = [together, examine.Check("here", lambda _: [ok("here", "fine")])]
+    assert examine.examine(None, todo, told.extend, examine.Progress(quiet=True)) and verdicts(told) == {"here": OK}
+
+
+# --- lines ---
+
+
+def test_lines_are_plain_where_nobody_looks_and_coloured_on_a_terminal(monkeypatch):
+    out = io.StringIO()
+    report = Report(out, as_json=False)
+    report.add([wrong("torch", "is not installed", "pip install torch"), ok("ninja", "1.13")])
+    report.end(3)
+    torch, ninja, _, last = out.getvalue().splitlines()
+    assert torch == "wrong torch                is not installed → pip install torch"
+    assert ninja.startswith("ok    ninja") and last == "1 ok, 0 to look at, 1 wrong; 3 s"
+    monkeypatch.setenv("MST_PROGRESS", "live")
+    assert Report(out, as_json=False).line(ok("ninja", "1.13")).startswith("\x1b[32mok")
+
+
+def test_the_worst_of_all_ranks_is_told_with_its_ranks():
+    fine, bad = ok("disk", "much"), wrong("disk", "full", "make room")
+    told = merged([[fine], [bad], [fine], [bad]], ["a", "a", "b", "b"])
+    assert [one.said for one in told] == ["ranks 1, 3 (a, b): full"] and told[0].numbers["ranks"] == [1, 3]
+    assert merged([[fine], [fine]], ["a", "b"]) == [fine] and merged([[bad], [bad]], ["a", "b"]) == [bad]
+
+
+# --- ranks that disagree ---
+
+
+def test_a_rank_with_other_software_clock_threads_or_device_is_named():
+    one = ranks.Facts("a", {"torch": "2.13.0"}, "code", ranks.KNOWN_HASH, 1, 4, "CPU", ("bf16",))
+    two = replace(one, host="b")
+    assert ranks.versions([one, two]).verdict == ranks.threads([one, two]).verdict == OK
+    other = ranks.versions([one, replace(two, versions={"torch": "2.9.0"})])
+    assert other.verdict == WRONG and "rank 1 (b): torch 2.9.0, and rank 0 2.13.0" in other.said
+    assert "other sources" in ranks.versions([one, replace(two, code="older")]).said
+    late = ranks.clock([[0.0, 30.0], [0.0, 7.5]], [one, two])
+    assert late.verdict == LOOK and late.said.startswith("7.5 s apart")
+    assert ranks.threads([one, replace(two, threads=8)]).verdict == LOOK
+    crowded = [replace(one, threads=4), replace(one, threads=4)]
+    assert ranks.threads(crowded).verdict == LOOK
+    assert ranks.devices([one, replace(two, types=())]).verdict == WRONG
+    assert ranks.devices([replace(one, device="H100"), two]).verdict == WRONG
+    assert ranks.devices([replace(one, device="H100"), replace(two, device="A100")]).verdict == LOOK
+    assert ranks.hashes([one, replace(two, hash=1)]).verdict == WRONG
+
+
+def ills(rank):
+    """Of rank 1: another torch, a clock that is late, a full disk, a kernel that is wrong, a check that raises."""
+    if rank == 0:
+        return []
+    inner, attention, real = ranks.installed, cpp.attention_cpp, time.time
+
+    def breaks():
+        raise RuntimeError("choices are broken")
+
+    return [
+        (ranks, "installed", lambda name: "2.9.0" if name == "torch" else inner(name)),
+        (ranks, "time", SimpleNamespace(time=lambda: real() - 3600)),
+        (room, "shutil", SimpleNamespace(disk_usage=lambda place: SimpleNamespace(free=0))),
+        (cpp, "attention_cpp", lambda *x, **how: attention(*x, **how) + 1),
+        (examine.choices, "found", breaks),
+    ]
+
+
+def test_what_is_wrong_on_rank_1_alone_is_told_by_rank_0():
+    (fine, said), (too, _) = pool.run(examined, 2, ills)
+    findings = found(said)
+    assert not fine and not too, "both end with 1"
+    bad = {name: one["said"] for name, one in findings.items() if one["verdict"] == WRONG}
+    assert set(bad) >= {"same software", "disk, this folder", "attention, cpp", "choices"}
+    assert all("rank 1 (" in bad[name] for name in bad) and findings["clocks"]["verdict"] == LOOK
+    assert "choices are broken" in bad["choices"] and findings["training, ZeRO 1"]["verdict"] == OK
+
+
+def fails_between_collectives(rank: int, port: str, log: str) -> None:
+    """A rank of its own: rank 1 has an error in the middle of training, rank 0 waits for it there."""
+    os.environ.update(
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    )  # fmt: skip
+    inner, examine.GRACE = training.step, 1.0
+
+    def step(engine, number, group):
+        if rank == 1 and number == 1:
+            raise RuntimeError("this GPU has fallen off the bus")
+        return inner(engine, number, group)
+
+    training.step = step
+    sys.stdout = open(log, "w")  # noqa: SIM115
+    command.leave(*command.examination(True))
+
+
+def test_a_rank_that_fails_between_collectives_ends_as_a_finding_and_nobody_hangs(tmp_path):
+    port, began = str(tiny_run.free_port()), time.monotonic()
+    logs = [tmp_path / f"rank{rank}" for rank in range(2)]
+    children = [
+        context.Process(target=fails_between_collectives, args=(rank, port, str(log))) for rank, log in enumerate(logs)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(300)
+    codes = [child.exitcode for child in children]
+    for child in children:
+        child.kill()
+    assert codes == [1, 1], time.monotonic() - began
+    findings = found(logs[0].read_text())
+    assert "fallen off the bus" in findings["training, ZeRO 1"]["said"]
+    assert findings["training, ZeRO 1"]["said"].startswith("rank 1 (")
+    assert findings["training, ZeRO 3"]["verdict"] == LOOK and "not looked at" in findings["training, ZeRO 3"]["said"]
+    assert findings["auto, attention"]["verdict"] == OK, "the others go on"
+
+
+# --- tuning ---
+
+
+def test_tune_runs_the_benchmark_and_says_where_it_wrote(monkeypatch, tmp_path):
+    from mst_scale.benchmarks import linear
+    from mst_scale.doctor import tune
+    from mst_scale.sparse_linear import crossovers
+
+    monkeypatch.setenv("MST_SCALE_CACHE", str(tmp_path))
+    row = {"backend": "cpu", "dtype": "float32", "threads": 1, "shape": [8, 8], "sparsity": 0.5}
+    asked = []
+    monkeypatch.setattr(linear, "main", lambda words: (asked.append(words), crossovers.keep([row])))
+    (finding,) = tune.found(None)
+    assert asked == [["--tune"]] and str(Path(tmp_path) / "crossover.json") in finding.said
+    assert finding.numbers["crossovers"] == [row]
+    crossovers.table.cache_clear()
