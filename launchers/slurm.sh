@@ -17,6 +17,7 @@
 #   --starter NAME      srun: one task for each rank (default); deepspeed: its launcher on each node
 #   --restarts N        start again so often within a job when it fails (default 3)
 #   --requeues N        and after that in other jobs, on other nodes (default 5); preemption does not count
+#   --doctor            first look at the nodes (mst doctor, on all ranks); what is wrong there ends the job, once and for all
 #   --sbatch OPTION     one more word for sbatch, repeatable: --sbatch --qos=long
 #   --dry-run           show what would be submitted, and what the job would start
 #
@@ -27,7 +28,7 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/shared.sh"
 
-nodes=1 gpus=8 ranks="" cpus="" grace=300 starter=srun requeues=5 options=() exported=() log="slurm-%j.out"
+nodes=1 gpus=8 ranks="" cpus="" grace=300 starter=srun requeues=5 doctor="" options=() exported=() log="slurm-%j.out"
 while [ "$#" -gt 0 ]; do
     case "$1" in
     --help | -h) help "${BASH_SOURCE[0]}" ;;
@@ -42,6 +43,7 @@ while [ "$#" -gt 0 ]; do
     --starter) starter="$(value_of "$@")" || exit; shift 2 ;;
     --restarts) restarts="$(number_of "$@")" || exit; shift 2 ;;
     --requeues) requeues="$(number_of "$@")" || exit; shift 2 ;;
+    --doctor) doctor=1; shift ;;
     --sbatch) word="$(value_of "$@")" || exit; options+=("$word"); shift 2 ;;
     -*) wrong "unknown option $1: see --help" ;;
     *) break ;;
@@ -56,8 +58,9 @@ if [ "$gpus" -gt 0 ]; then
     options+=("--gpus-per-node=$gpus")
 else
     exported=(DS_ACCELERATOR=cpu "OMP_NUM_THREADS=${OMP_NUM_THREADS:-${cpus:-1}}")
-    export "${exported[@]}"
 fi
+[ -z "$doctor" ] || exported+=(MST_DOCTOR=1)
+[ -z "${exported[0]+set}" ] || export "${exported[@]}"
 tasks=1
 [ "$starter" = deepspeed ] || tasks="$ranks"
 per_task="$cpus"

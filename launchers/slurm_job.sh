@@ -17,17 +17,27 @@ export WORLD_SIZE=$((nodes * ranks))
 # srun takes what --cpus-per-task said to sbatch from here alone, since Slurm 22.05
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 
-pretrain=(-m mst_scale.pretrain --deepspeed_config "$config" "${arguments[@]}")
-if [ "$starter" = srun ]; then
-    # block: ranks fill one node after the other, whatever the cluster's default
-    step=(srun --kill-on-bad-exit=1 --ntasks="$WORLD_SIZE" --ntasks-per-node="$ranks" --distribution=block
-        bash "$here/slurm_rank.sh" python "${pretrain[@]}")
-else
-    step=(srun --kill-on-bad-exit=1 --ntasks="$nodes" --ntasks-per-node=1
-        bash "$here/slurm_rank.sh" "$ranks" "${pretrain[@]:1}")
+# a step that starts `python -m WORDS…` on every rank
+step_of() {
+    if [ "$starter" = srun ]; then
+        # block: ranks fill one node after the other, whatever the cluster's default
+        step=(srun --kill-on-bad-exit=1 --ntasks="$WORLD_SIZE" --ntasks-per-node="$ranks" --distribution=block
+            bash "$here/slurm_rank.sh" python -m "$@")
+    else
+        step=(srun --kill-on-bad-exit=1 --ntasks="$nodes" --ntasks-per-node=1
+            bash "$here/slurm_rank.sh" "$ranks" "$@")
+    fi
+}
+examination=()
+if [ -n "${MST_DOCTOR:-}" ]; then
+    step_of mst_scale doctor
+    examination=("${step[@]}")
 fi
+step_of mst_scale.pretrain --deepspeed_config "$config" "${arguments[@]}"
 if [ -n "${MST_DRY_RUN:-}" ]; then
     carried+=(WORLD_SIZE SRUN_CPUS_PER_TASK)
+    [ -z "${examination[0]+set}" ] ||
+        with_environment MASTER_ADDR=FIRST-NODE MASTER_PORT=FROM-THE-JOB "${examination[@]}"
     with_environment MASTER_ADDR=FIRST-NODE MASTER_PORT=FROM-THE-JOB "${step[@]}"
     exit 0
 fi
@@ -45,12 +55,14 @@ export MST_STOPPED="$scratch/stopped"
 # of a task which it ended (143), where there is one.
 export MST_REFUSED="$scratch/refused"
 
+# another port for each start: the one before may still be closing its connections. From 32768 on the system gives ports
+# to any connection.
+port_of() { printf '%s' $((20000 + (SLURM_JOB_ID * 16 + $1 + ${SLURM_RESTART_COUNT:-0}) % 12000)); }
 start() {
     local code=0
     rm -f "$MST_STOPPED" "$MST_REFUSED"
-    # another port for each start: the one before may still be closing its connections. From 32768 on the system gives
-    # ports to any connection.
-    export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 16 + MST_RESTART + ${SLURM_RESTART_COUNT:-0}) % 12000))
+    MASTER_PORT="$(port_of "$MST_RESTART")"
+    export MASTER_PORT
     guarded "${step[@]}" || code=$?
     [ ! -e "$MST_REFUSED" ] || code=2
     return "$code"
@@ -74,7 +86,17 @@ requeue() {
 }
 
 code=0
-keep_running || code=$?
+if [ -n "${examination[0]+set}" ]; then
+    listen
+    MASTER_PORT="$(port_of 15)"
+    export MASTER_PORT
+    guarded "${examination[@]}" || code=$?
+    if [ "$code" -eq 1 ] && [ -z "$stopping" ]; then # any other code is no report, but a rank that was killed
+        echo "mst_scale: what the doctor has found ends this job before its run ($SLURM_JOB_NODELIST)" >&2
+        exit 1
+    fi
+fi
+if [ "$code" -eq 0 ] && [ -z "$stopping" ]; then keep_running || code=$?; fi
 case "$stopping" in
 TERM | INT | HUP) # this shell itself was told to stop: for good
     echo "mst_scale: the job was asked to stop for good; the same command continues its run"

@@ -17,6 +17,8 @@ nodes, ranks = map(int, sys.argv[1:])
 print(base64.urlsafe_b64encode(json.dumps({f"node{n}": list(range(ranks)) for n in range(nodes)}).encode()).decode())
 ' "$SLURM_NNODES" "$1")"
 shift
+# the doctor takes no --local_rank, which DeepSpeed's launcher would put before its verb
+[ "$1" = mst_scale.pretrain ] || set -- --no_local_rank "$@"
 # shellcheck source-path=SCRIPTDIR
 exec bash "$here/node.sh" "$SLURM_JOB_ID-$SLURM_NODEID" python -u -m deepspeed.launcher.launch \
     --world_info="$world" --node_rank="$SLURM_NODEID" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" \

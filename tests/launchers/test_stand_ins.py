@@ -154,6 +154,34 @@ def test_a_mistake_is_not_tried_again_where_srun_has_ended_a_rank_before_it_coul
     assert (tmp_path / "starts").read_text() == "start\n"
 
 
+@pytest.mark.parametrize(("doctor", "code", "steps"), [(0, 0, 2), (1, 1, 1), (139, 139, 1)])
+def test_a_job_begins_with_the_doctor_and_ends_with_its_report_where_something_is_wrong(tmp_path, doctor, code, steps):
+    """Told nodes are not tried again; a rank that was killed meanwhile is a failure like any other."""
+    tools = programs(
+        tmp_path / "bin",
+        srun=f'echo "$*" >> starts; case "$*" in *" mst_scale doctor") echo a report; exit {doctor} ;; esac',
+        scontrol='echo "$*" >> asked; echo NodeAddr=127.0.0.1',
+        squeue=":",
+        sleep=":",
+    )
+    job = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "MST_DOCTOR": "1"}
+    child = launch("slurm_job.sh", str(tmp_path), "srun", "1", "3", "5", "demo", cwd=tmp_path, PATH=tools, **job)
+    text = child.communicate(timeout=PATIENCE)[0]
+    lines = (tmp_path / "starts").read_text().splitlines()
+    assert len(lines) == steps and "--ntasks=2 --ntasks-per-node=1" in lines[0] and "a report" in text
+    assert ("ends this job before its run (n[1-2])" in text) == (doctor == 1)
+    requeued = "requeue 7" in (tmp_path / "asked").read_text()
+    assert requeued == (doctor == 139) and (requeued or child.returncode == code)
+
+
+def test_the_doctor_is_shown_before_the_run_it_looks_ahead_of(tmp_path):
+    words = ["--dry-run", "--doctor", "--nodes", "2", str(config(tmp_path))]
+    for starter, wanted in ("srun", "slurm_rank.sh python -m mst_scale doctor"), ("deepspeed", "8 mst_scale doctor"):
+        submitted, first, then = shown("slurm.sh", "--starter", starter, *words, cwd=tmp_path).splitlines()
+        assert submitted.startswith("env MST_DOCTOR=1 sbatch ") and first.endswith(wanted)
+        assert "mst_scale.pretrain" in then and "mst_scale doctor" not in then
+
+
 RUN = 'trap "touch asked; exit 0" TERM; touch running; while :; do read -r -t 0.1 <> <(:) || true; done'
 
 
