@@ -48,6 +48,8 @@ def checks(tuned: bool = False) -> list[Check]:
         Check("ranks", ranks.found, together=True),
         Check("kernels", lambda _: kernels.found()),
         Check("collectives", collectives.found, together=True),
+        # at stage 0 each rank chooses its own masks, at the others ranks hold shards of one
+        Check("training, ZeRO 0", lambda group: training.found(group, 0), together=True),
         Check("training, ZeRO 1", lambda group: training.found(group, 1), together=True),
         Check("training, ZeRO 3", lambda group: training.found(group, 3), together=True),
         *([Check("tune", tune.found, seconds=TUNING)] if tuned else []),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -57,6 +57,17 @@ def failed(name: str, error: BaseException, cure: str = "") -> Finding:
     """A check that did not come to its end."""
     said = f"{type(error).__name__}: {one_line(error)}"
     return wrong(name, said, cure or "MST_TRACEBACK=1 mst doctor shows where; without that, no run would get further")
+
+
+def each(checks: Mapping[str, Callable[[], Finding]]) -> list[Finding]:
+    """What they find; one that raises does not stop the others."""
+    findings = []
+    for name, check in checks.items():
+        try:
+            findings.append(check())
+        except Exception as error:
+            findings.append(failed(name, error))
+    return findings
 
 
 def merged(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:

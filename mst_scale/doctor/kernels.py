@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mst_scale.doctor.device import device
-from mst_scale.doctor.finding import Finding, failed, look, ok, skip, wrong
+from mst_scale.doctor.finding import Finding, each, look, ok, skip, wrong
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.hybrid_sparse_attention import dispatch as attention_dispatch
 from mst_scale.hybrid_sparse_attention.definition import definition as attention_definition
@@ -51,21 +51,15 @@ class Error:
 
 def found() -> list[Finding]:
     where = device()
-    checks: dict[str, Callable[[str], Finding]] = {
-        "attention, cpp": lambda _: attention("cpp", "cpu"),
-        "attention, triton": lambda where: attention("triton", where),
-        "linear, compiled": lambda _: compiled_linear(),
-        "linear, MKL": lambda _: mkl_linear(),
-        "linear, blocks": block_linear,
-        "linear, 2:4": two_of_four,
+    checks: dict[str, Callable[[], Finding]] = {
+        "attention, cpp": lambda: attention("cpp", "cpu"),
+        "attention, triton": lambda: attention("triton", where),
+        "linear, compiled": compiled_linear,
+        "linear, MKL": mkl_linear,
+        "linear, blocks": lambda: block_linear(where),
+        "linear, 2:4": lambda: two_of_four(where),
     }
-    findings = []
-    for name, check in checks.items():
-        try:
-            findings.append(check(where))
-        except Exception as error:
-            findings.append(failed(name, error))
-    return findings
+    return each(checks)
 
 
 # --- attention ---

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mst_scale.compiled import build_locks, cache_folder
 from mst_scale.doctor.device import device
-from mst_scale.doctor.finding import Finding, failed, look, ok, wrong
+from mst_scale.doctor.finding import Finding, each, look, ok, wrong
 
 MB, GB = 1_000_000, 1_000_000_000
 FULL = 100 * MB  # of a disk: nothing can be written there to the end
@@ -32,13 +32,7 @@ def found() -> list[Finding]:
     }
     if device() == "cuda":
         checks["GPU memory"] = gpu_memory
-    findings = []
-    for name, check in checks.items():
-        try:
-            findings.append(check())
-        except Exception as error:
-            findings.append(failed(name, error))
-    return findings
+    return each(checks)
 
 
 def locks() -> Finding:

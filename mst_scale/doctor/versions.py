@@ -24,7 +24,7 @@ from packaging.version import Version
 
 from mst_scale import compiled, shipped
 from mst_scale.doctor.device import device
-from mst_scale.doctor.finding import Finding, failed, look, ok, skip, wrong
+from mst_scale.doctor.finding import Finding, each, look, ok, skip, wrong
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -41,13 +41,7 @@ def found() -> list[Finding]:
         "C++ compiler": compiler,
         "ninja": ninja,
     }
-    findings = []
-    for name, check in checks.items():
-        try:
-            findings.append(check())
-        except Exception as error:
-            findings.append(failed(name, error))
-    return findings
+    return each(checks)
 
 
 def python() -> Finding:

@@ -20,7 +20,8 @@ from mst_scale.config import Experiment
 from mst_scale.dead_units.kinds import Tally
 from mst_scale.distributed import logger
 from mst_scale.engine.types import MST
-from mst_scale.engine.weight_functions import functions_of
+from mst_scale.engine.weight_functions import WeightFunctions, functions_of
+from mst_scale.engine.words import phases_in_words
 from mst_scale.hybrid_sparse_attention import Pattern, attach, set_pattern
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.mixed_growing.masks import MaskSet
@@ -54,7 +55,7 @@ class Controller:
             self.functions.install(self._products())
             self.functions.begin(self.step)
             self.functions.follow(self.step)
-            zero_shards.carry_state(self.engine, STATE, self._functions_saved, self._functions_loaded)
+            self._carry(self.functions)
         self._follow_pattern()
         if self.pattern.kind != "dense":
             self.dense_attention = attach(self.engine.module, self.pattern, self.attention_backend)
@@ -66,16 +67,18 @@ class Controller:
 
     def _products(self) -> dict[str, Product]:
         """What calls the functions of weights."""
-        assert self.functions is not None
-        return self.functions.own_products()
+        return {} if self.functions is None else self.functions.own_products()
 
-    def _functions_saved(self) -> dict[str, Any]:
-        assert self.functions is not None
-        return self.functions.saved(self.step)
+    def _carry(self, functions: WeightFunctions) -> None:
+        """In checkpoints."""
 
-    def _functions_loaded(self, state: dict[str, Any] | None) -> None:
-        assert self.functions is not None
-        self.functions.loaded(state, self.step)
+        def saved() -> dict[str, Any]:
+            return functions.saved(self.step)
+
+        def loaded(state: dict[str, Any] | None) -> None:
+            functions.loaded(state, self.step)
+
+        zero_shards.carry_state(self.engine, STATE, saved, loaded)
 
     # --- what others read ---
 
@@ -122,8 +125,7 @@ class Controller:
     def sparsity_in_words(self) -> str:
         if self.functions is None:
             return "no weight is masked"
-        phases = ", ".join(f"{phase.name} from step {phase.start}" for phase in self.schedule.phases)
-        return f"{self.functions.in_words(self.step)}; {phases}, of {self.schedule.total_steps}"
+        return f"{self.functions.in_words()}; {phases_in_words(self.schedule)}"
 
     # --- who wants to know ---
 

@@ -31,13 +31,13 @@ from mst_scale.checkpoints import mask_files
 from mst_scale.config import Experiment
 from mst_scale.dead_units.kinds import Tally
 from mst_scale.dead_units.live import LiveUnits
-from mst_scale.distributed import SharedMistake, logger
-from mst_scale.engine import moved_weights, second_moments
+from mst_scale.distributed import SharedMistake
+from mst_scale.engine import moved_weights, second_moments, words
 from mst_scale.engine.controller import Controller
 from mst_scale.engine.given_masks import GivenMasks
 from mst_scale.engine.stages import Stages, exchanges_of
 from mst_scale.engine.targets import choose_targets
-from mst_scale.mixed_growing.blocks import Elements, granularity_of
+from mst_scale.mixed_growing.blocks import granularity_of
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
@@ -122,7 +122,7 @@ class SparseController(Controller):
         self.woken_now: Tally = {}
         self.layers = self._layers(targets, mst.compute.backend)
         self._compute_with_masks()
-        self._warn_of_few_blocks()
+        words.warn_of_few_blocks(self, self._counts(self.schedule.max_sparsity))
 
     def _layers(self, targets: dict[str, torch.nn.Parameter], backend: str) -> SparseLayers:
         shapes = {s.name: s.cut.local_shape for s in self.shards.slices}
@@ -136,6 +136,9 @@ class SparseController(Controller):
         self.everyone.raise_first(error)
         assert layers is not None
         return layers
+
+    def _products(self) -> dict[str, Product]:
+        return self.layers.products
 
     def _all_names(self) -> list[str]:
         """Of every parameter of the model."""
@@ -354,9 +357,6 @@ class SparseController(Controller):
     def saving(self, checkpoint: Path) -> dict[str, Any]:
         return mask_files.save(checkpoint, self)
 
-    def _products(self) -> dict[str, Product]:
-        return self.layers.products
-
     def digests_of(self, masks: MaskSet) -> list[int]:
         return masks.digests(self.exchange)
 
@@ -455,6 +455,9 @@ class SparseController(Controller):
     def densities(self) -> dict[str, float]:
         return {name: self.active[name] / numel for name, numel in self.numels.items()}
 
+    def gradient_densities(self) -> dict[str, float] | None:
+        return None  # masks are of gradients too
+
     def _active(self) -> dict[str, int]:
         """Active weights of every parameter of the model. All ranks ask together."""
         return self.stages.joined({mask.name: mask.active for mask in self.masks})
@@ -467,40 +470,4 @@ class SparseController(Controller):
         return self.woken_now if self.changed_at == self.step else {}
 
     def sparsity_in_words(self) -> str:
-        phases = ", ".join(f"{phase.name} from step {phase.start}" for phase in self.schedule.phases)
-        side = self.elements.side
-        in_blocks = "" if isinstance(self.elements, Elements) else f" in blocks of {side} × {side}"
-        named = zero_shards.named_parameters(self.engine.module)
-        trained = sum(self.stages.joined({name: math.prod(zero_shards.shape_of(p)) for name, p in named}).values())
-        weights, bits = sum(self.numels.values()), 1 + self.counts_coverage
-        if self.given is not None:
-            return (
-                f"{len(self.numels)} matrices with {weights:,} of {trained:,} parameters keep {self.given.in_words()}: "
-                f"{100 * self.sparsity:.3g} % sparse, for {self.schedule.total_steps} steps"
-            )
-        return (
-            f"{len(self.numels)} matrices with {weights:,} of {trained:,} parameters become up to "
-            f"{100 * self.schedule.max_sparsity:.3g} % sparse{in_blocks} by policy {self.policy.name}; {phases}, of "
-            f"{self.schedule.total_steps}; masks take {sum(m.length for m in self.masks) * bits // 8:,} bytes a rank"
-        )
-
-    def _warn_of_few_blocks(self) -> None:
-        """Layers that `min_blocks` keeps denser than the sparsity asked for."""
-        if isinstance(self.elements, Elements):
-            return
-        counts = self._counts(self.schedule.max_sparsity)
-        least = [self.elements.at_least(mask.shape) for mask in self.masks]
-        short = [i for i in range(len(counts)) if least[i] > counts[i]]
-        if short:
-            logger.warning(
-                "min_blocks = %d keeps %d of %d parameters denser than %.0f %% sparsity asks for: %s has %d × %d "
-                "blocks and keeps %d or more of them instead of %d; smaller blocks or fewer min_blocks would reach it",
-                self.elements.least,
-                len(short),
-                len(counts),
-                100 * self.schedule.max_sparsity,
-                self.masks.names[short[0]],
-                *self.shapes[self.masks.names[short[0]]],
-                least[short[0]],
-                counts[short[0]],
-            )
+        return words.sparsity_in_words(self)

@@ -66,10 +66,9 @@ class WeightFunctions:
                     f"method {self.method}: {name} is the tied head: the embedding would look up what is stored, not "
                     "weights: set mst.targets.lm_head to false"
                 )
-            try:
-                function.refuse(shape, self.targets[name].device.type, self.targets[name].dtype)
-            except ValueError as error:
-                raise ValueError(f"method {self.method}: {name}: {error}") from None
+            reason = function.why_not(shape, self.targets[name].device.type, self.targets[name].dtype)
+            if reason is not None:
+                raise ValueError(f"method {self.method}: {name}: {reason}")
         zero_shards.refuse_unoptimized(engine, self.targets)
         self.shards = zero_shards.shards_of(engine, self.targets)
         groups = zero_shards.groups_of(engine)
@@ -193,7 +192,7 @@ class WeightFunctions:
         dense = self.densities(step)
         return 1 - sum(dense[name] * n for name, n in numels.items()) / sum(numels.values())
 
-    def in_words(self, step: int) -> str:
+    def in_words(self) -> str:
         weights = sum(math.prod(shape) for shape in self.shapes.values())
         options = ", ".join(f"{key} {value}" for key, value in asdict(self.options).items())
         return (

@@ -6,6 +6,7 @@ table read methods too.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -48,7 +49,7 @@ class Shape(Protocol):
     def tied_head(self) -> bool: ...
 
 
-class Growth:
+class Growth(ABC):
     """How a model grows. The same weights, shapes, gradients and seed give the same result."""
 
     steps: int = 0
@@ -76,11 +77,11 @@ class Growth:
         """FLOPs of the growth itself, all in all; those of the model that gives the gradients come on top."""
         return 0.0
 
+    @abstractmethod
     def grow(
         self, weights: Mapping[str, Tensor], small: Shape, large: Shape, gradients: Gradients, seed: int
     ) -> dict[str, Tensor]:
         """The larger model's weights."""
-        raise NotImplementedError
 
 
 def of_blocks(weights: Mapping[str, Tensor]) -> list[str]:

@@ -7,6 +7,7 @@ smaller run, grown (`growth.Growth`). Without torch, as a plan and a table read 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ ALL = tuple(DURATIONS)  # variations of sparsity
 STILL: dict[str, Any] = {"update_schedule": "constant", "update_fraction": 0.0}
 
 
-class WeightFunction:
+class WeightFunction(ABC):
     """What a layer multiplies with, as a function of what its parameter stores.
 
     `kept` is how many of the matrix's weights the schedule wants now; `scale` is a number of the layer that `begin` has
@@ -40,9 +41,9 @@ class WeightFunction:
         """What is stored of a first weight, and the layer's `scale`."""
         return weight, 1.0
 
+    @abstractmethod
     def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
         """The matrix that the layer multiplies with, differentiable."""
-        raise NotImplementedError
 
     def end(self, stored: Tensor, kept: int, scale: float) -> Tensor:
         """The weight with which the layer goes on where the schedule turns dense."""
@@ -54,8 +55,9 @@ class WeightFunction:
 
         return linear(x, self.weight(stored, kept, scale), bias)
 
-    def refuse(self, shape: tuple[int, ...], device: str, dtype: dtype) -> None:
-        """Refuse a matrix that this function cannot be of, or a device and dtype it cannot be multiplied on."""
+    def why_not(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
+        """Why a matrix cannot be such a function, or be multiplied there, with the cure; None where it can."""
+        return None
 
     def density(self, shape: tuple[int, ...], kept: float) -> float:
         """FLOPs of the products x Wᵀ and of the gradient of x, over those of dense ones; `kept` is a share here."""
@@ -97,6 +99,16 @@ def constant(policy: str, sparsity: float = 0.8, **topology: Any) -> dict[str, A
         "sparsity": {"variation": "sparse", "max": sparsity},
         "topology": {"policy": policy, "random_ratio": None, "update_schedule": "1-cosine", **topology},
         "attention": NO_HSA,
+    }
+
+
+def then_dense(sparsity: float, sparse: float, **more: Any) -> dict[str, Any]:
+    """What never moves for the share `sparse` of the run, then dense."""
+    return {
+        "sparsity": {"variation": "sd", "max": sparsity, "warmup": 0, "ultra": sparse},
+        "topology": {"policy": "static", "random_ratio": None, **STILL},
+        "attention": NO_HSA,
+        **more,
     }
 
 

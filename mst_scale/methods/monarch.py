@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mst_scale.methods.method import NO_HEAD, NO_HSA, STILL, Method, WeightFunction
+from mst_scale.methods.method import NO_HEAD, Method, WeightFunction, then_dense
 
 if TYPE_CHECKING:  # tables count it without torch
     from torch import Tensor, dtype
@@ -40,12 +40,13 @@ class Monarch(WeightFunction):
         b = max(b for b in range(1, self.blocks + 1) if shape[0] % b == 0 and shape[1] % b == 0)
         return b, max(1, min(shape) // b**2)
 
-    def refuse(self, shape: tuple[int, ...], device: str, dtype: dtype) -> None:
+    def why_not(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
         if self.sizes(shape)[0] == 1 or self.density(shape, 1.0) >= 1:
-            raise ValueError(
+            return (
                 f"{shape[0]} × {shape[1]} weights do not fall into 2 to {self.blocks} equal pieces each way: exclude "
                 "them by mst.targets"
             )
+        return None
 
     def factors(self, stored: Tensor) -> tuple[Tensor, Tensor]:
         """L as (k, s, j·r) and R as (j, k·r, c): W[k·O/b + s, j·I/b + c] sums over r."""
@@ -98,12 +99,7 @@ class Monarch(WeightFunction):
 
 METHOD = Method(
     "products of block-diagonal matrices, then dense",
-    {
-        "sparsity": {"variation": "sd", "max": 0.5, "warmup": 0.1, "ultra": 0.8},
-        "topology": {"policy": "static", "random_ratio": None, **STILL},
-        "attention": NO_HSA,
-        "targets": NO_HEAD,
-    },
+    then_dense(0.5, 0.9, targets=NO_HEAD),
     "Dao et al. 2022, Monarch: Expressive Structured Matrices for Efficient and Accurate Training, arXiv 2204.00595",
     options=Options,
     function=Monarch,

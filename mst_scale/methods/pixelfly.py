@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from mst_scale.methods.method import NO_HEAD, NO_HSA, STILL, Method, WeightFunction
+from mst_scale.methods.method import NO_HEAD, Method, WeightFunction, then_dense
 
 if TYPE_CHECKING:  # tables count it without torch
     from torch import Tensor, dtype
@@ -66,12 +66,13 @@ class Pixelfly(WeightFunction):
         held = len(self.places(shape)) * self.side(shape) ** 2
         return max(1, round(LOW_RANK * held / (shape[0] + shape[1])))
 
-    def refuse(self, shape: tuple[int, ...], device: str, dtype: dtype) -> None:
+    def why_not(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
         if self.side(shape) < SMALLEST or self.density(shape, 1.0) >= 1:
-            raise ValueError(
+            return (
                 f"{shape[0]} × {shape[1]} weights have too few blocks of {self.options.block}: take a smaller "
                 "mst.options.block, or exclude them by mst.targets"
             )
+        return None
 
     def parts(self, stored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Blocks (n, side, side), U (outputs, rank) and V (inputs, rank)."""
@@ -139,12 +140,7 @@ class Pixelfly(WeightFunction):
 
 METHOD = Method(
     "a flat block butterfly and a low-rank term, then dense",
-    {
-        "sparsity": {"variation": "sd", "max": 0.5, "warmup": 0.1, "ultra": 0.8},
-        "topology": {"policy": "static", "random_ratio": None, **STILL},
-        "attention": NO_HSA,
-        "targets": NO_HEAD,
-    },
+    then_dense(0.5, 0.9, targets=NO_HEAD),
     "Dao, Chen et al. 2021, Pixelated Butterfly: Simple and Efficient Sparse training for Neural Network Models, "
     "arXiv 2112.00029",
     options=Options,

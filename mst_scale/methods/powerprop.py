@@ -34,6 +34,9 @@ class Power(WeightFunction):
     def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
         return stored * stored.abs() ** (self.alpha - 1)
 
+    def gradient_density(self, shape: tuple[int, ...], kept: float) -> float:
+        return kept
+
 
 METHOD = Method(
     "w = θ·|θ|^(α−1); dense, or under any policy",

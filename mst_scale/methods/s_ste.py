@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, dtype
 
-from mst_scale.methods.method import NO_HEAD, NO_HSA, STILL, Method, WeightFunction
-from mst_scale.methods.sr_ste import refuse_uneven
+from mst_scale.methods.method import NO_HEAD, Method, WeightFunction, then_dense
+from mst_scale.methods.sr_ste import uneven
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class SSTE(WeightFunction):
     def end(self, stored: Tensor, kept: int, scale: float) -> Tensor:
         return stored
 
-    def refuse(self, shape: tuple[int, ...], device: str, dtype: dtype) -> None:
-        refuse_uneven(shape, self.m)
+    def why_not(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
+        return uneven(shape, self.m)
 
     def density(self, shape: tuple[int, ...], kept: float) -> float:
         return self.n / self.m
@@ -70,12 +70,7 @@ class SSTE(WeightFunction):
 
 METHOD = Method(
     "a continuous projection onto N of M weights, then dense",
-    {
-        "sparsity": {"variation": "sd", "max": 0.5, "warmup": 1 / 12, "ultra": 9 / 12},
-        "topology": {"policy": "static", "random_ratio": None, **STILL},
-        "attention": NO_HSA,
-        "targets": NO_HEAD,
-    },
+    then_dense(0.5, 10 / 12, targets=NO_HEAD),
     "Hu et al. 2024, S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-training, arXiv 2409.09099",
     options=Options,
     function=SSTE,

@@ -94,19 +94,20 @@ class SRSTE(WeightFunction):
     def end(self, stored: Tensor, kept: int, scale: float) -> Tensor:
         return stored
 
-    def refuse(self, shape: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
-        refuse_uneven(shape, self.options.m, both=self.options.transposable)
+    def why_not(self, shape: tuple[int, ...], device: str, dtype: torch.dtype) -> str | None:
+        if (reason := uneven(shape, self.options.m, both=self.options.transposable)) is not None:
+            return reason
         reason = None if self.options.products == "dense" else semi_structured.why_not(device, dtype, shape)
-        if reason is not None:
-            raise ValueError(f"mst.options.products = semi-structured cannot run here: {reason}")
+        return reason and f"mst.options.products = semi-structured cannot run here: {reason}"
 
     def density(self, shape: tuple[int, ...], kept: float) -> float:
         return self.options.n / self.options.m
 
 
-def refuse_uneven(shape: tuple[int, ...], m: int, *, both: bool = False) -> None:
+def uneven(shape: tuple[int, ...], m: int, *, both: bool = False) -> str | None:
     if shape[1] % m or (both and shape[0] % m):
-        raise ValueError(f"{shape[0]} × {shape[1]} weights do not come in groups of {m}: exclude it by mst.targets")
+        return f"{shape[0]} × {shape[1]} weights do not come in groups of {m}: exclude it by mst.targets"
+    return None
 
 
 METHOD = Method(

@@ -180,7 +180,7 @@ def test_pixelfly(shape):
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.function])
 def test_products_and_their_gradients_are_those_of_the_weight(name):
-    of, options = function(name), METHODS[name].options
+    of = function(name)
     stored, scale = of.begin(matrix(64, 96))
     x, bias, kept = matrix(2, 3, 96, seed=2).requires_grad_(), matrix(64, seed=3), 1000
     stored.requires_grad_()
@@ -195,7 +195,7 @@ def test_products_and_their_gradients_are_those_of_the_weight(name):
         results.append((y, x.grad, stored.grad))
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-    assert options is not None and 0 < of.density((64, 96), 0.2) <= 1
+    assert 0 < of.density((64, 96), 0.2) <= 1
 
 
 def test_where_layers_do_not_fit_it_is_said():
@@ -203,8 +203,7 @@ def test_where_layers_do_not_fit_it_is_said():
         ("sr-ste", (8, 6), "groups of 4"), ("s-ste", (8, 6), "groups of 4"), ("monarch", (7, 5), "equal pieces"),
         ("pixelfly", (6, 7), "too few blocks"),
     ]:  # fmt: skip
-        with pytest.raises(ValueError, match=said):
-            function(name).refuse(shape, "cpu", torch.float32)
+        assert said in function(name).why_not(shape, "cpu", torch.float32), name
 
 
 def test_the_page_names_every_method_and_its_source():
@@ -235,4 +234,5 @@ def test_two_of_four_by_sparse_tensor_cores(dtype, tokens):
         y.backward(upstream)
         results.append((y, x.grad, stored.grad))
     for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-1)
+        # both add up in float32 and round once, to 8 bits or more; near 0 by what terms of size 1 leave
+        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2e-2)

@@ -1,0 +1,10 @@
+"""A mesh where no ranks have met."""
+
+import pytest
+
+from mst_scale.distributed import Mesh, Sizes
+
+
+def test_ranks_meet_before_a_mesh_is_made():
+    with pytest.raises(ValueError, match=r"call deepspeed.init_distributed\(\) before"):
+        Mesh(Sizes(tensor=2))
