@@ -66,6 +66,11 @@ class MSTConfig:
                 f"mst.sparsity.variation = {variation} does not go with method {self.method}: choose one of "
                 f"{', '.join(function.variations)}"
             )
+        if function is not None and function.sparsity not in (None, self.sparsity.max):
+            raise ValueError(
+                f"mst.sparsity.max = {self.sparsity.max:g}: what method {self.method} keeps is decided by mst.options; "
+                f"it has to say {function.sparsity:g}"
+            )
 
     @cached_property
     def function(self) -> WeightFunction | None:

@@ -34,6 +34,8 @@ class WeightFunction(ABC):
 
     variations: tuple[str, ...] = ("sparse", "sd")
     """Those of `mst.sparsity` that it can follow."""
+    sparsity: float | None = None
+    """What `mst.sparsity.max` has to be, where the options decide what is kept; None where it does."""
     elementwise = False
     """Whether a weight depends on what is stored in its own place alone: then masks may lie over it."""
 

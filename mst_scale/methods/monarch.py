@@ -32,6 +32,8 @@ class Options:
 
 
 class Monarch(WeightFunction):
+    sparsity = 0.5  # in name: each shape has its own
+
     def __init__(self, options: Options):
         self.blocks = options.blocks
 

@@ -49,6 +49,8 @@ def pattern(down: int, across: int, strides: int) -> tuple[tuple[int, int], ...]
 
 
 class Pixelfly(WeightFunction):
+    sparsity = 0.5  # in name: each shape has its own
+
     def __init__(self, options: Options):
         self.options = options
 

@@ -48,6 +48,7 @@ class StraightThrough(torch.autograd.Function):
 class SSTE(WeightFunction):
     def __init__(self, options: Options):
         self.n, self.m = options.n, options.m
+        self.sparsity = 1 - self.n / self.m
 
     def begin(self, weight: Tensor) -> tuple[Tensor, float]:
         soft = soft_threshold(weight, self.n, self.m).double()

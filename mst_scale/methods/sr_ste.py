@@ -79,6 +79,7 @@ class StraightThrough(torch.autograd.Function):
 class SRSTE(WeightFunction):
     def __init__(self, options: Options):
         self.options = options
+        self.sparsity = 1 - options.n / options.m
 
     def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
         of = self.options

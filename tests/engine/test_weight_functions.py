@@ -276,8 +276,9 @@ def refused(rank: int, world: int):
         "schedule": said({"sparsity": {"variation": "sv"}}),
         "option": said({"options": {"q": 3}}),
         "value": said({"options": {"n": 4}}),
-        "shape": said({"options": {"n": 1, "m": 5}}),
+        "shape": said({"options": {"n": 3, "m": 6}}),
         "products": said({"options": {"products": "semi-structured"}}),
+        "max": said({"options": {"n": 1, "m": 4}}),
         "muon": said({}, optimizer={"type": "Muon", "params": {"lr": 1e-3}}),
     }
 
@@ -287,5 +288,6 @@ def test_refusals():
     assert "wte.weight is the tied head" in said["head"]
     assert "mst.sparsity.variation = sv does not go with method sr-ste: choose one of sparse, sd" in said["schedule"]
     assert "unknown key 'mst.options.q'" in said["option"] and "keeps n of m weights" in said["value"]
-    assert "do not come in groups of 5" in said["shape"] and "AdamW" in said["muon"]
+    assert "do not come in groups of 6" in said["shape"] and "AdamW" in said["muon"]
+    assert "is decided by mst.options; it has to say 0.75" in said["max"]
     assert "they run on CUDA devices, and this is a cpu" in said["products"]
