@@ -1,6 +1,6 @@
-"""Makes a planned set of runs one by one, and the page of what they say: whether it pays.
+"""Makes a planned set of runs, and the page of what they say: whether it pays.
 
-    mst bench study NAME [--out DIR] [--resume] [--budget HOURS] [--page] [--json]
+    mst bench study NAME [--out DIR] [--resume] [--budget HOURS] [--at-once N] [--page] [--json]
 
 NAME is a plan in benchmarks/studies: variants, seeds, sizes and lengths, and what would count as success, written
 before its runs. Each run is a `python -m mst_scale.pretrain` of its own, cheap ones first. What they reached goes to
@@ -46,6 +46,13 @@ def parser() -> argparse.ArgumentParser:
     option("--out", type=Path, metavar="DIR", help="where the runs lie (default: runs/study-NAME)")
     option("--resume", action="store_true", help="go on in an OUT that holds runs; those that failed are tried again")
     option("--budget", type=at_least(0.0), metavar="HOURS", help="stop after so long; the run of the moment is saved")
+    option(
+        "--at-once",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="runs at a time (1), each a process with its threads",
+    )
     option("--data", type=Path, metavar="DIR", help="the corpus (default: that of the plan, corpora/study)")
     option("--results", type=Path, default=FOLDER, metavar="DIR", help="where results are kept (benchmarks/studies)")
     option("--page", action="store_true", help="write the page from what is known, run nothing")
@@ -67,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refuse_no_folder("--out", out)
         if not options.resume and (out / "runs").is_dir():
             raise ValueError(f"{out} holds runs already: --resume goes on with them, or choose another --out")
-        ended = _run(Line(plan, out, options.results, data, _deadline(options.budget)))
+        how: dict[str, Any] = {"deadline": _deadline(options.budget), "at_once": options.at_once}
+        ended = _run(Line(plan, out, options.results, data, **how))
     rows = facts.known(options.results)
     path = written(plan, rows, str(data), options.results)
     found: dict[str, Any] = answers(plan, rows, str(data))

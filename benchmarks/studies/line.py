@@ -1,8 +1,9 @@
-"""Runs the runs of a study one after the other, each a process of `mst_scale.pretrain`, and keeps what they tell.
+"""Runs the runs of a study, each a process of `mst_scale.pretrain`, one or more at a time, and keeps what they tell.
 
 What is done is read from the disk: a queue that was killed goes on where it stopped, a run half done from its newest
 checkpoint. Dense runs with WSD share a trunk (OUT/trunks), a run at the constant rate that is made longer as longer
 ones come, and branch off it to decay. Where a trunk has gone past without a checkpoint, the run is made from its start.
+Runs of one trunk do not run at the same time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TextIO
 
@@ -41,10 +43,13 @@ class Stopped(Exception):
 class Line:
     """The queue over one plan in one folder."""
 
-    def __init__(self, plan: Plan, out: Path, results: Path, data: Path, deadline: float | None = None):
+    def __init__(
+        self, plan: Plan, out: Path, results: Path, data: Path, *, deadline: float | None = None, at_once: int = 1
+    ):
         self.plan, self.out, self.results, self.data = plan, out, results, str(data)
         self.corpus = facts.corpus_digest(data)
         self.deadline = deadline
+        self.at_once = at_once
         self.asked_to_stop = False
         self.rows: dict[str, Row] = {}
         self.read()
@@ -64,30 +69,44 @@ class Line:
 
     def to_the_end(self) -> None:
         """Every run that is wanted, as long as there is time."""
-        while True:
-            jobs, guessed = facts.wanted(self.plan, self.rows, self.data)
-            todo = [job for job in jobs if job.digest not in self.rows]
-            if not todo:
-                return
-            if self._over():
-                raise Stopped
-            self._say(todo, len(jobs) + len(guessed), [*todo, *guessed])
-            self._keep(todo[0], self._made(todo[0]))
+        running: dict[Future[Row], Job] = {}
+        with ThreadPoolExecutor(self.at_once) as pool:
+            try:
+                while True:
+                    jobs, guessed = facts.wanted(self.plan, self.rows, self.data)
+                    todo = [job for job in jobs if job.digest not in self.rows]
+                    if not todo:
+                        return
+                    if self._over():
+                        raise Stopped
+                    while len(running) < self.at_once and (job := next_of(todo, running.values())) is not None:
+                        self._say(job, len(jobs) + len(guessed), [*todo, *guessed])
+                        running[pool.submit(self._made, job)] = job
+                    for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                        self._keep(running[ended], ended.result())
+                        del running[ended]
+            except BaseException:
+                self.asked_to_stop = True  # the others save
+                raise
+            finally:
+                for future, job in running.items():
+                    if future.exception() is None and job.digest not in self.rows:
+                        self._keep(job, future.result())
 
-    def _say(self, todo: list[Job], total: int, left: list[Job]) -> None:
+    def _say(self, job: Job, total: int, left: list[Job]) -> None:
         failed = sum(row["status"] != facts.FINISHED for row in self.rows.values())
         trunks = {path.name: _stands_at(path) for path in (self.out / "trunks").glob("*") if path.is_dir()}
-        table = [job for job in left if job.block_flops == todo[0].block_flops]
-        soon, late = (clock(seconds_left(jobs, self.rows, trunks)) for jobs in (table, left))
+        table = [one for one in left if one.block_flops == job.block_flops]
+        soon, late = (clock(seconds_left(jobs, self.rows, trunks) / self.at_once) for jobs in (table, left))
         done = f"{total - len(left)} of {total} runs done{f', {failed} failed' if failed else ''}"
-        table_of = f"{todo[0].cell.size} at {todo[0].cell.budget} tokens a parameter"
-        self.screen.line(f"{done}, about {soon} to the end of {table_of}, {late} to that of all · {todo[0]}")
+        table_of = f"{job.cell.size} at {job.cell.budget} tokens a parameter"
+        self.screen.line(f"{done}, about {soon} to the end of {table_of}, {late} to that of all · {job}")
 
     def _keep(self, job: Job, row: Row) -> None:
         self.rows[job.digest] = row
         facts.append(facts.path_of(self.plan.name, self.results), row)
         said = f"validation loss {row['val_loss']:.4f}" if row["status"] == facts.FINISHED else row["reason"]
-        self.screen.line(f"  {said}")
+        self.screen.line(f"  {said}" + (f" · {job}" if self.at_once > 1 else ""))
 
     # --- one run ---
 
@@ -158,7 +177,8 @@ class Line:
                     if not told and self._over():
                         child.send_signal(signal.SIGTERM)
                         told = True
-                    self.screen.status(lambda: f"  step {_stands_in(folder)} of {experiment.training.steps}")
+                    if self.at_once == 1:
+                        self.screen.status(lambda: f"  step {_stands_in(folder)} of {experiment.training.steps}")
             except BaseException:
                 child.kill()
                 raise
@@ -191,6 +211,12 @@ class Screen:
     def status(self, text: Callable[[], str]) -> None:
         if self.live:
             print(f"\r\x1b[K{text()}", end="", file=self.stream, flush=True)
+
+
+def next_of(todo: Iterable[Job], running: Iterable[Job]) -> Job | None:
+    """The first that does not run yet and whose trunk no running one uses."""
+    digests, trunks = {job.digest for job in running}, {job.trunk for job in running if job.decays_from}
+    return next((j for j in todo if j.digest not in digests and not (j.decays_from and j.trunk in trunks)), None)
 
 
 def seconds_left(jobs: list[Job], rows: Mapping[str, Row], trunks: Mapping[str, int]) -> float:

@@ -5,6 +5,8 @@ import io
 import json
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -184,7 +186,7 @@ def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
 
     # what a killed queue had not written down is found in the run's folder, and only what failed is tried again
     path.write_text(lines[0] + "\n")
-    code, told = run("--resume")
+    code, told = run("--resume", "--at-once", "2")
     again = [json.loads(text) for text in path.read_text().splitlines()]
     assert told["done"] == 2 and len(again) == 3
     assert {r["digest"]: r.get("val_loss") for r in again} == {r["digest"]: r.get("val_loss") for r in rows_of(lines)}
@@ -192,6 +194,44 @@ def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
     shutil.rmtree(folder / "corpus")
     with pytest.raises(ValueError, match=r"python -m mst_scale\.benchmarks\.studies\.corpus"):
         run("--resume")
+
+
+def test_several_runs_at_once_are_each_made_once_and_never_two_of_a_trunk(folder, monkeypatch):
+    plan = read_plan("tiny", folder)
+    (folder / "corpus").mkdir()
+    digests = {"train": {"sha256": "a"}, "val": {"sha256": "b"}}
+    (folder / "corpus" / "meta.json").write_text(json.dumps({"splits": digests}))
+    now, most, made = [], [], []
+    all_in = threading.Barrier(2)
+
+    def _made(self, one):
+        now.append(one)
+        trunks = [other.trunk for other in now if other.decays_from]
+        assert len(set(trunks)) == len(trunks)
+        if len(most) < 2:
+            all_in.wait(20)  # the first two are under way together
+        most.append(len(now))
+        time.sleep(0.01)
+        made.append(one.digest)
+        now.remove(one)
+        return row(one, 2.0 + one.rate, corpus=self.corpus)
+
+    monkeypatch.setattr(line.Line, "_made", _made)
+    queue = line.Line(plan, folder / "out", folder, folder / "corpus", at_once=2)
+    queue.to_the_end()
+    jobs, guessed = facts.wanted(plan, queue.rows, queue.data)
+    assert sorted(made) == sorted(one.digest for one in jobs) and not guessed and max(most) == 2
+    assert len(facts.known(folder)) == len(jobs)
+
+    def _stopped(self, one):
+        if self.asked_to_stop or one.seed == 1:
+            raise line.Stopped
+        return row(one, 2.0, corpus=self.corpus)
+
+    (folder / "tiny.runs.jsonl").unlink()
+    monkeypatch.setattr(line.Line, "_made", _stopped)
+    with pytest.raises(line.Stopped):
+        line.Line(plan, folder / "out", folder, folder / "corpus", at_once=2).to_the_end()
 
 
 def test_pages_of_the_corpus_lose_their_markup_and_what_was_there_before():
