@@ -14,6 +14,8 @@ allocated bytes on CUDA.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import multiprocessing
 import os
 import statistics
@@ -33,8 +35,11 @@ from .machine import machine
 from .page import Row, outputs, tell
 from .timing import Run, for_seconds, middle_half, versus
 
+Compute = Callable[..., torch.Tensor]
 HEADS, HEAD_DIM, STRIDE = 12, 64, 256
+REPEATS = 10
 SDPA, FLEX = "SDPA flash, causal", "FlexAttention, compiled, same mask"
+WINDOW, NATTEN = "flash-attn, its window alone", "NATTEN, its window alone"  # fewer pairs: no keys beyond the window
 # (dtype, length) → the least speed-up over flash SDPA that is asked for on 2 AVX-512 cores
 ASKED = {
     ("float32", 1024): 1.5,
@@ -45,20 +50,34 @@ ASKED = {
 }
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 CPU_CASES = [("float32", n) for n in LENGTHS] + [("bfloat16", n) for n in (1024, 2048, 4096)]
-CUDA_CASES = [("bfloat16", n) for n in (1024, 4096, 16384)]
+CUDA_CASES = [("bfloat16", n) for n in (1024, 2048, 4096, 8192, 16384, 32768)]
 
 
 def alternate(runs: Sequence[Run], seconds: float, device: str) -> list[list[float]]:
-    return for_seconds(runs, seconds, least=3, most=60, device=torch.device(device))
+    """Milliseconds of each run. On a GPU several in a row, as in a model: launches hide behind the kernels before."""
+    repeats = 1 if device == "cpu" else REPEATS
+    rows = [functools.partial(_repeated, run, repeats) for run in runs]
+    found = for_seconds(rows, seconds, least=3, most=60, device=torch.device(device))
+    return [[ms / repeats for ms in times] for times in found]
+
+
+def _repeated(run: Run, repeats: int) -> None:
+    for _ in range(repeats):
+        run()
+
+
+def shape(length: int, device: str) -> tuple[int, int, int, int]:
+    """On a GPU the batch fills 16k tokens, so that short sequences occupy it too."""
+    return 1 if device == "cpu" else max(1, 16384 // length), HEADS, length, HEAD_DIM
 
 
 def tensors(dtype: str, length: int, device: str) -> list[torch.Tensor]:
-    """q, k, v, dout. On a GPU the batch fills 16k tokens, so that short sequences occupy it too."""
-    batch = 1 if device == "cpu" else max(1, 16384 // length)
+    """q, k, v, dout."""
     generator = torch.Generator(device).manual_seed(0)
-    shape = (batch, HEADS, length, HEAD_DIM)
     return [
-        torch.randn(shape, dtype=getattr(torch, dtype), device=device, generator=generator).requires_grad_(i < 3)
+        torch.randn(
+            shape(length, device), dtype=getattr(torch, dtype), device=device, generator=generator
+        ).requires_grad_(i < 3)
         for i in range(4)
     ]
 
@@ -82,6 +101,20 @@ def flex(pattern: Pattern, length: int, device: str) -> Callable[..., torch.Tens
     blocks = create_block_mask(mask, None, None, length, length, device=device)
     compiled = torch.compile(flex_attention)
     return lambda q, k, v: compiled(q, k, v, block_mask=blocks)
+
+
+def flash_window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    flash_attn: Any = importlib.import_module("flash_attn")
+    sides = (x.transpose(1, 2) for x in (q, k, v))
+    out: torch.Tensor = flash_attn.flash_attn_func(*sides, causal=True, window_size=(STRIDE - 1, 0))
+    return out.transpose(1, 2)
+
+
+def natten_window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    natten: Any = importlib.import_module("natten")
+    sides = (x.transpose(1, 2) for x in (q, k, v))
+    out: torch.Tensor = natten.na1d(*sides, kernel_size=STRIDE, is_causal=True)
+    return out.transpose(1, 2)
 
 
 def both_ways(compute: Callable[..., torch.Tensor], q: Any, k: Any, v: Any, dout: torch.Tensor) -> Run:
@@ -116,7 +149,7 @@ def run(device: str = "all", seconds: float = 20.0, quick: bool = False) -> list
             else:
                 why = "not measured: no CUDA device"
                 case = _case("forward + backward", dtype, length, "cuda")
-                rows += [{**case, **_unmeasured(rival, why)} for rival in (SDPA, FLEX)]
+                rows += [{**case, **_unmeasured(rival, why)} for rival in (SDPA, FLEX, WINDOW, NATTEN)]
     return rows
 
 
@@ -140,7 +173,7 @@ def _unmeasured(rival: str, why: str) -> Row:
 
 
 def compare(dtype: str, length: int, device: str, seconds: float) -> list[Row]:
-    """Both ways against flash SDPA (and on a GPU FlexAttention), forward alone against FlexAttention on CPU."""
+    """Both ways against flash SDPA (on a GPU also against what else there is), forward against FlexAttention on CPU."""
     pattern = Pattern("strided", STRIDE)
     q, k, v, dout = tensors(dtype, length, device)
 
@@ -150,23 +183,32 @@ def compare(dtype: str, length: int, device: str, seconds: float) -> list[Row]:
     if device == "cpu" and (dtype, length) in ASKED:
         row["asked"] = ASKED[dtype, length]
     rows = [row]
-    if device == "cuda" or length <= 4096:
-        what = "forward" if device == "cpu" else "forward + backward"
-        case = _case(what, dtype, length, device)
-        try:
-            other = flex(pattern, length, device)
-            pair = (ours, other)
-            if device == "cpu":
-                mine, theirs = alternate(
-                    [one_way(f, q.detach(), k.detach(), v.detach()) for f in pair], seconds, device
-                )
-            else:
-                mine, theirs = alternate([both_ways(f, q, k, v, dout) for f in pair], seconds, device)
-            rows.append({**case, **versus(mine, FLEX, theirs, middle_half)})
-        except Exception as error:  # whatever stops the rival is reported in its row, and must not stop ours
-            reason = str(error).splitlines()[0] if str(error) else "no message"
-            rows.append({**case, **_unmeasured(FLEX, f"not measured: {type(error).__name__}: {reason[:160]}")})
+    if device == "cuda":
+        others = {
+            FLEX: lambda: flex(pattern, length, device),
+            WINDOW: lambda: flash_window,
+            NATTEN: lambda: natten_window,
+        }
+        for rival, build in others.items():
+            rows.append({**case, **against(rival, build, lambda f: both_ways(f, q, k, v, dout), seconds, device)})
+    elif length <= 4096:
+        case = _case("forward", dtype, length, device)
+        sides = [x.detach() for x in (q, k, v)]
+        found = against(FLEX, lambda: flex(pattern, length, device), lambda f: one_way(f, *sides), seconds, device)
+        rows.append({**case, **found})
     return rows
+
+
+def against(
+    rival: str, build: Callable[[], Compute], way: Callable[[Compute], Run], seconds: float, device: str
+) -> Row:
+    """Ours against a rival that may not be installed, or not run here."""
+    try:
+        mine, theirs = alternate([way(ours), way(build())], seconds, device)
+    except Exception as error:  # whatever stops the rival is reported in its row, and must not stop ours
+        reason = (str(error).splitlines() or ["no message"])[0]
+        return _unmeasured(rival, f"not measured: {type(error).__name__}: {reason[:160]}")
+    return versus(mine, rival, theirs, middle_half)
 
 
 def scaling(dtype: str, lengths: Sequence[int], seconds: float, backend: str = "auto") -> list[Row]:

@@ -13,6 +13,7 @@ Measure on this machine, ours and the rival alternating in one run:
   long        a layer of GPT-2 small at 4k to 32k tokens: sparse attention against dense flash attention
   linear      a sparse linear layer against a dense one on CPU; --tune measures the crossovers that `auto` reads;
               --device cuda: in blocks against cuBLAS, product by product
+  gpu_day     all that is asked of a GPU, in one go: is it right, how fast, how much memory
   observer    looking at the weights for TensorBoard and the report, against the steps between
   topology    one topology step against full top-k and against torch.kthvalue
   grown_weights   the first updates of grown weights and the loss around topology steps, with seeded moments and without
@@ -38,6 +39,7 @@ examples:
 """
 PROGRAMS = (
     "attention",
+    "gpu_day",
     "grown_weights",
     "linear",
     "long",

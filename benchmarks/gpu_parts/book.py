@@ -1,0 +1,99 @@
+"""Keeps the results of a GPU day on disk, one JSON object a line, each there before the next case begins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..studies.facts import append
+
+Row = dict[str, Any]
+SAME = ("gpu", "torch", "triton", "commit", "tiny")
+
+
+class Book:
+    """OUT/results.jsonl. Lines: the machine; a case that began; a case's row, of which the last counts."""
+
+    def __init__(self, out: Path):
+        self.path = out / "results.jsonl"
+        self.machine: Row = {}
+        self.read()
+
+    def read(self) -> None:
+        self.began: dict[tuple[str, str], bool] = {}
+        self.found: dict[tuple[str, str], Row] = {}
+        self.ends: list[Row] = []  # as they came
+        for text in self.path.read_text().splitlines() if self.path.exists() else ():
+            try:
+                line = json.loads(text)
+            except ValueError:  # torn by a kill: that case is measured again
+                continue
+            if "machine" in line:
+                self.machine = line["machine"]
+                continue
+            key = (line["part"], line["case"])
+            if "began" in line:
+                self.began[key] = True
+            else:
+                self.began.pop(key, None)
+                self.found.pop(key, None)
+                self.found[key] = line
+                self.ends.append(line)
+
+    def begin(self, machine: Row) -> None:
+        """Refuse results of another machine or another state of the code."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if odd := [key for key in SAME if self.machine and self.machine.get(key) != machine.get(key)]:
+            was, now = (", ".join(f"{key} {about.get(key)}" for key in odd) for about in (self.machine, machine))
+            raise ValueError(f"{self.path} was measured with {was}, and this is {now}: choose another --out")
+        self.machine = machine
+        append(self.path, {"machine": machine})
+
+    def started(self, part: str, case: str) -> None:
+        append(self.path, {"part": part, "case": case, "began": True})
+        self.read()
+
+    def ended(self, part: str, case: str, row: Row, seconds: float) -> None:
+        about = {"part": part, "case": case, "start": self.machine.get("start")}
+        append(self.path, {**about, **row, "seconds": round(seconds, 2)})
+        self.read()
+
+    def has(self, part: str, case: str) -> bool:
+        """Measured, whatever came out; what failed or did not end in this start counts too."""
+        return (part, case) in self.found and not self._old(part, case)
+
+    def _old(self, part: str, case: str) -> bool:
+        """A failure of an earlier start of the day: tried again."""
+        row = self.found[part, case]
+        return ("failed" in row or "unfinished" in row) and row.get("start") != self.machine.get("start")
+
+    def under_way(self, part: str) -> str | None:
+        """The case that began and has not ended."""
+        return next((case for (name, case) in self.began if name == part), None)
+
+    def of(self, part: str) -> list[Row]:
+        return [row for (name, _), row in self.found.items() if name == part]
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(self.found.values())
+
+    @property
+    def bad(self) -> list[Row]:
+        """What failed or is wrong."""
+        return [row for row in self.rows if "failed" in row or row.get("fine") is False]
+
+    def summary(self) -> str:
+        left = sum("unfinished" in row for row in self.rows)
+        words = [f"{len(self.rows)} cases", f"{len(self.bad)} wrong or failed"]
+        return ", ".join([*words, *([f"{left} not finished"] if left else [])])
+
+
+def said(row: Row) -> str:
+    """What came out, in words."""
+    if "failed" in row:
+        return f"failed: {row['failed']}"
+    if "unfinished" in row:
+        return f"not measured: {row['unfinished']}"
+    return f"{'WRONG: ' if row.get('fine') is False else ''}{row['said']}"

@@ -1,0 +1,199 @@
+"""Asks whether a GPU computes what the definitions and the CPU do: kernels, topology steps, training."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mst_scale.doctor import kernels as checks
+from mst_scale.doctor.finding import SKIP, WRONG, Finding
+from mst_scale.hybrid_sparse_attention import Pattern
+from mst_scale.hybrid_sparse_attention import dispatch as attention_dispatch
+from mst_scale.hybrid_sparse_attention.definition import definition
+from mst_scale.mixed_growing.blocks import Blocks, Elements
+from mst_scale.mixed_growing.evolve import Layer
+from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.masks import LayerMask
+from mst_scale.mixed_growing.policies import policy
+from mst_scale.runs import metrics
+from mst_scale.shard import Shard
+from mst_scale.sparse_linear import dispatch as linear_dispatch
+
+from .part import Case, Row, Where
+
+# --- kernels ---
+
+
+def kernels(where: Where) -> Iterator[Case]:
+    """Those of `mst doctor` first, then sizes at which every tile and both parts of a pattern have work."""
+    if not where.tiny:  # a minute in the interpreter
+        yield Case("doctor: attention", lambda: of_finding(checks.attention("triton", where.device)))
+    yield Case("doctor: blocks", lambda: of_finding(checks.block_linear(where.device)))
+    yield Case("doctor: 2:4", lambda: of_finding(checks.two_of_four(where.device)))
+    dtypes = (torch.float16,) if where.tiny else (torch.bfloat16, torch.float16, torch.float32)
+    lengths = ((70, 16),) if where.tiny else ((1000, 128), (2048, 256))
+    heads = (32,) if where.tiny else (64, 128)
+    for dtype, (length, stride), head_dim, kind in product(dtypes, lengths, heads, ("strided", "fixed")):
+        name = f"attention {kind} {stride}, {length} tokens, heads of {head_dim}, {short(dtype)}"
+        pattern = Pattern(kind, stride)
+        yield Case(name, functools.partial(attention_case, where, dtype, length, head_dim, pattern))
+    shapes = ((70, 100),) if where.tiny else ((3072, 768), (1600, 6400))
+    for dtype, shape, side in product(dtypes, shapes, (16,) if where.tiny else (16, 32, 64, 128)):
+        name = f"blocks of {side}, {shape[1]}→{shape[0]}, {short(dtype)}"
+        yield Case(name, functools.partial(block_case, where, dtype, shape, side))
+
+
+def of_finding(found: Finding) -> Row:
+    return {"said": found.said} | ({} if found.verdict == SKIP else {"fine": found.verdict != WRONG})
+
+
+def attention_case(where: Where, dtype: torch.dtype, length: int, head_dim: int, pattern: Pattern) -> Row:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, length, head_dim) for heads in (4, 2, 2, 4)]
+    q, k, v, dout = (torch.randn(s, generator=generator).to(where.device, dtype) for s in shapes)
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention_dispatch.attention(q, k, v, pattern, True, "triton")
+
+    def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return definition(q, k, v, pattern=pattern, causal=True, scale=1 / math.sqrt(head_dim))
+
+    result = checks.both_ways(ours, (q, k, v), dout)
+    truth = checks.both_ways(exact, [x.double() for x in (q, k, v)], dout.double())
+    bounds = checks.ATTENTION_BOUNDS[dtype]
+    names = dict(zip(("out", "dq", "dk", "dv"), (bounds[0], *[bounds[1]] * 3), strict=True))
+    return of_error(checks.compared(dtype, names, result, [x.cpu() for x in truth]))
+
+
+def block_case(where: Where, dtype: torch.dtype, shape: tuple[int, int], side: int) -> Row:
+    from ..linear_cuda import block_mask
+
+    if (reason := linear_dispatch.why_not("block", where.device, dtype, shape, side)) is not None:
+        return {"said": f"not here: {reason}"}
+    active = block_mask(*shape, side, 0.9, "cpu")
+    index = linear_dispatch.build_index("block", active.to(where.device), side)
+    return of_error(checks.linear_error(index, active, dtype, checks.BLOCK_BOUNDS[dtype], where.device))
+
+
+def of_error(error: checks.Error) -> Row:
+    said = f"{error.what} is off by {error.error:.1e}, {error.bound:.1e} is allowed"
+    return {"said": said, "fine": error.fine, "what": error.what, "error": error.error, "bound": error.bound}
+
+
+# --- masks ---
+
+
+def masks(where: Where) -> Iterator[Case]:
+    size = (64, 48) if where.tiny else (3072, 768)
+    for name, dtype in product(("mst", "rigl", "set", "mest", "snfs"), (torch.float32, torch.bfloat16)):
+        for side in (1,) if name != "mst" else (1, 16):
+            what = f"{name}, {short(dtype)}" + (f", blocks of {side}" if side > 1 else "")
+            yield Case(what, functools.partial(mask_case, where, name, dtype, size, side))
+
+
+def mask_case(where: Where, name: str, dtype: torch.dtype, size: tuple[int, int], side: int) -> Row:
+    """Three topology steps to 50, 90 and 80 %, from equal weights and gradients of many equal values."""
+    here, there = (digests(torch.device(device), name, dtype, size, side) for device in ("cpu", where.device))
+    same = here == there
+    return {"said": f"masks of {len(here)} topology steps {'equal' if same else 'differ'}", "fine": same}
+
+
+def digests(device: torch.device, name: str, dtype: torch.dtype, size: tuple[int, int], side: int) -> list[int]:
+    granularity = Elements() if side == 1 else Blocks(side, 2)
+    mask = LayerMask(Shard.whole("w", size), device)
+    numel = math.prod(granularity.grid_shape(size))
+    found = []
+    for step, density in enumerate((0.5, 0.1, 0.2)):
+        generator = torch.Generator().manual_seed(step)
+        drawn = (torch.randn(mask.numel, generator=generator).to(dtype).to(device) for _ in range(3))
+        weight, gradient, momentum = drawn
+        mask.retain_(weight)
+        layer = Layer(mask, round(density * numel), weight, gradient, momentum)
+        granularity.evolve([layer], policy=policy(name), update_fraction=0.3, seed=1, step=step, exchange=Exchange())
+        found.append(mask.digest())
+    return found
+
+
+# --- training ---
+
+STEPS = 30
+# A loss on one device against the other's. bfloat16 keeps 8 bits, and both round otherwise.
+LOSS_BOUNDS = {"float32": 1e-4, "bfloat16": 3e-2}
+
+
+def training(where: Where) -> Iterator[Case]:
+    cases = [("float32", 1)] if where.tiny else [("float32", 1), ("bfloat16", 1), ("float32", 16)]
+    for dtype, block in cases:
+        what = f"mst in {dtype}, {STEPS} steps" + (f", blocks of {block}" if block > 1 else "")
+        yield Case(what, functools.partial(training_case, where, dtype, block))
+
+
+def training_case(where: Where, dtype: str, block: int) -> Row:
+    """The same run twice, from the same start on the same batches."""
+    runs = [trained(where, device, dtype, block) for device in ("cpu", where.device)]
+    losses = [[row["loss"] for row in rows] for rows in runs]
+    apart = max(abs(a - b) for a, b in zip(*losses, strict=True))
+    sparsity = [[row["sparsity"] for row in rows] for rows in runs]
+    fell, bound = losses[0][0] - losses[0][-1], LOSS_BOUNDS[dtype]
+    fine = apart <= bound and sparsity[0] == sparsity[1] and fell > 2 * bound
+    said = f"losses within {apart:.1e} of the CPU's ({bound:g} is allowed), which fell by {fell:.2f}"
+    return {"said": said, "fine": fine, "losses_cpu": losses[0], "losses": losses[1]}
+
+
+def trained(where: Where, device: str, dtype: str, block: int) -> list[dict[str, Any]]:
+    """The metrics of a run in a process of its own."""
+    folder = where.work / f"training-{device}-{dtype}-{block}-{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(training_config(corpus(where.work), dtype, block)))
+    words = ["--deepspeed_config", str(folder / "config.json"), "--out", str(folder / "out")]
+    environment = {**os.environ, "DS_ACCELERATOR": device, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "mst_scale.pretrain", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if ended.returncode:
+        raise RuntimeError((ended.stderr.strip() or ended.stdout.strip() or "it said nothing").splitlines()[-1])
+    return [row for row in metrics.read(folder / "out" / "metrics.jsonl") if row.get("loss") is not None]
+
+
+def training_config(data: Path, dtype: str, block: int) -> dict[str, Any]:
+    return {
+        "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "torch_adam": True}},
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "zero_optimization": {"stage": 1}, "tensorboard": {"enabled": False},
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 64, "context": 64, "vocab_size": 64},
+        "data": {"dir": str(data)},
+        "training": {
+            "steps": STEPS, "warmup": 2, "log_every": 1, "eval_every": 0, "save_every": 0, "seed": 1, "look_every": 0,
+        },
+        "mst": {
+            "method": "mst", "sparsity": {"max": 0.8}, "attention": {"stride": 16},
+            "topology": {"interval": 5, "granularity": "element" if block == 1 else {"block": block}},
+        },
+    }  # fmt: skip
+
+
+def corpus(work: Path) -> Path:
+    """Tokens that a model can learn in a few steps."""
+    import numpy as np
+
+    folder = work / "corpus"
+    if not (folder / "val.bin").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        walk = (np.cumsum(np.random.default_rng(5).integers(0, 3, 50_000)) % 63).astype(np.uint16)
+        walk.tofile(folder / "train.bin")
+        walk[:5_000].tofile(folder / "val.bin")
+    return folder
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

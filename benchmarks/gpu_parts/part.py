@@ -1,0 +1,87 @@
+"""Says what a part and a case of a GPU day are, and on what machine and with what bounds they run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement. Its row says `said`, what came out in words; `fine` where it can be right or wrong."""
+
+    name: str
+    run: Callable[[], Row]
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    question: str
+    minutes: float
+    """At most, and …"""
+    case_seconds: float
+    """… for one case: what takes longer hangs."""
+    memory: float
+    """Share of the GPU's memory."""
+    module: str
+    """Whose function of the part's name gives its cases; imported where they run."""
+
+    def cases(self, where: Where) -> Iterator[Case]:
+        found: Iterator[Case] = getattr(importlib.import_module(self.module), self.name)(where)
+        return found
+
+
+@dataclass(frozen=True)
+class Where:
+    """The machine, as a part sees it. `tiny`: the CPU, tiny shapes, Triton's interpreter."""
+
+    tiny: bool
+    out: Path
+    work: Path
+    """For what is not kept: runs, logs."""
+    study: str
+    data: Path
+    deadline: float = float("inf")
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.tiny else "cuda"
+
+    @property
+    def seconds(self) -> float:
+        """That are left of the part."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def until(self, deadline: float) -> Where:
+        return replace(self, deadline=deadline)
+
+    def environment(self) -> dict[str, str]:
+        """Of a part's process: this source tree, no launcher around it."""
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        tiny = {"TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} if self.tiny else {}
+        return {**os.environ, "PYTHONPATH": path, **tiny}
+
+    def machine(self) -> Row:
+        import mst_scale
+        from mst_scale.runs.run_file import git_state
+
+        from ..machine import machine
+
+        try:
+            import triton
+
+            version = triton.__version__
+        except ImportError:
+            version = None
+        about = {key: value for key, value in machine().items() if key != "load"}
+        git = git_state(Path(mst_scale.__file__).resolve().parents[1]) or {}
+        return {**about, "triton": version, "commit": git.get("commit"), "tiny": self.tiny, "start": time.time_ns()}

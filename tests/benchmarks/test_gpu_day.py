@@ -1,0 +1,169 @@
+"""`mst bench gpu_day`: every part runs on the CPU with tiny shapes, and no case stops the day."""
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mst_scale.benchmarks.gpu_parts import PARTS, correctness, speed
+from mst_scale.benchmarks.gpu_parts.book import Book
+from mst_scale.benchmarks.gpu_parts.page import page
+from mst_scale.benchmarks.gpu_parts.part import Where
+
+from mst_scale.benchmarks import attention, gpu_day
+from tests.support import triton_interpreter
+
+TINY = """
+import os, sys, time
+from pathlib import Path
+from mst_scale.benchmarks import gpu_day
+from mst_scale.benchmarks.gpu_parts import PARTS, Where
+from mst_scale.benchmarks.gpu_parts.book import Book
+
+out = Path(sys.argv[1])
+where = Where(True, out, out / "work", "main", out / "nowhere")
+Book(out).begin(where.machine())
+os.environ.update(where.environment())
+for name in PARTS:
+    if name != "training":
+        assert gpu_day.measure(PARTS[name], where, 600.0) == 0, name
+"""
+
+FAKE = """
+import os, signal, sys, time
+from mst_scale.benchmarks import gpu_day
+from mst_scale.benchmarks.gpu_parts.page import page
+from mst_scale.benchmarks.gpu_parts.part import Case, Part
+
+HERE = __file__
+
+def crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def fail():
+    if os.path.exists(HERE + ".mended"):
+        return {"said": "well", "fine": True}
+    raise RuntimeError("out of luck\\nand more")
+
+def first(where):
+    yield Case("well", lambda: {"said": "3×", "fine": True})
+    yield Case("crash", crash)
+    yield Case("fail", fail)
+    yield Case("hang", lambda: time.sleep(600))
+    yield Case("off", lambda: {"said": "off by 3", "fine": False})
+
+def second(where):
+    yield Case("late", lambda: time.sleep(600))
+
+gpu_day.PARTS = {"first": Part("first", "does it go on?", 2, 0.1, 0.5, "__main__"),
+                 "second": Part("second", "does it end?", 0.2, 9, 0.5, "__main__")}
+gpu_day.COMMAND = (sys.executable, HERE)
+sys.exit(gpu_day.main())
+"""
+
+
+def where(tmp_path: Path) -> Where:
+    return Where(True, tmp_path / "out", tmp_path / "work", "main", tmp_path / "nowhere")
+
+
+def test_every_part_runs_with_tiny_shapes(tmp_path):
+    pytest.importorskip("triton")
+    triton_interpreter.interpret(["-c", TINY, str(tmp_path)], seconds=600)
+    book = Book(tmp_path)
+    assert {row["part"] for row in book.rows} == set(PARTS) - {"training"}
+    assert not book.bad, book.bad
+    assert all(row.get("fine", True) and row["said"] for row in book.rows)
+    assert all(row["fine"] for part in ("masks",) for row in book.of(part))
+    assert sum("is off by" in row["said"] for row in book.of("kernels")) == 3
+    assert "no corpus" in book.of("study")[0]["said"]
+    told = page(book, PARTS.values())
+    assert "0 wrong or failed" in told and "## linear" in told and "| 32→128 | 16 | 90% | dx |" in told
+
+
+def test_training_is_compared_run_by_run(tmp_path, monkeypatch):
+    (case,) = PARTS["training"].cases(where(tmp_path))
+    row = case.run()
+    assert row["fine"] and len(row["losses"]) == correctness.STEPS, row
+    other = [{"loss": loss + 2e-4, "sparsity": 0.5} for loss in row["losses"]]
+    same = [{"loss": loss, "sparsity": 0.5} for loss in row["losses"]]
+    left = [other, same]
+    monkeypatch.setattr(correctness, "trained", lambda *_: left.pop())
+    assert not case.run()["fine"]
+
+
+def test_masks_that_differ_are_seen(monkeypatch, tmp_path):
+    case = next(iter(PARTS["masks"].cases(where(tmp_path))))
+    assert case.run()["fine"]
+    plain, devices = correctness.digests, []
+
+    def digests(device, name, dtype, size, side):
+        devices.append(device)
+        return plain(device, name, dtype, size, side if len(devices) < 2 else 4)
+
+    monkeypatch.setattr(correctness, "digests", digests)
+    assert not case.run()["fine"]
+    assert len(devices) == 2
+
+
+def test_no_case_stops_the_day_and_the_same_command_goes_on(tmp_path):
+    program = tmp_path / "fake.py"
+    program.write_text(FAKE)
+    out = tmp_path / "out"
+    words = [sys.executable, str(program), "--tiny", "--minutes", "5", "--out", str(out), "--json"]
+    code, told, screen = run(words)
+    rows = {row["case"]: row for row in told["rows"]}
+    assert code == 1 and list(rows) == ["well", "crash", "fail", "hang", "off", "late"]
+    assert "ended with code -11" in rows["crash"]["failed"]
+    assert rows["fail"]["failed"] == "RuntimeError: out of luck"
+    assert rows["hang"]["failed"] == "stopped: took too long"
+    assert rows["late"]["unfinished"] == "stopped: the part's time was over"
+    assert "WRONG: off by 3" in screen and "fail: failed: RuntimeError: out of luck" in screen
+    assert "| off | WRONG: off by 3 |" in (out / "gpu_day.md").read_text()
+
+    (tmp_path / "fake.py.mended").touch()
+    code, told, screen = run([*words, "--parts", "first"])
+    again = {row["case"]: row for row in told["rows"]}
+    assert again["fail"]["said"] == "well" and again["well"] == rows["well"] and again["off"] == rows["off"]
+    assert "  well:" not in screen, "what is there is not measured again"
+
+
+def run(words):
+    import subprocess
+
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert ended.stdout, ended.stderr
+    return ended.returncode, json.loads(ended.stdout), ended.stderr
+
+
+def test_results_of_another_machine_are_not_mixed(tmp_path):
+    Book(tmp_path).begin({"gpu": "A", "torch": "2", "start": 1})
+    Book(tmp_path).begin({"gpu": "A", "torch": "2", "start": 2})
+    with pytest.raises(ValueError, match="was measured with gpu A, and this is gpu B: choose another --out"):
+        Book(tmp_path).begin({"gpu": "B", "torch": "2", "start": 3})
+
+
+def test_without_a_gpu_it_says_what_to_do(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    with pytest.raises(ValueError, match="no CUDA device here: --tiny"):
+        gpu_day.main(["--out", str(tmp_path / "day")])
+    with contextlib.redirect_stdout(io.StringIO()) as told, pytest.raises(SystemExit):
+        gpu_day.main(["--help"])
+    assert all(name in told.getvalue() for name in PARTS)
+
+
+def test_the_roofline_of_attention_by_hand(monkeypatch):
+    """2 heads of 8 numbers, 4 tokens: a window of 2 that also sees every second key."""
+    monkeypatch.setattr(attention, "HEADS", 2)
+    monkeypatch.setattr(attention, "HEAD_DIM", 8)
+    monkeypatch.setattr(attention, "STRIDE", 2)
+    sequences = 16384 // 4
+    pairs = sum(1 for i in range(4) for j in range(i + 1) if i - j < 2 or (i - j) % 2 == 0)
+    bound = speed.least_ms(4, {"multiply_adds": 1.0, "bytes": 1e18})
+    assert bound == 3.5 * 2 * pairs * sequences * 2 * 8
+    assert speed.least_ms(4, {"multiply_adds": 1e18, "bytes": 1.0}) == 12 * sequences * 2 * 4 * 8 * 2
