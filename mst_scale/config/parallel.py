@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mst_scale.config.blocks import Experiment, ModelConfig
+from mst_scale.config.method import MSTConfig
 from mst_scale.distributed import Sizes, shown
 
 KEYS = {"tensor": "tensor_parallel.autotp_size", "sequence": "sequence_parallel_size", "pipeline": "pipeline.stages"}
@@ -52,24 +53,51 @@ def refuse_untried(experiment: Experiment) -> None:
     sizes = sizes_of(experiment.deepspeed)
     if sizes.model == 1:
         return
+    if (reason := why_not_cut(experiment, sizes)) is not None:
+        raise ValueError(reason)
+    refuse_model(experiment.model, sizes)
+    if sizes.pipeline > 1:
+        refuse_in_pipeline(experiment.deepspeed)
+
+
+def why_not_cut(experiment: Experiment, sizes: Sizes) -> str | None:
+    """Why an experiment does not go with a model that ranks share so, whatever the model, with the cure; None where it
+    does. The run asks this, and a plan before it proposes."""
+    if sizes.model == 1:
+        return None
     if experiment.training.eval_tasks is not None:
-        raise ValueError(
+        return (
             f"training.eval_tasks takes a model that is whole on each rank, and this one is cut by {sizes.in_words()}: "
             "leave it out, and evaluate afterwards with mst eval"
         )
     if experiment.training.init is not None:
-        raise ValueError(
+        return (
             f"training.init fills a model that is whole on each rank, and this one is cut by {sizes.in_words()}: leave "
             "it out"
         )
-    if experiment.mst.growth is not None:
-        raise ValueError(
-            f"method {experiment.mst.method} fills a model that is whole on each rank with grown weights, and this one "
-            f"is cut by {sizes.in_words()}: grow it in a run of its own, or cut it by ZeRO alone"
+    mst, optimizer = experiment.mst, experiment.deepspeed.get("optimizer") or {}
+    muon = str(optimizer.get("type")).lower() == "muon" and not mst.stays_dense
+    if muon and sizes.tensor * sizes.pipeline > 1:
+        return (
+            f"sparse training is not tested with Muon in a model that is cut by {sizes.in_words()}: share the batch or "
+            "sequences alone, or use AdamW"
         )
-    refuse_model(experiment.model, sizes)
-    if sizes.pipeline > 1:
-        refuse_in_pipeline(experiment.deepspeed)
+    return why_not_method(mst, sizes)
+
+
+def why_not_method(mst: MSTConfig, sizes: Sizes) -> str | None:
+    """Why a method does not go with a model that ranks share so, with the cure; None where it does."""
+    if mst.growth is not None and sizes.model > 1:
+        return (
+            f"method {mst.method} fills a model that is whole on each rank with grown weights, and this one is cut by "
+            f"{sizes.in_words()}: grow it in a run of its own, or cut it by ZeRO alone"
+        )
+    if mst.function is not None and sizes.tensor * sizes.pipeline > 1:
+        return (
+            f"method {mst.method} wants every matrix whole, and here ranks hold slices or stages "
+            f"({sizes.in_words()}): use data or sequence parallelism, or a method of masks"
+        )
+    return None
 
 
 def refuse_model(model: ModelConfig, sizes: Sizes) -> None:

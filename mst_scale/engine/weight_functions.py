@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from mst_scale import zero_shards
 from mst_scale.config import Experiment
+from mst_scale.config.parallel import why_not_method
+from mst_scale.distributed import Sizes
 from mst_scale.engine.targets import choose_targets
 from mst_scale.methods import METHODS, WeightFunction
 from mst_scale.mixed_growing.distribution import active_counts
@@ -51,11 +53,9 @@ class WeightFunctions:
         self.always = mst.sparsity.variation == "dense"  # a function that has no schedule
         self.targets = choose_targets(engine.module, mst.targets)
         self.shapes = {name: tuple(zero_shards.shape_of(p)) for name, p in self.targets.items()}
-        if zero_shards.is_cut_up(engine):
-            raise ValueError(
-                f"method {self.method} wants every matrix whole, and here ranks hold slices or stages: use data or "
-                "sequence parallelism, or a method of masks"
-            )
+        cut = Sizes(tensor=zero_shards.tensor_slices(engine), pipeline=zero_shards.stage_count(engine))
+        if (reason := why_not_method(mst, cut)) is not None:
+            raise ValueError(reason)
         if zero_shards.uses_muon(engine):
             raise ValueError(f"method {self.method} trains what lies behind weights, and Muon needs these: use AdamW")
         head = getattr(engine.module, "get_output_embeddings", lambda: None)()

@@ -14,7 +14,7 @@ from mst_scale.plan.activations import activations
 from mst_scale.plan.clock import Seconds, step_seconds
 from mst_scale.plan.gpus import GB, Machine
 from mst_scale.plan.held import ends, share
-from mst_scale.plan.layouts import OPTIONS, problem
+from mst_scale.plan.layouts import OPTIONS, refusal
 from mst_scale.plan.links import Link, links
 from mst_scale.plan.memory import Memory, memory
 from mst_scale.plan.parameters import parameters, sparse_parameters
@@ -225,7 +225,7 @@ def _refuse(experiment: Experiment, own: Setting, machine: Machine, fixed: Mappi
         )
     if fixed and wanted.pipeline > 1:
         wanted = wanted.at_stage(min(1, own.stage))
-    said = problem(experiment.model, wanted, machine.gpu.per_node)
+    said = refusal(experiment, wanted, machine.gpu.per_node)
     if said is None and own.batch % wanted.data:
         said = f"{own.batch:,} sequences cannot be shared by data {wanted.data}: --set train_batch_size to a multiple"
     if said:
@@ -282,7 +282,7 @@ def _shareable(experiment: Experiment, gpus: int, machine: Machine) -> Experimen
             continue
         asked = {**experiment.deepspeed, "tensor_parallel": {"autotp_size": tensor}}
         wanted = replace(experiment, deepspeed=asked)
-        if problem(experiment.model, _setting(wanted, gpus), machine.gpu.per_node) is None:
+        if refusal(experiment, _setting(wanted, gpus), machine.gpu.per_node) is None:
             return wanted
     return experiment
 

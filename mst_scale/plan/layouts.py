@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from mst_scale.config import ModelConfig
+from mst_scale.config import Experiment, ModelConfig
+from mst_scale.config.parallel import why_not_cut
 from mst_scale.plan.setting import Setting
 
 OPTIONS = {"tensor": "--tp", "sequence": "--sp", "pipeline": "--pp"}
@@ -38,6 +39,11 @@ def problem(model: ModelConfig, s: Setting, per_node: int) -> str | None:
     if p > 1 and s.stage > 1:
         return f"a pipeline runs at ZeRO-0 and 1, not {s.stage}: --set zero_optimization.stage=1"
     return None
+
+
+def refusal(experiment: Experiment, s: Setting, per_node: int) -> str | None:
+    """Why a run cannot share its model so, by what the model allows and what the run itself would refuse."""
+    return problem(experiment.model, s, per_node) or why_not_cut(experiment, s.sizes)
 
 
 def layouts(model: ModelConfig, s: Setting, per_node: int, fixed: Mapping[str, int]) -> Iterator[Setting]:

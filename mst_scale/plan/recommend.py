@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from mst_scale.config import Experiment
+from mst_scale.config.parallel import why_not_cut
 from mst_scale.plan.clock import Seconds, step_seconds
 from mst_scale.plan.gpus import Machine
 from mst_scale.plan.layouts import layouts
@@ -61,7 +62,8 @@ def fitting(
 ) -> list[Choice]:
     """All that fit, the fastest first."""
     own = setting if not fixed and setting.batch % setting.data == 0 else None
-    shared = list(layouts(experiment.model, setting, machine.gpu.per_node, fixed))
+    possible = layouts(experiment.model, setting, machine.gpu.per_node, fixed)
+    shared = [s for s in possible if why_not_cut(experiment, s.sizes) is None]
     if own and all(s.sizes != own.sizes for s in shared):
         shared.append(own)
     found = []

@@ -19,7 +19,7 @@ universal     DeepSpeed's universal layout, for every stage
 """
 
 from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, is_linear, refuse_to_cut
-from mst_scale.zero_shards.groups import Groups, groups_of, is_cut_up, sequences_a_step
+from mst_scale.zero_shards.groups import Groups, groups_of, sequences_a_step, stage_count, tensor_slices
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
 from mst_scale.zero_shards.muon import shapes as muon_shapes
@@ -81,7 +81,6 @@ __all__ = [
     "hasten",
     "install",
     "is_cut",
-    "is_cut_up",
     "is_linear",
     "is_matrix",
     "load_checkpoint",
@@ -101,6 +100,8 @@ __all__ = [
     "sequences_a_step",
     "shape_of",
     "shards_of",
+    "stage_count",
+    "tensor_slices",
     "updates_of",
     "uses_muon",
     "watch_losses",

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mst_scale.config import ModelConfig, load
+from mst_scale.config.parallel import KEYS, refuse_untried
 from mst_scale.plan.activations import WHOLE, Share, activations, block_bytes
 from mst_scale.plan.answer import plan
 from mst_scale.plan.clock import inside_a_node, seconds, sharing_seconds, step_seconds
@@ -170,6 +171,36 @@ def test_what_models_cannot_be_shared():
     dropped = replace(MODEL, dropout=0.1)
     assert "model.dropout is 0.1" in problem(dropped, replace(s, tensor=2), 8)
     assert "model.dropout" in problem(dropped, replace(s, sequence=2), 8) and problem(dropped, s, 8) is None
+
+
+MUON = 'optimizer={"type": "Muon", "params": {"lr": 1e-3}}'
+CUT, SHARED = ("tensor", "pipeline"), ("tensor", "pipeline", "sequence")
+
+
+@pytest.mark.parametrize(
+    ("method", "override", "axes", "said"),
+    [
+        ("powerprop", "mst.targets.lm_head=false", CUT, "method powerprop wants every matrix whole"),
+        ("sr-ste", "mst.sparsity.max=0.5", CUT, "method sr-ste wants every matrix whole"),
+        ("monarch", "mst.sparsity.max=0.5", CUT, "method monarch wants every matrix whole"),
+        ("stack", "mst.grow_from=runs/small", SHARED, "grown weights, and this one is cut by"),
+        ("mst", MUON, CUT, "not tested with Muon in a model that is cut by"),
+        ("mst", "training.init=weights", SHARED, "training.init fills a model that is whole"),
+    ],
+)
+def test_what_the_run_refuses_is_neither_proposed_nor_planned(method, override, axes, said):
+    file, target = ROOT / "ds_configs" / "gpt3_1.3b.json", machine("a100-80gb", 16)
+    answer = plan(load(file, [override], method), 16, target)
+    proposed = {axis for axis in SHARED for row in answer.layouts if getattr(row.setting, axis) > 1}
+    assert proposed == set(SHARED) - set(axes)
+    usual = plan(load(file), 16, target)
+    assert {axis for axis in SHARED for row in usual.layouts if getattr(row.setting, axis) > 1} == set(SHARED)
+    for axis in axes:
+        with pytest.raises(ValueError, match=said) as planned:
+            plan(load(file, [override], method), 16, target, fixed={axis: 2})
+        with pytest.raises(ValueError, match=said) as run:
+            refuse_untried(load(file, [override, f"{KEYS[axis]}=2"], method))
+        assert str(planned.value) == str(run.value), "one rule"
 
 
 def test_every_layout_can_be_and_keeps_the_batch():
