@@ -13,8 +13,8 @@ link, the time of a step and of every phase, what a topology step sends on 1 to 
 
 Memory and bytes of data parallel runs are compared with real DeepSpeed runs on 2 ranks in tests/plan/. Times are
 expected, not measured: a roofline of data sheets' peaks and assumed efficiencies, which small models fall short of;
---efficiency replaces them by your own. Masked dense layers save FLOPs only, and bounds are called bounds. --json
-prints everything."""
+--efficiency replaces them by your own. Masked dense layers save FLOPs only; what blocks of weights are expected to
+gain, by their side, is a roofline of their kernels, and bounds are called bounds. --json prints everything."""
 
 EXAMPLES = """\
 examples:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,13 +11,14 @@ if TYPE_CHECKING:
     from mst_scale.plan.recommend import Choice
 
 GB = 1e9
+CLOSE = 0.03  # times so near are the same
 SHOWN = 5  # ways to share a model
 
 
 def text(answer: Plan) -> str:
     """A conclusion, then tables that fit 100 columns."""
     parts = [conclusion(answer), layout_table(answer), memory_table(answer), link_table(answer), phase_table(answer)]
-    parts += [topology_table(answer), assumptions(answer)]
+    parts += [side_table(answer), topology_table(answer), assumptions(answer)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -32,12 +34,13 @@ def conclusion(answer: Plan) -> str:
         f"{answer.tokens / 1e9:,.4g} B tokens in {answer.steps:,} steps of {s.batch:,} sequences",
         f"{s.ranks:,} × {gpu.name}: {stated(s)}, {micros} a step, {s.precision}",
     ]
-    sparse, days = answer.sparsest, (answer.best_hours / s.ranks / 24, answer.dense_hours / s.ranks / 24)
     if answer.sparse_parameters:
+        sparse, hours = answer.sparsest, answer.expected_hours
         lines.insert(
             1,
-            f"Expected, not measured: {duration(sparse.best_seconds)} to {duration(sparse.dense_seconds)} a step at "
-            f"{100 * sparse.sparsity:.0f} % sparsity, {days[0]:,.3g} to {days[1]:,.3g} days the run.",
+            f"Expected, not measured: {duration(sparse.expected_seconds)} a step at {100 * sparse.sparsity:.0f} % "
+            f"sparsity ({times(sparse.dense_seconds / sparse.expected_seconds)}), "
+            f"{hours / s.ranks / 24:,.3g} days the run ({times(answer.dense_hours / hours)}).",
         )
     best = answer.recommended
     if answer.given.sizes == s.sizes and answer.given != s:
@@ -157,23 +160,50 @@ def phase_table(answer: Plan) -> str:
     ]
     if not answer.sparse_parameters:
         return "\n".join(lines)
-    rows = [["phase", "steps", "sparse", "FLOPs", "dense step", "GPU-hours", "not below", ""]]
+    rows = [["phase", "steps", "sparse", "FLOPs", "dense step", "expected", "not below", "GPU-hours", "expected", ""]]
     for p in answer.phases:
         hours = p.steps * answer.setting.ranks / 3600
         rows.append([
             p.name, f"{p.steps:,}", f"{100 * p.sparsity:.0f} %", f"{100 * p.flops:.0f} %", duration(p.dense_seconds),
-            f"{hours * p.dense_seconds:,.0f}", f"{hours * p.best_seconds:,.0f}", "",
+            duration(p.expected_seconds), duration(p.best_seconds), f"{hours * p.dense_seconds:,.0f}",
+            f"{hours * p.expected_seconds:,.0f}", "",
         ])  # fmt: skip
     rows.append([
-        "run", f"{answer.steps:,}", "", f"{100 * answer.flops:.0f} %", "", f"{answer.dense_hours:,.0f}",
-        f"{answer.best_hours:,.0f}", "",
+        "run", f"{answer.steps:,}", "", f"{100 * answer.flops:.0f} %", "", "", "", f"{answer.dense_hours:,.0f}",
+        f"{answer.expected_hours:,.0f}", "",
     ])  # fmt: skip
     return "\n".join([
         *lines, *aligned(rows),
+        f"expected, not measured: {times(answer.dense_hours / answer.expected_hours)} of the dense run's time, "
+        "by a roofline of the kernels.",
+        *_slower(answer),
         f"FLOPs ÷{1 / answer.flops:.2f} in the causal accounting.",
         f"Wall clock: {answer.wall_clock}.",
         "not below: a bound, if attention took no more than its share of the pairs (not measured on GPUs).",
     ])  # fmt: skip
+
+
+def _slower(answer: Plan) -> list[str]:
+    slower = [p.name for p in answer.phases if p.expected_seconds > (1 + CLOSE) * p.dense_seconds]
+    if not slower:
+        return []
+    cure = "mst.compute.backend=auto takes them where `mst bench linear --tune` has measured them faster"
+    return [f"{', '.join(slower)}: blocks are expected slower than dense products there;", f"  {cure}"]
+
+
+def side_table(answer: Plan) -> str:
+    """What the sparsest phase would gain by blocks of each side."""
+    if not answer.sides:
+        return ""
+    found = answer.sides
+    rows = [
+        ["blocks of", *(str(x.side) if x.side > 1 else "single weights" for x in found), ""],
+        ["a step", *(times(x.speedup) for x in found), ""],
+        ["its products", *(times(x.products) for x in found), ""],
+        ["bound by", *(next(iter(x.decides), "masked dense") for x in found), ""],
+    ]
+    title = f"expected, not measured: a dense step against one at {100 * answer.sparsest.sparsity:.0f} % sparsity"
+    return "\n".join([title, *aligned(rows)])
 
 
 def topology_table(answer: Plan) -> str:
@@ -197,11 +227,12 @@ def topology_table(answer: Plan) -> str:
 
 def assumptions(answer: Plan) -> str:
     e, a = answer.machine.efficiency, answer.machine.latency
-    shares = f"matmul {e.matmul}, attention {e.attention}, memory {e.memory}, network {e.network}, host {e.host}"
+    shares = ", ".join(f"{name} {value}" for name, value in asdict(e).items())
+    cache = f"narrow is of matmul, for blocks of 16; the L2 cache reads {answer.machine.gpu.l2 / 1e12:.3g} TB/s"
     return (
-        f"assumed of peaks: {shares} (--efficiency)\n"
+        f"assumed of peaks: {shares}\n  (--efficiency); {cache}\n"
         f"assumed latencies: {1e6 * a.inside:.0f} µs a hop in a node, {1e6 * a.between:.0f} µs between nodes, "
-        f"{1e6 * a.launch:.0f} µs a call\n"
+        f"{1e6 * a.launch:.0f} µs a call, {1e6 * a.kernel:.0f} µs a kernel\n"
         + "\n".join(textwrap.wrap(f"peaks: {answer.machine.gpu.sources}", 98, subsequent_indent="  "))
     )
 
@@ -212,6 +243,10 @@ def duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{1e3 * seconds:.3g} ms"
+
+
+def times(speedup: float) -> str:
+    return f"÷{speedup:.2f}"
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

@@ -7,8 +7,9 @@ blocks, also at a matrix's edges, and `min_blocks` counts as the smallest number
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from mst_scale.config import Experiment
@@ -42,16 +43,10 @@ def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[S
     """
     schedule = experiment.schedule
     sparse = [m for m in sparse_matrices(experiment) if not (dense_head and m.name == head_name(experiment.model))]
-    grids = [grid_of((m.outputs, m.inputs), experiment.mst.topology) for m in sparse]
     attention = experiment.attention_schedule
     changes = [start for start, _ in attention.pieces]
     for segment in schedule.segments():
-        shapes = [grid.shape for grid in grids]
-        counts = active_counts(shapes, segment.sparsity, experiment.mst.sparsity.distribution) if sparse else []
-        density = {
-            matrix.name: max(count, grid.least) / (grid.shape[0] * grid.shape[1])
-            for matrix, grid, count in zip(sparse, grids, counts, strict=True)
-        }
+        density = densities(experiment, sparse, segment.sparsity)
         gradient = None
         if (function := experiment.mst.function) is not None and segment.phase != "dense":
             of = {m.name: (m.outputs, m.inputs) for m in sparse}
@@ -60,6 +55,21 @@ def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[S
         inside = [change for change in changes if segment.start < change < segment.stop]
         for start, stop in zip([segment.start, *inside], [*inside, segment.stop], strict=True):
             yield Stretch(start, stop, segment.phase, segment.sparsity, attention.pattern_at(start), density, gradient)
+
+
+def densities(experiment: Experiment, sparse: Sequence[Matrix], sparsity: float) -> dict[str, float]:
+    """Share of active weights of each of these matrices where so much of all of them together is masked."""
+    grids = [grid_of((m.outputs, m.inputs), experiment.mst.topology) for m in sparse]
+    counts = _counts(tuple(grid.shape for grid in grids), sparsity, experiment.mst.sparsity.distribution)
+    return {
+        matrix.name: max(count, grid.least) / (grid.shape[0] * grid.shape[1])
+        for matrix, grid, count in zip(sparse, grids, counts, strict=True)
+    }
+
+
+@lru_cache(maxsize=512)  # a plan asks for those of the forecast again
+def _counts(shapes: tuple[tuple[int, ...], ...], sparsity: float, distribution: str) -> tuple[int, ...]:
+    return tuple(active_counts(shapes, sparsity, distribution)) if shapes else ()
 
 
 class Grid(NamedTuple):

@@ -11,6 +11,9 @@ traffic       bytes of every collective of a step between ranks that hold the sa
 exchange      and between ranks that share a model
 clock         seconds: a roofline for compute, an α–β model for collectives, a pipeline's bubble
 links         what a GPU sends over which link
+roofline      seconds of a product with a mask of blocks, and of attention over a pattern
+expected      seconds of sparse steps by that roofline, of every phase, by the side of blocks
+expected_page the table of it in the docs
 skipping      which layers skip what is masked
 topology      what a topology step sends and, at least, takes
 layouts       the ways in which ranks can share a model

@@ -12,6 +12,7 @@ from mst_scale.config.parallel import KEYS, sizes_of
 from mst_scale.costs.flops import dense_step_flops
 from mst_scale.plan.activations import activations
 from mst_scale.plan.clock import Seconds, step_seconds
+from mst_scale.plan.expected import ASSUMPTIONS, EXPECTED, Side, by_side
 from mst_scale.plan.gpus import GB, Machine
 from mst_scale.plan.held import ends, share
 from mst_scale.plan.layouts import OPTIONS, refusal
@@ -47,6 +48,8 @@ class Plan:
     """The fastest of every way to share the model, and what is recommended of its own."""
     why: list[str]
     phases: list[Phase]
+    sides: list[Side]
+    """The sparsest phase by the side of blocks, whatever the config's masks are made of."""
     topology: TopologyStep | None
 
     @property
@@ -82,7 +85,7 @@ class Plan:
     def mfu(self) -> float:
         """Dense FLOPs of the model (causal pairs, nothing twice) over what the GPUs could do in that time."""
         gpu = self.machine.gpu
-        peak = gpu.fp32 if self.setting.precision == "fp32" else gpu.bf16
+        peak = gpu.peak(self.setting.precision)
         flops = dense_step_flops(self.experiment.model, "causal").total * self.setting.batch / self.setting.ranks
         return flops / (self.seconds.total * peak)
 
@@ -105,6 +108,11 @@ class Plan:
         return sum(p.steps * p.best_seconds for p in self.phases) * self.setting.ranks / 3600
 
     @property
+    def expected_hours(self) -> float:
+        """GPU-hours by `Phase.expected_seconds`."""
+        return sum(p.steps * p.expected_seconds for p in self.phases) * self.setting.ranks / 3600
+
+    @property
     def flops(self) -> float:
         """FLOPs of the whole run, relative to dense, in the causal accounting."""
         return sum(p.steps * p.flops for p in self.phases) / self.steps
@@ -115,7 +123,7 @@ class Plan:
         if not self.sparse_parameters:
             return "dense: nothing is skipped"
         if skips_masked_weights(self.experiment, self.setting.precision):
-            return "not measured on GPUs for blocks of weights; the bound lets products take their density's share"
+            return "not measured on GPUs for blocks of weights; expected by a roofline of their kernels"
         return "FLOPs only for the matrix products: masked dense layers take as long as dense ones"
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,12 +154,28 @@ class Plan:
             },
             "links": [asdict(link) for link in self.links],
             "layout": {"tensor": s.tensor, "sequence": s.sequence, "pipeline": s.pipeline, "data": s.data},
-            "sparsest_step": {"seconds": self.sparsest.dense_seconds, "not_below": self.sparsest.best_seconds},
-            "days": {"dense": self.dense_hours / s.ranks / 24, "bound": self.best_hours / s.ranks / 24},
+            "sparsest_step": {
+                "seconds": self.sparsest.dense_seconds,
+                "not_below": self.sparsest.best_seconds,
+                "expected": self.sparsest.expected_seconds,
+            },
+            "days": {
+                "dense": self.dense_hours / s.ranks / 24,
+                "bound": self.best_hours / s.ranks / 24,
+                "expected": self.expected_hours / s.ranks / 24,
+            },
+            "expected": {
+                "what": EXPECTED,
+                "ultra_speedup": self.sparsest.dense_seconds / self.sparsest.expected_seconds,
+                "run_speedup": self.dense_hours / self.expected_hours,
+                "by_side": [asdict(side) for side in self.sides],
+                "assumptions": ASSUMPTIONS,
+            },
             "phases": [asdict(phase) for phase in self.phases],
             "flops_relative": self.flops,
             "gpu_hours_dense": self.dense_hours,
             "gpu_hours_bound": self.best_hours,
+            "gpu_hours_expected": self.expected_hours,
             "wall_clock": self.wall_clock,
             "topology_step": topology,
             "stages": [_row(choice, self.machine) for choice in self.stages],
@@ -208,7 +232,8 @@ def plan(
         recommended,
         rows,
         said,
-        phases(experiment, seconds, setting.precision),
+        phases(experiment, seconds, setting, machine),
+        by_side(experiment, setting, machine),
         topology_step(experiment, setting, machine),
     )
 

@@ -12,18 +12,16 @@ A roofline: each part runs at the stated share of the peak that bounds it.
 A rank that shares a model computes its part (`held.share`); a tensor-parallel group's head is whole on each rank.
 Matrix products that are cut count on the same share of the peak as whole ones: very thin ones reach less.
 
-No time is stated for sparse phases that has not been measured. Masked dense layers take as long as dense ones: they
-save FLOPs only. Attention skips its pairs on CPU and in a Triton kernel whose speed on GPUs has not been measured, so
-its share of the pairs is given as a bound from below; and so is the density of other compute backends.
+Masked dense layers take as long as dense ones: they save FLOPs only. What sparse phases take is expected by `expected`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from mst_scale.config import Experiment, ModelConfig
 from mst_scale.costs.flops import Flops, forward_flops
@@ -39,10 +37,13 @@ OPTIMIZER_BYTES = 42  # per weight: gradient read for its norm, clipped, read; m
 HOST_BYTES = 28  # per weight, by the CPU's Adam
 FLASH = 3.5  # forward, and a backward that computes the scores again
 
+Busy = tuple[float, float, float]
+"""Seconds of products, attention and element-wise passes, all micro-batches of a step together."""
+
 
 @dataclass(frozen=True)
 class Seconds:
-    """The seconds of one optimizer step of a dense run, by part."""
+    """The seconds of one optimizer step, by part."""
 
     products: float
     attention: float
@@ -70,10 +71,13 @@ class Seconds:
         return 1 + self.bubble / busy
 
 
-def step_seconds(experiment: Experiment, s: Setting, machine: Machine) -> Seconds:
-    """A dense step."""
+def step_seconds(
+    experiment: Experiment, s: Setting, machine: Machine, busy: Callable[[int], Busy] | None = None
+) -> Seconds:
+    """A dense step; with `busy`, one whose stages are busy for so long."""
     model, gpu, e = experiment.model, machine.gpu, machine.efficiency
-    products, attention, elementwise = max((_busy(model, s, machine, stage) for stage in ends(s)), key=sum)
+    of = busy or partial(dense_busy, model, s, machine)
+    products, attention, elementwise = max((of(stage) for stage in ends(s)), key=sum)
     found = held(model, s)
     weights = sum(p.numel for p in found)
     bandwidth = gpu.bandwidth * e.memory
@@ -101,10 +105,10 @@ def step_seconds(experiment: Experiment, s: Setting, machine: Machine) -> Second
     )
 
 
-def _busy(model: ModelConfig, s: Setting, machine: Machine, stage: int) -> tuple[float, float, float]:
-    """Products, attention and element-wise passes of a stage's ranks, all micro-batches together."""
+def dense_busy(model: ModelConfig, s: Setting, machine: Machine, stage: int) -> Busy:
+    """What a dense step keeps a stage's ranks busy with."""
     gpu, e = machine.gpu, machine.efficiency
-    peak = gpu.fp32 if s.precision == "fp32" else gpu.bf16
+    peak = gpu.peak(s.precision)
     forward, part = _forward(model), share(model, s, stage)
     again = 1 / 3 if s.recompute else 0.0  # the blocks' forward pass, a third of their three
     layers = layers_of(model, s, stage)
@@ -136,6 +140,7 @@ def _moved(model: ModelConfig, width: int, part: Share, layers: int) -> float:
     return float(width * (blocks + head)) / part.sequence
 
 
+@cache
 def communication_seconds(model: ModelConfig, s: Setting, machine: Machine) -> tuple[float, float]:
     """Communication over ranks that hold the same weights: while the micro-batches run, and after them."""
     calls = traffic(model, s)

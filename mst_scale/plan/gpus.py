@@ -1,7 +1,8 @@
 """Lists what a GPU, its node and its network can do at most, and the share of it that plans count on.
 
 Peaks are those of the makers' data sheets, without structured sparsity; 1 GB is 10⁹ bytes. Nodes are the makers' own
-(DGX) with one network port per GPU. What a run reaches of a peak is an assumption: `Efficiency` states it.
+(DGX) with one network port per GPU. What a run reaches of a peak is an assumption: `Efficiency` states it. An L2
+cache's bandwidth, which no data sheet states, is what a published microbenchmark reads of it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class GPU:
     name: str
     memory: float
     bandwidth: float  # its own memory
+    l2: float  # its L2 cache, read
     bf16: float  # tensor cores, fp32 accumulation; fp16 is the same
     fp32: float  # as PyTorch multiplies by default, without TF32
     link: float  # to the other GPUs of the node, one direction
@@ -29,21 +31,26 @@ class GPU:
     per_node: int
     sources: str
 
+    def peak(self, precision: str) -> float:
+        """FLOP/s of matrix products."""
+        return self.fp32 if precision == "fp32" else self.bf16
+
 
 A100_NODE = "NVIDIA DGX A100 data sheet: 8 GPUs, 8 × HDR 200 Gb/s, 2 × EPYC 7742 (8 × DDR4-3200 each)"
 H100_NODE = "NVIDIA DGX H100 data sheet: 8 GPUs, 8 × NDR 400 Gb/s, 2 × Xeon 8480C (8 × DDR5-4800 each), 2 TB"
+L2 = "github.com/te42kyfo/gpu-benches (gpu-l2-cache)"
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("a100-40gb", 40 * GB, 1555 * GB, 312 * TERA, 19.5 * TERA, 300 * GB, 25 * GB, 32 * GB, 125 * GB, 51 * GB, 8,
-            f"NVIDIA A100 data sheet (SXM4, 40 GB); {A100_NODE}, 1 TB"),
-        GPU("a100-80gb", 80 * GB, 2039 * GB, 312 * TERA, 19.5 * TERA, 300 * GB, 25 * GB, 32 * GB, 250 * GB, 51 * GB, 8,
-            f"NVIDIA A100 data sheet (SXM4, 80 GB); {A100_NODE}, 2 TB"),
-        GPU("h100-80gb", 80 * GB, 3350 * GB, 989 * TERA, 67 * TERA, 450 * GB, 50 * GB, 64 * GB, 250 * GB, 76 * GB, 8,
-            f"NVIDIA H100 data sheet (SXM5); {H100_NODE}"),
-        GPU("h200", 141 * GB, 4800 * GB, 989 * TERA, 67 * TERA, 450 * GB, 50 * GB, 64 * GB, 250 * GB, 76 * GB, 8,
-            f"NVIDIA H200 data sheet (SXM); {H100_NODE}"),
+        GPU("a100-40gb", 40 * GB, 1555 * GB, 5400 * GB, 312 * TERA, 19.5 * TERA, 300 * GB, 25 * GB, 32 * GB, 125 * GB,
+            51 * GB, 8, f"NVIDIA A100 data sheet (SXM4, 40 GB); {A100_NODE}, 1 TB; L2 cache: that of 80 GB"),
+        GPU("a100-80gb", 80 * GB, 2039 * GB, 5400 * GB, 312 * TERA, 19.5 * TERA, 300 * GB, 25 * GB, 32 * GB, 250 * GB,
+            51 * GB, 8, f"NVIDIA A100 data sheet (SXM4, 80 GB); {A100_NODE}, 2 TB; L2 cache measured: {L2}"),
+        GPU("h100-80gb", 80 * GB, 3350 * GB, 9700 * GB, 989 * TERA, 67 * TERA, 450 * GB, 50 * GB, 64 * GB, 250 * GB,
+            76 * GB, 8, f"NVIDIA H100 data sheet (SXM5); {H100_NODE}; L2 cache: assumed to be the H200's, {L2}"),
+        GPU("h200", 141 * GB, 4800 * GB, 9700 * GB, 989 * TERA, 67 * TERA, 450 * GB, 50 * GB, 64 * GB, 250 * GB,
+            76 * GB, 8, f"NVIDIA H200 data sheet (SXM); {H100_NODE}; L2 cache measured: {L2}"),
     )
 }  # fmt: skip
 
@@ -59,6 +66,8 @@ class Efficiency:
     matmul: float = 0.6  # large bf16 matrix products inside a transformer
     attention: float = 0.45  # flash attention, forward and backward
     memory: float = 0.8  # element-wise passes and the optimizer
+    l2: float = 0.7  # tiles gathered from the L2 cache by the kernels for blocks
+    narrow: float = 0.5  # of matmul: tiles of 16 columns, bound by the other operand's reads of shared memory
     network: float = 0.8  # large collectives, in and between nodes
     host: float = 0.6  # the CPU's Adam on offloaded states
 
@@ -70,6 +79,7 @@ class Latency:
     inside: float = 4e-6  # between GPUs of a node
     between: float = 12e-6  # between nodes
     launch: float = 20e-6  # of any collective
+    kernel: float = 20e-6  # of a Triton kernel, from Python
 
 
 @dataclass(frozen=True)

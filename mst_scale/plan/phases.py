@@ -1,4 +1,4 @@
-"""Computes the length of each phase, what it saves in FLOPs, and what it can save in time at best."""
+"""Computes the length of each phase, what it saves in FLOPs, and what it can and is expected to save in time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 from mst_scale.config import Experiment
 from mst_scale.costs.ledger import forecast
 from mst_scale.plan.clock import Seconds
+from mst_scale.plan.expected import phase_seconds
+from mst_scale.plan.gpus import Machine
 from mst_scale.plan.parameters import sparse_parameters
+from mst_scale.plan.setting import Setting
 from mst_scale.plan.skipping import skips
 from mst_scale.sparsity_variation import SparsityConfig
 
@@ -26,6 +29,8 @@ class Phase:
     best_seconds: float
     """Seconds of a step, if attention took no more than its share of the pairs, and a compute backend that skips masked
     weights no more than their density. A bound from below, not a measurement."""
+    expected_seconds: float
+    """Seconds of a step by the roofline of `expected`: not measured."""
 
 
 def of_tokens(experiment: Experiment, tokens: float, batch: int) -> Experiment:
@@ -61,17 +66,18 @@ def skips_masked_weights(experiment: Experiment, precision: str) -> bool:
     return any(skips(experiment, precision, p.shape, most) for p in found)
 
 
-def phases(experiment: Experiment, dense: Seconds, precision: str) -> list[Phase]:
+def phases(experiment: Experiment, dense: Seconds, s: Setting, machine: Machine) -> list[Phase]:
     """The phases in order; their FLOPs are those of `forecast`."""
-    expected, skipping = forecast(experiment), skips_masked_weights(experiment, precision)
-    whole = expected.dense["causal"]
+    whole, skipping = forecast(experiment), skips_masked_weights(experiment, s.precision)
+    expected = phase_seconds(experiment, s, machine)
     result = []
-    for phase in expected.phases:
-        flops = phase.flops["causal"]
-        saved = (1 - flops.attention / whole.attention) * dense.attention
+    for phase, seconds in zip(whole.phases, expected, strict=True):
+        flops, of_dense = phase.flops["causal"], whole.dense["causal"]
+        saved = (1 - flops.attention / of_dense.attention) * dense.attention
         if skipping:
-            saved += (1 - flops.matrices / whole.matrices) * dense.products
+            saved += (1 - flops.matrices / of_dense.matrices) * dense.products
         saved *= dense.waits  # the other stages wait no longer than a stage works
-        share = flops.total / whole.total
-        result.append(Phase(phase.name, phase.steps, phase.sparsity, share, dense.total, dense.total - saved))
+        share = flops.total / of_dense.total
+        best = dense.total - saved
+        result.append(Phase(phase.name, phase.steps, phase.sparsity, share, dense.total, best, seconds))
     return result

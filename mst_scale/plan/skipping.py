@@ -25,8 +25,8 @@ def check_backend(experiment: Experiment) -> None:
         return
     if mst.compute.backend == "cpu":
         raise ValueError("mst.compute.backend = cpu multiplies CPU tensors: plan with --set mst.compute.backend=auto")
-    if mst.compute.backend == "block" and _side(experiment) not in SIDES:
-        made = "single weights" if _side(experiment) == 1 else f"blocks of {_side(experiment)}"
+    if mst.compute.backend == "block" and side_of(experiment) not in SIDES:
+        made = "single weights" if side_of(experiment) == 1 else f"blocks of {side_of(experiment)}"
         raise ValueError(
             f"mst.compute.backend = block multiplies with blocks of {', '.join(map(str, SIDES))}, these masks are made "
             f"of {made}: --set mst.topology.granularity.block=16, or --set mst.compute.backend=auto"
@@ -35,7 +35,7 @@ def check_backend(experiment: Experiment) -> None:
 
 def skips(experiment: Experiment, precision: str, shape: tuple[int, ...], sparsity: float) -> bool:
     """Whether a layer of this shape skips what is masked at this sparsity."""
-    backend, side = experiment.mst.compute.backend, _side(experiment)
+    backend, side = experiment.mst.compute.backend, side_of(experiment)
     if sparsity <= 0 or backend == "dense":
         return False
     if backend == "block":
@@ -46,6 +46,7 @@ def skips(experiment: Experiment, precision: str, shape: tuple[int, ...], sparsi
     return least is not None and sparsity >= least
 
 
-def _side(experiment: Experiment) -> int:
+def side_of(experiment: Experiment) -> int:
+    """Of the blocks that masks are made of; 1: single weights."""
     granularity = experiment.mst.topology.granularity
     return granularity.block if isinstance(granularity, BlockGranularity) else 1

@@ -310,7 +310,7 @@ def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> Topol
         if skips(experiment, s.precision, x.parameter.shape, x.sparsity)
     )
     tokens = s.micro * s.accumulation * experiment.model.context / (s.tensor * s.sequence * s.pipeline)
-    peak = gpu.fp32 if s.precision == "fp32" else gpu.bf16
+    peak = gpu.peak(s.precision)
     return TopologyStep(
         step=step,
         payload=sum(c.payload for c in reduced),

@@ -61,6 +61,33 @@ def test_masked_dense_layers_are_promised_flops_only(capsys, monkeypatch):
     assert "not measured on GPUs for blocks" in said(capsys, *words), "auto: its table has a row of this side"
 
 
+def test_what_blocks_of_each_side_are_expected_to_gain(capsys):
+    words = [*config("gpt2_small"), "--gpus", "8"]
+    text = said(capsys, *words)
+    (first,) = [line for line in text.splitlines() if line.startswith("Expected, not measured: ")]
+    assert "days the run (÷" in first and "single weights" in text and "masked dense" in text
+    (products,) = [line.split()[2:] for line in text.splitlines() if line.startswith("its products")]
+    assert products[0] == "÷1.00" and len(products) == 5, "single weights, 16, 32, 64, 128"
+    blocks = ["--set", "mst.compute.backend=block", "--set", "mst.topology.granularity.block=16"]
+    text = said(capsys, *words, *blocks)
+    assert (
+        "restore: blocks are expected slower than dense products there" in text
+        and max(map(len, text.splitlines())) <= 100
+    )
+    plan = json.loads(said(capsys, *words, *blocks, "--json"))
+    found = plan["expected"]
+    assert [row["side"] for row in found["by_side"]] == [1, 16, 32, 64, 128]
+    assert set(found["by_side"][1]) == {"side", "seconds", "speedup", "products", "decides"}
+    assert found["what"] == "expected, not measured" and found["assumptions"]["tile_tokens"] == 128
+    assert found["by_side"][1]["speedup"] == pytest.approx(found["ultra_speedup"]) and found["run_speedup"] > 1
+    for when in ("not_below", "seconds"):
+        assert (plan["sparsest_step"]["expected"] > plan["sparsest_step"][when]) == (when == "not_below")
+    assert plan["gpu_hours_bound"] < plan["gpu_hours_expected"] < plan["gpu_hours_dense"]
+    assert all(phase["expected_seconds"] >= phase["best_seconds"] for phase in plan["phases"])
+    slow = json.loads(said(capsys, *words, *blocks, "--efficiency", "l2=0.2", "--json"))
+    assert slow["expected"]["ultra_speedup"] < found["ultra_speedup"] and slow["efficiency"]["l2"] == 0.2
+
+
 def test_activations_with_and_without_checkpointing(capsys):
     words = [*config("gpt3_1.3b"), "--gpus", "32"]
     both = json.loads(said(capsys, *words, "--json"))["activations"]
@@ -175,7 +202,7 @@ def test_the_global_batch_stays_on_any_number_of_gpus(capsys):
         (["--gpus", "8", "--tokens", "-3"], "write a number of tokens"),
         (["--gpus", "8", "--nodes", "3"], "--nodes 3"),
         (["--gpus", "8", "--efficiency", "matmul=2"], "a share in (0, 1]"),
-        (["--gpus", "8", "--efficiency", "speed=0.5"], "attention, host, matmul, memory, network"),
+        (["--gpus", "8", "--efficiency", "speed=0.5"], "attention, host, l2, matmul, memory, narrow, network"),
         (["--gpus", "8", "--set", "model.n_head=7"], "n_head"),
         (["--gpus", "8", "--set", "mst.compute.backend=cpu"], "mst.compute.backend = cpu"),
         (
