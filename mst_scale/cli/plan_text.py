@@ -203,7 +203,8 @@ def side_table(answer: Plan) -> str:
         ["bound by", *(next(iter(x.decides), "masked dense") for x in found), ""],
     ]
     title = f"expected, not measured: a dense step against one at {100 * answer.sparsest.sparsity:.0f} % sparsity"
-    return "\n".join([title, *aligned(rows)])
+    how = "to choose: --set mst.compute.backend=block --set mst.topology.granularity.block=16"
+    return "\n".join([title, *aligned(rows), how])
 
 
 def topology_table(answer: Plan) -> str:

@@ -154,6 +154,8 @@ def _sparse(
     experiment: Experiment, s: Setting, density: Mapping[str, float], stage: int
 ) -> Iterator[tuple[Linear, dict[Product, int]]]:
     """The layers of a stage that multiply with their blocks; how often a step takes each of their products."""
+    if experiment.mst.stays_dense:
+        return
     model, side = experiment.model, side_of(experiment)
     tokens = s.micro * model.context // s.sequence
     found: Counter[tuple[Linear, bool]] = Counter()

@@ -88,6 +88,11 @@ def test_sides_of_any_config_and_single_weights_state_no_speed_up():
     assert by_side(load(ROOT / "ds_configs" / "gpt2_xl.json", method="dense"), s, A100) == []
 
 
+def test_methods_that_store_dense_matrices_skip_nothing():
+    answer = plan(load(ROOT / "ds_configs" / "gpt2_small.json", ["mst.compute.backend=block"], "top-kast"), 8, A100)
+    assert {phase.expected_seconds for phase in answer.phases} == {answer.seconds.total} and not answer.sides
+
+
 def test_the_floor_of_blocks_binds():
     """768 wide in blocks of 64: 12 blocks a row, of which 2 stay, where 4 % would be half a one."""
     usual = by_side(ready(), setting_of(ready(), 8), A100)
