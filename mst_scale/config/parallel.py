@@ -79,8 +79,8 @@ def why_not_cut(experiment: Experiment, sizes: Sizes) -> str | None:
     muon = str(optimizer.get("type")).lower() == "muon" and not mst.stays_dense
     if muon and sizes.tensor * sizes.pipeline > 1:
         return (
-            f"sparse training is not tested with Muon in a model that is cut by {sizes.in_words()}: share the batch or "
-            "sequences alone, or use AdamW"
+            f"sparse training is not tested with Muon in layers or models cut over ranks ({sizes.in_words()}): share "
+            "the batch or sequences alone, or use AdamW"
         )
     return why_not_method(mst, sizes)
 
