@@ -11,6 +11,7 @@ command goes on where it stopped: what is there is not measured again, what fail
     kernels     every Triton kernel, forward and gradients, against its definition in float64
     masks       topology steps on the GPU and on the CPU from equal inputs: the same bits
     training    a sparse run on the GPU and on the CPU: losses within rounding, masks
+    tests       the project's own tests that want a GPU, in a clone
     attention   sparse attention against causal flash attention, FlexAttention, flash-attn's window, NATTEN, 1k to 32k
     linear      block linear layers against cuBLAS in bfloat16
     step        a step in every phase and the whole run, at the widths of 124M, 1.5B and 6.7B

@@ -12,6 +12,7 @@ PARTS = {
         Part("kernels", "are the kernels right?", 4, 60, 0.5, f"{__name__}.correctness"),
         Part("masks", "the same masks as on the CPU?", 2, 60, 0.5, f"{__name__}.correctness"),
         Part("training", "the same training as on the CPU?", 3, 120, 0.5, f"{__name__}.correctness"),
+        Part("tests", "do the tests of the kernels pass?", 3, 120, 0.5, f"{__name__}.correctness"),
         Part("attention", "how fast is sparse attention?", 4, 60, 0.5, f"{__name__}.speed"),
         Part("linear", "how fast are block linear layers?", 3, 60, 0.5, f"{__name__}.speed"),
         Part("step", "how fast is a step, and the run?", 6, 180, 0.95, f"{__name__}.speed"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -88,6 +89,30 @@ def block_case(where: Where, dtype: torch.dtype, shape: tuple[int, int], side: i
 def of_error(error: checks.Error) -> Row:
     said = f"{error.what} is off by {error.error:.1e}, {error.bound:.1e} is allowed"
     return {"said": said, "fine": error.fine, "what": error.what, "error": error.error, "bound": error.bound}
+
+
+# --- the project's own tests ---
+
+TESTS = ("hybrid_sparse_attention/test_triton.py", "sparse_linear/test_block.py", "methods/test_definitions.py")
+TINY_TESTS = ("test_randomness.py",)
+
+
+def tests(where: Where) -> Iterator[Case]:
+    """Those that want a GPU, in a clone."""
+    for name in TINY_TESTS if where.tiny else TESTS:
+        yield Case(name, functools.partial(tests_of, name))
+
+
+def tests_of(name: str) -> Row:
+    path = Path(__file__).parents[2] / "tests" / name
+    if not path.exists() or importlib.util.find_spec("pytest") is None:
+        return {"said": "not here: they want a clone and pytest"}
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", "not slow", "-q", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=path.parents[1], check=False)
+    lines = ended.stdout.strip().splitlines() or [ended.stderr.strip()[-300:]]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return {"said": "; ".join([lines[-1], *failed[:3]]), "fine": ended.returncode == 0, "failed_tests": failed}
 
 
 # --- masks ---
