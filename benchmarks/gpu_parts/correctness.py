@@ -93,22 +93,23 @@ def of_error(error: checks.Error) -> Row:
 
 # --- the project's own tests ---
 
-TESTS = ("hybrid_sparse_attention/test_triton.py", "sparse_linear/test_block.py", "methods/test_definitions.py")
+TESTS = ("hybrid_sparse_attention", "sparse_linear", "methods")
 TINY_TESTS = ("test_randomness.py",)
 
 
 def tests(where: Where) -> Iterator[Case]:
     """Those that want a GPU, in a clone."""
+    which = "not slow" if where.tiny else "gpu"
     for name in TINY_TESTS if where.tiny else TESTS:
-        yield Case(name, functools.partial(tests_of, name))
+        yield Case(name, functools.partial(tests_of, name, which))
 
 
-def tests_of(name: str) -> Row:
+def tests_of(name: str, which: str) -> Row:
     path = Path(__file__).parents[2] / "tests" / name
     if not path.exists() or importlib.util.find_spec("pytest") is None:
         return {"said": "not here: they want a clone and pytest"}
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", "not slow", "-q", str(path)]
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", which, "-q", str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=path.parents[1], check=False)
     lines = ended.stdout.strip().splitlines() or [ended.stderr.strip()[-300:]]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
