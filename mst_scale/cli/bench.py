@@ -11,6 +11,7 @@ Measure on this machine, ours and the rival alternating in one run:
 
   attention   Hybrid Sparse Attention against causal flash attention and FlexAttention
   long        a layer of GPT-2 small at 4k to 32k tokens: sparse attention against dense flash attention
+  compiled    every Triton kernel compiled for A100 and H100: registers, shared memory, occupancy; needs no GPU
   linear      a sparse linear layer against a dense one on CPU; --tune measures the crossovers that `auto` reads;
               --device cuda: in blocks against cuBLAS, product by product
   gpu_day     all that is asked of a GPU, in one go: is it right, how fast, how much memory
@@ -39,6 +40,7 @@ examples:
 """
 PROGRAMS = (
     "attention",
+    "compiled",
     "gpu_day",
     "grown_weights",
     "linear",

@@ -19,7 +19,9 @@ Importing this file needs triton; dispatch.py does so only when a Triton backend
 
 from __future__ import annotations
 
+import functools
 import os
+from typing import Any
 
 import torch
 import triton
@@ -27,6 +29,7 @@ import triton.language as tl
 
 from mst_scale.hybrid_sparse_attention.custom_op import Tensors3, empty_output, empty_row_numbers, sparse_operator
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
+from mst_scale.hybrid_sparse_attention.tiles import Tile, size_class, tiles_of, width
 
 WINDOW, RESIDUES, BLOCK, LAST = (tl.constexpr(part) for part in range(4))
 BEYOND = tl.constexpr(2**31 - 1)  # a row that no sequence has
@@ -64,6 +67,26 @@ def _seen(query, key, stride, per, PART: tl.constexpr, CAUSAL: tl.constexpr):
         return (query // stride == key // stride) & (key <= query if CAUSAL else True)
     else:
         return key < query // stride if CAUSAL else key != query // stride
+
+
+@triton.jit
+def _all_seen(first, last, start, end, n, stride, per, PART: tl.constexpr, CAUSAL: tl.constexpr, SKIP: tl.constexpr):
+    """Whether queries first … last see all keys start … end, and these are of the sequence; never without SKIP."""
+    if not SKIP:
+        return False
+    elif PART == WINDOW:
+        return (last - start < stride) & (end <= first if CAUSAL else end - first < stride) & (end < n)
+    elif PART == RESIDUES:
+        alike = (first // per == last // per) & (start // per == first // per) & (end // per == first // per)
+        return (
+            alike & (end < first if CAUSAL else (end < first) | (start > last)) & (end % per * stride + end // per < n)
+        )
+    elif PART == BLOCK:
+        alike = (first // stride == last // stride) & (start // stride == first // stride)
+        return alike & (end <= first if CAUSAL else end // stride == first // stride) & (end < n)
+    else:
+        earlier = end < first // stride
+        return (earlier if CAUSAL else earlier | (start > last // stride)) & (end * stride + stride - 1 < n)
 
 
 @triton.jit
@@ -126,10 +149,11 @@ def _softmax(top, total, row, n):
 def _forward(
     q, k, v, out, tops, totals,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    n, stride, per, heads, tiles, positions, scale,
+    n, stride, per, heads, positions, scale,
     GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    PART: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
+    PART: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
+    tiles = tl.cdiv(positions, QUERIES)
     first = tl.program_id(0) % tiles * QUERIES
     head = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = head // heads, head % heads
@@ -151,15 +175,17 @@ def _forward(
         top = tl.load(tops + row, mask=row < n, other=-float("inf"))
         total = tl.load(totals + row, mask=row < n, other=0.0)
         sums = _load(out, row, heads * D, n, D, WIDE).to(tl.float32) * total[:, None]
-    low, high = _keys_of(first, tl.minimum(first + QUERIES, positions) - 1, n, stride, per, PART, CAUSAL)
+    last = tl.minimum(first + QUERIES, positions) - 1
+    low, high = _keys_of(first, last, n, stride, per, PART, CAUSAL)
     for start in range(low, high, KEYS):
         other = start + tl.arange(0, KEYS)
         key_row = _key_row(other, stride, per, PART)
         key = _load(k, key_row, k_row, n, D, WIDE)
         value = _load(v, key_row, v_row, n, D, WIDE)
         s = tl.dot(query, tl.trans(key), input_precision="ieee")
-        seen = _seen(position[:, None], other[None, :], stride, per, PART, CAUSAL) & (key_row < n)[None, :]
-        s = tl.where(seen, s, -float("inf"))
+        if not _all_seen(first, last, start, start + KEYS - 1, n, stride, per, PART, CAUSAL, SKIP):
+            seen = _seen(position[:, None], other[None, :], stride, per, PART, CAUSAL) & (key_row < n)[None, :]
+            s = tl.where(seen, s, -float("inf"))
         above = tl.maximum(top, tl.max(s, 1))
         base = tl.where(above == -float("inf"), 0.0, above)
         shrink = tl.exp2((top - base) * (scale * LOG2E))
@@ -176,10 +202,11 @@ def _forward(
 def _backward_queries(
     q, k, v, out, tops, totals, dout, delta, dq,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    n, stride, per, heads, tiles, positions, scale,
+    n, stride, per, heads, positions, scale,
     GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    PART: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
+    PART: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
+    tiles = tl.cdiv(positions, QUERIES)
     first = tl.program_id(0) % tiles * QUERIES
     head = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = head // heads, head % heads
@@ -200,15 +227,18 @@ def _backward_queries(
     if FIRST:
         tl.store(delta + row, mean, mask=row < n)  # the dk, dv kernel reads it
     sums = tl.zeros([QUERIES, WIDE], tl.float32)
-    low, high = _keys_of(first, tl.minimum(first + QUERIES, positions) - 1, n, stride, per, PART, CAUSAL)
+    last = tl.minimum(first + QUERIES, positions) - 1
+    low, high = _keys_of(first, last, n, stride, per, PART, CAUSAL)
     for start in range(low, high, KEYS):
         other = start + tl.arange(0, KEYS)
         key_row = _key_row(other, stride, per, PART)
         key = _load(k, key_row, k_row, n, D, WIDE)
         value = _load(v, key_row, v_row, n, D, WIDE)
         s = tl.dot(query, tl.trans(key), input_precision="ieee")
-        seen = _seen(position[:, None], other[None, :], stride, per, PART, CAUSAL) & (key_row < n)[None, :]
-        p = tl.where(seen, tl.exp2((s - top[:, None]) * (scale * LOG2E)) * inverse[:, None], 0.0)
+        if not _all_seen(first, last, start, start + KEYS - 1, n, stride, per, PART, CAUSAL, SKIP):
+            seen = _seen(position[:, None], other[None, :], stride, per, PART, CAUSAL) & (key_row < n)[None, :]
+            s = tl.where(seen, s, -float("inf"))
+        p = tl.exp2((s - top[:, None]) * (scale * LOG2E)) * inverse[:, None]
         dp = tl.dot(dvalue, tl.trans(value), input_precision="ieee")
         ds = p * (dp - mean[:, None])
         sums += tl.dot(ds.to(key.dtype), key, input_precision="ieee")
@@ -222,10 +252,11 @@ def _backward_queries(
 def _backward_keys(
     q, k, v, tops, totals, dout, delta, dk, dv,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    n, stride, per, key_heads, tiles, positions, scale,
+    n, stride, per, key_heads, positions, scale,
     GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    PART: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
+    PART: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
+    tiles = tl.cdiv(positions, KEYS)
     first = tl.program_id(0) % tiles * KEYS
     head = (tl.program_id(0) // tiles).to(tl.int64)
     b, g = head // key_heads, head % key_heads
@@ -241,7 +272,8 @@ def _backward_keys(
     value = _load(v, row, v_row, n, D, WIDE)
     sums_k = tl.zeros([KEYS, WIDE], tl.float32)
     sums_v = tl.zeros([KEYS, WIDE], tl.float32)
-    low, high = _queries_of(first, tl.minimum(first + KEYS, positions) - 1, n, stride, per, PART, CAUSAL)
+    last = tl.minimum(first + KEYS, positions) - 1
+    low, high = _queries_of(first, last, n, stride, per, PART, CAUSAL)
     for shared in range(GROUP):  # all query heads that read this key head
         h = g * GROUP + shared
         for start in range(low, high, QUERIES):
@@ -253,8 +285,10 @@ def _backward_keys(
             top, inverse = _softmax(tops + at, totals + at, query_row, n)
             mean = tl.load(delta + at + query_row, mask=query_row < n, other=0.0)
             s = tl.dot(key, tl.trans(query), input_precision="ieee")
-            seen = _seen(other[None, :], position[:, None], stride, per, PART, CAUSAL) & (row < n)[:, None]
-            p = tl.where(seen, tl.exp2((s - top[None, :]) * (scale * LOG2E)) * inverse[None, :], 0.0)
+            if not _all_seen(start, start + QUERIES - 1, first, last, n, stride, per, PART, CAUSAL, SKIP):
+                seen = _seen(other[None, :], position[:, None], stride, per, PART, CAUSAL) & (row < n)[:, None]
+                s = tl.where(seen, s, -float("inf"))
+            p = tl.exp2((s - top[None, :]) * (scale * LOG2E)) * inverse[None, :]
             sums_v += tl.dot(p.to(dvalue.dtype), dvalue, input_precision="ieee")
             dp = tl.dot(value, tl.trans(dvalue), input_precision="ieee")
             ds = p * (dp - mean[None, :])
@@ -292,31 +326,52 @@ def _parts(pattern: Pattern, length: int) -> list[int]:
     return [RESIDUES.value, WINDOW.value] if pattern.kind == "strided" else [LAST.value, BLOCK.value]
 
 
-def tile(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
-    """Rows per tile such that the operands of two stages fit into shared memory; not tuned on any one GPU."""
-    wide = max(16, triton.next_power_of_2(head_dim))
-    rows = 32 if dtype == torch.float32 or wide > 128 else 64
-    return {"D": head_dim, "WIDE": wide, "QUERIES": rows, "KEYS": rows, "num_warps": 4, "num_stages": 2}
+# tensors that a launch other than the first reads before it writes them: trials of tiles must leave them as they were
+CONTINUED = {"_forward": ("out", "tops", "totals"), "_backward_queries": ("dq",), "_backward_keys": ("dk", "dv")}
 
 
-def _launch(kernel, tensors, q, k, v, pattern, causal, scale, part, first, over_keys):
-    batch, heads, length, _ = q.shape
+@functools.cache
+def _tuned(name: str, tiles: tuple[Tile, ...], continued: tuple[str, ...], kind: tuple[int, ...]) -> Any:
+    """A kernel that measures these tiles at its first call; another one for each kind of launch."""
+    configs = [
+        triton.Config(
+            {"QUERIES": one.queries, "KEYS": one.keys, "SKIP": one.skip}, num_warps=one.warps, num_stages=one.stages
+        )
+        for one in tiles
+    ]
+    return triton.autotune(configs, key=[], restore_value=continued)(globals()[name])
+
+
+def _launch(name, tensors, q, k, v, pattern, causal, scale, part, first, over_keys):
+    batch, heads, length, dim = q.shape
     stride = length if pattern.is_dense(length) else pattern.stride
     per = triton.cdiv(length, stride)
-    owners = k.shape[1] if over_keys else heads
+    owners, group = k.shape[1] if over_keys else heads, heads // k.shape[1]
     positions = (
         length // stride if part == LAST.value and over_keys else per * stride if part == RESIDUES.value else length
     )
-    options = tile(q.dtype, q.shape[-1])
-    tiles = triton.cdiv(positions, options["KEYS" if over_keys else "QUERIES"])
-    if tiles == 0:
+    if positions == 0:
         return
+
+    def grid(tile: dict[str, int]) -> tuple[int]:
+        return (triton.cdiv(positions, tile["KEYS" if over_keys else "QUERIES"]) * batch * owners,)
+
+    kind = (part, causal, group, dim, size_class(stride), size_class(per))
+    tiles = tiles_of(name, _capability(q.device), q.dtype, dim)
+    kernel = _tuned(name, tiles, () if first else CONTINUED[name], kind)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        kernel[(tiles * batch * owners,)](
-            *tensors, *strides, length, stride, per, owners, tiles, positions, scale,
-            GROUP=heads // k.shape[1], PART=part, CAUSAL=causal, FIRST=first, **options,
+        kernel[grid](
+            *tensors, *strides, length, stride, per, owners, positions, scale,
+            GROUP=group, D=dim, WIDE=width(dim), PART=part, CAUSAL=causal, FIRST=first,
         )  # fmt: skip
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    """80 for 8.0; 0 under the interpreter."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -348,7 +403,7 @@ def forward(
     out, top, total = empty_output(q), empty_row_numbers(q), empty_row_numbers(q)
     if q.numel():
         for index, part in enumerate(_parts(pattern, q.shape[2])):
-            _launch(_forward, (q, k, v, out, top, total), q, k, v, pattern, causal, scale, part, index == 0, False)
+            _launch("_forward", (q, k, v, out, top, total), q, k, v, pattern, causal, scale, part, index == 0, False)
     return out, top, total
 
 
@@ -373,10 +428,10 @@ def backward(
         parts = _parts(pattern, q.shape[2])
         for index, part in enumerate(parts):
             tensors = (q, k, v, out, top, total, dout, delta, dq)
-            _launch(_backward_queries, tensors, q, k, v, pattern, causal, scale, part, index == 0, False)
+            _launch("_backward_queries", tensors, q, k, v, pattern, causal, scale, part, index == 0, False)
         for index, part in enumerate(reversed(parts)):  # here the first launch must write every row
             tensors = (q, k, v, top, total, dout, delta, dk, dv)
-            _launch(_backward_keys, tensors, q, k, v, pattern, causal, scale, part, index == 0, True)
+            _launch("_backward_keys", tensors, q, k, v, pattern, causal, scale, part, index == 0, True)
     return dq, dk, dv
 
 

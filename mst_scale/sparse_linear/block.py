@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from mst_scale.sparse_linear.tiles import Sizes, gradient_tiles, product_tiles, sum_warps
 
 SIDES = (16, 32, 64, 128)  # the matrix unit's smallest tile is 16 wide
 SPLIT_TOKENS = 512  # a split of tokens is at least this long
@@ -97,8 +98,8 @@ def _weight_gradient(
         left = tl.load(
             dy + token[:, None] * outputs + output[None, :], mask=mine[:, None] & (output < outputs)[None, :], other=0.0
         )
-        right = tl.load(x + token[:, None] * inputs + column[None, :], mask=mine[:, None] & there[None, :], other=0.0)
-        sums += tl.dot(tl.trans(right), left, input_precision="ieee")
+        right = tl.load(x + column[:, None] + token[None, :] * inputs, mask=there[:, None] & mine[None, :], other=0.0)
+        sums += tl.dot(right, left, input_precision="ieee")
     if SPLIT:
         part = (tl.program_id(1) * tl.num_programs(0) + group).to(tl.int64) * (SIDE * WIDTH)
         offsets = tl.arange(0, WIDTH)[:, None] + tl.arange(0, SIDE)[None, :] * WIDTH
@@ -138,24 +139,34 @@ FIXED_PRODUCT = {"WIDTH": 32, "TOKENS": 32}
 FIXED_GRADIENT = {"TOKENS": 32}
 
 
-def _tiles(names: tuple[str, ...], sizes: Sequence[tuple[int, ...]]) -> list[Any]:
+def _configs(names: tuple[str, ...], sizes: Sizes) -> list[Any]:
     return [
         triton.Config(dict(zip(names, size, strict=False)), num_warps=size[-2], num_stages=size[-1]) for size in sizes
     ]
 
 
 @functools.cache
-def _tuned(what: str) -> Any:
-    """A kernel that measures its tiles at the first call with a shape; as it is, under the interpreter."""
-    kernel = {"product": _product, "gradient": _weight_gradient}[what]
+def _tuned_product(capability: int, side: int) -> Any:
+    """Measures its tiles at the first call with a shape; as it is, under the interpreter."""
     if INTERPRETED:
-        return kernel
-    if what == "product":
-        sizes = [(64, 128, 4, 3), (32, 128, 4, 4), (64, 64, 4, 4), (128, 64, 4, 3), (64, 256, 8, 3), (32, 256, 8, 4)]
-        configs = _tiles(("WIDTH", "TOKENS"), sizes)
-    else:
-        configs = _tiles(("TOKENS",), [(32, 4, 4), (64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3)])
-    return triton.autotune(configs, key=["outputs", "inputs", "SIDE"])(kernel)
+        return _product
+    configs = _configs(("WIDTH", "TOKENS"), product_tiles(capability, side))
+    return triton.autotune(configs, key=["outputs", "inputs", "weight_input"])(_product)
+
+
+@functools.cache
+def _tuned_gradient(capability: int, side: int) -> Any:
+    if INTERPRETED:
+        return _weight_gradient
+    configs = _configs(("TOKENS",), gradient_tiles(capability, side))
+    return triton.autotune(configs, key=["outputs", "inputs", "SPLIT"])(_weight_gradient)
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    """80 for 8.0; 0 under the interpreter."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor
 
 
 @functools.cache
@@ -222,13 +233,14 @@ class BlockIndex:
         parts = x.new_empty(splits if splits > 1 else 0, groups, self.side, self.width, dtype=torch.float32)
         where = (*self.rows, self.group_row, self.group_number)
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            _tuned("gradient")[(groups, splits)](
+            _tuned_gradient(_capability(x.device), self.side)[(groups, splits)](
                 x, dy, dw, parts, *where, tokens, per_split, outputs, inputs,
                 SIDE=self.side, WIDTH=self.width, SPLIT=splits > 1, **(FIXED_GRADIENT if INTERPRETED else {}),
             )  # fmt: skip
             if splits > 1:
                 _add_parts[(groups,)](
-                    dw, parts, *where, splits, outputs, inputs, SIDE=self.side, WIDTH=self.width
+                    dw, parts, *where, splits, outputs, inputs,
+                    SIDE=self.side, WIDTH=self.width, num_warps=sum_warps(self.side),
                 )  # fmt: skip
         return dw
 
@@ -244,7 +256,7 @@ class BlockIndex:
 
         if y.numel():
             with torch.cuda.device_of(x):
-                _tuned("product")[grid](
+                _tuned_product(_capability(x.device), self.side)[grid](
                     x, weight, x if bias is None else bias, y, *where, len(x), outputs, inputs,
                     weight_output, weight_input, blocks,
                     SIDE=self.side, BIAS=bias is not None, **(FIXED_PRODUCT if INTERPRETED else {}),

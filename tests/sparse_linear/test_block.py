@@ -1,4 +1,4 @@
-"""The Triton block kernels: interpreted on CPU, compiled for a GPU that need not be there, run on one (marker gpu)."""
+"""The Triton block kernels: interpreted on CPU, and run on a GPU (marker gpu)."""
 
 from __future__ import annotations
 
@@ -97,49 +97,6 @@ def test_why_not(device: str, dtype: torch.dtype, side: int, reason: str):
 def test_why():
     assert dispatch.why_not("block", "cuda", torch.bfloat16, (64, 64), 16) is None
     assert "32 bits" in str(dispatch.why_not("block", "cuda", torch.bfloat16, (1 << 17, 1 << 14), 16))
-
-
-# --- compiled ------------------------------------------------------------------------------------------------------
-
-
-COMPILED = {
-    "y": ("_product", {"BIAS": True, "WIDTH": 64, "TOKENS": 128, "weight_input": 1}),
-    "dx": ("_product", {"BIAS": False, "WIDTH": 64, "TOKENS": 128, "weight_output": 1}),
-    "dw": ("_weight_gradient", {"SPLIT": True, "TOKENS": 64}),
-    "sum": ("_add_parts", {}),
-}
-
-
-@pytest.mark.parametrize(
-    ("side", "dtype"), [*((side, "bf16") for side in block.SIDES), (32, "fp16"), (32, "fp32")], ids=str
-)
-@pytest.mark.parametrize("what", COMPILED)
-def test_compiles_for_a_gpu(what: str, side: int, dtype: str) -> None:
-    """Machine code for an H100, with no GPU at hand; shared memory of one block within an A100's 163 KiB.
-
-    Sizes are marked as multiples of 16, as they are in any model worth a GPU: the gathers must then be copies of 16
-    bytes that run ahead of the matrix unit.
-    """
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel, constants = COMPILED[what]
-    function = getattr(block, kernel)
-    constants = {**constants, "SIDE": side} | ({} if kernel == "_product" else {"WIDTH": max(64, side)})
-    pointers = dict.fromkeys(("x", "weight", "bias", "y", "dy", "dw"), f"*{dtype}") | {"parts": "*fp32"}
-    pointers |= dict.fromkeys(("begin", "others", "group_row", "group_number"), "*i32")
-    types = pointers | dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "i32") for name in function.arg_names}
-    at = function.arg_names.index
-    aligned = (*pointers, "outputs", "inputs", "weight_output", "weight_input")
-    attributes = {(at(n),): [["tt.divisibility", 16]] for n in signature if n in aligned and n not in constants}
-    source = ASTSource(function, signature, {(at(n),): value for n, value in constants.items()}, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3})
-    if what != "sum":
-        assert ("wgmma" in compiled.asm["ptx"]) == (dtype != "fp32"), "tensor cores; fp32 is multiplied as fp32"
-        assert "cp.async.cg" in compiled.asm["ptx"]
-        assert compiled.asm["ptx"].count("ld.global.b16") <= 1, "of the bias"
-    assert compiled.metadata.shared <= 163 * 1024
 
 
 @pytest.mark.gpu

@@ -1,0 +1,85 @@
+"""The attention kernels as compiled for an A100 and an H100, with no GPU at hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mst_scale.benchmarks.ahead import A100, H100, TARGETS, Built, Target
+from mst_scale.benchmarks.compiled import LAST, RESIDUES, WINDOW, Case, cases
+
+from mst_scale.hybrid_sparse_attention import tiles
+
+TENSOR_CORES = {A100: "mma.sync", H100: "wgmma.mma_async"}
+
+
+def check(case: Case) -> Built:
+    """Nothing spilled, within shared memory, on tensor cores, copies of 16 bytes, no atomics."""
+    built = case.build()
+    assert built.stack == 0 and built.shared <= case.target.largest and built.programs >= 1, built.limits
+    assert built.instruction == TENSOR_CORES[case.target]
+    assert set(built.copies) <= {4, 16} and built.copies.count(16) > built.copies.count(4), "4 are numbers by row"
+    assert built.atomics == 0
+    return built
+
+
+def of_parts(kernel: str, target: Target, dim: int, parts: tuple[int, ...]) -> list[Case]:
+    """The first tile of the list, causal."""
+    found = [case for case in cases([kernel], [target]) if case.size == dim]
+    chosen = [dict(case.constants) | {"case": case} for case in found if case.line == found[0].line]
+    return [c["case"] for c in chosen if c["PART"] in parts and c["CAUSAL"]]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+@pytest.mark.parametrize("kernel", tiles.KERNELS)
+def test_some_tiles(kernel: str, target: Target) -> None:
+    for case in [*of_parts(kernel, target, 64, (WINDOW, LAST))[:2], *of_parts(kernel, target, 128, (RESIDUES,))]:
+        check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(cases(tiles.KERNELS)), ids=lambda case: "-".join(map(str, case.line)))
+def test_every_tile(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("kernel", tiles.KERNELS)
+@pytest.mark.parametrize(
+    ("part", "dtype", "dim"), [(0, "bf16", 256), (1, "fp16", 80), (0, "fp32", 64), (3, "fp32", 128)]
+)
+def test_what_is_not_tuned(kernel: str, part: int, dtype: str, dim: int) -> None:
+    """Shared memory within an A100's; heads of 256 may spill, and float32 is multiplied as float32."""
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    tile = tiles.tiles_of(kernel, 90, kind, dim)[0]
+    sizes = (("QUERIES", tile.queries), ("KEYS", tile.keys))
+    constants = {"PART": part, "FIRST": True, "CAUSAL": True, "GROUP": 2, "SKIP": tile.skip}
+    built = Case(kernel, H100, dim, sizes, tile.warps, tile.stages, tuple(constants.items()), dtype).build()
+    assert (built.instruction == "none") == (dtype == "fp32")
+    assert built.shared <= A100.largest and built.atomics == 0
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_every_gpu_has_tiles(capability: int) -> None:
+    for kernel in tiles.KERNELS:
+        for dim in (8, 64, 80, 128, 256):
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                assert tiles.tiles_of(kernel, capability, dtype, dim)
+    assert len(tiles.tiles_of("_forward", 0, torch.float16, 64)) == 1  # the interpreter
+
+
+def test_lengths_within_a_factor_of_four_share_their_choice() -> None:
+    assert [tiles.size_class(n) for n in (0, 1, 2, 4, 5, 16, 17, 128, 256, 257, 1024)] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        4,
+        4,
+        5,
+    ]
