@@ -145,11 +145,12 @@ def _softmax(top, total, row, n):
 
 
 # ------------------------------------------------------------------------------------------------ kernels
-@triton.jit
+# `kind` is read by the tuner alone: launches of one kind share a choice of tiles.
+@triton.jit(do_not_specialize=["kind"])
 def _forward(
     q, k, v, out, tops, totals,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    n, stride, per, heads, positions, scale,
+    n, stride, per, heads, positions, kind, scale,
     GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     PART: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
@@ -198,11 +199,11 @@ def _forward(
     tl.store(totals + row, total, mask=row < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kind"])
 def _backward_queries(
     q, k, v, out, tops, totals, dout, delta, dq,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    n, stride, per, heads, positions, scale,
+    n, stride, per, heads, positions, kind, scale,
     GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     PART: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
@@ -248,11 +249,11 @@ def _backward_queries(
     _store(dq, row, heads * D, n, sums, D, WIDE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kind"])
 def _backward_keys(
     q, k, v, tops, totals, dout, delta, dk, dv,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    n, stride, per, key_heads, positions, scale,
+    n, stride, per, key_heads, positions, kind, scale,
     GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     PART: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
@@ -330,16 +331,20 @@ def _parts(pattern: Pattern, length: int) -> list[int]:
 CONTINUED = {"_forward": ("out", "tops", "totals"), "_backward_queries": ("dq",), "_backward_keys": ("dk", "dv")}
 
 
+TUNED_BY = ["PART", "CAUSAL", "GROUP", "D", "FIRST", "kind"]  # and dtypes
+
+
 @functools.cache
-def _tuned(name: str, tiles: tuple[Tile, ...], continued: tuple[str, ...], kind: tuple[int, ...]) -> Any:
-    """A kernel that measures these tiles at its first call; another one for each kind of launch."""
+def _tuned(name: str, tiles: tuple[Tile, ...], continued: tuple[str, ...]) -> Any:
+    """A kernel that measures these tiles at the first launch of a kind on this machine; Triton's cache keeps times."""
     configs = [
         triton.Config(
             {"QUERIES": one.queries, "KEYS": one.keys, "SKIP": one.skip}, num_warps=one.warps, num_stages=one.stages
         )
         for one in tiles
     ]
-    return triton.autotune(configs, key=[], restore_value=continued)(globals()[name])
+    kernel = globals()[name]
+    return triton.autotune(configs, key=TUNED_BY, restore_value=continued, cache_results=True)(kernel)
 
 
 def _launch(name, tensors, q, k, v, pattern, causal, scale, part, first, over_keys):
@@ -356,13 +361,13 @@ def _launch(name, tensors, q, k, v, pattern, causal, scale, part, first, over_ke
     def grid(tile: dict[str, int]) -> tuple[int]:
         return (triton.cdiv(positions, tile["KEYS" if over_keys else "QUERIES"]) * batch * owners,)
 
-    kind = (part, causal, group, dim, size_class(stride), size_class(per))
+    kind = size_class(stride) * 32 + size_class(per)
     tiles = tiles_of(name, _capability(q.device), q.dtype, dim)
-    kernel = _tuned(name, tiles, () if first else CONTINUED[name], kind)
+    kernel = _tuned(name, tiles, () if first else CONTINUED[name])
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     with torch.cuda.device_of(q):  # Triton launches on the current device
         kernel[grid](
-            *tensors, *strides, length, stride, per, owners, positions, scale,
+            *tensors, *strides, length, stride, per, owners, positions, kind, scale,
             GROUP=group, D=dim, WIDE=width(dim), PART=part, CAUSAL=causal, FIRST=first,
         )  # fmt: skip
 

@@ -147,11 +147,11 @@ def _configs(names: tuple[str, ...], sizes: Sizes) -> list[Any]:
 
 @functools.cache
 def _tuned_product(capability: int, side: int) -> Any:
-    """Measures its tiles at the first call with a shape; as it is, under the interpreter."""
+    """Measures its tiles at the first call with a shape on this machine; as it is, under the interpreter."""
     if INTERPRETED:
         return _product
     configs = _configs(("WIDTH", "TOKENS"), product_tiles(capability, side))
-    return triton.autotune(configs, key=["outputs", "inputs", "weight_input"])(_product)
+    return triton.autotune(configs, key=["SIDE", "outputs", "inputs", "weight_input"], cache_results=True)(_product)
 
 
 @functools.cache
@@ -159,7 +159,7 @@ def _tuned_gradient(capability: int, side: int) -> Any:
     if INTERPRETED:
         return _weight_gradient
     configs = _configs(("TOKENS",), gradient_tiles(capability, side))
-    return triton.autotune(configs, key=["outputs", "inputs", "SPLIT"])(_weight_gradient)
+    return triton.autotune(configs, key=["SIDE", "outputs", "inputs", "SPLIT"], cache_results=True)(_weight_gradient)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from mst_scale.benchmarks.ahead import A100, H100, TARGETS, Built, Target
 from mst_scale.benchmarks.compiled import LAST, RESIDUES, WINDOW, Case, cases
 
-from mst_scale.hybrid_sparse_attention import tiles
+from mst_scale.hybrid_sparse_attention import tiles, triton_kernel
 
 TENSOR_CORES = {A100: "mma.sync", H100: "wgmma.mma_async"}
 
@@ -86,3 +86,11 @@ def test_lengths_within_a_factor_of_four_share_their_choice() -> None:
         4,
         5,
     ]
+
+
+@pytest.mark.parametrize("name", tiles.KERNELS)
+def test_choices_are_kept_by_what_they_depend_on(name):
+    """The tuner leaves out names that a kernel does not have, and launches of all kinds would share a choice."""
+    tuned = triton_kernel._tuned(name, tiles.tiles_of(name, 90, torch.bfloat16, 64), ())
+    assert tuned.cache_results and set(tuned.keys) == set(triton_kernel.TUNED_BY)
+    assert set(tuned.keys) <= set(tuned.arg_names)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from mst_scale.benchmarks.ahead import A100, H100, TARGETS, Built, Target
 from mst_scale.benchmarks.compiled import Case, cases
 
-from mst_scale.sparse_linear import tiles
+from mst_scale.sparse_linear import block, tiles
 
 KERNELS = ("_product", "_weight_gradient", "_add_parts")
 SIDES = (16, 32, 64, 128)
@@ -78,3 +78,10 @@ def test_an_a100_copies_the_next_tile_while_it_multiplies() -> None:
 @pytest.mark.parametrize("side", SIDES)
 def test_every_gpu_has_tiles(capability: int, side: int) -> None:
     assert tiles.product_tiles(capability, side) and tiles.gradient_tiles(capability, side)
+
+
+@pytest.mark.parametrize("tuned", [block._tuned_product, block._tuned_gradient])
+def test_choices_are_kept_by_what_they_depend_on(tuned):
+    """The tuner leaves out names that a kernel does not have, and all shapes and sides would share a choice."""
+    found = tuned(80, 16)
+    assert found.cache_results and {"SIDE", "outputs", "inputs"} < set(found.keys) <= set(found.arg_names)
