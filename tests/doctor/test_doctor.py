@@ -329,3 +329,13 @@ def test_tune_runs_the_benchmark_and_says_where_it_wrote(monkeypatch, tmp_path):
     assert asked == [["--tune"]] and str(Path(tmp_path) / "crossover.json") in finding.said
     assert finding.numbers["crossovers"] == [row]
     crossovers.table.cache_clear()
+
+
+def test_tune_lets_attention_choose_its_tiles_by_using_it(monkeypatch):
+    from mst_scale.doctor import tune
+
+    used = []
+    monkeypatch.setattr(tune, "HEADS_AND_LENGTHS", ((64, 96), (128, 80)))
+    monkeypatch.setattr(tune, "attention", lambda q, k, v, pattern: used.append((q.shape[-1], pattern)) or q + k + v)
+    assert "Triton's cache" in tune.tiles("cpu").said
+    assert [(size, pattern.stride) for size, pattern in used] == [(64, 256), (128, 256)]
