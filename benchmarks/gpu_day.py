@@ -11,11 +11,11 @@ command goes on where it stopped: what is there is not measured again, what fail
     kernels     every Triton kernel, forward and gradients, against its definition in float64
     masks       topology steps on the GPU and on the CPU from equal inputs: the same bits
     training    a sparse run on the GPU and on the CPU: losses within rounding, masks
-    tests       the project's own tests that want a GPU, in a clone
     attention   sparse attention against causal flash attention, FlexAttention, flash-attn's window, NATTEN, 1k to 32k
     linear      block linear layers against cuBLAS in bfloat16
     step        a step in every phase and the whole run, at the widths of 124M, 1.5B and 6.7B
     memory      the peak of a run against what `mst plan` says
+    tests       the project's own tests that want a GPU, in a clone
     study       learning runs of a study's queue, in the time that is left
 
 Exit code 1 where something was wrong or failed. Without a GPU it refuses; --tiny runs every part on the CPU with tiny
@@ -35,8 +35,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mst_scale.distributed.parser import Parser, at_least, refuse_no_folder
@@ -64,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     option("--tiny", action="store_true", help="on the CPU, tiny shapes: does every part run?")
     option("--json", action="store_true", help="print the results as one JSON object")
     option("--part", choices=list(PARTS), help=argparse.SUPPRESS)  # of a child
+    option("--process", type=int, default=0, help=argparse.SUPPRESS)
     option("--seconds", type=float, help=argparse.SUPPRESS)
     return found
 
@@ -74,15 +77,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = options.work or options.out.with_name(options.out.name + ".work")
     where = Where(options.tiny, options.out, work, options.study, options.data)
     if options.part:
-        return measure(PARTS[options.part], where, options.seconds)
+        return measure(PARTS[options.part], where, options.seconds, options.process)
     if not options.tiny:
         refuse_without_gpu()
     refuse_no_folder("--out", options.out)
     book = Book(options.out)
     book.begin(where.machine())
-    day = Day(book, where, given, time.monotonic() + 60 * options.minutes)
+    day = Day(options.out, where, given, time.monotonic() + 60 * options.minutes)
     for name in options.parts:
         day.run(PARTS[name])
+        book.read()
         (options.out / "gpu_day.md").write_text(page(book, PARTS.values()))
     if options.json:
         print(json.dumps({"machine": book.machine, "rows": book.rows}))
@@ -101,19 +105,19 @@ def refuse_without_gpu() -> None:
 # --- a part's own process ---
 
 
-def measure(part: Part, where: Where, seconds: float) -> int:
-    """Every case of a part that is not in the book; the parent watches the time."""
+def measure(part: Part, where: Where, seconds: float, process: int = 0) -> int:
+    """Every case of a part that is not in the book and is this process's; the parent watches the time."""
     where = where.until(time.monotonic() + seconds)
     if where.device == "cuda":
         import torch
 
         torch.cuda.set_per_process_memory_fraction(part.memory)
     book = Book(where.out)
-    for case in part.cases(where):
-        if book.has(part.name, case.name):
+    for number, case in enumerate(part.cases(where)):
+        if number % processes(part) != process or book.has(part.name, case.name):
             continue
         began = time.monotonic()
-        book.started(part.name, case.name)
+        book.started(part.name, case.name, process)
         try:
             row = case.run()
         except Exception as error:  # whatever it is, it is this case's result, and the next case goes on
@@ -137,16 +141,20 @@ def _usable() -> bool:
     return True
 
 
+def processes(part: Part) -> int:
+    return min(part.at_once, os.cpu_count() or 1)
+
+
 # --- the queue of parts ---
 
 
 class Day:
     """Runs parts in processes of their own until its time is over."""
 
-    def __init__(self, book: Book, where: Where, given: Sequence[str], deadline: float):
-        self.book, self.where, self.given, self.deadline = book, where, list(given), deadline
+    def __init__(self, out: Path, where: Where, given: Sequence[str], deadline: float):
+        self.out, self.where, self.given, self.deadline = out, where, list(given), deadline
         self.patience = 10 if where.tiny else 1
-        self.began, self.told = time.monotonic(), len(book.ends)
+        self.began, self.told, self.telling = time.monotonic(), len(Book(out).ends), threading.Lock()
 
     def run(self, part: Part) -> None:
         end = min(self.deadline, time.monotonic() + 60 * part.minutes)
@@ -154,36 +162,49 @@ class Day:
             self._say(f"{part.name}: no time is left")
             return
         self._say(f"{part.name}: {part.question} (at most {clock(end - time.monotonic())})")
+        with ThreadPoolExecutor(processes(part)) as pool:
+            found = [pool.submit(self._to_the_end, part, number, end) for number in range(processes(part))]
+        if not all(one.result() for one in found):
+            self._say(f"{part.name}: its time is over")
+
+    def _to_the_end(self, part: Part, number: int, end: float) -> bool:
+        """One process after the other over its share of the cases: whether they came to their end in time."""
+        book = Book(self.out)
         while end - time.monotonic() >= LEAST_SECONDS / 2:
-            code = self._process(part, end)
+            code = self._process(part, number, end)
+            book.read()
             if code == 0:
-                return
-            case = self.book.under_way(part.name)
-            if case is None and code != AGAIN:  # it did not come to a case
-                self.book.ended(part.name, "start", {"failed": f"it ended with code {code}: see {part.name}.log"}, 0.0)
-                return
+                return True
+            case = book.under_way(part.name, number)
+            log = self._log(part, number).name
+            if case is None and code != AGAIN:
+                if time.monotonic() < end:  # it did not come to a case
+                    book.ended(part.name, "start", {"failed": f"it ended with code {code}: see {log}"}, 0.0)
+                return time.monotonic() < end
             if case is not None:
                 over = time.monotonic() >= end
                 why = "the part's time was over" if over else "took too long" if code == -signal.SIGKILL else ""
-                reason = f"stopped: {why}" if why else f"its process ended with code {code}: see {part.name}.log"
-                self.book.ended(part.name, case, {"unfinished" if over else "failed": reason}, 0.0)
+                reason = f"stopped: {why}" if why else f"its process ended with code {code}: see {log}"
+                book.ended(part.name, case, {"unfinished" if over else "failed": reason}, 0.0)
                 self._tell()
-        self._say(f"{part.name}: its time is over")
+        return False
 
-    def _process(self, part: Part, end: float) -> int:
-        """One process over the cases that are left; killed when a case takes too long or the time is over."""
-        words = [*self.given, "--part", part.name, "--seconds", f"{end - time.monotonic():.0f}"]
+    def _process(self, part: Part, number: int, end: float) -> int:
+        """A process over the cases that are left; killed when a case takes too long or the time is over."""
+        words = [*self.given, "--part", part.name, "--process", str(number)]
+        words += ["--seconds", f"{end - time.monotonic():.0f}"]
         self.where.work.mkdir(parents=True, exist_ok=True)
-        with (self.where.work / f"{part.name}.log").open("a") as log:
+        book, since, latest = Book(self.out), time.monotonic(), ""
+        with self._log(part, number).open("a") as log:
             child = subprocess.Popen(
                 [*COMMAND, *words], stdout=log, stderr=log, env=self.where.environment(), start_new_session=True
             )
-            since, latest = time.monotonic(), ""
             try:
                 while child.poll() is None:
                     time.sleep(POLL_SECONDS)
                     self._tell()
-                    case = self.book.under_way(part.name) or ""
+                    book.read()
+                    case = book.under_way(part.name, number) or ""
                     since, latest = (since, latest) if case == latest else (time.monotonic(), case)
                     slow = bool(case) and time.monotonic() - since > part.case_seconds * self.patience
                     if slow or time.monotonic() > end:
@@ -195,12 +216,16 @@ class Day:
         self._tell()
         return code
 
+    def _log(self, part: Part, number: int) -> Path:
+        return self.where.work / f"{part.name}{f'-{number}' if part.at_once > 1 else ''}.log"
+
     def _tell(self) -> None:
         """Say what has come in since the last time."""
-        self.book.read()
-        for row in self.book.ends[self.told :]:
-            self._say(f"  {row['case']}: {said(row)}")
-        self.told = len(self.book.ends)
+        with self.telling:
+            ends = Book(self.out).ends
+            for row in ends[self.told :]:
+                self._say(f"  {row['case']}: {said(row)}")
+            self.told = len(ends)
 
     def _say(self, text: str) -> None:
         left = max(0.0, self.deadline - time.monotonic())

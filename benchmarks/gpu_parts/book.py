@@ -21,7 +21,7 @@ class Book:
         self.read()
 
     def read(self) -> None:
-        self.began: dict[tuple[str, str], bool] = {}
+        self.began: dict[tuple[str, str], int] = {}  # by which of the part's processes
         self.found: dict[tuple[str, str], Row] = {}
         self.ends: list[Row] = []  # as they came
         for text in self.path.read_text().splitlines() if self.path.exists() else ():
@@ -34,7 +34,7 @@ class Book:
                 continue
             key = (line["part"], line["case"])
             if "began" in line:
-                self.began[key] = True
+                self.began[key] = line["began"]
             else:
                 self.began.pop(key, None)
                 self.found.pop(key, None)
@@ -50,8 +50,8 @@ class Book:
         self.machine = machine
         append(self.path, {"machine": machine})
 
-    def started(self, part: str, case: str) -> None:
-        append(self.path, {"part": part, "case": case, "began": True})
+    def started(self, part: str, case: str, process: int) -> None:
+        append(self.path, {"part": part, "case": case, "began": process})
         self.read()
 
     def ended(self, part: str, case: str, row: Row, seconds: float) -> None:
@@ -68,9 +68,9 @@ class Book:
         row = self.found[part, case]
         return ("failed" in row or "unfinished" in row) and row.get("start") != self.machine.get("start")
 
-    def under_way(self, part: str) -> str | None:
-        """The case that began and has not ended."""
-        return next((case for (name, case) in self.began if name == part), None)
+    def under_way(self, part: str, process: int) -> str | None:
+        """The case that one of the part's processes began and has not ended."""
+        return next((case for (name, case), by in self.began.items() if (name, by) == (part, process)), None)
 
     def of(self, part: str) -> list[Row]:
         return [row for (name, _), row in self.found.items() if name == part]

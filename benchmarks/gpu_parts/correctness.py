@@ -10,12 +10,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mst_scale import tile_choice
 from mst_scale.doctor import kernels as checks
 from mst_scale.doctor.finding import SKIP, WRONG, Finding
 from mst_scale.hybrid_sparse_attention import Pattern
@@ -35,39 +37,65 @@ from .part import Case, Row, Where
 # --- kernels ---
 
 
+MOST_TILES = 6  # of any kernel's list
+
+
 def kernels(where: Where) -> Iterator[Case]:
-    """Those of `mst doctor` first, then sizes at which every tile and both parts of a pattern have work."""
+    """Every tile in the type that is used most; then other types, parts and shapes with the first tile."""
+    half = torch.float16 if where.tiny else torch.bfloat16
+    length, stride, shape = (70, 16, (70, 100)) if where.tiny else (2048, 256, (3072, 768))
+    heads, sides = ((32,), (16,)) if where.tiny else ((64, 128), (16, 32, 64, 128))
+    for tile in range(1 if where.tiny else MOST_TILES):
+        for head_dim in heads:
+            name = f"attention, heads of {head_dim}, tile {tile}"
+            how = Attention(half, length, head_dim, Pattern("strided", stride), 4, tile)
+            yield Case(name, functools.partial(attention_case, where, how))
+        for side in sides:
+            name = f"blocks of {side}, tile {tile}"
+            yield Case(name, functools.partial(block_case, where, half, shape, side, tile))
     if not where.tiny:  # a minute in the interpreter
         yield Case("doctor: attention", lambda: of_finding(checks.attention("triton", where.device)))
     yield Case("doctor: blocks", lambda: of_finding(checks.block_linear(where.device)))
     yield Case("doctor: 2:4", lambda: of_finding(checks.two_of_four(where.device)))
-    dtypes = (torch.float16,) if where.tiny else (torch.bfloat16, torch.float16, torch.float32)
-    lengths = ((70, 16),) if where.tiny else ((1000, 128), (2048, 256))
-    heads = (32,) if where.tiny else (64, 128)
-    for dtype, (length, stride), head_dim, kind in product(dtypes, lengths, heads, ("strided", "fixed")):
-        name = f"attention {kind} {stride}, {length} tokens, heads of {head_dim}, {short(dtype)}"
-        pattern = Pattern(kind, stride)
-        yield Case(name, functools.partial(attention_case, where, dtype, length, head_dim, pattern))
-    shapes = ((70, 100),) if where.tiny else ((3072, 768), (1600, 6400))
-    for dtype, shape, side in product(dtypes, shapes, (16,) if where.tiny else (16, 32, 64, 128)):
+    types = (half,) if where.tiny else (torch.bfloat16, torch.float16, torch.float32)
+    length, stride, shape = (70, 16, (70, 100)) if where.tiny else (1000, 128, (1600, 6400))
+    for dtype, head_dim, kind in product(types, heads, ("strided", "fixed")):
+        name = f"attention {kind} {stride}, {length} tokens, heads of {head_dim} that share keys, {short(dtype)}"
+        yield Case(
+            name,
+            functools.partial(attention_case, where, Attention(dtype, length, head_dim, Pattern(kind, stride), 2, 0)),
+        )
+    for dtype, side in product(types, sides):
         name = f"blocks of {side}, {shape[1]}→{shape[0]}, {short(dtype)}"
-        yield Case(name, functools.partial(block_case, where, dtype, shape, side))
+        yield Case(name, functools.partial(block_case, where, dtype, shape, side, 0))
+
+
+@dataclass(frozen=True)
+class Attention:
+    dtype: torch.dtype
+    length: int
+    head_dim: int
+    pattern: Pattern
+    key_heads: int
+    """For 4 heads."""
+    tile: int
 
 
 def of_finding(found: Finding) -> Row:
     return {"said": found.said} | ({} if found.verdict == SKIP else {"fine": found.verdict != WRONG})
 
 
-def attention_case(where: Where, dtype: torch.dtype, length: int, head_dim: int, pattern: Pattern) -> Row:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1, heads, length, head_dim) for heads in (4, 2, 2, 4)]
+def attention_case(where: Where, how: Attention) -> Row:
+    os.environ[tile_choice.VARIABLE] = str(how.tile)
+    generator, pattern, dtype = torch.Generator().manual_seed(0), how.pattern, how.dtype
+    shapes = [(1, heads, how.length, how.head_dim) for heads in (4, how.key_heads, how.key_heads, 4)]
     q, k, v, dout = (torch.randn(s, generator=generator).to(where.device, dtype) for s in shapes)
 
     def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return attention_dispatch.attention(q, k, v, pattern, True, "triton")
 
     def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return definition(q, k, v, pattern=pattern, causal=True, scale=1 / math.sqrt(head_dim))
+        return definition(q, k, v, pattern=pattern, causal=True, scale=1 / math.sqrt(how.head_dim))
 
     result = checks.both_ways(ours, (q, k, v), dout)
     truth = checks.both_ways(exact, [x.double() for x in (q, k, v)], dout.double())
@@ -76,11 +104,12 @@ def attention_case(where: Where, dtype: torch.dtype, length: int, head_dim: int,
     return of_error(checks.compared(dtype, names, result, [x.cpu() for x in truth]))
 
 
-def block_case(where: Where, dtype: torch.dtype, shape: tuple[int, int], side: int) -> Row:
+def block_case(where: Where, dtype: torch.dtype, shape: tuple[int, int], side: int, tile: int) -> Row:
     from ..linear_cuda import block_mask
 
     if (reason := linear_dispatch.why_not("block", where.device, dtype, shape, side)) is not None:
         return {"said": f"not here: {reason}"}
+    os.environ[tile_choice.VARIABLE] = str(tile)
     active = block_mask(*shape, side, 0.9, "cpu")
     index = linear_dispatch.build_index("block", active.to(where.device), side)
     return of_error(checks.linear_error(index, active, dtype, checks.BLOCK_BOUNDS[dtype], where.device))
@@ -108,7 +137,7 @@ def tests_of(name: str, which: str) -> Row:
     path = Path(__file__).parents[2] / "tests" / name
     if not path.exists() or importlib.util.find_spec("pytest") is None:
         return {"said": "not here: they want a clone and pytest"}
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", tile_choice.VARIABLE: "0"}
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", which, "-q", str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=path.parents[1], check=False)
     lines = ended.stdout.strip().splitlines() or [ended.stderr.strip()[-300:]]

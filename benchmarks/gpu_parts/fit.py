@@ -10,7 +10,7 @@ import torch
 
 from .. import memory as measured
 from ..page import aside
-from .part import Case, Row, Where
+from .part import Case, Row, Where, optimizer_here
 
 TINY = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.context=32", "model.vocab_size=64"]
 
@@ -36,7 +36,8 @@ def peak(where: Where, config: str, settings: list[str]) -> Row:
     micro = 1 if where.tiny else 8
     tiny = ["bf16.enabled=false", *TINY] if where.tiny else []
     batch = [f"train_micro_batch_size_per_gpu={micro}", f"train_batch_size={micro}", "gradient_accumulation_steps=1"]
-    experiment = load(config, [*batch, *settings, *tiny, "mst.topology.interval=2", "tensorboard.enabled=false"])
+    adam = optimizer_here()
+    experiment = load(config, [*batch, *settings, *tiny, *adam, "mst.topology.interval=2", "tensorboard.enabled=false"])
     expected = modelled(experiment, setting_of(experiment, 1)).peak
     with aside():
         found = measured.peak_of(lambda: _two_steps(experiment, micro), where.device)

@@ -33,6 +33,8 @@ class Part:
     """Share of the GPU's memory."""
     module: str
     """Whose function of the part's name gives its cases; imported where they run."""
+    at_once: int = 1
+    """Processes that share its cases: what is not timed need not wait for one compiler."""
 
     def cases(self, where: Where) -> Iterator[Case]:
         found: Iterator[Case] = getattr(importlib.import_module(self.module), self.name)(where)
@@ -85,3 +87,10 @@ class Where:
         about = {key: value for key, value in machine().items() if key != "load"}
         git = git_state(Path(mst_scale.__file__).resolve().parents[1]) or {}
         return {**about, "triton": version, "commit": git.get("commit"), "tiny": self.tiny, "start": time.time_ns()}
+
+
+def optimizer_here() -> list[str]:
+    """Settings under which DeepSpeed's Adam runs: its fused kernel is compiled at first use, torch's is there."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return [] if CUDA_HOME else ["optimizer.params.torch_adam=true"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from .. import attention as attention_bench
 from .. import linear_cuda, step_cuda
 from ..page import aside
 from ..timing import seconds_of
-from .part import Case, Row, Where
+from .part import Case, Row, Where, optimizer_here
 
 # --- attention ---
 
@@ -129,18 +130,24 @@ TINY_STEP = [
 
 
 def step(where: Where) -> Iterator[Case]:
-    """The ultra-sparse phase of every width first, then all phases and the run they come to."""
+    """The ultra-sparse phase of every width first, then in wider blocks, then all phases and the run they come to."""
     if where.tiny:
         yield Case("tiny", lambda: _step(TINY_STEP, None))
         return
-    for phases in (True, False):
+    for phases, sides in ((True, None), (True, (64, 32)), (False, None)):
         for shape in reversed(step_cuda.SHAPES.values()):
-            words = step_cuda.words(shape, 7)
-            if not phases:
-                at = words.index("--phases")
-                del words[at : at + 2]
-            name = f"{shape.parameters} in blocks of {shape.block}, {'ultra-sparse phase' if phases else 'whole run'}"
-            yield Case(name, functools.partial(_step, words, shape.goal if phases else None))
+            for side in (shape.block,) if sides is None else [side for side in sides if side > shape.block]:
+                yield _step_case(replace(shape, block=side), phases)
+
+
+def _step_case(shape: step_cuda.Shape, ultra: bool) -> Case:
+    """The ultra-sparse phase alone, or all of the schedule."""
+    words = [*step_cuda.words(shape, 7), *(w for key in optimizer_here() for w in ("--set", key))]
+    if not ultra:
+        at = words.index("--phases")
+        del words[at : at + 2]
+    name = f"{shape.parameters} in blocks of {shape.block}, {'ultra-sparse phase' if ultra else 'whole run'}"
+    return Case(name, functools.partial(_step, words, shape.goal if ultra else None))
 
 
 def _step(words: list[str], goal: float | None) -> Row:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mst_scale import tile_choice
 from mst_scale.doctor.device import device
 from mst_scale.doctor.finding import Finding, each, look, ok, skip, wrong
 from mst_scale.hybrid_sparse_attention import Pattern
@@ -59,7 +60,8 @@ def found() -> list[Finding]:
         "linear, blocks": lambda: block_linear(where),
         "linear, 2:4": lambda: two_of_four(where),
     }
-    return each(checks)
+    with tile_choice.one():  # to compile all that a kernel could choose would take minutes
+        return each(checks)
 
 
 # --- attention ---

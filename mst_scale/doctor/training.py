@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mst_scale import tile_choice
 from mst_scale.distributed import Ranks
 from mst_scale.doctor.device import device
 from mst_scale.doctor.finding import Finding, ok, wrong
@@ -21,7 +22,8 @@ def found(ranks: Ranks, stage: int) -> list[Finding]:
     """Every rank calls it."""
     name, began = f"training, ZeRO {stage}", time.monotonic()
     engine = engine_at(stage, ranks)
-    losses = [step(engine, number, ranks) for number in range(STEPS)]
+    with tile_choice.one():
+        losses = [step(engine, number, ranks) for number in range(STEPS)]
     mst: Any = engine.mst
     mst.check_drift()
     everyone = Exchange(ranks.control)

@@ -30,6 +30,7 @@ import triton.language as tl
 from mst_scale.hybrid_sparse_attention.custom_op import Tensors3, empty_output, empty_row_numbers, sparse_operator
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.hybrid_sparse_attention.tiles import Tile, size_class, tiles_of, width
+from mst_scale.tile_choice import among
 
 WINDOW, RESIDUES, BLOCK, LAST = (tl.constexpr(part) for part in range(4))
 BEYOND = tl.constexpr(2**31 - 1)  # a row that no sequence has
@@ -362,7 +363,7 @@ def _launch(name, tensors, q, k, v, pattern, causal, scale, part, first, over_ke
         return (triton.cdiv(positions, tile["KEYS" if over_keys else "QUERIES"]) * batch * owners,)
 
     kind = size_class(stride) * 32 + size_class(per)
-    tiles = tiles_of(name, _capability(q.device), q.dtype, dim)
+    tiles = among(tiles_of(name, _capability(q.device), q.dtype, dim))
     kernel = _tuned(name, tiles, () if first else CONTINUED[name])
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     with torch.cuda.device_of(q):  # Triton launches on the current device

@@ -24,13 +24,15 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from mst_scale.sparse_linear.tiles import Sizes, gradient_tiles, product_tiles, sum_warps
+from mst_scale.sparse_linear.tiles import gradient_tiles, product_tiles, sum_warps
+from mst_scale.tile_choice import among
 
 SIDES = (16, 32, 64, 128)  # the matrix unit's smallest tile is 16 wide
 SPLIT_TOKENS = 512  # a split of tokens is at least this long
@@ -139,27 +141,27 @@ FIXED_PRODUCT = {"WIDTH": 32, "TOKENS": 32}
 FIXED_GRADIENT = {"TOKENS": 32}
 
 
-def _configs(names: tuple[str, ...], sizes: Sizes) -> list[Any]:
+def _configs(names: tuple[str, ...], sizes: Iterable[tuple[int, ...]]) -> list[Any]:
     return [
         triton.Config(dict(zip(names, size, strict=False)), num_warps=size[-2], num_stages=size[-1]) for size in sizes
     ]
 
 
 @functools.cache
-def _tuned_product(capability: int, side: int) -> Any:
+def _tuned_product(sizes: tuple[tuple[int, ...], ...]) -> Any:
     """Measures its tiles at the first call with a shape on this machine; as it is, under the interpreter."""
     if INTERPRETED:
         return _product
-    configs = _configs(("WIDTH", "TOKENS"), product_tiles(capability, side))
-    return triton.autotune(configs, key=["SIDE", "outputs", "inputs", "weight_input"], cache_results=True)(_product)
+    keys = ["SIDE", "outputs", "inputs", "weight_input"]
+    return triton.autotune(_configs(("WIDTH", "TOKENS"), sizes), key=keys, cache_results=True)(_product)
 
 
 @functools.cache
-def _tuned_gradient(capability: int, side: int) -> Any:
+def _tuned_gradient(sizes: tuple[tuple[int, ...], ...]) -> Any:
     if INTERPRETED:
         return _weight_gradient
-    configs = _configs(("TOKENS",), gradient_tiles(capability, side))
-    return triton.autotune(configs, key=["SIDE", "outputs", "inputs", "SPLIT"], cache_results=True)(_weight_gradient)
+    keys = ["SIDE", "outputs", "inputs", "SPLIT"]
+    return triton.autotune(_configs(("TOKENS",), sizes), key=keys, cache_results=True)(_weight_gradient)
 
 
 @functools.cache
@@ -233,7 +235,7 @@ class BlockIndex:
         parts = x.new_empty(splits if splits > 1 else 0, groups, self.side, self.width, dtype=torch.float32)
         where = (*self.rows, self.group_row, self.group_number)
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            _tuned_gradient(_capability(x.device), self.side)[(groups, splits)](
+            _tuned_gradient(among(gradient_tiles(_capability(x.device), self.side)))[(groups, splits)](
                 x, dy, dw, parts, *where, tokens, per_split, outputs, inputs,
                 SIDE=self.side, WIDTH=self.width, SPLIT=splits > 1, **(FIXED_GRADIENT if INTERPRETED else {}),
             )  # fmt: skip
@@ -256,7 +258,7 @@ class BlockIndex:
 
         if y.numel():
             with torch.cuda.device_of(x):
-                _tuned_product(_capability(x.device), self.side)[grid](
+                _tuned_product(among(product_tiles(_capability(x.device), self.side)))[grid](
                     x, weight, x if bias is None else bias, y, *where, len(x), outputs, inputs,
                     weight_output, weight_input, blocks,
                     SIDE=self.side, BIAS=bias is not None, **(FIXED_PRODUCT if INTERPRETED else {}),

@@ -30,7 +30,8 @@ Book(out).begin(where.machine())
 os.environ.update(where.environment())
 for name in PARTS:
     if name != "training":
-        assert gpu_day.measure(PARTS[name], where, 600.0) == 0, name
+        for number in range(gpu_day.processes(PARTS[name])):
+            assert gpu_day.measure(PARTS[name], where, 600.0, number) == 0, name
 """
 
 FAKE = """
@@ -58,9 +59,10 @@ def first(where):
 
 def second(where):
     yield Case("late", lambda: time.sleep(600))
+    yield Case("beside", lambda: {"said": "done"})
 
 gpu_day.PARTS = {"first": Part("first", "does it go on?", 2, 0.1, 0.5, "__main__"),
-                 "second": Part("second", "does it end?", 0.2, 9, 0.5, "__main__")}
+                 "second": Part("second", "does it end?", 0.2, 9, 0.5, "__main__", at_once=2)}
 gpu_day.COMMAND = (sys.executable, HERE)
 sys.exit(gpu_day.main())
 """
@@ -78,7 +80,7 @@ def test_every_part_runs_with_tiny_shapes(tmp_path):
     assert not book.bad, book.bad
     assert all(row.get("fine", True) and row["said"] for row in book.rows)
     assert all(row["fine"] for part in ("masks",) for row in book.of(part))
-    assert sum("is off by" in row["said"] for row in book.of("kernels")) == 3
+    assert sum("is off by" in row["said"] for row in book.of("kernels")) == 5
     assert "no corpus" in book.of("study")[0]["said"]
     told = page(book, PARTS.values())
     assert "0 wrong or failed" in told and "## linear" in told and "| 32→128 | 16 | 90% | dx |" in told
@@ -116,7 +118,7 @@ def test_no_case_stops_the_day_and_the_same_command_goes_on(tmp_path):
     words = [sys.executable, str(program), "--tiny", "--minutes", "5", "--out", str(out), "--json"]
     code, told, screen = run(words)
     rows = {row["case"]: row for row in told["rows"]}
-    assert code == 1 and list(rows) == ["well", "crash", "fail", "hang", "off", "late"]
+    assert code == 1 and list(rows) == ["well", "crash", "fail", "hang", "off", "beside", "late"]
     assert "ended with code -11" in rows["crash"]["failed"]
     assert rows["fail"]["failed"] == "RuntimeError: out of luck"
     assert rows["hang"]["failed"] == "stopped: took too long"

@@ -80,8 +80,10 @@ def test_every_gpu_has_tiles(capability: int, side: int) -> None:
     assert tiles.product_tiles(capability, side) and tiles.gradient_tiles(capability, side)
 
 
-@pytest.mark.parametrize("tuned", [block._tuned_product, block._tuned_gradient])
-def test_choices_are_kept_by_what_they_depend_on(tuned):
+@pytest.mark.parametrize(
+    ("tuned", "sizes"), [(block._tuned_product, tiles.PRODUCT), (block._tuned_gradient, tiles.GRADIENT)]
+)
+def test_choices_are_kept_by_what_they_depend_on(tuned, sizes):
     """The tuner leaves out names that a kernel does not have, and all shapes and sides would share a choice."""
-    found = tuned(80, 16)
+    found = tuned(tuple(sizes))
     assert found.cache_results and {"SIDE", "outputs", "inputs"} < set(found.keys) <= set(found.arg_names)
