@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -183,8 +184,8 @@ def digests(device: torch.device, name: str, dtype: torch.dtype, size: tuple[int
 # --- training ---
 
 STEPS = 30
-# A loss on one device against the other's. bfloat16 keeps 8 bits, and both round otherwise.
-LOSS_BOUNDS = {"float32": 1e-4, "bfloat16": 3e-2}
+# A loss on one device against the other's. Two ways to compute attention and layers on a CPU: 5e-7 and 6e-4 apart.
+LOSS_BOUNDS = {"float32": 2e-5, "bfloat16": 1e-2}
 
 
 def training(where: Where) -> Iterator[Case]:
@@ -208,8 +209,8 @@ def training_case(where: Where, dtype: str, block: int) -> Row:
 
 def trained(where: Where, device: str, dtype: str, block: int) -> list[dict[str, Any]]:
     """The metrics of a run in a process of its own."""
-    folder = where.work / f"training-{device}-{dtype}-{block}-{os.getpid()}"
-    folder.mkdir(parents=True, exist_ok=True)
+    where.work.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"training-{device}-{dtype}-{block}-", dir=where.work))
     (folder / "config.json").write_text(json.dumps(training_config(corpus(where.work), dtype, block)))
     words = ["--deepspeed_config", str(folder / "config.json"), "--out", str(folder / "out")]
     environment = {**os.environ, "DS_ACCELERATOR": device, "TRITON_INTERPRET": "0"}
