@@ -51,6 +51,7 @@ from .gpu_parts.page import page
 AGAIN = 75  # a part's process asks for a fresh one: the GPU's context is lost
 LEAST_SECONDS = 20.0  # a part with less is not begun
 POLL_SECONDS = 0.2
+FURTHER = "further cases"
 COMMAND = (sys.executable, "-m", "mst_scale.benchmarks.gpu_day")
 
 
@@ -114,7 +115,7 @@ def measure(part: Part, where: Where, seconds: float, process: int = 0) -> int:
         torch.cuda.set_per_process_memory_fraction(part.memory)
     book = Book(where.out)
     for number, case in enumerate(part.cases(where)):
-        if number % processes(part) != process or book.has(part.name, case.name):
+        if number % processes(part) != process or book.settled(part.name, case.name):
             continue
         began = time.monotonic()
         book.started(part.name, case.name, process)
@@ -153,6 +154,7 @@ class Day:
 
     def __init__(self, out: Path, where: Where, given: Sequence[str], deadline: float):
         self.out, self.where, self.given, self.deadline = out, where, list(given), deadline
+        self.stopped = threading.Event()
         self.patience = 10 if where.tiny else 1
         self.began, self.told, self.telling = time.monotonic(), len(Book(out).ends), threading.Lock()
 
@@ -164,13 +166,22 @@ class Day:
         self._say(f"{part.name}: {part.question} (at most {clock(end - time.monotonic())})")
         with ThreadPoolExecutor(processes(part)) as pool:
             found = [pool.submit(self._to_the_end, part, number, end) for number in range(processes(part))]
-        if not all(one.result() for one in found):
-            self._say(f"{part.name}: its time is over")
+            try:
+                ends = [one.result() for one in found]
+            except BaseException:  # Ctrl-C: its processes would go on
+                self.stopped.set()
+                raise
+        book = Book(self.out)
+        if not all(ends):
+            book.ended(part.name, FURTHER, {"unfinished": "the part's time was over"}, 0.0)
+        elif book.has(part.name, FURTHER):
+            book.ended(part.name, FURTHER, {"said": "measured since"}, 0.0)
+        self._tell()
 
     def _to_the_end(self, part: Part, number: int, end: float) -> bool:
         """One process after the other over its share of the cases: whether they came to their end in time."""
         book = Book(self.out)
-        while end - time.monotonic() >= LEAST_SECONDS / 2:
+        while end - time.monotonic() >= LEAST_SECONDS / 2 and not self.stopped.is_set():
             code = self._process(part, number, end)
             book.read()
             if code == 0:
@@ -207,7 +218,7 @@ class Day:
                     case = book.under_way(part.name, number) or ""
                     since, latest = (since, latest) if case == latest else (time.monotonic(), case)
                     slow = bool(case) and time.monotonic() - since > part.case_seconds * self.patience
-                    if slow or time.monotonic() > end:
+                    if slow or time.monotonic() > end or self.stopped.is_set():
                         break
             finally:
                 if child.poll() is None:

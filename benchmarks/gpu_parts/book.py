@@ -60,13 +60,15 @@ class Book:
         self.read()
 
     def has(self, part: str, case: str) -> bool:
-        """Measured, whatever came out; what failed or did not end in this start counts too."""
-        return (part, case) in self.found and not self._old(part, case)
+        """Whether there is anything of it."""
+        return (part, case) in self.found
 
-    def _old(self, part: str, case: str) -> bool:
-        """A failure of an earlier start of the day: tried again."""
-        row = self.found[part, case]
-        return ("failed" in row or "unfinished" in row) and row.get("start") != self.machine.get("start")
+    def settled(self, part: str, case: str) -> bool:
+        """Measured, whatever came out. What failed or did not end in an earlier start of the day is tried again."""
+        row = self.found.get((part, case))
+        if row is None:
+            return False
+        return not ("failed" in row or "unfinished" in row) or row.get("start") == self.machine.get("start")
 
     def under_way(self, part: str, process: int) -> str | None:
         """The case that one of the part's processes began and has not ended."""

@@ -4,7 +4,10 @@ import contextlib
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -62,7 +65,7 @@ def second(where):
     yield Case("beside", lambda: {"said": "done"})
 
 gpu_day.PARTS = {"first": Part("first", "does it go on?", 2, 0.1, 0.5, "__main__"),
-                 "second": Part("second", "does it end?", 0.2, 9, 0.5, "__main__", at_once=2)}
+                 "second": Part("second", "does it end?", 0.25, 9, 0.5, "__main__", at_once=2)}
 gpu_day.COMMAND = (sys.executable, HERE)
 sys.exit(gpu_day.main())
 """
@@ -118,7 +121,7 @@ def test_no_case_stops_the_day_and_the_same_command_goes_on(tmp_path):
     words = [sys.executable, str(program), "--tiny", "--minutes", "5", "--out", str(out), "--json"]
     code, told, screen = run(words)
     rows = {row["case"]: row for row in told["rows"]}
-    assert code == 1 and list(rows) == ["well", "crash", "fail", "hang", "off", "beside", "late"]
+    assert code == 1 and list(rows) == ["well", "crash", "fail", "hang", "off", "beside", "late", "further cases"]
     assert "ended with code -11" in rows["crash"]["failed"]
     assert rows["fail"]["failed"] == "RuntimeError: out of luck"
     assert rows["hang"]["failed"] == "stopped: took too long"
@@ -133,11 +136,32 @@ def test_no_case_stops_the_day_and_the_same_command_goes_on(tmp_path):
     assert "  well:" not in screen, "what is there is not measured again"
 
 
-def run(words):
-    import subprocess
+def test_ctrl_c_ends_the_processes_too(tmp_path):
+    program = tmp_path / "fake.py"
+    program.write_text(FAKE)
+    words = [sys.executable, str(program), "--tiny", "--out", str(tmp_path / "out"), "--parts", "second"]
+    day = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    results = tmp_path / "out" / "results.jsonl"
+    wait_until(lambda: results.exists() and '"late", "began"' in results.read_text(), 60)
+    day.send_signal(signal.SIGINT)
+    assert day.wait(30) != 0
+    left = subprocess.run(["pgrep", "-f", str(program)], capture_output=True, text=True, check=False)
+    assert not left.stdout
 
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment, check=False)
+
+def wait_until(happened, seconds):
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def run(words):
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment(), check=False)
     assert ended.stdout, ended.stderr
     return ended.returncode, json.loads(ended.stdout), ended.stderr
 
