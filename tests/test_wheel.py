@@ -76,11 +76,17 @@ def installed(wheel, tmp_path_factory) -> Installed:
 
 
 def test_what_is_in_it(wheel):
-    """The package, and inside it three folders of the clone; no tests, and no results of benchmarks."""
+    """The package, and inside it folders of the clone; no tests, and no results of benchmarks."""
     package = {path for path in (ROOT / "mst_scale").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     package -= set((ROOT / "mst_scale" / "benchmarks").iterdir())
     studies = [*ROOT.glob("benchmarks/studies/*.py"), *ROOT.glob("benchmarks/studies/*.json")]
-    beside = [*ROOT.glob("benchmarks/*.py"), *studies, *ROOT.glob("ds_configs/*.json"), *ROOT.glob("launchers/*.sh")]
+    beside = [
+        *ROOT.glob("benchmarks/*.py"),
+        *ROOT.glob("benchmarks/gpu_parts/*.py"),
+        *studies,
+        *ROOT.glob("ds_configs/*.json"),
+        *ROOT.glob("launchers/*.sh"),
+    ]
     wanted = {str(path.relative_to(ROOT)) for path in package}
     wanted |= {f"mst_scale/{path.relative_to(ROOT)}" for path in beside if path.name not in OF_THE_CLONE}
     with zipfile.ZipFile(wheel) as archive:

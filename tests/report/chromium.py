@@ -35,6 +35,8 @@ class Browser:
         self.profile = tempfile.mkdtemp(prefix="mst-chromium-")
         theirs, self.ours_out = _high_pipe()
         self.ours_in, theirs_out = _high_pipe()
+        self.waiting = select.poll()
+        self.waiting.register(self.ours_in, select.POLLIN)
         program = executable()
         assert program is not None
         command = f'exec "$0" "$@" 3<&{theirs} 4>&{theirs_out}'
@@ -85,7 +87,7 @@ class Browser:
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self.buffer:
-            ready, _, _ = select.select([self.ours_in], [], [], max(0.0, deadline - time.monotonic()))
+            ready = self.waiting.poll(1e3 * max(0.0, deadline - time.monotonic()))
             assert ready, "Chromium gave no answer"
             data = os.read(self.ours_in, 1 << 20)
             assert data, "Chromium ended"

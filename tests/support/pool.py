@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import pickle
 import shutil
 import sys
 import tempfile
@@ -31,6 +32,15 @@ CROWDED = 32  # threads: a process group has three, DeepSpeed never frees one, a
 
 class RankError(AssertionError):
     """What went wrong on a rank, with that rank's traceback."""
+
+
+def send(pipe: Connection, what: Any) -> None:
+    """Tensors by value: in memory that two processes share, each would take a descriptor as long as a test keeps it."""
+    pipe.send_bytes(pickle.dumps(what))
+
+
+def receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
 
 
 def _environment(rank: int, world_size: int) -> dict[str, str]:
@@ -54,10 +64,10 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     torch.set_num_threads(1)
     linear = torch.nn.functional.linear
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
-    pipe.send(("ready", None))
+    send(pipe, ("ready", None))
     while True:
         try:
-            fn, args = pipe.recv()
+            fn, args = receive(pipe)
         except EOFError:
             return
         try:
@@ -72,7 +82,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
             dist.barrier()
         except BaseException:
             result = ("error", traceback.format_exc())
-        pipe.send(result)
+        send(pipe, result)
 
 
 class Pool:
@@ -98,7 +108,7 @@ class Pool:
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> list[Any]:
         for pipe in self.pipes:
-            pipe.send((fn, args))
+            send(pipe, (fn, args))
         return self._collect(seconds)
 
     def _collect(self, seconds: float) -> list[Any]:
@@ -113,7 +123,7 @@ class Pool:
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:
-                    kind, value = pipe.recv()  # type: ignore[union-attr]
+                    kind, value = receive(pipe)  # type: ignore[arg-type]
                 except EOFError:
                     kind, value = "error", "the process ended"
                 if kind == "error":
