@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import mst_scale
+
 Row = dict[str, Any]
 
 
@@ -67,13 +69,12 @@ class Where:
 
     def environment(self) -> dict[str, str]:
         """Of a part's process: this source tree, no launcher around it."""
-        root = str(Path(__file__).parents[2])
+        root = str(Path(mst_scale.__file__).parents[1])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         tiny = {"TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} if self.tiny else {}
         return {**os.environ, "PYTHONPATH": path, **tiny}
 
     def machine(self) -> Row:
-        import mst_scale
         from mst_scale.runs.run_file import git_state
 
         from ..machine import machine

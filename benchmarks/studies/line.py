@@ -20,6 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TextIO
 
+import mst_scale
 from mst_scale.checkpoints import store
 from mst_scale.config import Experiment, to_dict
 from mst_scale.runs import metrics, run_file
@@ -259,6 +260,6 @@ def _finished(folder: Path, steps: int) -> bool:
 
 def _environment() -> dict[str, str]:
     """This source tree, and no launcher around the run."""
-    root = str(Path(__file__).parents[2])
+    root = str(Path(mst_scale.__file__).parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path}
