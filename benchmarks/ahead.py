@@ -46,10 +46,6 @@ class Built:
     ptx: str
 
     @property
-    def fits(self) -> bool:
-        return self.shared <= self.target.largest and not self.stack
-
-    @property
     def programs(self) -> int:
         """That one multiprocessor holds at a time."""
         return min(self.limits.values())

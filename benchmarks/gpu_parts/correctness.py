@@ -129,7 +129,7 @@ TINY_TESTS = ("test_randomness.py",)
 
 def tests(where: Where) -> Iterator[Case]:
     """Those that want a GPU, in a clone."""
-    which = "not slow" if where.tiny else "gpu"
+    which = "not slow" if where.tiny else "gpu and not slow"
     for name in TINY_TESTS if where.tiny else TESTS:
         yield Case(name, functools.partial(tests_of, name, which))
 

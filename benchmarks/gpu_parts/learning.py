@@ -20,8 +20,6 @@ def study(where: Where) -> Iterator[Case]:
 
 def _runs(where: Where) -> Row:
     """The queue of `mst bench study` until the time is over; NAME.runs.jsonl is kept beside the other results."""
-    import time
-
     plan = read_plan(where.study)
     if not (where.data / "meta.json").is_file():
         return {"said": f"not run: there is no corpus in {where.data} (--data)"}
@@ -30,8 +28,8 @@ def _runs(where: Where) -> Row:
     for path in FOLDER.glob("*.runs.jsonl"):
         if not (results / path.name).exists():
             shutil.copy(path, results)
-    deadline = min(where.deadline, time.monotonic() + 24 * 3600) - SPARE_SECONDS
-    line = Line(plan, where.work / f"study-{plan.name}", results, where.data, deadline=deadline)
+    out = where.work / f"study-{plan.name}"
+    line = Line(plan, out, results, where.data, deadline=where.deadline - SPARE_SECONDS)
     before = set(line.rows)
     try:
         with aside():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -69,10 +68,10 @@ class Where:
 
     def environment(self) -> dict[str, str]:
         """Of a part's process: this source tree, no launcher around it."""
-        root = str(Path(mst_scale.__file__).parents[1])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        from ..studies.line import environment
+
         tiny = {"TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} if self.tiny else {}
-        return {**os.environ, "PYTHONPATH": path, **tiny}
+        return {**environment(), **tiny}
 
     def machine(self) -> Row:
         from mst_scale.runs.run_file import git_state

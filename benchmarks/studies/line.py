@@ -170,7 +170,7 @@ class Line:
         command = [sys.executable, "-m", "mst_scale.pretrain", *words]
         with log.open("w") as file:
             # a session of its own: Ctrl-C reaches the queue alone, which lets the run save
-            child = subprocess.Popen(command, stdout=file, stderr=file, env=_environment(), start_new_session=True)
+            child = subprocess.Popen(command, stdout=file, stderr=file, env=environment(), start_new_session=True)
             told = False
             try:
                 while (code := child.poll()) is None:
@@ -258,7 +258,7 @@ def _finished(folder: Path, steps: int) -> bool:
     return starts[-1].get("how") == "finished" and starts[-1].get("last_step") == steps
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """This source tree, and no launcher around the run."""
     root = str(Path(mst_scale.__file__).parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -121,14 +121,16 @@ def test_what_a_kernel_reads_and_writes_is_what_trials_restore(kernel: str) -> N
     assert loads & stores & tensors == set(triton_kernel.CONTINUED[kernel])
 
 
-ON_A_GPU = [  # each is compiled anew: half a minute for all parts of a type
-    *itertools.product(
-        (torch.float32, torch.bfloat16), [("strided", 256), ("strided", 24), ("fixed", 100), ("strided", 5000)],
-        (True, False), [64],
-    ),
-    (torch.float16, ("strided", 256), True, 64),
-    *itertools.product((torch.float32, torch.bfloat16), [("strided", 24)], [True], (80, 128, 256)),
-]  # fmt: skip
+PATTERNS = [("strided", 256), ("strided", 24), ("fixed", 100), ("strided", 5000)]
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+# each is compiled anew, which takes half a minute for all parts of a type: the others are marked slow
+QUICK = {*itertools.product((torch.float32, torch.bfloat16), PATTERNS, (True, False), [64]),
+         (torch.float16, ("strided", 256), True, 64),
+         *itertools.product((torch.float32, torch.bfloat16), [("strided", 24)], [True], (80, 128, 256))}  # fmt: skip
+ON_A_GPU = [
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+    for case in itertools.product(TYPES, PATTERNS, (True, False), (64, 80, 128, 256))
+]
 
 
 @pytest.mark.gpu
