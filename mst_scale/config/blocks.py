@@ -37,6 +37,7 @@ class ModelConfig:
     bias: bool = False
     dropout: float = 0.0
     tied_head: bool = True
+    init_std: float = 0.02  # of the first weights; GPT-2's, whose largest width is 1600: a narrow model wants more
     mask_share: float = 0.15  # bert: of the positions, how many are masked and predicted; the head computes only those
     activation_checkpointing: bool = False
 
@@ -81,6 +82,8 @@ class ModelConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout must lie in [0, 1), not {self.dropout}")
+        if not 0.0 < self.init_std <= 1.0:
+            raise ValueError(f"model.init_std must lie in (0, 1], not {self.init_std}")
         if not 0.0 < self.mask_share < 1.0:
             raise ValueError(f"model.mask_share must lie in (0, 1), not {self.mask_share}")
 

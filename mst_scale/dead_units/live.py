@@ -29,9 +29,9 @@ from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
 from mst_scale.mixed_growing.permutation import mix64
 from mst_scale.mixed_growing.scores import Scores, peak_keys
-from mst_scale.models.initial_weights import INIT_STD
 from mst_scale.randomness import counter_hash
 
+STD_OF_NOTHING = 0.02  # of a matrix that is all zero, so that nothing says how large its weights are
 GRID = 1 << 24  # odd multiples of 2^-24: exact in float32, and never 0
 
 
@@ -162,7 +162,7 @@ class LiveUnits:
             if some:
                 peaks = peak_keys([Scores(n, (w,)) for n, w in zip(some, weights, strict=True)], exchange)
                 found |= zip(some, mean_squares(weights, numels, peaks, exchange), strict=True)
-        return [math.sqrt(3 * found[name]) if found[name] else math.sqrt(3) * INIT_STD for name in names]
+        return [math.sqrt(3 * found[name]) if found[name] else math.sqrt(3) * STD_OF_NOTHING for name in names]
 
 
 def _sizes(units: list[Units]) -> Tally:

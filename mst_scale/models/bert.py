@@ -67,7 +67,7 @@ class BERT(nn.Module):
         self.lm_head = None if config.tied_head else nn.Linear(d, config.padded_vocab, bias=False)
         self.head_bias = nn.Parameter(torch.zeros(config.padded_vocab)) if config.bias else None
         self.head_product: Callable[..., torch.Tensor] = F.linear  # mst_scale.sparse_linear puts its own here
-        initialise(self, seed)
+        initialise(self, seed, lambda name: config.init_std)
 
     def forward(
         self, tokens: torch.Tensor, targets: torch.Tensor | None = None, types: torch.Tensor | None = None

@@ -25,7 +25,7 @@ from torch import nn
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.hybrid_sparse_attention import Part, SelfAttention
 from mst_scale.models.cross_entropy import IGNORE, cross_entropy
-from mst_scale.models.initial_weights import INIT_STD, draw_seed, initialise
+from mst_scale.models.initial_weights import draw_seed, initialise
 from mst_scale.models.layer_norm import LayerNorm
 from mst_scale.models.recompute import run_block
 from mst_scale.tensor_parallel import TensorGroup, column_linear, refuse_dropout, row_linear
@@ -64,8 +64,8 @@ class Block(nn.Module):
 
 def first_std(config: ModelConfig) -> Callable[[str], float]:
     """The deviation of a module's first weights by its name."""
-    residual = INIT_STD / math.sqrt(2 * config.n_layer)  # 2 additions per block keep the variance
-    return lambda name: residual if name.endswith(("attention.proj", "mlp.down")) else INIT_STD
+    residual = config.init_std / math.sqrt(2 * config.n_layer)  # 2 additions per block keep the variance
+    return lambda name: residual if name.endswith(("attention.proj", "mlp.down")) else config.init_std
 
 
 class GPT(nn.Module):

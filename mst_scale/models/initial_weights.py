@@ -18,7 +18,6 @@ from mst_scale.randomness import counter_hash
 from mst_scale.shard import Cut, Range
 from mst_scale.tensor_parallel import marked_cut
 
-INIT_STD = 0.02
 INIT_CHUNK = 1 << 22  # values drawn at once: 16 MiB of float32 beside the weight, however large the weight is
 
 
@@ -30,7 +29,7 @@ def draw_seed() -> int:
 def initialise(
     model: nn.Module,
     seed: int,
-    std_of: Callable[[str], float] = lambda name: INIT_STD,
+    std_of: Callable[[str], float],
     name_of: Callable[[str], str] = lambda name: name,
 ) -> None:
     """N(0, `std_of(module's name)`) for matrices and embeddings, zero biases; `name_of` gives a module another name.

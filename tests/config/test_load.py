@@ -271,6 +271,12 @@ def test_deepspeed_keys_that_cannot_be_right(extra, message):
         check(load({**MINIMAL, **extra}))
 
 
+@pytest.mark.parametrize("std", [0, -0.02, 2.0])
+def test_init_std_is_a_deviation(std: float):
+    with pytest.raises(ValueError, match=r"model\.init_std must lie in \(0, 1\]"):
+        load({"model": {"init_std": std}})
+
+
 def test_bert_presets():
     model = load({"model": {"preset": "bert-base"}}).model
     assert (model.arch, model.n_layer, model.n_embd, model.context, model.vocab_size, model.bias) == (

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from mst_scale.config import MODELS, ModelConfig
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
+from mst_scale import models
 from mst_scale.models import GPT, initial_weights
 from mst_scale.models import gpt as gpt_file
 
@@ -185,6 +186,18 @@ def test_initialisation_follows_the_seed():
     torch.manual_seed(1)
     assert torch.equal(GPT(TOY).wte.weight, first.wte.weight)
     assert not torch.equal(GPT(TOY).wte.weight, first.wte.weight), "two models in a row are two models"
+
+
+@pytest.mark.parametrize("arch", ["gpt", "bert"])
+def test_init_std_scales_the_first_weights(arch: str):
+    def named(std: float) -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)
+        return dict(models.build(dataclasses.replace(TOY, arch=arch, init_std=std)).named_parameters())
+
+    weak, strong = named(0.02), named(0.1)
+    for name, p in weak.items():
+        factor = 5 if p.dim() == 2 else 1
+        torch.testing.assert_close(strong[name], factor * p, msg=name)
 
 
 def test_no_two_matrices_share_their_values():
