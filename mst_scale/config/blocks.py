@@ -134,6 +134,8 @@ class TrainingConfig:
     warmup: Duration = 1 / 70  # of the paper's 140,000 steps: 2,000
     decay: Duration = 0.2  # wsd only: the last part of the run, over which the rate falls linearly
     min_lr: float = 6e-5
+    sparse_rate: float = 0.0  # a: at density d, the rate of matrices that can be masked is d^-a times that of others
+    sparse_decay: float = 1.0  # their weight decay below density 1, as a multiple of that of others
     log_every: int = 10
     eval_every: int = 1_000  # 0: only at the end
     eval_sequences: int = 256
@@ -158,8 +160,11 @@ class TrainingConfig:
             if getattr(self, name) < 0:
                 what = "never" if name == "look_every" else "only at the end"
                 raise ValueError(f"training.{name} must be 0 ({what}) or more, not {getattr(self, name)}")
-        if self.min_lr < 0:
-            raise ValueError(f"training.min_lr must be at least 0, not {self.min_lr}")
+        for name in ("min_lr", "sparse_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"training.{name} must be at least 0, not {getattr(self, name)}")
+        if not 0 <= self.sparse_rate <= 1:
+            raise ValueError(f"training.sparse_rate must lie in [0, 1], not {self.sparse_rate}")
         for name in ("warmup", "decay"):
             value = getattr(self, name)
             if value < 0 or (isinstance(value, float) and value > 1):
@@ -181,6 +186,11 @@ class Experiment:
     training: TrainingConfig
     mst: MSTConfig
     deepspeed: dict[str, Any]
+
+    @property
+    def treats_masked_apart(self) -> bool:
+        """Matrices that can be masked have a learning rate or a weight decay of their own."""
+        return self.training.sparse_rate != 0 or self.training.sparse_decay != 1
 
     @property
     def schedule(self) -> Schedule:

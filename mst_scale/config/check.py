@@ -111,10 +111,24 @@ def check(experiment: Experiment) -> None:
         )
     refuse_untried(experiment)
     peak_learning_rate(ds)
+    if experiment.treats_masked_apart:
+        _can_be_apart(experiment)
     _optimizer(ds["optimizer"])
     clip = ds.get("gradient_clipping", 0.0)
     if not _is_number(clip) or not 0 <= clip < math.inf:
         raise ValueError(f"gradient_clipping must be a number of at least 0 (0 turns it off), not {shown(clip)}")
+
+
+def _can_be_apart(experiment: Experiment) -> None:
+    """Matrices that can be masked as a group of their own."""
+    ds = experiment.deepspeed
+    if str(ds["optimizer"].get("type")).lower() == "muon":
+        raise ValueError(
+            "training.sparse_rate and training.sparse_decay do not go with Muon, which cuts parameters into groups of "
+            "its own: leave them out"
+        )
+    if experiment.training.sparse_decay != 1 and "weight_decay" not in ds["optimizer"].get("params", {}):
+        raise ValueError("training.sparse_decay is a multiple of optimizer.params.weight_decay: state that")
 
 
 def peak_learning_rate(deepspeed: dict[str, Any]) -> float:

@@ -75,6 +75,11 @@ def why_not_cut(experiment: Experiment, sizes: Sizes) -> str | None:
             f"training.init fills a model that is whole on each rank, and this one is cut by {sizes.in_words()}: leave "
             "it out"
         )
+    if experiment.treats_masked_apart and sizes.pipeline > 1:
+        return (
+            f"training.sparse_rate and training.sparse_decay want the same parameter groups on every rank, and stages "
+            f"differ ({sizes.in_words()}): leave them out, or share the batch, sequences or layers"
+        )
     mst, optimizer = experiment.mst, experiment.deepspeed.get("optimizer") or {}
     muon = str(optimizer.get("type")).lower() == "muon" and not mst.stays_dense
     if muon and sizes.tensor * sizes.pipeline > 1:

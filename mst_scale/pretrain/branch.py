@@ -108,7 +108,7 @@ def _refuse_another_course(where: str, experiment: Experiment, trunk: Experiment
                 f"{where}that run has another {_difference(key, ours.get(key), theirs.get(key))}: a branch goes on "
                 "with what its trunk began with"
             )
-    for name in ("seed", "lr_schedule"):
+    for name in ("seed", "lr_schedule", "sparse_rate", "sparse_decay"):
         mine, other = (getattr(e.training, name) for e in (experiment, trunk))
         if mine != other:
             raise ValueError(f"{where}its training.{name} is {other}, here it is {mine}: make them the same")

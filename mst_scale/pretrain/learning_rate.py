@@ -1,18 +1,22 @@
-"""The learning rate at a step.
+"""The learning rate of each parameter group at a step.
 
 Stateless functions of the step, so that a resumed run needs nothing but its number. After a linear warm-up:
     cosine  lr = min + (peak - min) · (1 + cos(π x)) / 2, x = progress from the warm-up's end to the last step
     wsd     lr = peak, then over the last `decay` steps linearly down to min (warm-up, stable, decay)
-Sparse training wants `wsd`: with `cosine` the rate is nearly gone when the weights come back.
+Sparse training wants `wsd`: with `cosine` the rate is nearly gone when the weights come back. Matrices that can be
+masked may have more of it while they are sparse (`training.sparse_rate`): by the target sparsity, a function of the
+step too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mst_scale.config import TrainingConfig, in_steps
+from mst_scale.config import Experiment, TrainingConfig, in_steps
+
+MASKED = "can_be_masked"  # of a parameter group
 
 
 def learning_rate(step: int, peak: float, training: TrainingConfig) -> float:
@@ -33,3 +37,22 @@ def share_of(group: Mapping[str, Any], params: Mapping[str, Any]) -> float:
     if "use_muon" not in group:
         return 1.0
     return float(params.get("muon_lr" if group["use_muon"] else "adam_lr", params["lr"]) / params["lr"])
+
+
+def set_groups(groups: Iterable[dict[str, Any]], step: int, peak: float, experiment: Experiment) -> None:
+    """Rate and weight decay of each group for the update that takes `step` to `step + 1`."""
+    params = experiment.deepspeed["optimizer"].get("params", {})
+    rate = learning_rate(step, peak, experiment.training)
+    for group in groups:
+        group["lr"] = rate * share_of(group, params)
+        if MASKED in group:
+            faster, decay = while_sparse(step, experiment)
+            group["lr"] *= faster
+            if experiment.training.sparse_decay != 1:
+                group["weight_decay"] = decay * params["weight_decay"]
+
+
+def while_sparse(step: int, experiment: Experiment) -> tuple[float, float]:
+    """How many times the rate and the weight decay of others a matrix has that can be masked."""
+    density = 1.0 - experiment.schedule.at(step).sparsity
+    return density**-experiment.training.sparse_rate, experiment.training.sparse_decay if density < 1 else 1.0

@@ -25,9 +25,11 @@ from mst_scale.data.prepare import ensure
 from mst_scale.data.sampler import Sampler
 from mst_scale.distributed import Mesh, Ranks, logger
 from mst_scale.engine.api import initialize
+from mst_scale.engine.targets import choose_targets
 from mst_scale.hugging_face import start_from
 from mst_scale.models import build
 from mst_scale.pretrain import branch, growing, lengthen, refusals, resume
+from mst_scale.pretrain.learning_rate import MASKED
 from mst_scale.runs import run_file
 from mst_scale.runs.optional_writes import OptionalWrites
 from mst_scale.runs.run_file import RunFile
@@ -229,7 +231,7 @@ def built_engine(experiment: Experiment, out: Path, start: Any, mesh: Mesh | Non
     with refusals.in_deepspeeds_words():
         built: Any = initialize(
             model=model,
-            model_parameters=decay_groups(model),
+            model_parameters=parameter_groups(model, experiment),
             config=monitored,
             # a pipeline brings its own, of the same ranks
             mpu=None if isinstance(model, deepspeed.PipelineModule) else mesh,
@@ -263,8 +265,14 @@ def _with_monitors(experiment: Experiment, out: Path) -> Experiment:
     return replace(experiment, deepspeed={**ours, **experiment.deepspeed})
 
 
-def decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Weight decay (the optimizer's own) on matrices, none on norms and biases."""
+def parameter_groups(model: torch.nn.Module, experiment: Experiment) -> list[dict[str, Any]]:
+    """Weight decay (the optimizer's own) on matrices, none on norms and biases; what can be masked is a group of its
+    own where it is treated apart."""
     matrices = [p for p in model.parameters() if zero_shards.is_matrix(p)]
     vectors = [p for p in model.parameters() if not zero_shards.is_matrix(p)]
-    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    if experiment.treats_masked_apart:
+        masked = {id(p) for p in choose_targets(model, experiment.mst.targets).values()}
+        groups[0]["params"] = [p for p in matrices if id(p) not in masked]
+        groups.append({"params": [p for p in matrices if id(p) in masked], MASKED: True})
+    return groups

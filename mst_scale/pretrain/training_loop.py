@@ -27,7 +27,7 @@ from mst_scale.dead_units.kinds import in_words
 from mst_scale.distributed import Ranks, Sizes, Verdict, logger
 from mst_scale.pretrain import batches, lengthen, resume
 from mst_scale.pretrain.batches import Share
-from mst_scale.pretrain.learning_rate import learning_rate, share_of
+from mst_scale.pretrain.learning_rate import learning_rate, set_groups
 from mst_scale.pretrain.prepare import Prepared, load, prepare
 from mst_scale.pretrain.spikes import Spikes, batch_number
 from mst_scale.randomness import counter_hash
@@ -202,9 +202,7 @@ class Run:
 
     def _update(self) -> torch.Tensor:
         """One optimizer step on the global batch; the mean loss of this rank's micro-batches, still on the device."""
-        rate = learning_rate(self.step, self.peak, self.training)
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = rate * share_of(group, self.experiment.deepspeed["optimizer"]["params"])
+        set_groups(self.engine.optimizer.param_groups, self.step, self.peak, self.experiment)
         return self.update(self.engine, self._of_a_step(batch_number(self.step, self.skipped)), self.accumulation)
 
     def _of_a_step(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mst_scale import models
 from mst_scale.config import MODELS, ModelConfig
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
-from mst_scale import models
 from mst_scale.models import GPT, initial_weights
 from mst_scale.models import gpt as gpt_file
 

@@ -18,7 +18,7 @@ from mst_scale.mixed_growing import refinement, top_k
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.models.bert import BERT
 from mst_scale.models.gpt import GPT
-from mst_scale.pretrain.prepare import decay_groups
+from mst_scale.pretrain.prepare import parameter_groups
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_gather", "reduce",
                "reduce_scatter", "_all_gather_base", "_reduce_scatter_base", "all_to_all_single")  # fmt: skip
@@ -76,7 +76,9 @@ def build(config: dict[str, Any]) -> Any:
     experiment = load(config)
     with zero_shards.partitioned_construction(experiment.deepspeed):
         model = (GPT if experiment.model.causal else BERT)(experiment.model)
-    engine, *_ = mst_scale.initialize(model=model, model_parameters=decay_groups(model), config=experiment)
+    engine, *_ = mst_scale.initialize(
+        model=model, model_parameters=parameter_groups(model, experiment), config=experiment
+    )
     return engine
 
 

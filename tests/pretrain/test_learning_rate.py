@@ -1,7 +1,8 @@
 import pytest
 
-from mst_scale.config import TrainingConfig
-from mst_scale.pretrain.learning_rate import learning_rate, share_of
+from mst_scale.config import TrainingConfig, load
+from mst_scale.config.check import check
+from mst_scale.pretrain.learning_rate import MASKED, learning_rate, set_groups, share_of
 
 PAPER = TrainingConfig()
 
@@ -38,3 +39,49 @@ def test_the_halves_of_muon_have_their_own_rates():
     params = {"lr": 0.01, "muon_lr": 0.02}
     shares = [share_of(group, params) for group in ({"use_muon": True}, {"use_muon": False}, {})]
     assert shares == [2.0, 1.0, 1.0]
+
+
+def test_masked_matrices_have_a_rate_and_a_decay_of_their_own_while_they_are_sparse():
+    training = {"steps": 100, "lr_schedule": "wsd", "warmup": 0, "decay": 0, "sparse_rate": 0.5, "sparse_decay": 0.25}
+    sparsity = {"variation": "sd", "max": 0.84, "warmup": 0, "ultra": 60, "initial": "random"}
+    experiment = load(
+        {
+            "training": training,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+            "mst": {"method": "static", "sparsity": sparsity},
+        }
+    )
+    groups = [{"weight_decay": 0.1}, {"weight_decay": 0.0}, {"weight_decay": 0.1, MASKED: True}]
+
+    def at(step: int) -> list[tuple[float, float]]:
+        set_groups(groups, step, 0.01, experiment)
+        return [(group["lr"], pytest.approx(group["weight_decay"])) for group in groups]
+
+    sparse = (pytest.approx(0.025), 0.025)  # 0.16^-1/2 = 2.5
+    assert at(0) == at(59) == [(0.01, 0.1), (0.01, 0.0), sparse]
+    assert at(60) == at(99) == [(0.01, 0.1), (0.01, 0.0), (0.01, 0.1)], "dense again"
+
+
+@pytest.mark.parametrize("key", ["sparse_rate", "sparse_decay"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": {"type": "Muon", "params": {"lr": 0.01, "weight_decay": 0.1}}}, "do not go with Muon"),
+        ({"pipeline": {"stages": 2}}, "stages differ"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}, "state that"),
+    ],
+)
+def test_where_masked_matrices_cannot_be_apart(key, changes, message):
+    base = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 8, "context": 8},
+        "training": {"steps": 100, key: 0.5},
+        "mst": {"method": "static"},
+    }
+    check(load(base))
+    if key == "sparse_rate" and message == "state that":
+        check(load({**base, **changes}))
+        return
+    with pytest.raises(ValueError, match=message):
+        check(load({**base, **changes}))

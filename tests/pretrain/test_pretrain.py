@@ -364,12 +364,14 @@ def test_help_shows_how_it_is_started():
 
 
 def test_weight_decay_is_for_matrices_alone():
-    from mst_scale.config import ModelConfig
+    from mst_scale.config import load
     from mst_scale.models.gpt import GPT
-    from mst_scale.pretrain.prepare import decay_groups
+    from mst_scale.pretrain.prepare import parameter_groups
 
-    model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=8, context=8, vocab_size=10, vocab_multiple=1, bias=True))
-    decayed, others = decay_groups(model)
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 8, "context": 8, "vocab_size": 10, "vocab_multiple": 1, "bias": True}
+    experiment = load({"model": shape})
+    model = GPT(experiment.model)
+    decayed, others = parameter_groups(model, experiment)
     assert "weight_decay" not in decayed and others["weight_decay"] == 0.0
     names = {id(p): name for name, p in model.named_parameters()}
     assert len(decayed["params"]) + len(others["params"]) == len(names)
