@@ -1,11 +1,12 @@
-"""Compares weights trained with MST and dense ones after pruning.
+"""Compares weights trained with MST and dense ones after pruning, at equal loss before it.
 
     mst bench pruning [--data DIR] [--runs DIR] [--seeds N] [--steps N] [--json | --markdown]
 
 The paper says so: "the learned parameters are more concentrated, making them better suited for subsequent pruning". The
-model of the config demo (2 layers, width 64, bytes of Python's library) is trained dense and with MST (80 % sparse
-at most, dense again at the end), with the same batches and as many steps; then both are pruned by magnitude, as `mst
-export --prune` does it, without further training.
+model of the config demo (2 layers, width 64, bytes of Python's library) is trained with MST (80 % sparse at most, dense
+again at the end), dense for as many steps, and dense for as many steps as give MST's validation loss: a model that has
+learned more loses more, whatever trained it. All are pruned as `mst export --how … --prune` does it, without training
+afterwards; magnitude prunes the head too, which is the embedding, and the others leave it as it is.
 
     loss        on the run's validation corpus; mean over seeds ± half the range
     lost        loss minus that of the same model unpruned
@@ -16,10 +17,12 @@ export --prune` does it, without further training.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mst_scale.config import ready
@@ -28,8 +31,21 @@ from mst_scale.distributed.parser import Parser, at_least
 from .machine import machine
 from .page import LOSSES, Row, aside, grid, outputs, tell
 
-METHODS = ("dense", "mst")
-SPARSITIES = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9)
+WAYS = ("magnitude", "wanda", "sparsegpt")
+SPARSITIES = (0.3, 0.5, 0.7, 0.8, 0.9)
+SETTINGS = ("model.init_std=0.1", "training.save_every=0", "training.eval_every=0")
+EQUAL = 0.01  # of the loss
+TRIES = 12
+
+
+@dataclass(frozen=True)
+class Found:
+    """One run: its length, its loss, its loss after each (way, sparsity), and the kurtosis of its weights."""
+
+    steps: int
+    loss: float
+    pruned: dict[tuple[str, float], float]
+    kurtosis: float
 
 
 def train(method: str, seed: int, steps: int, data: str, runs: Path) -> Path:
@@ -37,73 +53,117 @@ def train(method: str, seed: int, steps: int, data: str, runs: Path) -> Path:
     out = runs / f"{method}-{seed}-{steps}"
     argv = ["--deepspeed_config", str(ready.configs()["demo"]), "--method", method, "--out", str(out)]
     argv += ["--steps", str(steps), "--data", data]
-    for setting in (f"training.seed={seed}", "training.save_every=0", "training.eval_every=0"):
+    for setting in (f"training.seed={seed}", *SETTINGS):
         argv += ["--set", setting]
     subprocess.run([sys.executable, "-m", "mst_scale.pretrain", *argv], check=True, stdout=subprocess.DEVNULL)
     return out
 
 
-def pruned(run: Path) -> tuple[list[float], float]:
-    """(loss at each sparsity, kurtosis of the weights that may be pruned)."""
+def steps_to(loss: float, loss_after: Callable[[int], float], longest: int) -> int:
+    """How many steps reach a loss that `longest` steps undercut; the nearest of a few tries, on the line through the
+    last two that enclose it."""
+    tried = {longest: loss_after(longest)}
+    if tried[longest] > loss:
+        raise ValueError(f"{longest:,} steps end at {tried[longest]:.4f}, above {loss:.4f}: train more of them")
+    short = longest
+    while tried[short] <= loss:
+        short //= 2
+        tried[short] = loss_after(short)
+    while len(tried) < TRIES and min(abs(value - loss) for value in tried.values()) > EQUAL:
+        below = max(steps for steps, value in tried.items() if value > loss)
+        above = min(steps for steps, value in tried.items() if value <= loss and steps > below)
+        share = min(0.8, max(0.2, (tried[below] - loss) / (tried[below] - tried[above])))  # both ends come nearer
+        steps = round(math.exp(math.log(below) + share * math.log(above / below)))
+        if steps in tried:
+            break
+        tried[steps] = loss_after(steps)
+    return min(tried, key=lambda steps: abs(tried[steps] - loss))
+
+
+def final_loss(run: Path) -> float:
+    from mst_scale.runs import metrics
+
+    return float(list(metrics.read(run / "metrics.jsonl"))[-1]["val_loss"])
+
+
+def look_at(run: Path) -> Found:
+    """Prune a run's weights every way."""
     import torch
 
     from mst_scale.data.corpus import open_tokens
     from mst_scale.data.sampler import Sampler
     from mst_scale.hugging_face.export import open_source, validation_loss
-    from mst_scale.mixed_growing.distribution import active_counts
-    from mst_scale.pruning.magnitude import keep_largest
+    from mst_scale.pruning.calibration import batches, open_calibration
+    from mst_scale.pruning.network import prune_model
+    from mst_scale.pruning.request import requested
 
     source = open_source(run)
-    shapes = {name: tuple(p.shape) for name, p in source.targets().items()}
-    assert source.experiment.data.dir is not None
-    experiment = source.experiment
-    sampler = Sampler(
-        open_tokens(source.experiment.data.dir, "val"), experiment.model.context, experiment.training.seed
-    )
-    losses = []
-    for sparsity in SPARSITIES:
-        model = source.model()
-        parameters = dict(model.named_parameters())
-        counts = active_counts(list(shapes.values()), sparsity, source.experiment.mst.sparsity.distribution)
-        for name, count in zip(shapes, counts, strict=True):
-            keep_largest(parameters[name].data, count)
-        losses.append(validation_loss(model, sampler, experiment))
+    experiment, shapes = source.experiment, {name: tuple(p.shape) for name, p in source.targets().items()}
+    assert experiment.data.dir is not None
+    sampler = Sampler(open_tokens(experiment.data.dir, "val"), experiment.model.context, experiment.training.seed)
+    losses = {}
+    for way in WAYS:
+        for sparsity in SPARSITIES:
+            request = requested(way, sparsity)
+            assert request is not None
+            model, seen = source.model(), []
+            if request.looks:
+                calibration = open_calibration(experiment.data.dir, experiment.model, request.sequences)
+                seen = batches(calibration, request.sequences)
+            amounts = request.amounts(shapes, experiment.mst.sparsity.distribution)
+            prune_model(model, request.way, amounts, seen)
+            losses[way, sparsity] = validation_loss(model, sampler, experiment)
     matrices = [source.weights.read(name) for name in shapes if name != "wte.weight"]
     kurtoses = [float(((w - w.mean()) / w.std()).pow(4).mean()) for w in matrices]
-    return losses, float(torch.tensor(kurtoses).mean())
+    before = validation_loss(source.model(), sampler, experiment)
+    return Found(experiment.training.steps, before, losses, float(torch.tensor(kurtoses).mean()))
 
 
 def measure(data: str, runs: Path, seeds: int, steps: int) -> list[Row]:
     from mst_scale.data.prepare import ensure
 
     ensure(data, "stdlib", "byte")
-    rows = []
-    for method in METHODS:
-        found = [pruned(train(method, seed, steps, data, runs)) for seed in range(1, seeds + 1)]
-        row: Row = {"method": method, "steps": steps, "seeds": seeds, **LOSSES}
-        row["kurtosis"] = round(statistics.fmean(kurtosis for _, kurtosis in found), 2)
-        for i, sparsity in enumerate(SPARSITIES):
-            losses = [values[i] for values, _ in found]
-            lost = [values[i] - values[0] for values, _ in found]
-            row[f"loss {sparsity}"] = round(statistics.fmean(losses), 4)
-            row[f"range {sparsity}"] = round((max(losses) - min(losses)) / 2, 4)
-            row[f"lost {sparsity}"] = round(statistics.fmean(lost), 4)
-            row[f"lost range {sparsity}"] = round((max(lost) - min(lost)) / 2, 4)
-        rows.append(row)
-    return rows
+    found: dict[str, list[Found]] = {"mst": [], "dense, equal loss": [], "dense, as long": []}
+    for seed in range(1, seeds + 1):
+
+        def dense(length: int, seed: int = seed) -> Path:
+            return train("dense", seed, length, data, runs)
+
+        mst = train("mst", seed, steps, data, runs)
+        equal = steps_to(final_loss(mst), lambda length: final_loss(dense(length)), steps)
+        for name, run in zip(found, (mst, dense(equal), dense(steps)), strict=True):
+            found[name].append(look_at(run))
+    return [row_of(name, some) for name, some in found.items()]
+
+
+def row_of(name: str, found: list[Found]) -> Row:
+    row: Row = {"method": name, "steps": [one.steps for one in found], "seeds": len(found), **LOSSES}
+    row["kurtosis"] = round(statistics.fmean(one.kurtosis for one in found), 2)
+
+    def add(what: str, values: list[float]) -> None:
+        row[what] = round(statistics.fmean(values), 4)
+        row[f"{what} range"] = round((max(values) - min(values)) / 2, 4)
+
+    add("loss", [one.loss for one in found])
+    for way in WAYS:
+        for sparsity in SPARSITIES:
+            add(f"lost {way} {sparsity}", [one.pruned[way, sparsity] - one.loss for one in found])
+    return row
 
 
 def table(rows: list[Row]) -> str:
-    heads = [f"{row['method']}: {what}" for row in rows for what in ("loss", "lost")]
-    lines = []
-    for s in SPARSITIES:
-        cells = [f"{100 * s:.0f} %"]
-        for row in rows:
-            cells.append(f"{row[f'loss {s}']:.4f} ± {row[f'range {s}']:.4f}")
-            cells.append(f"{row[f'lost {s}']:+.4f} ± {row[f'lost range {s}']:.4f}" if s else "–")
-        lines.append(cells)
-    kurtoses = ", ".join(f"{row['method']} {row['kurtosis']}" for row in rows)
-    return f"{grid(['pruned', *heads], lines)}\n\nKurtosis of the layers' weights: {kurtoses}."
+    def cell(row: Row, what: str, sign: str = "") -> str:
+        return f"{row[what]:{sign}.4f} ± {row[f'{what} range']:.4f}"
+
+    lines = [["trained steps", "", *(", ".join(f"{steps:,}" for steps in row["steps"]) for row in rows)]]
+    lines += [["loss unpruned", "", *(cell(row, "loss") for row in rows)]]
+    for way in WAYS:
+        lines += [
+            [f"lost, {way}", f"{100 * s:.0f} %", *(cell(row, f"lost {way} {s}", "+") for row in rows)]
+            for s in SPARSITIES
+        ]
+    lines += [["kurtosis", "", *(str(row["kurtosis"]) for row in rows)]]
+    return grid(["", "pruned", *(row["method"] for row in rows)], lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
