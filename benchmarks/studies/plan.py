@@ -161,7 +161,12 @@ def read_plan(name: str, folder: Path = FOLDER) -> Plan:
     try:
         raw = json.loads(path.read_text())
         plan = Plan(
-            **{**raw, "name": name, "sizes": _each(Size, raw["sizes"]), "variants": _each(Variant, raw["variants"])}
+            **{
+                **raw,
+                "name": name,
+                "sizes": _each(Size, raw["sizes"]),
+                "variants": _each(Variant, _alike(raw["variants"])),
+            }
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: not a plan of a study ({error}); see docs/benchmarks.md") from None
@@ -169,6 +174,16 @@ def read_plan(name: str, folder: Path = FOLDER) -> Plan:
         if variant.as_long_as is not None and variant.as_long_as not in plan.variants:
             raise ValueError(f"{path}: as_long_as names {variant.as_long_as!r}, which is no variant")
     return plan
+
+
+def _alike(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A variant that is `like` one above it has what that has, key by key of `set`, but for what it says itself."""
+    found: dict[str, Any] = {}
+    for name, own in raw.items():
+        model = found[own["like"]] if "like" in own else {}
+        rest = {key: value for key, value in own.items() if key != "like"}
+        found[name] = {**model, **rest, "set": {**model.get("set", {}), **own.get("set", {})}}
+    return found
 
 
 def _each(kind: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,7 +231,8 @@ def _experiment(plan: Plan, size: str, variant: Variant, settings: Mapping[str, 
     model = {**plan.sizes[size].model, **(plan.sizes[size].small if variant.small else {})}
     last = plan.last_rate if variant.last_rate is None else variant.last_rate
     least = {"training.min_lr": last * settings["optimizer.params.lr"]}
-    return load(plan.config, _settings({"model": model, **settings, **least, **variant.set}), variant.method)
+    # the rate last: a variant may have an optimizer of its own
+    return load(plan.config, _settings({"model": model, **variant.set, **settings, **least}), variant.method)
 
 
 def _settings(settings: Mapping[str, Any]) -> list[str]:

@@ -62,7 +62,17 @@ def test_the_plans_that_are_kept_can_run(name):
     for cell in plan.cells():
         if cell.size == size and cell.budget == plan.tokens_per_parameter[0]:
             one = job(plan, cell, plan.rates_of(cell)[0], plan.seeds[0], "corpus")
+            assert one.experiment.deepspeed["optimizer"]["params"]["lr"] == one.rate, "also of another optimizer"
             assert one.flops > 0 and load(one.experiment.deepspeed | {"model": vars(one.experiment.model)})
+
+
+def test_a_variant_like_another(folder):
+    other = {"like": "mst", "set": {"mst.sparsity.max": 0.7}, "rates": [1e-3]}
+    (folder / "tiny.json").write_text(json.dumps({**TINY, "variants": {**TINY["variants"], "more": other}}))
+    plan = read_plan("tiny", folder)
+    mst, more = plan.variants["mst"], plan.variants["more"]
+    assert (more.method, more.rates) == ("mst", (1e-3,)) and mst.set["mst.sparsity.max"] == 0.5
+    assert more.set == {"mst.sparsity.max": 0.7, "mst.attention.pattern": "dense"}
 
 
 def test_what_a_cell_comes_to(folder):
