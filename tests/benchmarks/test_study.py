@@ -259,7 +259,7 @@ def rows_of(lines):
 
 
 def test_what_is_wrong_is_said(folder):
-    with pytest.raises(ValueError, match="choose one of main"):
+    with pytest.raises(ValueError, match="choose one of ablations"):
         study.main(["nothing", "--page"])
     (folder / "bad.json").write_text(json.dumps({**TINY, "sedes": [1]}))
     with pytest.raises(ValueError, match="not a plan of a study"):
