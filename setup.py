@@ -24,6 +24,7 @@ EXTRAS = {
     "dev": [
         "pytest>=8",
         "pytest-timeout",
+        "pytest-xdist",
         "hypothesis",
         "ruff",
         "mypy",

@@ -114,7 +114,7 @@ def look_at(run: Path) -> Found:
             prune_model(model, request.way, amounts, seen)
             losses[way, sparsity] = validation_loss(model, sampler, experiment)
     matrices = [source.weights.read(name) for name in shapes if name != "wte.weight"]
-    kurtoses = [float(((w - w.mean()) / w.std()).pow(4).mean()) for w in matrices]
+    kurtoses = [float(((w - w.mean()) / w.std()).pow(4).mean().detach()) for w in matrices]
     before = validation_loss(source.model(), sampler, experiment)
     return Found(experiment.training.steps, before, losses, float(torch.tensor(kurtoses).mean()))
 

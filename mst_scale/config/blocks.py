@@ -125,6 +125,23 @@ class SpikeConfig:
 
 
 @dataclass(frozen=True)
+class RivalConfig:
+    """What another run of the same model and text has come to, which the end of this one is set beside."""
+
+    name: str | None = None  # None: there is none
+    flops: float = 0.0
+    val_loss: float = 0.0
+    spread: float = 0.0  # of the loss, half its range over seeds
+
+    def __post_init__(self) -> None:
+        if self.name is None:
+            return
+        for name in ("flops", "val_loss"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"training.rival.{name} must be above 0, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """The run around the model. Batch, precision, ZeRO, optimizer and clipping stand in the DeepSpeed block."""
 
@@ -147,6 +164,7 @@ class TrainingConfig:
     look_every: int = 500  # weight histograms and mask pictures in TensorBoard; 0: never
     stop_after_nonfinite: int = 5  # losses in a row
     spike: SpikeConfig = field(default_factory=SpikeConfig)
+    rival: RivalConfig = field(default_factory=RivalConfig)
 
     def __post_init__(self) -> None:
         if self.steps < 1:

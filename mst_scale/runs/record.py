@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mst_scale.checkpoints import store
+from mst_scale.config.blocks import RivalConfig
 from mst_scale.dead_units.kinds import Tally, total
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.runs.metrics import MetricsFile, read
@@ -23,6 +24,7 @@ from mst_scale.runs.optional_writes import OptionalWrites
 from mst_scale.runs.progress import ProgressLine, clock, table
 
 Row = dict[str, Any]
+SAME_FLOPS = 0.02
 
 
 class Record:
@@ -110,7 +112,7 @@ class Record:
     def close(self) -> None:
         self.line.close()
 
-    def summary(self, step: int, seconds: float, first_step: int) -> str:
+    def summary(self, step: int, seconds: float, first_step: int, rival: RivalConfig) -> str:
         """The table at the end, from what stands in metrics.jsonl."""
         last: Row = {}
         validated: Row = {}
@@ -127,7 +129,23 @@ class Record:
             ("tensorboard", f"tensorboard --logdir {self.out / 'tensorboard'}"),
             ("checkpoint", str(self.out / "checkpoints" / store.tag_of(step))),
         ]
+        if rival.name is not None and "val_loss" in last:
+            rows.insert(2, (f"beside {rival.name}", beside(rival, last)))
         return table(rows)
+
+
+def beside(rival: RivalConfig, last: Row) -> str:
+    """How a run that has ended stands to a recorded one; of other FLOPs, nothing can be said."""
+    told = f"{rival.val_loss:.4f} ± {rival.spread:.4f}"
+    if abs(last["flops"] / rival.flops - 1) > SAME_FLOPS:
+        return f"{told} with {rival.flops:.3g} FLOPs; this run spent {last['flops']:.3g}: not comparable"
+    less = rival.val_loss - last["val_loss"]
+    how = (
+        "the same within its spread"
+        if abs(less) <= rival.spread
+        else f"{abs(less):.4f} {'worse' if less < 0 else 'better'}"
+    )
+    return f"{told} with as many FLOPs ({rival.flops:.3g}): this run is {how}"
 
 
 def peak_memory() -> int:

@@ -50,7 +50,8 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",  # never used: the process group meets at a file
+        # the process group meets at a file; DeepSpeed names its shared memory by the port, so workers have one each
+        "MASTER_PORT": str(1 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
     }
