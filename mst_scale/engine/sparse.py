@@ -165,7 +165,7 @@ class SparseController(Controller):
         super().before_step()
         with self.span("masking"):
             step = self.step + 1
-            if self.given is not None and self.dense:
+            if self.given is not None and self.dense and self.step < self.schedule.sparse_until:
                 raise SharedMistake(
                     "method fixed keeps the zeros that the weights have, and they have none: load a pruned model "
                     "before the first step, or name a file with mst.masks"

@@ -27,9 +27,11 @@ def sparsity_in_words(mst: SparseController) -> str:
     trained = sum(mst.stages.joined({name: math.prod(zero_shards.shape_of(p)) for name, p in named}).values())
     weights, bits = sum(mst.numels.values()), 1 + mst.counts_coverage
     if mst.given is not None:
+        last, total = mst.schedule.sparse_until, mst.schedule.total_steps
+        until = f"for {total} steps" if last == total else f"until step {last} of {total}"
         return (
             f"{len(mst.numels)} matrices with {weights:,} of {trained:,} parameters keep {mst.given.in_words()}: "
-            f"{100 * mst.sparsity:.3g} % sparse, for {mst.schedule.total_steps} steps"
+            f"{100 * mst.sparsity:.3g} % sparse, {until}"
         )
     return (
         f"{len(mst.numels)} matrices with {weights:,} of {trained:,} parameters become up to "

@@ -77,6 +77,29 @@ def test_masks_of_a_file(tmp_path, packed):
             assert found[:4] == (alone[0], alone[1], alone[2], 0)
 
 
+def dense_at_the_end(rank, world, stage, masks):
+    """Six steps, four of them sparse: (density after each, loss)."""
+    found = config(stage, world, masks)
+    found["mst"]["sparsity"] = {"variation": "sd", "warmup": 0, "ultra": 4}
+    engine, *_ = mst_scale.initialize(model=toy(), config=found)
+    densities = []
+    for step in range(6):
+        loss = engine(*toy_batch(step, 0))
+        engine.backward(loss)
+        engine.step()
+        densities.append(round(1 - engine.mst.sparsity, 2))
+    return densities, engine.mst.sparsity_in_words(), float(loss.detach())
+
+
+def test_given_masks_may_go_at_the_end(tmp_path):
+    path = tmp_path / "masks.safetensors"
+    open_masks.write(path, ((name, kept(name)) for name in SPARSE))
+    ((densities, said, loss),) = pool.run(dense_at_the_end, 1, 0, str(path))
+    assert densities == [0.67, 0.67, 0.67, 1, 1, 1] and said.endswith("until step 4 of 6")
+    for other in pool.run(dense_at_the_end, 2, 3, str(path)):
+        assert other == (densities, said, pytest.approx(loss, rel=1e-5))
+
+
 def test_the_open_format_is_what_it_says(tmp_path):
     """Read with nothing of ours: bool, or `numpy.packbits`."""
     for packed in (False, True):
