@@ -17,6 +17,7 @@ from . import facts
 from .facts import FINISHED, Row
 from .plan import Cell, Plan, job
 
+UPDATE = 17  # FLOPs a weight and step: AdamW 14, its gradient's share of the norm and of clipping 3
 HEAD_OF_CELLS = ["variant", "rate", *HEAD]
 
 
@@ -54,11 +55,16 @@ def _method(plan: Plan, cell: Cell, runs: Mapping[int, Row]) -> Method:
     """Variants of a size are one model, unless they are of the smaller one."""
     variant = plan.variants[cell.variant]
     points = {
-        accounting: {seed: Point(row[key], row["val_loss"]) for seed, row in runs.items()}
+        accounting: {seed: Point(spent(row, key), row["val_loss"]) for seed, row in runs.items()}
         for accounting, key in ACCOUNTINGS.items()
     }
     model = f"{cell.size}{', small' if variant.small else ''}"
     return Method(str(cell), cell.variant, model, variant.method == "dense", points)
+
+
+def spent(row: Row, key: str) -> float:
+    """All FLOPs of a run: what the ledger counts by an accounting, topology steps, and what is done to each weight."""
+    return float(row[key] + row["flops_topology"] + UPDATE * row["weights"] * row["steps"])
 
 
 def answers(plan: Plan, rows: Mapping[str, Row], data: str) -> dict[str, Any]:
@@ -138,7 +144,8 @@ def _notes(found: list[Outcome]) -> str:
     said = [
         "± and intervals are Student's t at 95 % over seeds (with one seed there is none); a worth is the FLOPs that "
         "dense training needs for the loss, divided by those spent, read off the lower convex hull of the dense runs "
-        "in the logarithms of both, seed by seed. ≥ and ≤ are bounds: no dense run there was worse, or better."
+        "in the logarithms of both, seed by seed. ≥ and ≤ are bounds: no dense run there was worse, or better. FLOPs "
+        f"are all of a run's, the optimizer's {UPDATE} a weight and step too."
     ]
     if any(one.edge for one in found):
         said.append("\\* the best rate is the least or the greatest of the grid: beyond it may lie a better one.")
@@ -147,8 +154,9 @@ def _notes(found: list[Outcome]) -> str:
     ]
     if extra:
         said.append(
-            f"Not in these FLOPs: the optimizer, and dense gradients at topology steps, {min(extra):.1%} to "
-            f"{max(extra):.1%} of the FLOPs of sparse runs (an upper bound, `flops_topology` in the runs' file)."
+            f"Dense gradients at topology steps are {min(extra):.1%} to {max(extra):.1%} of the FLOPs of runs that "
+            "have them (an upper bound, `flops_topology` in the runs' file); where a plan makes FLOPs equal, it is "
+            "without them."
         )
     return "\n\n".join(said)
 
