@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from mst_scale.runs import metrics, run_file
 from .plan import Cell, Job, Plan, job
 
 Row = dict[str, Any]
+WIDENINGS = 4  # of a grid
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
 KEPT = ("val_loss", "tokens", "flops", "flops_dense", "flops_causal", "flops_dense_causal")
 
@@ -79,7 +81,8 @@ def about(found: Job, status: str, **more: Any) -> Row:
     return {
         "digest": found.digest, "status": status, "size": cell.size, "budget": cell.budget, "variant": cell.variant,
         "share": cell.share, "rate": found.rate, "seed": found.seed, "steps": found.steps,
-        "weights": found.experiment.model.weights, "method": found.experiment.mst.method, **more,
+        "weights": found.experiment.model.weights, "updates": found.updates, "method": found.experiment.mst.method,
+        **more,
     }  # fmt: skip
 
 
@@ -101,13 +104,39 @@ def val_loss(row: Row | None) -> float | None:
     return row["val_loss"] if row is not None and row["status"] == FINISHED else None
 
 
+def rates_of(plan: Plan, cell: Cell, rows: Mapping[str, Row], data: str) -> list[float]:
+    """The cell's grid; where the plan says so, it goes on by factors of 2 as long as its best rate is at an end."""
+    rates = sorted(plan.rates_of(cell))
+    for _ in range(WIDENINGS if plan.widen else 0):
+        losses = losses_of(plan, cell, rates, rows, data)
+        if any(loss is None for loss in losses.values()):
+            break
+        best = min(rates, key=lambda rate: losses[rate] or 0.0)
+        if best not in (rates[0], rates[-1]) or losses[best] == math.inf:
+            break
+        rates = [best / 2, *rates] if best == rates[0] else [*rates, best * 2]
+    return rates
+
+
+def losses_of(
+    plan: Plan, cell: Cell, rates: Iterable[float], rows: Mapping[str, Row], data: str
+) -> dict[float, float | None]:
+    """Of the first seed at each rate: None where the run is to come, infinite where it has diverged."""
+    losses: dict[float, float | None] = {}
+    for rate in rates:
+        row = rows.get(job(plan, cell, rate, plan.seeds_of(cell)[0], data).digest)
+        loss = val_loss(row)
+        losses[rate] = None if row is None else math.inf if loss is None else loss
+    return losses
+
+
 def best_rate(plan: Plan, cell: Cell, rows: Mapping[str, Row], data: str) -> float | None:
     """By the validation loss of the first seed; None while a rate's run is to come, or where none has finished."""
-    tried = {rate: rows.get(job(plan, cell, rate, plan.seeds_of(cell)[0], data).digest) for rate in plan.rates_of(cell)}
-    if any(row is None for row in tried.values()):
+    losses = losses_of(plan, cell, rates_of(plan, cell, rows, data), rows, data)
+    if any(loss is None for loss in losses.values()):
         return None
-    losses = {rate: loss for rate, row in tried.items() if (loss := val_loss(row)) is not None}
-    return min(losses, key=lambda rate: losses[rate], default=None)
+    finished = {rate: loss for rate, loss in losses.items() if loss is not None and loss < math.inf}
+    return min(finished, key=lambda rate: finished[rate], default=None)
 
 
 def wanted(plan: Plan, rows: Mapping[str, Row], data: str) -> tuple[list[Job], list[Job]]:
@@ -118,7 +147,7 @@ def wanted(plan: Plan, rows: Mapping[str, Row], data: str) -> tuple[list[Job], l
     sure: list[Job] = []
     guessed: list[Job] = []
     for cell in plan.cells():
-        rates = plan.rates_of(cell)
+        rates = rates_of(plan, cell, rows, data)
         first = [job(plan, cell, rate, plan.seeds_of(cell)[0], data) for rate in rates]
         sure += first
         best = best_rate(plan, cell, rows, data)

@@ -3,7 +3,7 @@
 What is done is read from the disk: a queue that was killed goes on where it stopped, a run half done from its newest
 checkpoint. Dense runs with WSD share a trunk (OUT/trunks), a run at the constant rate that is made longer as longer
 ones come, and branch off it to decay. Where a trunk has gone past without a checkpoint, the run is made from its start.
-Runs of one trunk do not run at the same time.
+Runs of one trunk do not run at the same time, nor those that grow out of one smaller run.
 """
 
 from __future__ import annotations
@@ -112,10 +112,14 @@ class Line:
     # --- one run ---
 
     def _made(self, job: Job) -> Row:
-        folder = self.out / "runs" / job.digest
+        folder = self._folder(job)
         log = folder.with_suffix(".log")
         started = time.monotonic()
         self._wait_for(folder)
+        if job.smaller is not None and not store.list_tags(folder / "checkpoints"):
+            code = self._had(job.smaller)
+            if code:
+                return self._failure(job, self._folder(job.smaller).with_suffix(".log"), code)
         branch, steps_run = [], job.steps
         if not store.list_tags(folder / "checkpoints") and (start := job.decays_from):
             trunk = self.out / "trunks" / job.trunk
@@ -129,12 +133,23 @@ class Line:
                 steps_run = job.steps - start + max(0, start - stood)
         if (found := self._facts(job, folder, started, steps_run)) is not None:
             return found  # it had ended when the queue was killed
-        experiment = dataclasses.replace(
-            job.experiment, training=dataclasses.replace(job.experiment.training, keep_checkpoints=1)
-        )
-        code = self._run(experiment, folder, log, ["--steps", str(job.steps), *branch])
+        more = ["--steps", str(job.steps), *branch]
+        if job.smaller is not None:
+            more += ["--from", str(self._folder(job.smaller))]
+        code = self._run(_keeping_one(job.experiment), folder, log, more)
         row = self._facts(job, folder, started, steps_run)
         return self._failure(job, log, code) if row is None else row
+
+    def _folder(self, job: Job) -> Path:
+        return self.out / "runs" / job.digest
+
+    def _had(self, job: Job) -> int:
+        """A smaller run that others grow out of, made if it is not there; the exit code."""
+        folder = self._folder(job)
+        self._wait_for(folder)
+        if _stands_at(folder) == job.steps:
+            return 0
+        return self._run(_keeping_one(job.experiment), folder, folder.with_suffix(".log"), [])
 
     def _wait_for(self, folder: Path) -> None:
         """A run that a killed queue has left alone goes on by itself: its end is waited for."""
@@ -215,9 +230,9 @@ class Screen:
 
 
 def next_of(todo: Iterable[Job], running: Iterable[Job]) -> Job | None:
-    """The first that does not run yet and whose trunk no running one uses."""
-    digests, trunks = {job.digest for job in running}, {job.trunk for job in running if job.decays_from}
-    return next((j for j in todo if j.digest not in digests and not (j.decays_from and j.trunk in trunks)), None)
+    """The first that does not run yet and begins with nothing that a running one begins with."""
+    digests, taken = {job.digest for job in running}, {job.begins_with for job in running} - {None}
+    return next((job for job in todo if job.digest not in digests and job.begins_with not in taken), None)
 
 
 def seconds_left(jobs: list[Job], rows: Mapping[str, Row], trunks: Mapping[str, int]) -> float:
@@ -238,8 +253,15 @@ def seconds_left(jobs: list[Job], rows: Mapping[str, Row], trunks: Mapping[str, 
             steps = job.steps - start + max(0, start - stood)
             reached[job.trunk] = max(stood, start)
         seconds, work = taken.get(job.cell.size) or taken.get("") or (0.0, 0.0)
-        total += START_SECONDS + steps * job.work_a_step * (seconds / work if seconds else 1 / GUESS)
+        work_left = steps * job.work_a_step
+        if job.smaller is not None:
+            work_left += job.smaller.steps * job.smaller.work_a_step
+        total += START_SECONDS + work_left * (seconds / work if seconds else 1 / GUESS)
     return total
+
+
+def _keeping_one(experiment: Experiment) -> Experiment:
+    return dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, keep_checkpoints=1))
 
 
 def _stands_at(folder: Path) -> int:

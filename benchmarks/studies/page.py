@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +37,9 @@ def outcomes(plan: Plan, rows: Mapping[str, Row], data: str) -> list[Outcome]:
     """Cells whose rate is known; until then, of those that have a run, the best so far."""
     found = []
     for cell in plan.cells():
-        rates = plan.rates_of(cell)
-        tried = {
-            rate: facts.val_loss(rows.get(job(plan, cell, rate, plan.seeds_of(cell)[0], data).digest)) for rate in rates
-        }
-        losses = {rate: loss for rate, loss in tried.items() if loss is not None}
+        rates = facts.rates_of(plan, cell, rows, data)
+        tried = facts.losses_of(plan, cell, rates, rows, data)
+        losses = {rate: loss for rate, loss in tried.items() if loss is not None and loss < math.inf}
         if not losses:
             continue
         rate = min(losses, key=lambda r: losses[r])
@@ -59,12 +58,13 @@ def _method(plan: Plan, cell: Cell, runs: Mapping[int, Row]) -> Method:
         for accounting, key in ACCOUNTINGS.items()
     }
     model = f"{cell.size}{', small' if variant.small else ''}"
-    return Method(str(cell), cell.variant, model, variant.method == "dense", points)
+    dense = variant.method == "dense" and "optimizer" not in variant.set  # another optimizer is a method of its own
+    return Method(str(cell), cell.variant, model, dense, points)
 
 
 def spent(row: Row, key: str) -> float:
     """All FLOPs of a run: what the ledger counts by an accounting, topology steps, and what is done to each weight."""
-    return float(row[key] + row["flops_topology"] + UPDATE * row["weights"] * row["steps"])
+    return float(row[key] + row["flops_topology"] + UPDATE * row.get("updates", row["weights"] * row["steps"]))
 
 
 def answers(plan: Plan, rows: Mapping[str, Row], data: str) -> dict[str, Any]:
@@ -155,8 +155,7 @@ def _notes(found: list[Outcome]) -> str:
     if extra:
         said.append(
             f"Dense gradients at topology steps are {min(extra):.1%} to {max(extra):.1%} of the FLOPs of runs that "
-            "have them (an upper bound, `flops_topology` in the runs' file); where a plan makes FLOPs equal, it is "
-            "without them."
+            "have them (an upper bound, `flops_topology` in the runs' file)."
         )
     return "\n\n".join(said)
 

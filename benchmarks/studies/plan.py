@@ -29,8 +29,9 @@ from mst_scale.config import (
     load,
     to_dict,
 )
-from mst_scale.config.check import check, global_batch
+from mst_scale.config.check import check, global_batch, peak_learning_rate
 from mst_scale.costs.flops import dense_step_flops
+from mst_scale.costs.grown import of_growth
 from mst_scale.costs.ledger import forecast, topology_flops
 
 FOLDER = Path(__file__).parent
@@ -43,6 +44,7 @@ WITHOUT_EFFECT = {
 DEFAULTS: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
 EVALUATIONS = 4  # of a run, for its curve
 ROUNDS = 3  # until a length fits its FLOPs
+OTHER_TEXT = 1_000  # added to the seed of a smaller run, lest the larger one reads the same batches again
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ class Size:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train. `as_long_as` names the variant whose FLOPs it spends; its length follows."""
+    """One way to train. `as_long_as` names the variant whose FLOPs it spends; its length follows. One that grows says
+    out of what, {"model": the smaller model's own keys, "share": of the budget's steps that it is trained, dense and at
+    a constant rate}; that run's FLOPs and the growth's are its own too."""
 
     method: str = "dense"
     set: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +71,7 @@ class Variant:
     as_long_as: str | None = None
     rates: tuple[float, ...] = ()
     last_rate: float | None = None  # as a share of the peak; None: the plan's
+    grown_from: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +88,8 @@ class Plan:
     sizes: dict[str, Size]
     variants: dict[str, Variant]
     last_rate: float = 0.01
+    widen: bool = False
+    """Whether a cell whose best rate is at an end of its grid tries another beyond it (facts.rates_of)."""
 
     def cells(self) -> list[Cell]:
         return [
@@ -126,6 +133,8 @@ class Job:
     flops: float
     topology_flops: float
     work_a_step: float
+    smaller: Job | None = None
+    """The run that it grows out of, whose digest stands in its mst.grow_from."""
 
     def __str__(self) -> str:
         return f"{self.cell}, rate {self.rate:g}, seed {self.seed}"
@@ -143,7 +152,7 @@ class Job:
             and isinstance(training.warmup, int)
             and not self.experiment.mst.depends_on_length
         )
-        if not plain or not self.experiment.mst.stays_dense:
+        if not plain or not self.experiment.mst.stays_dense or self.smaller is not None:
             return None
         return self.steps - in_steps(training.decay, self.steps)
 
@@ -151,6 +160,17 @@ class Job:
     def trunk(self) -> str:
         """The digest of that run, whatever its length."""
         return digest_of(replace(self.experiment, training=replace(self.experiment.training, steps=10**9, decay=0)))
+
+    @property
+    def updates(self) -> int:
+        """Of single weights, the smaller run's too."""
+        before = 0 if self.smaller is None else self.smaller.updates
+        return self.steps * self.experiment.model.weights + before
+
+    @property
+    def begins_with(self) -> str | None:
+        """What it begins with that other runs may begin with too: its trunk, or the smaller run."""
+        return self.trunk if self.decays_from else None if self.smaller is None else self.smaller.digest
 
 
 def read_plan(name: str, folder: Path = FOLDER) -> Plan:
@@ -199,36 +219,69 @@ def job(plan: Plan, cell: Cell, rate: float, seed: int, data: str) -> Job:
     """`data` is the corpus folder."""
     variant = plan.variants[cell.variant]
     settings = {"data.dir": data, "training.seed": seed, "optimizer.params.lr": rate}
-    full = _experiment(plan, cell.size, variant, settings)
     model = load(plan.config, _settings({"model": plan.sizes[cell.size].model})).model
-    batch = global_batch(full.deepspeed, 1)
     sequences = cell.budget * model.weights / model.context
+    smaller, before = None, 0.0
+    if variant.grown_from is not None:
+        smaller = _smaller(plan, cell, settings, sequences)
+        settings["mst.grow_from"] = smaller.digest
+    full = _experiment(plan, cell.size, variant, settings)
+    batch = global_batch(full.deepspeed, 1)
+    if smaller is not None:
+        before = smaller.flops + of_growth(full, smaller.experiment.model, batch)["paper"]
     budget_steps = max(1, round(sequences / batch))
     steps = max(1, round(cell.share * budget_steps))
     if variant.as_long_as is not None:
-        other = _of_length(_experiment(plan, cell.size, plan.variants[variant.as_long_as], settings), steps)
-        budget = steps * forecast(other).mean["paper"].total
+        plain = {key: value for key, value in settings.items() if key != "mst.grow_from"}
+        other = _of_length(_experiment(plan, cell.size, plan.variants[variant.as_long_as], plain), steps)
+        budget = steps * _of_a_sequence(other)
         for _ in range(ROUNDS):  # the phases of another length are rounded otherwise
-            steps = max(1, round(budget / forecast(_of_length(full, steps)).mean["paper"].total))
+            steps = max(1, round((budget - before / batch) / _of_a_sequence(_of_length(full, steps))))
     experiment = _of_length(full, steps)
     check(experiment)
-    dense = batch * dense_step_flops(experiment.model).total
+    block = sequences * dense_step_flops(model).total
+    return _job(cell, experiment, block_flops=block, before=before, smaller=smaller)
+
+
+def _smaller(plan: Plan, cell: Cell, settings: Mapping[str, Any], sequences: float) -> Job:
+    """The run that a growing one begins with: dense, and at a constant rate to its end."""
+    wanted = plan.variants[cell.variant].grown_from
+    assert wanted is not None
+    other = {**settings, "training.seed": settings["training.seed"] + OTHER_TEXT}
+    found = _experiment(plan, cell.size, Variant(), other, wanted["model"])
+    steps = max(1, round(wanted["share"] * sequences / global_batch(found.deepspeed, 1)))
+    short = _of_length(replace(found, training=replace(found.training, decay=0)), steps)
+    return _job(cell, short)
+
+
+def _job(
+    cell: Cell, experiment: Experiment, *, block_flops: float = 0.0, before: float = 0.0, smaller: Job | None = None
+) -> Job:
+    batch, steps = global_batch(experiment.deepspeed, 1), experiment.training.steps
     count, extra = topology_flops(experiment)
     return Job(
         cell=cell,
-        rate=rate,
-        seed=seed,
+        rate=peak_learning_rate(experiment.deepspeed),
+        seed=experiment.training.seed,
         experiment=experiment,
         digest=digest_of(experiment),
-        block_flops=sequences * dense_step_flops(model).total,
-        flops=steps * batch * forecast(experiment).mean["paper"].total,
+        block_flops=block_flops,
+        flops=before + steps * batch * forecast(experiment).mean["paper"].total,
         topology_flops=steps * batch * extra.total if count else 0.0,
-        work_a_step=dense,
+        work_a_step=batch * dense_step_flops(experiment.model).total,
+        smaller=smaller,
     )
 
 
-def _experiment(plan: Plan, size: str, variant: Variant, settings: Mapping[str, Any]) -> Experiment:
-    model = {**plan.sizes[size].model, **(plan.sizes[size].small if variant.small else {})}
+def _of_a_sequence(experiment: Experiment) -> float:
+    """The mean FLOPs over the run, those of topology steps too."""
+    return forecast(experiment).mean["paper"].total + topology_flops(experiment)[1].total
+
+
+def _experiment(
+    plan: Plan, size: str, variant: Variant, settings: Mapping[str, Any], own: Mapping[str, Any] | None = None
+) -> Experiment:
+    model = {**plan.sizes[size].model, **(plan.sizes[size].small if variant.small else {}), **(own or {})}
     last = plan.last_rate if variant.last_rate is None else variant.last_rate
     least = {"training.min_lr": last * settings["optimizer.params.lr"]}
     # the rate last: a variant may have an optimizer of its own

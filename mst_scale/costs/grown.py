@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mst_scale.checkpoints import store
-from mst_scale.config import Experiment
+from mst_scale.config import Experiment, ModelConfig
 from mst_scale.config.growth import OPTION, folder_of, smaller_model
 from mst_scale.costs.flops import dense_step_flops
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
@@ -38,14 +38,14 @@ def before(experiment: Experiment, sequences: int) -> Before:
     assert experiment.mst.grow_from is not None
     checkpoint = store.locate(folder_of(experiment.mst.grow_from))
     step, run = spent(checkpoint)
-    return Before(checkpoint, step, run, of_growth(experiment, sequences))
+    return Before(checkpoint, step, run, of_growth(experiment, smaller_model(experiment.mst.grow_from), sequences))
 
 
-def of_growth(experiment: Experiment, sequences: int) -> dict[str, float]:
+def of_growth(experiment: Experiment, small: ModelConfig, sequences: int) -> dict[str, float]:
     """Of the growth itself, its batches as large as the run's."""
     mst, model = experiment.mst, experiment.model
-    assert mst.growth is not None and mst.grow_from is not None
-    own, batches = mst.growth.flops(smaller_model(mst.grow_from), model), mst.growth.steps * sequences
+    assert mst.growth is not None
+    own, batches = mst.growth.flops(small, model), mst.growth.steps * sequences
     return {a: own + batches * dense_step_flops(model, a).total for a in ACCOUNTINGS}
 
 

@@ -117,9 +117,10 @@ def _dense(model: ModelConfig, experiment: Experiment, ranks: int) -> Both:
 def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
     """(how many, what they add to the mean step): a dense backward pass of the matrices in place of the sparse one.
 
-    Growth by gradient (and prune scores that read it) need the gradient of every weight: 2 · forward of what is masked,
-    on each topology step, or on each sparse step where growth follows a running mean of gradients. An upper bound: the
-    gradient of the activations, half of it, is sparse on those steps too. The selection itself is not counted.
+    Growth by gradient needs the gradient of every weight: 2 · forward of what is masked, on each topology step, or on
+    each sparse step where growth follows a running mean of gradients. (A prune score that reads gradients wants those
+    of active weights alone, which every step has.) An upper bound: the gradient of the activations, half of it, is
+    sparse on those steps too. The selection itself is not counted.
     """
     topology, model = experiment.mst.topology, experiment.model
     if experiment.mst.stays_dense:  # a function of weights that are all there
@@ -127,7 +128,8 @@ def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
     chosen = policy(topology.policy, random_share=topology.random_ratio)
     schedule = experiment.schedule
     every = "momentum" in chosen.reads
-    due = set() if every or "gradient" not in chosen.reads or not chosen.swaps else set(schedule.topology_steps())
+    by_gradient = chosen.swaps and chosen.random_share < 1 and "gradient" in chosen.grow.reads
+    due = set(schedule.topology_steps()) if by_gradient and not every else set()
     dense, count, extra = dense_step_flops(model), 0, Flops()
     for stretch in stretches(experiment):
         if not stretch.sparsity:

@@ -79,7 +79,7 @@ class Spartan(WeightFunction):
 
 
 METHOD = Method(
-    "a soft top-k that grows hard",
+    "a soft top-k, and a hard one on top",
     {
         "sparsity": {"variation": "gmp", "max": 0.8},
         "topology": {"policy": "gmp", "random_ratio": None, **STILL},

@@ -210,6 +210,32 @@ def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
         run("--resume")
 
 
+def test_a_method_that_grows_spends_what_its_smaller_run_has_spent_too(folder):
+    variants = {
+        "dense": {},
+        "stack": {"method": "stack", "as_long_as": "dense", "grown_from": {"model": {"n_layer": 1}, "share": 0.5}},
+    }
+    size = {"tiny": {"model": {"n_layer": 2, "n_embd": 16}}}
+    (folder / "tiny.json").write_text(json.dumps({**TINY, "rates": [1e-2], "sizes": size, "variants": variants}))
+    plan, data = read_plan("tiny", folder), folder / "corpus"
+    text = folder / "text.txt"
+    text.write_text("Once upon a time there was a small corpus, and nobody read it twice.\n" * 400)
+    prepare(Recipe([str(text)], "byte", val_fraction=0.2), data)
+    dense, stack = (job(plan, Cell("tiny", 1, name), 1e-2, 1, str(data)) for name in variants)
+    assert stack.smaller.experiment.model.n_layer == 1 and stack.smaller.steps == round(dense.steps / 2)
+    assert stack.flops == pytest.approx(dense.flops, rel=0.02) and stack.steps < dense.steps
+    assert stack.decays_from is None and stack.begins_with == stack.smaller.digest
+
+    queue = line.Line(plan, folder / "out", folder, data)
+    made = queue._made(stack)
+    assert made["status"] == facts.FINISHED, made
+    assert made["flops"] == pytest.approx(stack.flops, rel=1e-9), "the smaller run's are among them"
+    smaller = folder / "out" / "runs" / stack.smaller.digest
+    assert line._stands_at(smaller) == stack.smaller.steps
+    began = (smaller / "run.json").read_text()
+    assert queue._had(stack.smaller) == 0 and (smaller / "run.json").read_text() == began, "made once"
+
+
 def test_several_runs_at_once_are_each_made_once_and_never_two_of_a_trunk(folder, monkeypatch):
     plan = read_plan("tiny", folder)
     (folder / "corpus").mkdir()
@@ -274,7 +300,7 @@ def test_rivals_are_all_there_and_spend_the_flops_of_a_dense_run():
     plan = read_plan("rivals")
     methods = {variant.method for variant in plan.variants.values()}
     others = {"tiny", "dense-short", "fixed", "sparse", "sd", "dsd", "gd"}  # another model, a length, variants of mst
-    assert methods == set(METHODS) - others - {"ligo", "stack"}
+    assert methods == set(METHODS) - others
     jobs = {cell: job(plan, cell, plan.rates_of(cell)[0], 1, "corpora/study") for cell in plan.cells()}
     budget = next(one.flops for cell, one in jobs.items() if (cell.variant, cell.share) == ("dense", 1.0))
     for cell, one in jobs.items():

@@ -152,7 +152,7 @@ def test_topology_steps_by_hand():
     assert extra.matrices == pytest.approx(5 / 60 * 2 / 3 * 0.5 * dense_step_flops(rigl.model).matrices, rel=1e-3)
     assert extra.attention == 0
     assert topology_flops(load(RAW, overrides, "snfs"))[0] == 60, "momentum is an average of dense gradients"
-    for method in ("static", "set", "gmp", "dense"):
+    for method in ("static", "set", "mest", "gmp", "dense"):
         assert topology_flops(load(RAW, overrides, method))[0] == 0, "reads no gradient of masked weights"
 
 
