@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.costs.frontier import Point
-from mst_scale.report.frontier import ACCOUNTINGS, HEAD, Method, line, loss_over_flops
+from mst_scale.report.frontier import ACCOUNTINGS, HEAD, Method, line, loss_over_flops, worth_of_each
 from mst_scale.report.frontier import rows as method_rows
 from mst_scale.report.style import DARK, LIGHT, drawn, recoloured
 
@@ -108,17 +108,20 @@ def _about(found: list[Outcome], plan: Plan) -> str:
 
 def _figures(plan: Plan, found: list[Outcome], folder: Path) -> list[str]:
     pictures = []
+    methods = [one.method for one in found]
     for accounting in ACCOUNTINGS:
-        plot = loss_over_flops([one.method for one in found], accounting)
-        _, svg = drawn(plot, LIGHT, png=False)
-        name = f"{plan.name}-{accounting}"
-        (folder / f"{name}.svg").write_text(svg)
-        (folder / f"{name}-dark.svg").write_text(recoloured(svg, DARK))
-        pictures.append(
-            f'<picture><source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg"><img alt="Validation loss '
-            f'over FLOPs, {accounting} accounting: the dense frontier as a line, methods as points" src="{name}.svg">'
-            "</picture>"
-        )
+        over_flops = "Validation loss over FLOPs: the dense frontier as a line, methods as points"
+        drawings = {f"{plan.name}-{accounting}": (over_flops, loss_over_flops(methods, accounting))}
+        if (each := worth_of_each(methods, accounting)) is not None:
+            drawings[f"{plan.name}-worth-{accounting}"] = ("What the FLOPs of each method are worth", each)
+        for name, (alt, plot) in drawings.items():
+            _, svg = drawn(plot, LIGHT, png=False)
+            (folder / f"{name}.svg").write_text(svg)
+            (folder / f"{name}-dark.svg").write_text(recoloured(svg, DARK))
+            pictures.append(
+                f'<picture><source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">'
+                f'<img alt="{alt}, {accounting} accounting" src="{name}.svg"></picture>'
+            )
     return pictures
 
 

@@ -101,7 +101,9 @@ class Report:
         section.notes += [f"{run.name} has not finished and is left out" for run in self.runs if not run.finished]
         for accounting in frontier.ACCOUNTINGS:
             say(f"figure of the {accounting} accounting")
-            self._add(Job(section), frontier.loss_over_flops(compared, accounting), pictures=True)
+            plots = (frontier.loss_over_flops(compared, accounting), frontier.worth_of_each(compared, accounting))
+            for plot in filter(None, plots):
+                self._add(Job(section), plot, pictures=True)
         lead = f"{len(compared)} settings over FLOPs; those that differ only in their seed are one."
         return {**self._written("What FLOPs are worth", lead, [section], None), "runs": frontier.rows(compared)}
 

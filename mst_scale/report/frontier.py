@@ -12,12 +12,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
 
-from mst_scale.costs.frontier import Multiplier, Point, frontier, interval, mean, multiplier
+from mst_scale.costs.frontier import AT_LEAST, AT_MOST, Multiplier, Point, frontier, interval, mean, multiplier
+from mst_scale.methods import METHODS
 from mst_scale.report.groups import Group
 from mst_scale.report.style import Plot, Theme, legend, ratio_axis
 from mst_scale.runs.progress import flops_unit
 
 MARKERS = "osD^vP*X"
+BOUND_MARKERS = {"": "o", AT_LEAST: ">", AT_MOST: "<"}
 ACCOUNTINGS = {"paper": "flops", "causal": "flops_causal"}
 """The column of the metrics for each."""
 
@@ -62,7 +64,12 @@ def compared(groups: Sequence[Group]) -> list[Method]:
             for accounting, key in ACCOUNTINGS.items()
         }
         first = group.first
-        dense = first.setting("mst", "sparsity", "variation") == "dense" or first.setting("mst", "sparsity", "max") == 0
+        known = METHODS.get(first.method)
+        more = known is not None and (known.function is not None or known.growth is not None)
+        masked = (
+            first.setting("mst", "sparsity", "variation") != "dense" and first.setting("mst", "sparsity", "max") != 0
+        )
+        dense = not masked and not more
         methods.append(Method(group.name, first.method, json.dumps(first.setting("model")), dense, points))
     if not any(method.dense for method in methods):
         raise ValueError("--frontier: no finished dense run is among them: train some of several lengths")
@@ -108,6 +115,43 @@ def line(method: Method, methods: Sequence[Method]) -> list[str]:
     return told
 
 
+def marker_of(i: int, colours: int) -> str:
+    """Of the i-th kind: those that share a colour have different markers."""
+    return MARKERS[(i + i // colours) % len(MARKERS)]
+
+
+def worth_of_each(methods: Sequence[Method], accounting: str) -> Plot | None:
+    """A row a method, the best on top: how many times its FLOPs it is worth. None where nothing can be compared."""
+    reads = [(method, worth(method, methods, accounting, same_model=False)) for method in methods]
+    found = sorted(((read, method) for method, read in reads if read is not None), key=lambda pair: pair[0].value)
+    if not found:
+        return None
+    kinds = [method.kind for _, method in found]
+    labels = kinds if len(set(kinds)) == len(kinds) else [method.name for _, method in found]
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        axes = figure.subplots()
+        axes.axvline(1.0, color=theme.axis, linewidth=1.4)
+        for row, (read, _) in enumerate(found):
+            if read.low is not None and read.high is not None:
+                axes.plot([read.low, read.high], [row, row], color=theme.series[0], linewidth=1.2)
+            axes.plot([read.value], [row], BOUND_MARKERS[read.bound], color=theme.series[0], markersize=6)
+        low = min(read.value if read.low is None else read.low for read, _ in found)
+        high = max(read.value if read.high is None else read.high for read, _ in found)
+        axes.set_xscale("log")
+        ratio_axis(axes.xaxis, min(low, 1.0), max(high, 1.0))
+        axes.set_yticks(range(len(found)), labels)
+        axes.set_ylim(-0.7, len(found) - 0.3)
+        axes.set_xlabel(f"FLOPs that dense training needs for the loss ÷ FLOPs spent, {accounting} accounting")
+        axes.set_title("What the FLOPs of each method are worth")
+
+    caption = (
+        "Against the frontier of dense runs of all sizes; bars are 95 % intervals over seeds (Student's t), and none "
+        "stands where there is one seed or a triangle: worth at least (▷) or at most (◁) so much."
+    )
+    return Plot(f"worth-{accounting}", caption, draw, 1.4 + 0.24 * len(found))
+
+
 def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
     """The frontier through dense runs as a line, every method as a point with its interval over seeds."""
 
@@ -123,7 +167,7 @@ def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
             handles.append(Line2D([], [], label="dense frontier", **look))
         kinds = list(dict.fromkeys(method.kind for method in methods))
         for i, kind in enumerate(kinds):
-            colour, marker = theme.series[i % len(theme.series)], MARKERS[i % len(MARKERS)]
+            colour, marker = theme.series[i % len(theme.series)], marker_of(i, len(theme.series))
             for method, point in means:
                 if method.kind != kind:
                     continue

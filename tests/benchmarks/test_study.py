@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import shutil
 import threading
@@ -114,6 +115,37 @@ def test_the_first_seed_chooses_the_rate_and_the_others_run_at_it(folder):
     rows[high.digest] = row(high, 9.0, facts.DIVERGED)
     assert facts.best_rate(plan, cell, rows, "c") == 1e-3
     assert job(plan, cell, 1e-3, 2, "c") in facts.wanted(plan, rows, "c")[0]
+
+
+@pytest.mark.parametrize(("best", "tried"), [(0.005, [0.0025, 0.005, 0.01]), (0.03, [0.005, 0.01, 0.02, 0.04])])
+def test_a_grid_goes_on_until_its_best_rate_is_inside(folder, best, tried):
+    (folder / "tiny.json").write_text(json.dumps({**TINY, "rates": [0.005, 0.01], "widen": True}))
+    plan, cell = read_plan("tiny", folder), Cell("tiny", 1, "dense")
+
+    def loss(one):
+        return 2 + abs(math.log(one.rate / best))
+
+    def status(one):
+        return facts.DIVERGED if one.rate > 0.03 else facts.FINISHED
+
+    rows = {}
+    while todo := [one for one in facts.wanted(plan, rows, "c")[0] if one.digest not in rows]:
+        rows |= {one.digest: row(one, loss(one), status(one)) for one in todo}
+    assert facts.rates_of(plan, cell, rows, "c") == pytest.approx(tried)
+    found = next(one for one in page.outcomes(plan, rows, "c") if one.cell == cell)
+    assert found.rate == (0.005 if best == 0.005 else 0.02)
+    assert not found.edge and set(found.runs) == {1, 2}
+
+
+def test_another_optimizer_is_a_method_of_its_own(folder):
+    """It does not bend the line that methods with the plan's optimizer are read off."""
+    sgd = {"set": {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}, "zero_optimization.stage": 1}}
+    (folder / "tiny.json").write_text(json.dumps({**TINY, "variants": {**TINY["variants"], "muon": sgd}}))
+    plan = read_plan("tiny", folder)
+    rows = everything(plan, lambda one: 1.0 if one.cell.variant == "muon" else 10 * one.flops**-0.05)
+    cells = {(cell["variant"], cell["share"]): cell for cell in page.answers(plan, rows, "c")["cells"]}
+    assert not cells["muon", 1.0]["dense"] and cells["muon", 1.0]["worth_all_sizes_paper"]["bound"] == "≥"
+    assert cells["mst", 1.0]["worth_all_sizes_paper"]["value"] == pytest.approx(1.0)
 
 
 def test_the_last_line_of_a_run_counts_and_a_torn_one_does_not(tmp_path):
@@ -305,5 +337,5 @@ def test_rivals_are_all_there_and_spend_the_flops_of_a_dense_run():
     budget = next(one.flops for cell, one in jobs.items() if (cell.variant, cell.share) == ("dense", 1.0))
     for cell, one in jobs.items():
         if cell.share == 1:
-            assert one.flops == pytest.approx(budget, rel=1e-3), cell
+            assert one.flops + one.topology_flops == pytest.approx(budget, rel=1e-3), cell
         assert one.experiment.mst.method == plan.variants[cell.variant].method

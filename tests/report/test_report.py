@@ -15,6 +15,8 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 from mst_scale.cli import main
+from mst_scale.costs.frontier import Point
+from mst_scale.report import frontier
 from mst_scale.report.build import Report
 from mst_scale.report.curves import FLOPS, STEPS, TIME, comparing, gradient_norm, loss, throughput
 from mst_scale.report.groups import grouped
@@ -349,10 +351,25 @@ def test_the_frontier_says_what_a_method_is_worth(tmp_path, capsys):
     (row,) = [row for row in found["runs"] if not row["dense"]]
     assert row["seeds"] == [1, 2] and row["worth_all_sizes_paper"]["value"] == pytest.approx(2.0)
     assert row["worth_same_model_paper"]["low"] == pytest.approx(2.0)
-    assert [figure["name"] for figure in found["figures"]] == ["frontier-paper", "frontier-causal"]
+    names = [figure["name"] for figure in found["figures"]]
+    assert names == ["frontier-paper", "worth-paper", "frontier-causal", "worth-causal"]
     assert found["notes"] == ["half has not finished and is left out"]
     assert "2.00 (2.00 to 2.00)" in (tmp_path / "out" / "index.html").read_text()
     assert main(["report", "--frontier", str(mst)]) == 2 and "no finished dense run" in capsys.readouterr().err
+
+
+def test_no_two_methods_look_alike_and_others_than_dense_are_not_dense(tmp_path):
+    looks = [(i % 8, frontier.marker_of(i, 8)) for i in range(40)]
+    assert len(set(looks)) == 40
+    points = {a: {1: Point(1e12, 2.0)} for a in frontier.ACCOUNTINGS}
+    assert frontier.worth_of_each([frontier.Method("d", "dense", "m", True, points)], "paper") is None
+    made = [ending(runs.write(tmp_path / name, name, steps=100, seed=1), 0.1) for name in ("dense", "powerprop")]
+    readers = [Reader(path) for path in made]
+    for reader in readers:
+        reader.update()
+    found = frontier.compared(grouped([reader.run for reader in readers]))
+    methods = {method.kind: method.dense for method in found}
+    assert methods == {"dense": True, "powerprop": False}
 
 
 def ending(folder, power, flops=None):
