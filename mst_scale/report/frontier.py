@@ -142,12 +142,13 @@ def worth_of_each(methods: Sequence[Method], accounting: str) -> Plot | None:
         ratio_axis(axes.xaxis, min(low, 1.0), max(high, 1.0))
         axes.set_yticks(range(len(found)), labels)
         axes.set_ylim(-0.7, len(found) - 0.3)
-        axes.set_xlabel(f"FLOPs that dense training needs for the loss ÷ FLOPs spent, {accounting} accounting")
-        axes.set_title("What the FLOPs of each method are worth")
+        axes.set_xlabel(f"worth, {accounting} accounting")
+        axes.set_title("What FLOPs are worth")
 
     caption = (
-        "Against the frontier of dense runs of all sizes; bars are 95 % intervals over seeds (Student's t), and none "
-        "stands where there is one seed or a triangle: worth at least (▷) or at most (◁) so much."
+        "Worth: the FLOPs that dense training of any size here needs for a method's loss, divided by those that it "
+        "spent. Bars are 95 % intervals over seeds (Student's t); none stands where there is one seed, or a triangle: "
+        "worth at least (▷) or at most (◁) so much."
     )
     return Plot(f"worth-{accounting}", caption, draw, 1.4 + 0.24 * len(found))
 
