@@ -43,8 +43,12 @@ def multiplied_weights_of(checkpoint: Path) -> Weights:
     state = opened(model_files(checkpoint)[0][0]).get(STATE) if told else None
     if not state or not state["layers"]:
         return weights
-    of = METHODS[state["method"]]
-    assert of.function is not None, state["method"]
+    of = METHODS.get(state["method"])
+    if of is None or of.function is None:
+        raise ValueError(
+            f"{checkpoint} was trained with method {state['method']!r}, which nothing here defines: import the module "
+            "that registers it (docs/methods.md), and call mst_scale from that program"
+        )
     function = of.function(of.options(**state["options"]))
     layers = {name: (int(kept), float(scale)) for name, (kept, scale) in state["layers"].items()}
     return Multiplied(weights.shapes, weights.parts, function, layers)

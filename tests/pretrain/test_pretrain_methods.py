@@ -1,7 +1,10 @@
-"""`pretrain` with each method that has a file of its own, as its preset stands: learned, counted, resumed, exported."""
+"""`pretrain` with methods as their presets stand, and with the one of docs/methods.md: learned, counted, resumed to the
+bit, exported."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,9 +31,40 @@ def logits_of_export(folder, tokens):
         return AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
 
 
+def example() -> str:
+    """The program in docs/methods.md that makes a method of one's own."""
+    text = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
+    (found,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.S) if "class Halved" in code]
+    return found
+
+
+def attempt_example(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    METHODS._registered.clear()  # ranks are kept for other tests
+    exec(example(), {})
+    try:
+        return attempt(rank, world, argv)
+    finally:
+        METHODS._registered.clear()
+
+
+@pytest.fixture
+def halved(monkeypatch):
+    """Known here as it is on the ranks, and forgotten afterwards."""
+    monkeypatch.setattr(METHODS, "_registered", {})
+    exec(example(), {})
+
+
+def test_a_method_of_ones_own(tmp_path, halved):
+    check_run(tmp_path, "halved", 1, attempt_example)
+
+
 @pytest.mark.parametrize("name", [*FUNCTIONS, "acdc", "spdf"])
 def test_a_run_is_counted_resumed_to_the_bit_and_exported(tmp_path, name):
     stage = (1, 3)[FUNCTIONS.index(name) % 2] if name in FUNCTIONS else 2
+    check_run(tmp_path, name, stage, attempt)
+
+
+def check_run(tmp_path, name, stage, attempt):
     mst = {"method": name, **MORE.get(name, {})}
     blocks = {"optimizer": ADAM, "mst": mst, "zero_optimization": {"stage": stage}, "model": {"n_embd": 32}}
     assert pool.run(attempt, 2, arguments(tmp_path, **blocks)) == [(0, "")] * 2
