@@ -148,7 +148,8 @@ def _notes(found: list[Outcome]) -> str:
         "± and intervals are Student's t at 95 % over seeds (with one seed there is none); a worth is the FLOPs that "
         "dense training needs for the loss, divided by those spent, read off the lower convex hull of the dense runs "
         "in the logarithms of both, seed by seed. ≥ and ≤ are bounds: no dense run there was worse, or better. FLOPs "
-        f"are all of a run's, the optimizer's {UPDATE} a weight and step too."
+        f"are all of a run's, the optimizer's {UPDATE} a weight and step too, but for what functions of weights "
+        "compute of themselves (the search for the largest weights, say)."
     ]
     if any(one.edge for one in found):
         said.append("\\* the best rate is the least or the greatest of the grid: beyond it may lie a better one.")
