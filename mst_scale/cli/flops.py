@@ -275,9 +275,10 @@ def paper() -> dict[str, Any]:
                 "method": one.method,
                 "reduction": None if run is None else run.reduction("paper"),
                 "reduction_causal": None if run is None else run.reduction("causal"),
+                "reduction_gpt2": None if small is None else small.reduction("paper"),
                 "why": one.why,
             }
-            for one, run in paper_table.related()
+            for one, run, small in paper_table.related()
         ],
         "readings": [
             {
@@ -316,9 +317,10 @@ def paper_table(found: dict[str, Any]) -> str:
     for row in found["readings"]:
         mark = " (preset)" if row["preset"] else ""
         readings.append([row["warmup"], row["restore"], row["attention_dense_from"] + mark, *_cells(row)])
-    others = [["table 1", "as quoted", "counted", "causal", "of", ""]]
+    others = [["table 1", "as quoted", "counted", "causal", "of GPT-2 small", "counted of", ""]]
     for row in found["related"]:
-        counted = ["–", "–"] if row["reduction"] is None else [f"{row[key]:.2f}" for key in REDUCTIONS]
+        keys = (*REDUCTIONS, "reduction_gpt2")
+        counted = ["–"] * len(keys) if row["reduction"] is None else [f"{row[key]:.2f}" for key in keys]
         others.append([row["name"], f"{row['quoted']:.1f}", *counted, row["model"], row["why"]])
     head, bert = found["dense_head"], found["bert_base"]
     return "\n".join(
@@ -330,7 +332,7 @@ def paper_table(found: dict[str, Any]) -> str:
             found["misprint"],
             "",
             "What the paper quotes of others, in times fewer FLOPs than dense, and what their runs count:",
-            *aligned(others, left=(0, 4, 5)),
+            *aligned(others, left=(0, 5, 6)),
             "",
             "MST under other readings of the schedule:",
             *aligned(readings, left=(0, 1, 2)),

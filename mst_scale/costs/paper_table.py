@@ -77,13 +77,15 @@ def run_of(method: str, *overrides: str) -> Experiment:
     return load(RUN, overrides, method)
 
 
-def related() -> list[tuple[Related, Forecast | None]]:
-    """The rows of table 1, each with the run that is counted for it."""
-    return [(one, None if one.method is None else forecast(_of(one))) for one in RELATED]
+def related() -> list[tuple[Related, Forecast | None, Forecast | None]]:
+    """The rows of table 1, each with the run that is counted for it, and with the same of GPT-2 small."""
+    return [(one, _of(one, one.model), _of(one, "gpt2")) for one in RELATED]
 
 
-def _of(one: Related) -> Experiment:
-    return load({**RUN, "model": {"preset": one.model}}, one.overrides, one.method)
+def _of(one: Related, model: str) -> Forecast | None:
+    if one.method is None:
+        return None
+    return forecast(load({**RUN, "model": {"preset": model}}, one.overrides, one.method))
 
 
 def rows() -> dict[str, Forecast]:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -149,5 +150,12 @@ def test_what_the_paper_quotes_of_others_beside_what_is_counted(capsys):
     parts = forecast(load({"recipe": "paper", "model": {"preset": "gpt2"}}, method="dense")).dense["paper"]
     layers = parts.matrices - parts.head
     by_hand = parts.total / (parts.total - 0.9 * layers * (1 - kept))
-    assert found["Monarch"]["reduction"] == pytest.approx(by_hand, rel=1e-3)
+    assert found["Monarch"]["reduction"] == found["Monarch"]["reduction_gpt2"] == pytest.approx(by_hand, rel=1e-3)
+    spdf, set_ = parts.total / (parts.total - 0.75 * layers), parts.total / (parts.total - 0.9 * parts.matrices)
+    assert found["SPDF"]["reduction_gpt2"] == pytest.approx(spdf, rel=2e-3)
+    assert found["DynSparse"]["reduction_gpt2"] == pytest.approx(set_, rel=2e-3)
+    written = (Path(__file__).parents[2] / "docs" / "paper.md").read_text()
+    for row in found.values():
+        for key in ("reduction", "reduction_gpt2"):
+            assert row[key] is None or f"{row[key]:.2f}×" in written, (row["name"], key)
     assert "as quoted" in ask(capsys, "--paper")
