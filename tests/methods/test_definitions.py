@@ -236,3 +236,22 @@ def test_two_of_four_by_sparse_tensor_cores(dtype, tokens):
     for mine, theirs in zip(*results, strict=True):
         # both add up in float32 and round once, to 8 bits or more; near 0 by what terms of size 1 leave
         torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2e-2)
+
+
+def test_spartans_soft_mask_solves_its_transport_problem():
+    """Of all masks that sum to k it has the most Σ m·v + H(m)/β, H the entropy of each entry: any step away loses."""
+    generator = torch.Generator().manual_seed(3)
+    values, kept, sharpness = torch.rand(40, generator=generator, dtype=torch.float64), 9, 7.0
+    mask = soft_mask(values, kept, sharpness)
+    assert float(mask.sum()) == pytest.approx(kept, abs=1e-9) and 0 < mask.min() and mask.max() < 1
+
+    def gain(m: torch.Tensor) -> float:
+        entropy = -(m * m.log() + (1 - m) * (1 - m).log())
+        return float((m * values + entropy / sharpness).sum())
+
+    room = torch.minimum(mask, 1 - mask)
+    for _ in range(50):
+        step = torch.randn(40, generator=generator, dtype=torch.float64)
+        step -= step.mean()
+        step *= 0.5 * float((room / step.abs()).min())
+        assert gain(mask + step) < gain(mask) and gain(mask - step) < gain(mask)
