@@ -23,6 +23,7 @@ Measure on this machine, ours and the rival alternating in one run:
   rivals      every method at one small size on equal FLOPs: the study of that name
   step        a training step in every phase: MST against dense, its parts, memory, FLOP/s, collectives;
               --device cuda: 124M to 6.7B parameters in blocks on one GPU, as many layers as fit
+  structured  layers of monarch and pixelfly against dense ones, on CPU or --device cuda
   study       a planned set of runs over sizes, lengths, methods and seeds: how many times its FLOPs is each worth?
   scaling     the same on 1, 2, 4 … processes, weak and strong, drawn
   training    what our training loop and the masks add to a bare DeepSpeed step
@@ -51,6 +52,7 @@ PROGRAMS = (
     "rivals",
     "scaling",
     "step",
+    "structured",
     "study",
     "topology",
     "training",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # tables count it without torch
     from torch import Tensor, dtype
 
 LOW_RANK = 1 / 3  # of what the blocks hold: a quarter of all
+DENSE_STRIDES = 2  # up to so many, a group of block rows holds three of four blocks that it could
 SMALLEST, FEWEST = 4, 8  # side of a block; blocks along the shorter side of a matrix
 
 
@@ -119,19 +120,43 @@ class Pixelfly(WeightFunction):
         return grid.transpose(1, 2).reshape(shape) + u @ v.t()
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None, kept: int, scale: float) -> Tensor:
-        import torch
-
         shape = (stored.shape[0], stored.shape[1])
         blocks, u, v = self.parts(stored)
-        side = self.side(shape)
-        rows, columns = torch.tensor(self.places(shape), device=stored.device).t()
         flat = x.reshape(-1, shape[1])
-        read = flat.view(-1, shape[1] // side, side).transpose(0, 1)[columns]  # (n, token, side)
-        sums = read.new_zeros(shape[0] // side, flat.shape[0], side)
-        sums = sums.index_add(0, rows, torch.bmm(read, blocks.transpose(1, 2)))
-        y = sums.transpose(0, 1).reshape(-1, shape[0]) + (flat @ v) @ u.t()
-        y = y.view(*x.shape[:-1], shape[0])
+        y = self._in_groups(flat, blocks, shape) if self.groups(shape) else self._one_by_one(flat, blocks, shape)
+        y = (y + (flat @ v) @ u.t()).view(*x.shape[:-1], shape[0])
         return y if bias is None else y + bias
+
+    def groups(self, shape: tuple[int, ...]) -> int:
+        """How many groups of 2^strides block rows read the same block columns alone; 0 where they are too empty."""
+        side, strides = self.side(shape), self.options.strides
+        down, across = shape[0] // side, shape[1] // side
+        n = min(down, across)
+        whole = n % 2**strides == 0 and down % n == 0 and across % n == 0
+        return n >> strides if whole and strides <= DENSE_STRIDES else 0
+
+    def _in_groups(self, x: Tensor, blocks: Tensor, shape: tuple[int, int]) -> Tensor:
+        """The blocks of a group as one matrix, in which the few that are missing are zeros."""
+        import torch
+
+        groups, side = self.groups(shape), self.side(shape)
+        down, across = shape[0] // side // groups, shape[1] // side // groups
+        rows, columns = torch.tensor(self.places(shape), device=x.device).t()
+        grid = blocks.new_zeros(groups, down, across, side, side)
+        grid = grid.index_put((rows // down, rows % down, columns % across), blocks)
+        wide = grid.transpose(2, 3).reshape(groups, down * side, across * side)
+        read = x.view(-1, groups, across * side).transpose(0, 1)
+        return torch.bmm(read, wide.transpose(1, 2)).transpose(0, 1).reshape(-1, shape[0])
+
+    def _one_by_one(self, x: Tensor, blocks: Tensor, shape: tuple[int, int]) -> Tensor:
+        import torch
+
+        side = self.side(shape)
+        rows, columns = torch.tensor(self.places(shape), device=x.device).t()
+        read = x.view(-1, shape[1] // side, side).transpose(0, 1)[columns]  # (n, token, side)
+        sums = read.new_zeros(shape[0] // side, x.shape[0], side)
+        sums = sums.index_add(0, rows, torch.bmm(read, blocks.transpose(1, 2)))
+        return sums.transpose(0, 1).reshape(-1, shape[0])
 
     def density(self, shape: tuple[int, ...], kept: float) -> float:
         held = len(self.places(shape)) * self.side(shape) ** 2 + self.rank(shape) * (shape[0] + shape[1])

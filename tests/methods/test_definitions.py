@@ -178,11 +178,19 @@ def test_pixelfly(shape):
     assert 0.2 < rank * sum(shape) / held < 0.3, "a quarter of the weights"
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.function])
-def test_products_and_their_gradients_are_those_of_the_weight(name):
-    of = function(name)
-    stored, scale = of.begin(matrix(64, 96))
-    x, bias, kept = matrix(2, 3, 96, seed=2).requires_grad_(), matrix(64, seed=3), 1000
+# pixelfly multiplies whole groups of blocks where they fit the matrix, or else block by block
+CASES = [(name, (64, 96), {}) for name, method in METHODS.items() if method.function]
+CASES += [
+    ("pixelfly", shape, {"block": 8, "strides": s}) for shape in ((64, 64), (192, 64), (64, 256)) for s in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "options"), CASES)
+def test_products_and_their_gradients_are_those_of_the_weight(name, shape, options):
+    of, (outputs, inputs) = function(name, **options), shape
+    assert name != "pixelfly" or (of.groups(shape) > 0) == (options.get("strides") in (1, 2))
+    stored, scale = of.begin(matrix(*shape))
+    x, bias, kept = matrix(2, 3, inputs, seed=2).requires_grad_(), matrix(outputs, seed=3), 1000
     stored.requires_grad_()
     results = []
     for product in (

@@ -1,0 +1,97 @@
+"""Compares layers of monarch and pixelfly with dense ones: what their batched products are worth in time.
+
+    mst bench structured [--device cpu|cuda] [--dtype float32 bfloat16] [--seconds S] [--json | --markdown]
+
+One layer, forward + gradients of its input and of what it stores, with the default options of both methods. The rival
+is `F.linear` with autograd, in the same dtype; runs alternate and medians are compared. FLOPs fall by 1 / density.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.methods import METHODS
+
+from .machine import machine
+from .page import Row, grid, outputs, tell
+from .timing import Run, for_seconds, middle_half, versus
+
+NAMES = ("monarch", "pixelfly")
+SHAPES = ((3072, 768), (768, 3072), (2304, 768), (6400, 1600))  # (outputs, inputs)
+TOKENS = 2048
+
+
+def both_ways(name: str | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> tuple[Run, float]:
+    """(forward and backward of a layer, its density); None is the dense layer."""
+    generator = torch.Generator().manual_seed(0)
+    outputs, inputs = shape
+
+    def drawn(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(device, dtype)
+
+    x, dy, weight = drawn(TOKENS, inputs).requires_grad_(), drawn(TOKENS, outputs), drawn(outputs, inputs)
+    if name is None:
+        weight.requires_grad_()
+        return lambda: torch.autograd.grad(F.linear(x, weight), (x, weight), dy), 1.0
+    method = METHODS[name]
+    assert method.function is not None
+    function = method.function(method.options())
+    begun, scale = function.begin(weight.float())
+    stored, kept = begun.to(device, dtype).requires_grad_(), outputs * inputs
+
+    def run() -> object:
+        return torch.autograd.grad(function.linear(x, stored, None, kept, scale), (x, stored), dy)
+
+    return run, function.density(shape, 1.0)
+
+
+def measure(shapes: Sequence[tuple[int, int]], dtypes: Sequence[str], device: str, seconds: float) -> list[Row]:
+    rows, where = [], torch.device(device)
+    for dtype in dtypes:
+        for shape in shapes:
+            layers = [both_ways(name, shape, getattr(torch, dtype), where) for name in (None, *NAMES)]
+            dense, *others = for_seconds([run for run, _ in layers], seconds, least=5, device=where)
+            for name, times, (_, density) in zip(NAMES, others, layers[1:], strict=True):
+                about = {"method": name, "dtype": dtype, "layer": f"{shape[1]}→{shape[0]}", "density": density}
+                rows.append({**about, **versus(times, "dense, F.linear", dense, middle_half)})
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    def times(row: Row, whose: str) -> str:
+        low, high = row[f"{whose}_range"]
+        return f"{row[f'{whose}_ms']:.1f} ({low:.1f} – {high:.1f})"
+
+    heads = ["dtype", "layer", "method", "1 / density", "ms (middle half)", "dense ms", "speed-up"]
+    lines = []
+    for row in rows:
+        about = [row["dtype"], row["layer"], row["method"], f"{1 / row['density']:.2f}"]
+        lines.append([*about, times(row, "ours"), times(row, "rival"), f"**{row['speedup']:.2f}**"])
+    return grid(heads, lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        prog="mst bench structured", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--seconds", type=at_least(0.01), default=10.0, help="for one layer and dtype (default: 10)")
+    parser.add_argument("--quick", action="store_true", help="768→3072 only")
+    outputs(parser)
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: no CUDA device is here")
+    rows = measure(SHAPES[:1] if options.quick else SHAPES, options.dtype, options.device, options.seconds)
+    command = f"mst bench structured --device {options.device} --dtype {' '.join(options.dtype)}"
+    tell(options, rows, table(rows), about=machine(), doc=__doc__, command=command)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
