@@ -32,15 +32,19 @@ def known(folder: Path) -> dict[str, Row]:
     """By digest, of all studies."""
     found: dict[str, Row] = {}
     for path in sorted(folder.glob("*.runs.jsonl")):
-        for line in path.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:  # torn by a kill: that run is looked at again
-                continue
-            if row["status"] == FAILED and found.get(row["digest"], row)["status"] != FAILED:
-                continue
-            found[row["digest"]] = row
+        read_into(found, path)
     return found
+
+
+def read_into(found: dict[str, Row], path: Path) -> None:
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:  # torn by a kill: that run is looked at again
+            continue
+        if row["status"] == FAILED and found.get(row["digest"], row)["status"] != FAILED:
+            continue
+        found[row["digest"]] = row
 
 
 def append(path: Path, row: Row) -> None:

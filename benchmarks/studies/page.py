@@ -90,7 +90,7 @@ def written(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path) -> Pat
         parts += [_about(found, plan), *_figures(plan, found, folder), *_tables(plan, found), _notes(found)]
     else:
         parts.append("No run has finished yet.")
-    parts += ["## All runs", _all_runs(plan, rows, data)]
+    parts += ["## All runs", _all_runs(plan, rows, data, folder)]
     path = folder / f"{plan.name}.md"
     path.write_text("\n\n".join(part for part in parts if part) + "\n")
     return path
@@ -164,16 +164,23 @@ def _notes(found: list[Outcome]) -> str:
     return "\n\n".join(said)
 
 
-def _all_runs(plan: Plan, rows: Mapping[str, Row], data: str) -> str:
-    """Those of the plan as it is now that have been made, in its order, and how many are to come."""
-    lines, to_come = [], 0
-    for one in facts.wanted(plan, rows, data)[0]:
-        row = rows.get(one.digest)
-        if row is None:
-            to_come += 1
-            continue
-        loss = f"{row['val_loss']:.4f}" if row["status"] == FINISHED else "–"
-        what = [one.digest, str(one.cell), f"{one.rate:g}", one.seed, f"{one.steps:,}", loss]
-        lines.append([*what, row["status"], row.get("reason", "")])
+def _all_runs(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path) -> str:
+    """Those of the plan that have been made, in its order; others that the study has made, and its plan asks for no
+    more (a rate or a length that it had then); and how many are to come."""
+    wanted = facts.wanted(plan, rows, data)[0]
+    mine: dict[str, Row] = {}
+    facts.read_into(mine, facts.path_of(plan.name, folder))
+    there = [rows[one.digest] for one in wanted if one.digest in rows]
+    digests = {one.digest for one in wanted}
+    more = [row for digest, row in mine.items() if digest not in digests]
+    lines = [_of_run(row, "") for row in there] + [_of_run(row, "no longer asked for") for row in more]
     table = grid(["run", "cell", "rate", "seed", "steps", "validation loss", "status", "reason"], lines)
+    to_come = len(wanted) - len(there)
     return f"{table}\n\n{to_come} runs of the plan are to come." if to_come else table
+
+
+def _of_run(row: Row, why: str) -> list[Any]:
+    cell = Cell(row["size"], row["budget"], row["variant"], row["share"])
+    loss = f"{row['val_loss']:.4f}" if row["status"] == FINISHED else "–"
+    what = [row["digest"], str(cell), f"{row['rate']:g}", row["seed"], f"{row['steps']:,}", loss, row["status"]]
+    return [*what, "; ".join(filter(None, [row.get("reason", ""), why]))]
