@@ -127,6 +127,11 @@ def _can_be_apart(experiment: Experiment) -> None:
             "training.sparse_rate and training.sparse_decay do not go with Muon, which cuts parameters into groups of "
             "its own: leave them out"
         )
+    if experiment.mst.masks is not None or experiment.mst.function is not None:
+        raise ValueError(
+            "training.sparse_rate and training.sparse_decay go by the target sparsity of masks, which method "
+            f"{experiment.mst.method} has none of: leave them out"
+        )
     if experiment.training.sparse_decay != 1 and "weight_decay" not in ds["optimizer"].get("params", {}):
         raise ValueError("training.sparse_decay is a multiple of optimizer.params.weight_decay: state that")
 

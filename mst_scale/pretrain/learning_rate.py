@@ -43,13 +43,17 @@ def set_groups(groups: Iterable[dict[str, Any]], step: int, peak: float, experim
     """Rate and weight decay of each group for the update that takes `step` to `step + 1`."""
     params = experiment.deepspeed["optimizer"].get("params", {})
     rate = learning_rate(step, peak, experiment.training)
+    faster, decay = while_sparse(step, experiment)
+    apart = False
     for group in groups:
         group["lr"] = rate * share_of(group, params)
         if MASKED in group:
-            faster, decay = while_sparse(step, experiment)
+            apart = True
             group["lr"] *= faster
             if experiment.training.sparse_decay != 1:
                 group["weight_decay"] = decay * params["weight_decay"]
+    if experiment.treats_masked_apart and not apart:
+        raise RuntimeError("the group of matrices that can be masked is not among the optimizer's any more")
 
 
 def while_sparse(step: int, experiment: Experiment) -> tuple[float, float]:

@@ -206,6 +206,9 @@ def ratio_axis(axis: Any, low: float, high: float) -> None:
         subs = (1.0, 2.0, 5.0) if high / low < 1000 else (1.0,)
         axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=12))
         axis.set_minor_locator(ticker.NullLocator())
+    elif axis.get_scale() == "log":  # as the caller wants it, over less than a decade
+        axis.set_major_locator(ticker.LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0), numticks=12))
+        axis.set_minor_locator(ticker.NullLocator())
     axis.set_major_formatter(counted)
 
 

@@ -59,6 +59,8 @@ def test_masked_matrices_have_a_rate_and_a_decay_of_their_own_while_they_are_spa
 
     sparse = (pytest.approx(0.025), 0.025)  # 0.16^-1/2 = 2.5
     assert at(0) == at(59) == [(0.01, 0.1), (0.01, 0.0), sparse]
+    with pytest.raises(RuntimeError, match="not among the optimizer's any more"):
+        set_groups(groups[:2], 0, 0.01, experiment)
     assert at(60) == at(99) == [(0.01, 0.1), (0.01, 0.0), (0.01, 0.1)], "dense again"
 
 
@@ -68,6 +70,8 @@ def test_masked_matrices_have_a_rate_and_a_decay_of_their_own_while_they_are_spa
     [
         ({"optimizer": {"type": "Muon", "params": {"lr": 0.01, "weight_decay": 0.1}}}, "do not go with Muon"),
         ({"pipeline": {"stages": 2}}, "stages differ"),
+        ({"mst": {"method": "fixed"}}, "method fixed has none of"),
+        ({"mst": {"method": "monarch"}}, "method monarch has none of"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}, "state that"),
     ],
 )

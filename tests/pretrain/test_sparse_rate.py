@@ -29,5 +29,10 @@ def test_stages_agree_and_a_stopped_run_goes_on(tmp_path):
     shutil.copytree(tmp_path / "out", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step00000012")  # it stopped after step 8
     assert run(tmp_path, "again", 1, **apart) == first
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(tmp_path / "out", elsewhere)
+    shutil.rmtree(elsewhere / "checkpoints" / "step00000012")
+    moved = [row["loss"] for row in run(tmp_path, "elsewhere", 3, **apart)]
+    assert moved == pytest.approx([row["loss"] for row in first], abs=2e-6), "the groups go with it to another stage"
     one, other = (weights(tmp_path / out, "step00000012") for out in ("out", "again"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
