@@ -9,8 +9,8 @@ points nothing is extrapolated: the answer is a bound then, at least (≥) or at
 chords, so dense is still read a little too costly between points far apart: budgets a factor of two apart keep that
 small.
 
-With several seeds each seed's method is read on the dense runs of the same seed; the interval is Student's t at 95 %
-over the logarithms of those multipliers, and the value their geometric mean.
+With several seeds each seed's method is read on the dense runs of the same seed, on the mean of those that lack it; the
+interval is Student's t at 95 % over the logarithms of those multipliers, and the value their geometric mean.
 """
 
 from __future__ import annotations
@@ -95,13 +95,17 @@ def needed(loss: float, points: Iterable[Point]) -> Needed:
 
 
 def multiplier(method: Mapping[int, Point], dense: Sequence[Mapping[int, Point]]) -> Multiplier:
-    """`method` and each of the dense runs by seed. Seeds that all have come to are compared one by one; where there are
-    none, or one of them lies outside of its dense runs, the means over seeds are."""
-    shared = set(method).intersection(*dense) if dense else set()
-    each = [(method[seed].flops, needed(method[seed].loss, [run[seed] for run in dense])) for seed in sorted(shared)]
+    """`method` and each of the dense runs by seed. Seeds that a dense run has too are compared one by one; where there
+    are none, or one of them lies outside of its dense runs, the means over seeds are."""
+    means = [mean(run.values()) for run in dense]
+    shared = set(method).intersection(set().union(*dense))
+    each = []
+    for seed in sorted(shared):
+        rivals = [run.get(seed, its_mean) for run, its_mean in zip(dense, means, strict=True)]
+        each.append((method[seed].flops, needed(method[seed].loss, rivals)))
     if not each or any(found.bound for _, found in each):
-        mine, theirs = mean(method.values()), [mean(run.values()) for run in dense]
-        found = needed(mine.loss, theirs)
+        mine = mean(method.values())
+        found = needed(mine.loss, means)
         return Multiplier(found.flops / mine.flops, found.bound, seeds=len(shared) or 1)
     logs = [math.log(found.flops / spent) for spent, found in each]
     centre = fmean(logs)

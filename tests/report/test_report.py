@@ -15,8 +15,6 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 from mst_scale.cli import main
-from mst_scale.costs.frontier import Point
-from mst_scale.report import frontier
 from mst_scale.report.build import Report
 from mst_scale.report.curves import FLOPS, STEPS, TIME, comparing, gradient_norm, loss, throughput
 from mst_scale.report.groups import grouped
@@ -334,53 +332,6 @@ def test_the_same_run_twice_is_refused(compared, capsys):
     folder, made = compared
     assert main(["report", str(made[0]), str(made[0]), "--out", str(folder / "x")]) == 2
     assert "is given twice" in capsys.readouterr().err
-
-
-def test_the_frontier_says_what_a_method_is_worth(tmp_path, capsys):
-    """Dense runs of three lengths and two seeds; MST reaches the loss that twice its FLOPs buy."""
-    lengths, made = (200, 400, 800), []
-    for seed in (1, 2):
-        for steps in lengths:
-            made.append(ending(runs.write(tmp_path / f"dense-{steps}-{seed}", "dense", steps=steps, seed=seed), 0.1))
-        mst = ending(runs.write(tmp_path / f"mst-{seed}", steps=600, seed=seed), None)
-        spent = json.loads((mst / "metrics.jsonl").read_text().splitlines()[-1])["flops"]
-        ending(mst, 0.1, flops=2 * spent)
-        made.append(mst)
-    half = runs.write(tmp_path / "half", "rigl", until=100)
-    found = report(capsys, "--frontier", *map(str, [*made, half]), "--out", str(tmp_path / "out"))
-    (row,) = [row for row in found["runs"] if not row["dense"]]
-    assert row["seeds"] == [1, 2] and row["worth_all_sizes_paper"]["value"] == pytest.approx(2.0)
-    assert row["worth_same_model_paper"]["low"] == pytest.approx(2.0)
-    names = [figure["name"] for figure in found["figures"]]
-    assert names == ["frontier-paper", "worth-paper", "frontier-causal", "worth-causal"]
-    assert found["notes"] == ["half has not finished and is left out"]
-    assert "2.00 (2.00 to 2.00)" in (tmp_path / "out" / "index.html").read_text()
-    assert main(["report", "--frontier", str(mst)]) == 2 and "no finished dense run" in capsys.readouterr().err
-
-
-def test_no_two_methods_look_alike_and_others_than_dense_are_not_dense(tmp_path):
-    looks = [(i % 8, frontier.marker_of(i, 8)) for i in range(40)]
-    assert len(set(looks)) == 40
-    points = {a: {1: Point(1e12, 2.0)} for a in frontier.ACCOUNTINGS}
-    assert frontier.worth_of_each([frontier.Method("d", "dense", "m", True, points)], "paper") is None
-    made = [ending(runs.write(tmp_path / name, name, steps=100, seed=1), 0.1) for name in ("dense", "powerprop")]
-    readers = [Reader(path) for path in made]
-    for reader in readers:
-        reader.update()
-    found = frontier.compared(grouped([reader.run for reader in readers]))
-    methods = {method.kind: method.dense for method in found}
-    assert methods == {"dense": True, "powerprop": False}
-
-
-def ending(folder, power, flops=None):
-    """The last validation loss of a run becomes 10 · C^-power, of its FLOPs or of these; None leaves it."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    last = json.loads(lines[-1])
-    last["flops_causal"] = last.get("flops_causal", last["flops"])
-    if power is not None:
-        last["val_loss"] = 10 * (flops or last["flops"]) ** -power
-    (folder / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
-    return folder
 
 
 def test_watch_draws_anew_until_the_run_ends(tmp_path, capsys):

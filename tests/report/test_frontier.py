@@ -1,0 +1,61 @@
+"""What a method's FLOPs are worth, drawn and in words: `mst report --frontier`."""
+
+import json
+
+import pytest
+
+from mst_scale.cli import main
+from mst_scale.costs.frontier import Point
+from mst_scale.report import frontier
+from mst_scale.report.groups import grouped
+from mst_scale.report.reading import Reader
+from tests.report import runs
+
+
+def test_the_frontier_says_what_a_method_is_worth(tmp_path, capsys):
+    """Dense runs of three lengths and two seeds; MST reaches the loss that twice its FLOPs buy."""
+    lengths, made = (200, 400, 800), []
+    for seed in (1, 2):
+        for steps in lengths:
+            made.append(ending(runs.write(tmp_path / f"dense-{steps}-{seed}", "dense", steps=steps, seed=seed), 0.1))
+        mst = ending(runs.write(tmp_path / f"mst-{seed}", steps=600, seed=seed), None)
+        spent = json.loads((mst / "metrics.jsonl").read_text().splitlines()[-1])["flops"]
+        ending(mst, 0.1, flops=2 * spent)
+        made.append(mst)
+    half = runs.write(tmp_path / "half", "rigl", until=100)
+    out = tmp_path / "out"
+    assert main(["report", "--frontier", *map(str, [*made, half]), "--out", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (row,) = [row for row in found["runs"] if not row["dense"]]
+    assert row["seeds"] == [1, 2] and row["worth_all_sizes_paper"]["value"] == pytest.approx(2.0)
+    assert row["worth_same_model_paper"]["low"] == pytest.approx(2.0)
+    names = [figure["name"] for figure in found["figures"]]
+    assert names == ["frontier-paper", "worth-paper", "frontier-causal", "worth-causal"]
+    assert found["notes"] == ["half has not finished and is left out"]
+    assert "2.00 (2.00 to 2.00)" in (out / "index.html").read_text()
+    assert main(["report", "--frontier", str(mst)]) == 2 and "no finished dense run" in capsys.readouterr().err
+
+
+def test_no_two_methods_look_alike_and_others_than_dense_are_not_dense(tmp_path):
+    looks = [(i % 8, frontier.marker_of(i, 8)) for i in range(40)]
+    assert len(set(looks)) == 40
+    points = {a: {1: Point(1e12, 2.0)} for a in frontier.ACCOUNTINGS}
+    assert frontier.worth_of_each([frontier.Method("d", "dense", "m", True, points)], "paper") is None
+    made = [ending(runs.write(tmp_path / name, name, steps=100, seed=1), 0.1) for name in ("dense", "powerprop")]
+    readers = [Reader(path) for path in made]
+    for reader in readers:
+        reader.update()
+    found = frontier.compared(grouped([reader.run for reader in readers]))
+    methods = {method.kind: method.dense for method in found}
+    assert methods == {"dense": True, "powerprop": False}
+
+
+def ending(folder, power, flops=None):
+    """The last validation loss of a run becomes 10 · C^-power, of its FLOPs or of these; None leaves it."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    last["flops_causal"] = last.get("flops_causal", last["flops"])
+    if power is not None:
+        last["val_loss"] = 10 * (flops or last["flops"]) ** -power
+    (folder / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    return folder
