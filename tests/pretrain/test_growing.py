@@ -136,19 +136,25 @@ def test_flops_begin_with_the_smaller_runs_and_a_resumed_run_is_the_same(tmp_pat
     assert [event["what"] for event in run["events"]] == ["grown"]
 
 
-def test_masks_may_follow_a_growth(tmp_path, small):
-    """Stacked, then Mixed Sparsity Training; and what grows out of that run counts both."""
-    mst = {**STACK, "sparsity": {"variation": "sv", "max": 0.8}, "topology": {"policy": "mst", "interval": 2}}
-    argv = larger(tmp_path, small, "out", model=DEEP, mst=mst)
+@pytest.mark.parametrize("growth", [LIGO, STACK], ids=lambda mst: mst["method"])
+def test_masks_may_follow_a_growth(tmp_path, small, growth):
+    """Grown, then Mixed Sparsity Training; and what grows out of that run counts both."""
+    shape = WIDE if growth is LIGO else DEEP
+    mst = {**growth, "sparsity": {"variation": "sv", "max": 0.8}, "topology": {"policy": "mst", "interval": 2}}
+    argv = larger(tmp_path, small, "out", model=shape, mst=mst)
     assert pool.run(attempt, 2, argv) == [(0, "")] * 2
     rows = tiny_run.rows(tmp_path / "out")
     assert max(row["sparsity"] for row in rows) > 0.7 and rows[-1]["sparsity"] == 0
-    start, experiment = before(small, DEEP, 0, 0.0), load(tmp_path / "out" / "config.json")
+    experiment = load(tmp_path / "out" / "config.json")
     assert experiment.mst.attention.pattern == "dense" and not experiment.mst.stays_dense
+    own = experiment.mst.growth.flops(smaller_model(str(small)), experiment.model)
+    start = before(small, shape, experiment.mst.growth.steps, own)
     step = 8 * dense_step_flops(experiment.model).total
+    assert rows[0]["flops"] == pytest.approx(start["flops"] + step, rel=1e-12), "the first step is dense"
     assert start["flops"] < rows[-1]["flops"] < start["flops"] + 12 * step
 
-    argv = larger(tmp_path, small, "again", model={**DEEP, "n_layer": 6}, mst=STACK, training={"steps": 4})
+    twice = {**shape, "n_layer": 2 * shape["n_layer"]}
+    argv = larger(tmp_path, small, "again", model=twice, mst=STACK, training={"steps": 4})
     argv[argv.index("--from") + 1] = str(tmp_path / "out")
     assert pool.run(attempt, 1, argv) == [(0, "")]
     deeper = load(tmp_path / "again" / "config.json").model
