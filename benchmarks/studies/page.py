@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mst_scale.costs.beside import UPDATE
 from mst_scale.costs.frontier import Point
 from mst_scale.report.frontier import ACCOUNTINGS, HEAD, Method, line, loss_over_flops, worth_of_each
 from mst_scale.report.frontier import rows as method_rows
@@ -18,7 +19,6 @@ from . import facts
 from .facts import FINISHED, Row
 from .plan import Cell, Plan, job
 
-UPDATE = 17  # FLOPs a weight and step: AdamW 14, its gradient's share of the norm and of clipping 3
 HEAD_OF_CELLS = ["variant", "rate", *HEAD]
 
 

@@ -98,7 +98,7 @@ class Report:
         self.out.mkdir(parents=True, exist_ok=True)
         section = Section("Worth of their FLOPs")
         section.tables.append(Table("", *frontier.cells(compared)))
-        section.notes += [f"{run.name} has not finished and is left out" for run in self.runs if not run.finished]
+        section.notes += frontier.notes(self.runs)
         for accounting in frontier.ACCOUNTINGS:
             say(f"figure of the {accounting} accounting")
             plots = (frontier.loss_over_flops(compared, accounting), frontier.worth_of_each(compared, accounting))

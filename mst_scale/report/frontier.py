@@ -12,9 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
 
+from mst_scale.costs.beside import beside
 from mst_scale.costs.frontier import AT_LEAST, AT_MOST, Multiplier, Point, frontier, interval, mean, multiplier
 from mst_scale.methods import METHODS
 from mst_scale.report.groups import Group
+from mst_scale.report.reading import Run
 from mst_scale.report.style import Plot, Theme, legend, ratio_axis
 from mst_scale.runs.progress import flops_unit
 
@@ -59,8 +61,11 @@ def compared(groups: Sequence[Group]) -> list[Method]:
         }
         if not runs:
             continue
+        extra = {seed: _beside(run) or 0.0 for seed, run in runs.items()}
         points = {
-            accounting: {seed: Point(run.last[key], run.last_val_loss or 0.0) for seed, run in runs.items()}
+            accounting: {
+                seed: Point(run.last[key] + extra[seed], run.last_val_loss or 0.0) for seed, run in runs.items()
+            }
             for accounting, key in ACCOUNTINGS.items()
         }
         first = group.first
@@ -74,6 +79,24 @@ def compared(groups: Sequence[Group]) -> list[Method]:
     if not any(method.dense for method in methods):
         raise ValueError("--frontier: no finished dense run is among them: train some of several lengths")
     return methods
+
+
+def _beside(run: Run) -> float | None:
+    """What the run's FLOPs leave out; None where its config does not tell the model, or is not of this version."""
+    if "model" not in run.config or run.experiment is None:
+        return None
+    return beside(run.experiment, run.last["tokens"] / run.experiment.model.context)
+
+
+def notes(runs: Sequence[Run]) -> list[str]:
+    """What is not compared, or only in part."""
+    told = [f"{run.name} has not finished and is left out" for run in runs if not run.finished]
+    own = [run.name for run in runs if run.finished and _beside(run) is None]
+    if own:
+        told.append(
+            f"without FLOPs of the optimizer and of topology steps, as the model is not known: {', '.join(own)}"
+        )
+    return told
 
 
 def rows(methods: Sequence[Method]) -> list[dict[str, Any]]:

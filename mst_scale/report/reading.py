@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mst_scale.config import load
+from mst_scale.config import Experiment, load
 from mst_scale.dead_units.kinds import KINDS
 from mst_scale.report.thinned import Thinned
 from mst_scale.runs import snapshots
@@ -96,9 +96,13 @@ class Run:
     """There are none: what stands in `snapshots` are the weights of the newest checkpoint."""
     evaluation: dict[str, Any] = field(default_factory=dict)
     launched: dict[str, Any] = field(default_factory=dict)
-    schedule: Schedule | None = None
-    """The schedule of the config; None where this version cannot read it."""
+    experiment: Experiment | None = None
+    """The config resolved; None where this version cannot read it."""
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return None if self.experiment is None else self.experiment.schedule
 
     @property
     def method(self) -> str:
@@ -287,21 +291,22 @@ class Reader:
             return
         try:
             experiment = load(run.config)
-            run.schedule = experiment.schedule
+            schedule = experiment.schedule
         except (ValueError, TypeError) as error:
             run.notes.append(f"config.json is not one of this version ({error}): phases are known from the rows alone")
             return
+        run.experiment = experiment
         if not run.series.rows:
             return
         attention = experiment.attention_schedule
-        starts = {phase.start for phase in run.schedule.phases} | {start for start, _ in attention.pieces}
+        starts = {phase.start for phase in schedule.phases} | {start for start, _ in attention.pieces}
         starts = {start for start in starts if start < run.step}
         if len(starts) > MAX_SPANS:
             return
         run.spans = []
         for first, last in pairwise([*sorted(starts), run.step]):
             pattern = attention.pattern_at(first)
-            run.spans.append(Span(first, last, run.schedule.at(first).phase, pattern.kind, pattern.stride))
+            run.spans.append(Span(first, last, schedule.at(first).phase, pattern.kind, pattern.stride))
 
     def _read_snapshots(self) -> None:
         kept: dict[Path, tuple[int, snapshots.Snapshot | str]] = {}

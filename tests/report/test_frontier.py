@@ -5,7 +5,9 @@ import json
 import pytest
 
 from mst_scale.cli import main
+from mst_scale.config import load
 from mst_scale.costs.frontier import Point
+from mst_scale.costs.ledger import topology_flops
 from mst_scale.report import frontier
 from mst_scale.report.groups import grouped
 from mst_scale.report.reading import Reader
@@ -18,9 +20,7 @@ def test_the_frontier_says_what_a_method_is_worth(tmp_path, capsys):
     for seed in (1, 2):
         for steps in lengths:
             made.append(ending(runs.write(tmp_path / f"dense-{steps}-{seed}", "dense", steps=steps, seed=seed), 0.1))
-        mst = ending(runs.write(tmp_path / f"mst-{seed}", steps=600, seed=seed), None)
-        spent = json.loads((mst / "metrics.jsonl").read_text().splitlines()[-1])["flops"]
-        ending(mst, 0.1, flops=2 * spent)
+        mst = ending(runs.write(tmp_path / f"mst-{seed}", steps=600, seed=seed), 0.1, worth=2.0)
         made.append(mst)
     half = runs.write(tmp_path / "half", "rigl", until=100)
     out = tmp_path / "out"
@@ -48,14 +48,21 @@ def test_no_two_methods_look_alike_and_others_than_dense_are_not_dense(tmp_path)
     found = frontier.compared(grouped([reader.run for reader in readers]))
     methods = {method.kind: method.dense for method in found}
     assert methods == {"dense": True, "powerprop": False}
+    whole = found[0].points["paper"][1].flops
+    del readers[0].run.config["model"]
+    (told,) = frontier.notes([reader.run for reader in readers])
+    assert told == "without FLOPs of the optimizer and of topology steps, as the model is not known: dense"
+    (dense,) = frontier.compared(grouped([readers[0].run]))
+    assert dense.points["paper"][1].flops == readers[0].run.last["flops"] < whole
 
 
-def ending(folder, power, flops=None):
-    """The last validation loss of a run becomes 10 · C^-power, of its FLOPs or of these; None leaves it."""
+def ending(folder, power, worth=1.0):
+    """The last validation loss of a run becomes 10 · C^-power, of what so many times all of its FLOPs buy."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    last = json.loads(lines[-1])
-    last["flops_causal"] = last.get("flops_causal", last["flops"])
-    if power is not None:
-        last["val_loss"] = 10 * (flops or last["flops"]) ** -power
+    last, config = json.loads(lines[-1]), load(json.loads((folder / "config.json").read_text()))
+    optimizer = 17 * last["step"] * config.model.weights
+    topology = last["step"] * 8 * topology_flops(config)[1].total
+    assert (topology > 0) == (config.mst.method == "mst")
+    last["val_loss"] = 10 * (worth * (last["flops"] + optimizer + topology)) ** -power
     (folder / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
     return folder
