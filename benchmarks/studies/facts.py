@@ -6,7 +6,6 @@ has two. Lines of other studies are read too, as the same run may be a part of s
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -14,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mst_scale.data.corpus import identity
 from mst_scale.runs import metrics, run_file
 
 from .plan import Cell, Job, Plan, job
@@ -90,15 +90,14 @@ def about(found: Job, status: str, **more: Any) -> Row:
     }  # fmt: skip
 
 
-def corpus_digest(folder: Path) -> str:
-    """Of what a run reads, by the corpus's own digests."""
-    path = folder / "meta.json"
-    if not path.is_file():
+def corpus_of(folder: Path) -> str:
+    """What stands for the text, whose runs alone may be compared."""
+    found = identity(folder)
+    if found is None:
         raise ValueError(
             f"there is no corpus in {folder}: python -m mst_scale.benchmarks.studies.corpus --out {folder}"
         )
-    splits = json.loads(path.read_text())["splits"]
-    return hashlib.sha256("".join(splits[name]["sha256"] for name in ("train", "val")).encode()).hexdigest()[:16]
+    return found
 
 
 # --- what follows from them ---

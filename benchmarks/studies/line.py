@@ -48,7 +48,7 @@ class Line:
         self, plan: Plan, out: Path, results: Path, data: Path, *, deadline: float | None = None, at_once: int = 1
     ):
         self.plan, self.out, self.results, self.data = plan, out, results, str(data)
-        self.corpus = facts.corpus_digest(data)
+        self.corpus = facts.corpus_of(data)
         self.deadline = deadline
         self.at_once = at_once
         self.asked_to_stop = False

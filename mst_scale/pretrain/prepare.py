@@ -20,6 +20,7 @@ from mst_scale.config.check import batch_shape
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.costs.ledger import Ledger
 from mst_scale.costs.muon import optimizer_flops
+from mst_scale.data.corpus import identity
 from mst_scale.data.masking import open_sampler
 from mst_scale.data.prepare import ensure
 from mst_scale.data.sampler import Sampler
@@ -128,7 +129,9 @@ def prepare(
         left_out = ranks.on_first(lambda: run_file.rollbacks(out / "run.json"))
         place = load(engine, ledger, out, ranks, loadable)
         place = replace(place, skipped=tuple(sorted({*place.skipped, *(batch for some in left_out for batch in some)})))
-    story = begin_story(fitted, out, ranks, step=place.step, source=source, shape=(batch, micro, accumulation))
+    text = ranks.on_first(lambda: identity(folder))
+    shape = (batch, micro, accumulation)
+    story = begin_story(fitted, out, ranks, step=place.step, source=source, shape=shape, text=text)
     if story is not None and growth is not None:
         story.happened("grown", **growth.told())
     return Prepared(
@@ -149,8 +152,9 @@ def load(engine: Any, ledger: Ledger, out: Path, ranks: Ranks, loadable: tuple[P
 
 
 def begin_story(
-    experiment: Experiment, out: Path, ranks: Ranks, *, step: int, source: Path | None, shape: tuple[int, int, int]
-) -> RunFile | None:
+    experiment: Experiment, out: Path, ranks: Ranks, *, step: int, source: Path | None,
+    shape: tuple[int, int, int], text: str | None,
+) -> RunFile | None:  # fmt: skip
     """OUT with the resolved config and this start in run.json; checkpoints of later steps are set aside."""
     hosts: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(hosts, socket.gethostname(), group=ranks.control)
@@ -169,6 +173,7 @@ def begin_story(
             replicas=sizes_of(experiment.deepspeed).data(ranks.world_size),
             hosts=hosts,
             batch=dict(zip(("sequences", "micro", "accumulation"), shape, strict=True)),
+            corpus=text,
             seeds={"training": seed, "mst": seed if experiment.mst.seed is None else experiment.mst.seed},
         )
         made.append(RunFile(out / "run.json", config, start))

@@ -293,5 +293,6 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
     run.to_the_end()
     if run.run_file is not None:
         run.run_file.ended("finished", run.step)
-        run.record.say(run.record.summary(run.step, time.monotonic() - begun, first, run.training.rival))
+        corpus = run.run_file.starts[-1]["corpus"]
+        run.record.say(run.record.summary(run.step, time.monotonic() - begun, first, run.training.rival, corpus))
     ranks.leave()

@@ -112,7 +112,7 @@ class Record:
     def close(self) -> None:
         self.line.close()
 
-    def summary(self, step: int, seconds: float, first_step: int, rival: RivalConfig) -> str:
+    def summary(self, step: int, seconds: float, first_step: int, rival: RivalConfig, corpus: str | None) -> str:
         """The table at the end, from what stands in metrics.jsonl."""
         last: Row = {}
         validated: Row = {}
@@ -130,13 +130,15 @@ class Record:
             ("checkpoint", str(self.out / "checkpoints" / store.tag_of(step))),
         ]
         if rival.name is not None and "val_loss" in last:
-            rows.insert(2, (f"beside {rival.name}", beside(rival, last)))
+            rows.insert(2, (f"beside {rival.name}", beside(rival, last, corpus)))
         return table(rows)
 
 
-def beside(rival: RivalConfig, last: Row) -> str:
-    """How a run that has ended stands to a recorded one; of other FLOPs, nothing can be said."""
+def beside(rival: RivalConfig, last: Row, corpus: str | None) -> str:
+    """How a run that has ended stands to a recorded one; of other FLOPs or another text, nothing can be said."""
     told = f"{rival.val_loss:.4f} ± {rival.spread:.4f}"
+    if rival.corpus not in (None, corpus):
+        return f"{told} on corpus {rival.corpus}; this one is {corpus}: not comparable"
     if abs(last["flops"] / rival.flops - 1) > SAME_FLOPS:
         return f"{told} with {rival.flops:.3g} FLOPs; this run spent {last['flops']:.3g}: not comparable"
     less = rival.val_loss - last["val_loss"]

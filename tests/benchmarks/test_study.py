@@ -16,6 +16,7 @@ from mst_scale.benchmarks.studies.plan import FOLDER, Cell, digest_of, job, read
 
 from mst_scale.benchmarks import study
 from mst_scale.config import METHODS, in_steps, load
+from mst_scale.data.corpus import FORMAT
 from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
 
@@ -272,8 +273,10 @@ def test_a_method_that_grows_spends_what_its_smaller_run_has_spent_too(folder):
 def test_several_runs_at_once_are_each_made_once_and_never_two_of_a_trunk(folder, monkeypatch):
     plan = read_plan("tiny", folder)
     (folder / "corpus").mkdir()
-    digests = {"train": {"sha256": "a"}, "val": {"sha256": "b"}}
-    (folder / "corpus" / "meta.json").write_text(json.dumps({"splits": digests}))
+    split = {"file": "ids.bin", "tokens": 1, "documents": 1, "max_id": 1, "sha256": "a"}
+    meta = {"format": FORMAT, "tokenizer": "byte", "vocab_size": 257, "end_of_text": 256, "dtype": "uint16"}
+    meta |= {"recipe": {}, "splits": {"train": split, "val": split}}
+    (folder / "corpus" / "meta.json").write_text(json.dumps(meta))
     now, most, made = [], [], []
     all_in = threading.Barrier(2)
 

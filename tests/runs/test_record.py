@@ -17,6 +17,13 @@ from mst_scale.runs.record import beside
 )
 def test_a_run_beside_a_recorded_one(val_loss, flops, said):
     rival = RivalConfig("dense-short", 1e12, 1.8, 0.01)
-    assert beside(rival, {"val_loss": val_loss, "flops": flops}) == said
+    assert beside(rival, {"val_loss": val_loss, "flops": flops}, "0a") == said
     with pytest.raises(ValueError, match=r"training\.rival\.flops must be above 0"):
         RivalConfig("dense-short", val_loss=1.8)
+
+
+def test_a_rival_on_another_text_is_none():
+    rival, last = RivalConfig("dense-short", 1e12, 1.8, 0.01, "0a"), {"val_loss": 1.7, "flops": 1e12}
+    assert beside(rival, last, "0a").endswith("0.1000 better")
+    assert beside(rival, last, "0b") == "1.8000 ± 0.0100 on corpus 0a; this one is 0b: not comparable"
+    assert beside(rival, last, None).endswith("not comparable")
