@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
@@ -21,6 +22,7 @@ from mst_scale.report.style import Plot, Theme, legend, ratio_axis
 from mst_scale.runs.progress import flops_unit
 
 MARKERS = "osD^vP*X"
+CROWD = 10  # kinds of methods that a legend can tell apart
 BOUND_MARKERS = {"": "o", AT_LEAST: ">", AT_MOST: "<"}
 ACCOUNTINGS = {"paper": "flops", "causal": "flops_causal"}
 """The column of the metrics for each."""
@@ -177,11 +179,14 @@ def worth_of_each(methods: Sequence[Method], accounting: str) -> Plot | None:
 
 
 def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
-    """The frontier through dense runs as a line, every method as a point with its interval over seeds."""
+    """The frontier through dense runs as a line, every method as a point with its interval over seeds; where there are
+    many, names and numbers stand beside the points."""
+    means = [(method, mean(method.points[accounting].values())) for method in methods]
+    kinds = list(dict.fromkeys(method.kind for method in methods))
+    crowded = len(kinds) > CROWD
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
-        means = [(method, mean(method.points[accounting].values())) for method in methods]
         unit, name = flops_unit(max(point.flops for _, point in means))
         handles: list[Any] = []
         best = frontier(point for method, point in means if method.dense)
@@ -189,14 +194,13 @@ def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
             look: dict[str, Any] = {"color": theme.axis, "linewidth": 1.4}
             axes.plot([p.flops / unit for p in best], [p.loss for p in best], **look)
             handles.append(Line2D([], [], label="dense frontier", **look))
-        kinds = list(dict.fromkeys(method.kind for method in methods))
         for i, kind in enumerate(kinds):
             colour, marker = theme.series[i % len(theme.series)], marker_of(i, len(theme.series))
             for method, point in means:
                 if method.kind != kind:
                     continue
                 reach = interval(method.losses)
-                if reach is not None:
+                if reach is not None and not crowded:
                     axes.plot([point.flops / unit] * 2, reach, color=colour, linewidth=1.2)
                 axes.plot([point.flops / unit], [point.loss], marker, color=colour, markersize=6)
             handles.append(Line2D([], [], label=kind, color=colour, marker=marker, linestyle="none"))
@@ -210,10 +214,31 @@ def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
         axes.set_xlabel(f"training FLOPs, {accounting} accounting ({name})")
         axes.set_ylabel("validation loss (nats a token)")
         axes.set_title("Loss over FLOPs")
-        legend(figure, handles, columns=4)
+        if crowded:
+            _name_beside(axes, [(method, Point(p.flops / unit, p.loss)) for method, p in means], theme)
+        else:
+            legend(figure, handles, columns=4)
 
+    bars = "numbers are the loss ± its" if crowded else "bars are"
     caption = (
-        "The line is the lower convex hull of the dense runs; bars are 95 % intervals over seeds (Student's "
+        f"The line is the lower convex hull of the dense runs; {bars} 95 % intervals over seeds (Student's "
         "t). A point below the line pays: as far as it lies to the left of it, so many times are its FLOPs worth."
     )
-    return Plot(f"frontier-{accounting}", caption, draw, 4.4)
+    return Plot(f"frontier-{accounting}", caption, draw, 1.1 + 0.17 * len(methods) if crowded else 4.4)
+
+
+def _name_beside(axes: Axes, means: Sequence[tuple[Method, Point]], theme: Theme) -> None:
+    """To the right of the axes, in the order of their losses, with a line from each to its point."""
+    ordered = sorted(means, key=lambda pair: pair[1].loss)
+    same = len({method.name.partition(",")[2] for method, _ in means}) == 1  # size and budget, of a study
+    for i, (method, point) in enumerate(ordered):
+        reach = interval(method.losses)
+        spread = "" if reach is None else f" ± {(reach[1] - reach[0]) / 2:.3f}"
+        name = method.name.partition(",")[0] if same else method.name
+        axes.annotate(
+            f"{name}  {point.loss:.3f}{spread}",
+            (point.flops, point.loss), (1.06, (i + 0.5) / len(ordered)), textcoords="axes fraction",
+            va="center", fontsize=8, color=theme.ink, weight="bold" if method.dense else "normal",
+            arrowprops={"arrowstyle": "-", "color": theme.axis, "linewidth": 0.4, "shrinkA": 1, "shrinkB": 3,
+                        "relpos": (0, 0.5)},
+        )  # fmt: skip

@@ -1,8 +1,11 @@
 """What a method's FLOPs are worth, drawn and in words: `mst report --frontier`."""
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+from matplotlib.text import Text
 
 from mst_scale.cli import main
 from mst_scale.config import load
@@ -11,6 +14,7 @@ from mst_scale.costs.ledger import topology_flops
 from mst_scale.report import frontier
 from mst_scale.report.groups import grouped
 from mst_scale.report.reading import Reader
+from mst_scale.report.style import LIGHT, render
 from tests.report import runs
 
 
@@ -54,6 +58,29 @@ def test_no_two_methods_look_alike_and_others_than_dense_are_not_dense(tmp_path)
     assert told == "without FLOPs of the optimizer and of topology steps, as the model is not known: dense"
     (dense,) = frontier.compared(grouped([readers[0].run]))
     assert dense.points["paper"][1].flops == readers[0].run.last["flops"] < whole
+
+
+def test_many_methods_are_named_beside_their_points(tmp_path):
+    """Each with its loss, none over another, the lowest loss at the bottom; few have a legend and bars."""
+    losses = [2.0 + 0.01 * i for i in range(24)]
+    methods = [
+        frontier.Method(f"m{i}, tiny", f"m{i}", "m", i == 0, {a: {s: Point(1e12, loss + 0.1 * s) for s in (1, 2, 3)}
+                        for a in frontier.ACCOUNTINGS})
+        for i, loss in enumerate(losses)
+    ]  # fmt: skip
+    figure = render(frontier.loss_over_flops(methods, "paper"), LIGHT)
+    (axes,) = figure.axes
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in axes.texts]  # without its line
+    assert [text.get_text() for text in axes.texts][:2] == ["m0  2.200 ± 0.248", "m1  2.210 ± 0.248"]
+    assert all(below.y1 <= above.y0 for below, above in pairwise(boxes)) and len(boxes) == 24
+    assert all(box.x0 > axes.bbox.x1 and box.x1 < figure.bbox.x1 for box in boxes)
+    assert not figure.legends and len(axes.lines) == 1 + 24
+
+    few = render(frontier.loss_over_flops(methods[:5], "paper"), LIGHT)
+    assert len(few.legends) == 1 and not few.axes[0].texts and len(few.axes[0].lines) == 1 + 2 * 5
+    other = [replace(methods[0], name="m0, large"), *methods[1:]]
+    assert render(frontier.loss_over_flops(other, "paper"), LIGHT).axes[0].texts[0].get_text().startswith("m0, large")
 
 
 def ending(folder, power, worth=1.0):
