@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from mst_scale.costs.beside import UPDATE
@@ -15,7 +16,7 @@ from mst_scale.report.frontier import rows as method_rows
 from mst_scale.report.style import DARK, LIGHT, drawn, recoloured
 
 from ..page import grid
-from . import facts
+from . import facts, law
 from .facts import FINISHED, Row
 from .plan import Cell, Plan, job
 
@@ -88,6 +89,7 @@ def written(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path) -> Pat
     parts = [f"# {plan.question}", f"`mst bench study {plan.name}`", f"**Success, as planned:** {plan.success}"]
     if found:
         parts += [_about(found, plan), *_figures(plan, found, folder), *_tables(plan, found), _notes(found)]
+        parts += _law(plan, found, data)
     else:
         parts.append("No run has finished yet.")
     parts += ["## All runs", _all_runs(plan, rows, data, folder)]
@@ -162,6 +164,35 @@ def _notes(found: list[Outcome]) -> str:
             "have them (an upper bound, `flops_topology` in the runs' file)."
         )
     return "\n\n".join(said)
+
+
+def _law(plan: Plan, found: list[Outcome], data: str) -> list[str]:
+    """What each setting has lost or gained against the law of average weights, fitted to dense runs and to all."""
+    spots = []
+    for one in found:
+        experiment = job(plan, one.cell, one.rate, plan.seeds_of(one.cell)[0], data).experiment
+        spots.append(law.Spot(law.active_weights(experiment), law.tokens(experiment), fmean(one.method.losses)))
+    variants = [plan.variants[one.cell.variant] for one in found]
+    usual = [variant.grown_from is None and "optimizer" not in variant.set for variant in variants]
+    of_dense = law.fit([spot for spot, one in zip(spots, found, strict=True) if one.method.dense])
+    of_all = law.fit([spot for spot, its in zip(spots, usual, strict=True) if its])
+    laws = [(name, fitted) for name, fitted in (("of dense runs", of_dense), ("of all", of_all)) if fitted is not None]
+    if not laws:
+        return []
+    head = ["setting", "active weights", "tokens", "validation loss", *(f"above the law {name}" for name, _ in laws)]
+    lines = [
+        [str(one.cell), f"{spot.weights:,.0f}", f"{spot.tokens:,.0f}", f"{spot.loss:.4f}"]
+        + [f"{spot.loss - fitted.loss(spot.weights, spot.tokens):+.4f}" for _, fitted in laws]
+        for one, spot in zip(found, spots, strict=True)
+    ]
+    said = "; ".join(f"{name}: {fitted}" for name, fitted in laws)
+    about = (
+        "Active weights (the mean over a run's steps) and tokens give a loss by the law of average weights "
+        f"([Jin et al. 2025](https://arxiv.org/abs/2501.12486)), fitted here; {said}. Below 0 a setting has learned "
+        "more than its weights and tokens explain. Runs that have grown, and those of another optimizer, are not "
+        "fitted."
+    )
+    return ["## The law of average weights", about, grid(head, lines)]
 
 
 def _all_runs(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path) -> str:

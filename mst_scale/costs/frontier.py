@@ -9,8 +9,8 @@ points nothing is extrapolated: the answer is a bound then, at least (≥) or at
 chords, so dense is still read a little too costly between points far apart: budgets a factor of two apart keep that
 small.
 
-With several seeds each seed's method is read on the dense runs of the same seed, on the mean of those that lack it; the
-interval is Student's t at 95 % over the logarithms of those multipliers, and the value their geometric mean.
+With several seeds each seed's method is read on the dense runs of the same seed; the interval is Student's t at 95 %
+over the logarithms of those multipliers, and the value their geometric mean. A dense run of one seed is read by all.
 """
 
 from __future__ import annotations
@@ -95,10 +95,12 @@ def needed(loss: float, points: Iterable[Point]) -> Needed:
 
 
 def multiplier(method: Mapping[int, Point], dense: Sequence[Mapping[int, Point]]) -> Multiplier:
-    """`method` and each of the dense runs by seed. Seeds that a dense run has too are compared one by one; where there
-    are none, or one of them lies outside of its dense runs, the means over seeds are."""
+    """`method` and each of the dense runs by seed. Seeds that all have are compared one by one (of dense runs those
+    that have several; the one of another is read by all); where there are none, or one of them lies outside of its
+    dense runs, the means over seeds are."""
     means = [mean(run.values()) for run in dense]
-    shared = set(method).intersection(set().union(*dense))
+    several = [run for run in dense if len(run) > 1]
+    shared = set(method).intersection(*(several or dense)) if dense else set()
     each = []
     for seed in sorted(shared):
         rivals = [run.get(seed, its_mean) for run, its_mean in zip(dense, means, strict=True)]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from mst_scale.benchmarks.studies import corpus, facts, line, page
+from mst_scale.benchmarks.studies import corpus, facts, law, line, page
 from mst_scale.benchmarks.studies.plan import FOLDER, Cell, digest_of, job, read_plan
 
 from mst_scale.benchmarks import study
@@ -103,6 +103,32 @@ def test_a_digest_is_of_what_a_loss_depends_on():
     )
     other = ["training.seed=7", "optimizer.params.lr=0.5", "model.n_embd=24", "mst.topology.interval=7"]
     assert len({digest, *(digest_of(load(raw, [words])) for words in other)}) == 5
+
+
+def test_the_page_says_how_far_a_setting_lies_from_the_law_of_average_weights(folder):
+    """Dense runs of four sizes obey one; MST learns 0.05 more than its active weights and tokens explain."""
+    shares = [0.5, 1.0, 2.0]
+    variants = {"dense": {"shares": shares}, "dense-small": {"small": True, "shares": shares}}
+    variants["mst"] = TINY["variants"]["mst"]
+    sizes = {**TINY["sizes"], "mid": {"model": {"n_layer": 2, "n_embd": 32}, "small": {"n_embd": 24}}}
+    (folder / "tiny.json").write_text(json.dumps({**TINY, "variants": variants, "sizes": sizes}))
+    plan, rows = read_plan("tiny", folder), {}
+    true = law.Law(least=1.0, of_weights=100.0, of_tokens=400.0, alpha=0.5, beta=0.6)
+    for cell in plan.cells():
+        one = job(plan, cell, 1e-2, 1, "c")
+        weights, tokens = law.active_weights(one.experiment), law.tokens(one.experiment)
+        assert tokens == one.steps * 4 * 32
+        less = 0.05 if cell.variant == "mst" else 0.0
+        rows[one.digest] = row(one, true.loss(weights, tokens) - less)
+    text = page.written(plan, rows, "c", folder).read_text()
+    of_dense = text.partition("## The law of average weights")[2]
+    assert "N^0.5" in of_dense and "D^0.6" in of_dense
+    lines = [line.split("|") for line in of_dense.partition("## All runs")[0].splitlines()]
+    told = {cells[1].strip(): cells[5].strip() for cells in lines if len(cells) > 5}
+    assert told["mst, tiny, 1 tokens a parameter"] == told["mst, mid, 1 tokens a parameter"] == "-0.0500"
+    assert told["dense × 2, mid, 1 tokens a parameter"] in ("+0.0000", "-0.0000")
+    without = {digest: kept for digest, kept in rows.items() if (kept["size"], kept["variant"]) == ("tiny", "dense")}
+    assert "average weights" not in page.written(plan, without, "c", folder).read_text()
 
 
 def test_the_first_seed_chooses_the_rate_and_the_others_run_at_it(folder):

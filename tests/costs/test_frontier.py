@@ -68,8 +68,8 @@ def test_seeds_that_dense_runs_lack_are_left_out_and_without_a_shared_one_means_
     assert apart == Multiplier(pytest.approx(3.0))
 
 
-def test_a_dense_run_that_lacks_a_seed_stands_in_with_its_mean():
-    """A length that has one seed so far neither drops the other seeds nor is dropped."""
+def test_a_dense_run_of_one_seed_is_read_by_all():
+    """A length that has one so far neither drops the other seeds nor is dropped; with two it drops the third."""
     shifts = {1: 0.9, 2: 1.0, 3: 1.2}
     full = [{s: Point(c, shift * law(c)) for s, shift in shifts.items()} for c in BUDGETS]
     method = {s: Point(2e12, shift * law(4e12)) for s, shift in shifts.items()}
@@ -80,6 +80,7 @@ def test_a_dense_run_that_lacks_a_seed_stands_in_with_its_mean():
     strong = {1: Point(3e12, 0.9 * law(6e12))}
     alone, beside = (multiplier({2: method[2]}, [*full, *more]).value for more in ([], [strong]))
     assert beside < alone == pytest.approx(2.0), "seed 2 meets what is known of the strong run"
+    assert multiplier(method, [*full, {s: full[0][s] for s in (1, 2)}]).seeds == 2
 
 
 def test_an_interval_needs_two_values():
