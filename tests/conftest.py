@@ -25,17 +25,22 @@ for name in list(os.environ):
         del os.environ[name]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
 # What a process ignores its children ignore too, and a shell among them cannot trap it: nohup's SIGHUP, say.
-for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1):
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1)
+for number in SIGNALS:
     if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 BEGAN = time.time()
 
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    """Environment and working directory are the same for every test."""
+    """Environment, working directory and signals are the same for every test: a run that has ended ignores some."""
     before, folder = dict(os.environ), Path.cwd()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     yield
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
     current = os.environ.pop("PYTEST_CURRENT_TEST", None)
     before.pop("PYTEST_CURRENT_TEST", None)
     if dict(os.environ) != before:
