@@ -33,7 +33,7 @@ from .page import LOSSES, Row, aside, grid, outputs, tell
 
 WAYS = ("magnitude", "wanda", "sparsegpt")
 SPARSITIES = (0.3, 0.5, 0.7, 0.8, 0.9)
-SETTINGS = ("model.init_std=0.1", "training.save_every=0", "training.eval_every=0")
+SETTINGS = ("model.init_std=0.1", "optimizer.params.lr=3e-3", "training.save_every=0", "training.eval_every=0")
 EQUAL = 0.01  # of the loss
 TRIES = 12
 

@@ -138,7 +138,9 @@ def beside(rival: RivalConfig, last: Row, corpus: str | None) -> str:
     """How a run that has ended stands to a recorded one; of other FLOPs or another text, nothing can be said."""
     told = f"{rival.val_loss:.4f} ± {rival.spread:.4f}"
     if rival.corpus not in (None, corpus):
-        return f"{told} on corpus {rival.corpus}; this one is {corpus}: not comparable"
+        return (
+            f"{told} on corpus {rival.corpus}; this one is {corpus}: not comparable (--method dense-short trains one)"
+        )
     if abs(last["flops"] / rival.flops - 1) > SAME_FLOPS:
         return f"{told} with {rival.flops:.3g} FLOPs; this run spent {last['flops']:.3g}: not comparable"
     less = rival.val_loss - last["val_loss"]

@@ -25,5 +25,6 @@ def test_a_run_beside_a_recorded_one(val_loss, flops, said):
 def test_a_rival_on_another_text_is_none():
     rival, last = RivalConfig("dense-short", 1e12, 1.8, 0.01, "0a"), {"val_loss": 1.7, "flops": 1e12}
     assert beside(rival, last, "0a").endswith("0.1000 better")
-    assert beside(rival, last, "0b") == "1.8000 ± 0.0100 on corpus 0a; this one is 0b: not comparable"
-    assert beside(rival, last, None).endswith("not comparable")
+    said = "1.8000 ± 0.0100 on corpus 0a; this one is 0b: not comparable (--method dense-short trains one)"
+    assert beside(rival, last, "0b") == said
+    assert "this one is None: not comparable" in beside(rival, last, None)
