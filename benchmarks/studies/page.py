@@ -147,11 +147,12 @@ def _line(one: Outcome, methods: list[Method]) -> list[str]:
 
 def _notes(found: list[Outcome]) -> str:
     said = [
-        "± and intervals are Student's t at 95 % over seeds (with one seed there is none); a worth is the FLOPs that "
-        "dense training needs for the loss, divided by those spent, read off the lower convex hull of the dense runs "
-        "in the logarithms of both, seed by seed. ≥ and ≤ are bounds: no dense run there was worse, or better. FLOPs "
-        f"are all of a run's, the optimizer's {UPDATE} a weight and step too, but for what functions of weights "
-        "compute of themselves (the search for the largest weights, say)."
+        "± and intervals are Student's t at 95 % over seeds (with one seed there is none, nor where a seed lies "
+        "outside of its dense runs: means are compared then); a worth is the FLOPs that dense training needs for "
+        "the loss, divided by those spent, read off the lower convex hull of the dense runs in the logarithms of "
+        "both, seed by seed, a dense run of one seed by all. ≥ and ≤ are bounds: no dense run there was worse, or "
+        f"better. FLOPs are all of a run's, the optimizer's {UPDATE} a weight and step too, but for what functions "
+        "of weights compute of themselves (the search for the largest weights, say)."
     ]
     if any(one.edge for one in found):
         said.append("\\* the best rate is the least or the greatest of the grid: beyond it may lie a better one.")
@@ -182,15 +183,15 @@ def _law(plan: Plan, found: list[Outcome], data: str) -> list[str]:
     head = ["setting", "active weights", "tokens", "validation loss", *(f"above the law {name}" for name, _ in laws)]
     lines = [
         [str(one.cell), f"{spot.weights:,.0f}", f"{spot.tokens:,.0f}", f"{spot.loss:.4f}"]
-        + [f"{spot.loss - fitted.loss(spot.weights, spot.tokens):+.4f}" for _, fitted in laws]
-        for one, spot in zip(found, spots, strict=True)
+        + [f"{spot.loss - fitted.loss(spot.weights, spot.tokens):+.4f}" if its else "–" for _, fitted in laws]
+        for one, spot, its in zip(found, spots, usual, strict=True)
     ]
     said = "; ".join(f"{name}: {fitted}" for name, fitted in laws)
     about = (
         "Active weights (the mean over a run's steps) and tokens give a loss by the law of average weights "
         f"([Jin et al. 2025](https://arxiv.org/abs/2501.12486)), fitted here; {said}. Below 0 a setting has learned "
-        "more than its weights and tokens explain. Runs that have grown, and those of another optimizer, are not "
-        "fitted."
+        "more than its weights and tokens explain. Other exponents fit nearly as well: compare settings, and read "
+        "nothing into the law's numbers. Runs that have grown, and those of another optimizer, have no place in it."
     )
     return ["## The law of average weights", about, grid(head, lines)]
 

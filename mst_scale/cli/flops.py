@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found) if args.json else paper_table(found))
         return 0
     from mst_scale.config import load
-    from mst_scale.costs.ledger import forecast, shortened
+    from mst_scale.costs.dense_short import shortened
+    from mst_scale.costs.ledger import forecast
 
     if args.ranks < 1:
         raise ValueError(f"--ranks must be at least 1, not {args.ranks}")

@@ -132,7 +132,7 @@ class RivalConfig:
     flops: float = 0.0
     val_loss: float = 0.0
     spread: float = 0.0  # of the loss, half its range over seeds
-    corpus: str | None = None  # what run.json calls the text; None: not compared
+    corpus: str | None = None  # what run.json calls the text; None: any is accepted
 
     def __post_init__(self) -> None:
         if self.name is None:

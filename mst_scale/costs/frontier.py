@@ -108,7 +108,7 @@ def multiplier(method: Mapping[int, Point], dense: Sequence[Mapping[int, Point]]
     if not each or any(found.bound for _, found in each):
         mine = mean(method.values())
         found = needed(mine.loss, means)
-        return Multiplier(found.flops / mine.flops, found.bound, seeds=len(shared) or 1)
+        return Multiplier(found.flops / mine.flops, found.bound, seeds=len(method))
     logs = [math.log(found.flops / spent) for spent, found in each]
     centre = fmean(logs)
     if len(logs) == 1:

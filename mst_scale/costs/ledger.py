@@ -5,26 +5,20 @@ used: the active weights of each matrix and the attention pattern. Both count in
 and stand beside the same number of dense steps, so that
 
     reduction = FLOPs of dense steps / FLOPs of these steps
-
-`shortened` is the reverse: it gives a dense run as many steps as the FLOPs of another run pay for.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from mst_scale.config import METHODS, Experiment, ModelConfig, TrainingConfig, load
-from mst_scale.config.check import global_batch
+from mst_scale.config import METHODS, Experiment, ModelConfig
 from mst_scale.costs.flops import Flops, dense_step_flops, step_flops
-from mst_scale.costs.grown import before
 from mst_scale.costs.muon import share_of_a_sequence
 from mst_scale.costs.stretches import Stretch, stretches
-from mst_scale.distributed import logger
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
 from mst_scale.mixed_growing.policies import policy
 
@@ -201,34 +195,3 @@ class Ledger:
         self.spent = {"paper": state["flops"], "causal": state["flops_causal"]}
         self.dense = {"paper": state["flops_dense"], "causal": state["flops_dense_causal"]}
         self.spent_by_optimizer = state.get(OPTIMIZER_KEY, 0.0)
-
-
-def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
-    """The same experiment; with method `dense-short`, as long as its dense steps cost what the run of `mst.like` does.
-
-    In the paper's accounting, to the nearest step. Durations of the learning rate that are stated in steps keep their
-    share of the run.
-    """
-    if experiment.mst.like is None:
-        return experiment
-    path = Path(experiment.mst.like)
-    like = load(path / "config.json" if path.is_dir() else path)
-    if like.mst.like is not None:
-        raise ValueError(f"{path}: is a dense-short run itself: name the sparse run's config")
-    mean = forecast(like, ranks=ranks).mean["paper"].total
-    budget = like.training.steps * global_batch(like.deepspeed, ranks) * mean
-    if like.mst.growth is not None and like.mst.grow_from is not None:
-        budget += before(like, global_batch(like.deepspeed, ranks)).total["paper"]
-    step = global_batch(experiment.deepspeed, ranks) * _dense(experiment.model, experiment, ranks)["paper"].total
-    steps = max(1, round(budget / step))
-    logger.info("dense-short: %d dense steps cost what the %d steps of %s do", steps, like.training.steps, path)
-    return replace(experiment, training=_squeezed(experiment.training, steps))
-
-
-def _squeezed(training: TrainingConfig, steps: int) -> TrainingConfig:
-    def fit(duration: int | float) -> int | float:
-        if isinstance(duration, float) or duration == 0:
-            return duration
-        return max(1, round(duration * steps / training.steps))
-
-    return replace(training, steps=steps, warmup=fit(training.warmup), decay=fit(training.decay))

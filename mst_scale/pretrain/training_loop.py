@@ -7,6 +7,7 @@ the step's number, never a generator's state. That is why a killed run continues
 from __future__ import annotations
 
 import argparse
+import functools
 import signal
 import time
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ from mst_scale.checkpoints import store
 from mst_scale.config import Experiment
 from mst_scale.config.check import peak_learning_rate
 from mst_scale.config.parallel import sizes_of
-from mst_scale.costs.ledger import shortened
+from mst_scale.costs.beside import beside
+from mst_scale.costs.dense_short import shortened
 from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units.kinds import in_words
 from mst_scale.distributed import Ranks, Sizes, Verdict, logger
@@ -31,6 +33,7 @@ from mst_scale.pretrain.learning_rate import learning_rate, set_groups
 from mst_scale.pretrain.prepare import Prepared, load, prepare
 from mst_scale.pretrain.spikes import Spikes, batch_number
 from mst_scale.randomness import counter_hash
+from mst_scale.runs import rival
 from mst_scale.runs.observer import Observer
 from mst_scale.runs.record import Record, state_of
 from mst_scale.runs.starting import Starting
@@ -293,6 +296,8 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
     run.to_the_end()
     if run.run_file is not None:
         run.run_file.ended("finished", run.step)
-        corpus = run.run_file.starts[-1]["corpus"]
-        run.record.say(run.record.summary(run.step, time.monotonic() - begun, first, run.training.rival, corpus))
+        more = beside(run.experiment, run.step * run.batch)
+        corpora = [start.get("corpus") for start in run.run_file.starts]
+        told = functools.partial(rival.beside, run.training.rival, more=more, corpora=corpora)
+        run.record.say(run.record.summary(run.step, time.monotonic() - begun, first, told))
     ranks.leave()

@@ -54,13 +54,16 @@ def worth(method: Method, methods: Sequence[Method], accounting: str, same_model
 
 def compared(groups: Sequence[Group]) -> list[Method]:
     """Of runs on disk; a ValueError where there is nothing to compare."""
+    _refuse_two_texts([run for group in groups for run in group.runs if _counted(run)])
     methods = []
     for group in groups:
-        runs = {
-            run.seed if run.seed is not None else i: run
-            for i, run in enumerate(group.runs)
-            if run.finished and run.last_val_loss is not None and all(run.last.get(key) for key in ACCOUNTINGS.values())
-        }
+        runs: dict[int, Run] = {}
+        for i, run in enumerate(filter(_counted, group.runs)):
+            seed = i if run.seed is None else run.seed
+            if runs.setdefault(seed, run) is not run:
+                raise ValueError(
+                    f"--frontier: {runs[seed].name} and {run.name} have the same training.seed and setting: give one"
+                )
         if not runs:
             continue
         extra = {seed: _beside(run) or 0.0 for seed, run in runs.items()}
@@ -84,19 +87,35 @@ def compared(groups: Sequence[Group]) -> list[Method]:
 
 
 def _beside(run: Run) -> float | None:
-    """What the run's FLOPs leave out; None where its config does not tell the model, or is not of this version."""
-    if "model" not in run.config or run.experiment is None:
+    """What the run's FLOPs leave out; None where that cannot be told."""
+    if "model" not in run.config or run.experiment is None or "tokens" not in run.last:
         return None
     return beside(run.experiment, run.last["tokens"] / run.experiment.model.context)
+
+
+def _counted(run: Run) -> bool:
+    """Whether it is a point: it has ended, and tells its loss and FLOPs."""
+    return run.finished and run.last_val_loss is not None and all(run.last.get(key) for key in ACCOUNTINGS.values())
+
+
+def _refuse_two_texts(runs: Sequence[Run]) -> None:
+    texts = {starts[-1]["corpus"]: run.name for run in runs if (starts := run.starts) and starts[-1].get("corpus")}
+    if len(texts) > 1:
+        (one, name), (other, its) = list(texts.items())[:2]
+        raise ValueError(f"--frontier: {name} read corpus {one} and {its} {other}: losses on two texts do not compare")
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
     """What is not compared, or only in part."""
     told = [f"{run.name} has not finished and is left out" for run in runs if not run.finished]
-    own = [run.name for run in runs if run.finished and _beside(run) is None]
+    silent = [run.name for run in runs if run.finished and not _counted(run)]
+    if silent:
+        told.append(f"left out, as they do not tell their validation loss or FLOPs: {', '.join(silent)}")
+    own = [run.name for run in runs if _counted(run) and _beside(run) is None]
     if own:
         told.append(
-            f"without FLOPs of the optimizer and of topology steps, as the model is not known: {', '.join(own)}"
+            "without FLOPs of the optimizer and of topology steps, as their config or rows do not tell them: "
+            + ", ".join(own)
         )
     return told
 
@@ -172,8 +191,9 @@ def worth_of_each(methods: Sequence[Method], accounting: str) -> Plot | None:
 
     caption = (
         "Worth: the FLOPs that dense training of any size here needs for a method's loss, divided by those that it "
-        "spent. Bars are 95 % intervals over seeds (Student's t); none stands where there is one seed, or a triangle: "
-        "worth at least (▷) or at most (◁) so much."
+        "spent. Bars are 95 % intervals over seeds (Student's t); none stands where there is one seed, where a seed "
+        "lies outside of its dense runs (means are compared then), or at a triangle: worth at least (▷) or at most "
+        "(◁) so much."
     )
     return Plot(f"worth-{accounting}", caption, draw, 1.4 + 0.24 * len(found))
 
@@ -219,7 +239,7 @@ def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
         else:
             legend(figure, handles, columns=4)
 
-    bars = "numbers are the loss ± its" if crowded else "bars are"
+    bars = "bold ones are dense, numbers are the loss ± half of its" if crowded else "bars are"
     caption = (
         f"The line is the lower convex hull of the dense runs; {bars} 95 % intervals over seeds (Student's "
         "t). A point below the line pays: as far as it lies to the left of it, so many times are its FLOPs worth."

@@ -10,13 +10,13 @@ import io
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mst_scale.checkpoints import store
-from mst_scale.config.blocks import RivalConfig
 from mst_scale.dead_units.kinds import Tally, total
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.runs.metrics import MetricsFile, read
@@ -24,7 +24,8 @@ from mst_scale.runs.optional_writes import OptionalWrites
 from mst_scale.runs.progress import ProgressLine, clock, table
 
 Row = dict[str, Any]
-SAME_FLOPS = 0.02
+Beside = Callable[[Row], list[tuple[str, str]]]
+"""From the last row of a run to lines about runs beside it."""
 
 
 class Record:
@@ -112,8 +113,8 @@ class Record:
     def close(self) -> None:
         self.line.close()
 
-    def summary(self, step: int, seconds: float, first_step: int, rival: RivalConfig, corpus: str | None) -> str:
-        """The table at the end, from what stands in metrics.jsonl."""
+    def summary(self, step: int, seconds: float, first_step: int, beside: Beside) -> str:
+        """The table at the end, from what stands in metrics.jsonl; `beside` says how its last row stands to others."""
         last: Row = {}
         validated: Row = {}
         path = self.out / "metrics.jsonl"
@@ -129,27 +130,8 @@ class Record:
             ("tensorboard", f"tensorboard --logdir {self.out / 'tensorboard'}"),
             ("checkpoint", str(self.out / "checkpoints" / store.tag_of(step))),
         ]
-        if rival.name is not None and "val_loss" in last:
-            rows.insert(2, (f"beside {rival.name}", beside(rival, last, corpus)))
+        rows[2:2] = beside(last) if "val_loss" in last else []
         return table(rows)
-
-
-def beside(rival: RivalConfig, last: Row, corpus: str | None) -> str:
-    """How a run that has ended stands to a recorded one; of other FLOPs or another text, nothing can be said."""
-    told = f"{rival.val_loss:.4f} ± {rival.spread:.4f}"
-    if rival.corpus not in (None, corpus):
-        return (
-            f"{told} on corpus {rival.corpus}; this one is {corpus}: not comparable (--method dense-short trains one)"
-        )
-    if abs(last["flops"] / rival.flops - 1) > SAME_FLOPS:
-        return f"{told} with {rival.flops:.3g} FLOPs; this run spent {last['flops']:.3g}: not comparable"
-    less = rival.val_loss - last["val_loss"]
-    how = (
-        "the same within its spread"
-        if abs(less) <= rival.spread
-        else f"{abs(less):.4f} {'worse' if less < 0 else 'better'}"
-    )
-    return f"{told} with as many FLOPs ({rival.flops:.3g}): this run is {how}"
 
 
 def peak_memory() -> int:

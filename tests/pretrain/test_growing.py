@@ -14,8 +14,8 @@ from mst_scale import cli
 from mst_scale.checkpoints import store
 from mst_scale.config import load
 from mst_scale.config.growth import smaller_model
+from mst_scale.costs.dense_short import shortened
 from mst_scale.costs.flops import dense_step_flops
-from mst_scale.costs.ledger import shortened
 from mst_scale.data.corpus import open_tokens
 from mst_scale.data.sampler import Sampler
 from mst_scale.hugging_face.export import export, open_source

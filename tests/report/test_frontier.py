@@ -55,9 +55,35 @@ def test_no_two_methods_look_alike_and_others_than_dense_are_not_dense(tmp_path)
     whole = found[0].points["paper"][1].flops
     del readers[0].run.config["model"]
     (told,) = frontier.notes([reader.run for reader in readers])
-    assert told == "without FLOPs of the optimizer and of topology steps, as the model is not known: dense"
+    assert told == (
+        "without FLOPs of the optimizer and of topology steps, as their config or rows do not tell them: dense"
+    )
     (dense,) = frontier.compared(grouped([readers[0].run]))
     assert dense.points["paper"][1].flops == readers[0].run.last["flops"] < whole
+
+
+def test_what_cannot_be_compared_is_refused_or_told(tmp_path, capsys):
+    """Two texts; two runs of one seed; a finished run that tells no loss."""
+    made = [ending(runs.write(tmp_path / f"dense-{s}", "dense", steps=s, seed=1), 0.1) for s in (100, 200)]
+    for folder, corpus in zip(made, ("0a", "0b"), strict=True):
+        told = {"starts": [{"from_step": 0, "last_step": 100, "corpus": corpus}]}
+        (folder / "run.json").write_text(json.dumps(told))
+    words = ["report", "--frontier", *map(str, made), "--out", str(tmp_path / "out")]
+    assert main(words) == 2
+    assert "dense-100 read corpus 0a and dense-200 0b: losses on two texts do not compare" in capsys.readouterr().err
+    for folder in made:
+        (folder / "run.json").unlink()
+    again = ending(runs.write(tmp_path / "again", "dense", steps=100, seed=1), 0.1)
+    assert main([*words[:2], *map(str, [*made, again]), *words[4:]]) == 2
+    assert "dense-100 and again have the same training.seed and setting: give one" in capsys.readouterr().err
+    silent = runs.write(tmp_path / "silent", "dense", steps=300, seed=1)
+    rows = [json.loads(line) for line in (silent / "metrics.jsonl").read_text().splitlines()]
+    without = [{key: value for key, value in row.items() if key != "flops_causal"} for row in rows]
+    (silent / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in without))
+    assert main([*words[:2], *map(str, [*made, silent]), *words[4:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == [
+        "left out, as they do not tell their validation loss or FLOPs: silent"
+    ]
 
 
 def test_many_methods_are_named_beside_their_points(tmp_path):

@@ -1,0 +1,53 @@
+"""Gives a dense run as many steps as the FLOPs of another run pay for: method `dense-short`.
+
+All FLOPs of both: those of their steps in the paper's accounting, and what they spend `beside` them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from mst_scale.config import Experiment, TrainingConfig, load
+from mst_scale.config.check import global_batch
+from mst_scale.costs.beside import UPDATE, beside
+from mst_scale.costs.grown import before
+from mst_scale.costs.ledger import forecast
+from mst_scale.distributed import logger
+
+
+def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
+    """The same experiment; with method `dense-short`, as long as its dense steps cost what the run of `mst.like` does.
+
+    To the nearest step. Durations of the learning rate that are stated in steps keep their share of the run.
+    """
+    if experiment.mst.like is None:
+        return experiment
+    path = Path(experiment.mst.like)
+    like = load(path / "config.json" if path.is_dir() else path)
+    if like.mst.like is not None:
+        raise ValueError(f"{path}: is a dense-short run itself: name the sparse run's config")
+    sequences = global_batch(like.deepspeed, ranks)
+    budget = spent(like, ranks)
+    if like.mst.growth is not None and like.mst.grow_from is not None:
+        budget += before(like, sequences).total["paper"]
+    dense = forecast(experiment, ranks=ranks).dense["paper"].total
+    step = global_batch(experiment.deepspeed, ranks) * dense + UPDATE * experiment.model.weights
+    steps = max(1, round(budget / step))
+    logger.info("dense-short: %d dense steps cost what the %d steps of %s do", steps, like.training.steps, path)
+    return replace(experiment, training=_squeezed(experiment.training, steps))
+
+
+def spent(experiment: Experiment, ranks: int = 1) -> float:
+    """All FLOPs of a run by its config, what it has grown out of left out."""
+    sequences = experiment.training.steps * global_batch(experiment.deepspeed, ranks)
+    return sequences * forecast(experiment, ranks=ranks).mean["paper"].total + beside(experiment, sequences)
+
+
+def _squeezed(training: TrainingConfig, steps: int) -> TrainingConfig:
+    def fit(duration: int | float) -> int | float:
+        if isinstance(duration, float) or duration == 0:
+            return duration
+        return max(1, round(duration * steps / training.steps))
+
+    return replace(training, steps=steps, warmup=fit(training.warmup), decay=fit(training.decay))
