@@ -1,6 +1,6 @@
 """Gives a dense run as many steps as the FLOPs of another run pay for: method `dense-short`.
 
-All FLOPs of both: those of their steps in the paper's accounting, and what they spend `beside` them.
+FLOPs are those of the metrics, in the paper's accounting; what a run spends `beside` them is not in it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from pathlib import Path
 
 from mst_scale.config import Experiment, TrainingConfig, load
 from mst_scale.config.check import global_batch
-from mst_scale.costs.beside import UPDATE, beside
 from mst_scale.costs.grown import before
 from mst_scale.costs.ledger import forecast
 from mst_scale.distributed import logger
@@ -28,20 +27,13 @@ def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
     if like.mst.like is not None:
         raise ValueError(f"{path}: is a dense-short run itself: name the sparse run's config")
     sequences = global_batch(like.deepspeed, ranks)
-    budget = spent(like, ranks)
+    budget = like.training.steps * sequences * forecast(like, ranks=ranks).mean["paper"].total
     if like.mst.growth is not None and like.mst.grow_from is not None:
         budget += before(like, sequences).total["paper"]
-    dense = forecast(experiment, ranks=ranks).dense["paper"].total
-    step = global_batch(experiment.deepspeed, ranks) * dense + UPDATE * experiment.model.weights
+    step = global_batch(experiment.deepspeed, ranks) * forecast(experiment, ranks=ranks).dense["paper"].total
     steps = max(1, round(budget / step))
     logger.info("dense-short: %d dense steps cost what the %d steps of %s do", steps, like.training.steps, path)
     return replace(experiment, training=_squeezed(experiment.training, steps))
-
-
-def spent(experiment: Experiment, ranks: int = 1) -> float:
-    """All FLOPs of a run by its config, what it has grown out of left out."""
-    sequences = experiment.training.steps * global_batch(experiment.deepspeed, ranks)
-    return sequences * forecast(experiment, ranks=ranks).mean["paper"].total + beside(experiment, sequences)
 
 
 def _squeezed(training: TrainingConfig, steps: int) -> TrainingConfig:

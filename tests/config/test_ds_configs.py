@@ -9,7 +9,7 @@ import pytest
 from mst_scale.config import load
 from mst_scale.config.check import batch_shape, check
 from mst_scale.config.parallel import sizes_of
-from mst_scale.costs.dense_short import spent
+from mst_scale.costs.beside import beside
 from mst_scale.costs.ledger import forecast
 from mst_scale.plan.answer import Plan, plan
 from mst_scale.plan.gpus import machine
@@ -57,7 +57,9 @@ def test_it_loads_and_can_run(name):
     assert [phase.name for phase in schedule.phases] == ["warmup", "ultra", "restore", "dense"]
     if name == "demo":
         rival = experiment.training.rival  # of equal FLOPs, or the demo's last table would compare nothing
-        assert rival.name == "dense-short" and rival.flops == pytest.approx(spent(experiment), rel=1e-3)
+        sequences = experiment.training.steps * 16
+        spent = sequences * forecast(experiment).mean["paper"].total + beside(experiment, sequences)
+        assert rival.flops == pytest.approx(spent, rel=1e-3)
         return
     # the paper's shares of its 140,000 steps, in whole steps
     assert [phase.start * 14 for phase in schedule.phases] == [n * experiment.training.steps for n in (0, 1, 11, 12)]
