@@ -168,7 +168,10 @@ def _notes(found: list[Outcome]) -> str:
 
 
 def _law(plan: Plan, found: list[Outcome], data: str) -> list[str]:
-    """What each setting has lost or gained against the law of average weights, fitted to dense runs and to all."""
+    """What each setting has lost or gained against the law of average weights, fitted to dense runs and to all; nothing
+    where no dense run is among them."""
+    if not any(one.method.dense for one in found):
+        return []
     spots = []
     for one in found:
         experiment = job(plan, one.cell, one.rate, plan.seeds_of(one.cell)[0], data).experiment
