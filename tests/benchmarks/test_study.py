@@ -1,6 +1,7 @@
 """`mst bench study`: what a plan comes to, and a queue of tiny runs that is stopped, goes on and is read."""
 
 import contextlib
+import hashlib
 import io
 import json
 import math
@@ -255,6 +256,10 @@ def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
     assert rows["wrong"]["status"] == facts.FAILED and "optimizer.params.nonsense" in rows["wrong"]["reason"]
     assert rows["dense"]["steps_run"] == 60 - 45 + (45 - 22), "a branch of a trunk that stood at the shorter one's"
     assert rows["dense"]["curve"][-1] == [60, pytest.approx(rows["dense"]["val_loss"], abs=1e-5)]
+    splits = json.loads((folder / "corpus" / "meta.json").read_text())["splits"]
+    text = hashlib.sha256((splits["train"]["sha256"] + splits["val"]["sha256"]).encode()).hexdigest()[:16]
+    told_by_run = json.loads((folder / "out" / "runs" / rows["dense"]["digest"] / "run.json").read_text())
+    assert rows["dense"]["corpus"] == told_by_run["starts"][-1]["corpus"] == text, "what a rival's text is held against"
     with pytest.raises(ValueError, match="--resume goes on"):
         run()
 
