@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import os
 import sys
 
 import torch
@@ -14,7 +13,6 @@ def forget():
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # an Accelerator that was given a plugin sets it
     unset_hf_deepspeed_config()
 
 

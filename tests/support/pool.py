@@ -66,6 +66,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     linear = torch.nn.functional.linear
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     send(pipe, ("ready", None))
+    before = dict(os.environ)
     while True:
         try:
             fn, args = receive(pipe)
@@ -73,6 +74,8 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
             return
         try:
             torch.manual_seed(0)
+            os.environ.clear()
+            os.environ.update(before)  # Accelerate, for one, sets what the next Trainer would follow
             logging.getLogger("mst_scale").handlers.clear()  # of an earlier test, which may have opened it
             torch.nn.functional.linear = linear  # ZeRO-3 of an earlier test has put its own there
             if accelerator := sys.modules.get("deepspeed.accelerator"):

@@ -1,3 +1,4 @@
+import os
 import time
 
 import pytest
@@ -28,6 +29,16 @@ def test_ranks_share_a_group_and_are_reused():
     processes = [p.pid for p in pool._pools[2].processes]
     assert pool.run(total, 2, 0) == [1, 1]
     assert processes == [p.pid for p in pool._pools[2].processes]
+
+
+def leave_a_variable(rank: int, world: int) -> str | None:
+    found = os.environ.get("ACCELERATE_USE_DEEPSPEED")
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    return found
+
+
+def test_no_call_sees_what_the_one_before_has_put_into_the_environment():
+    assert [pool.run(leave_a_variable, 1) for _ in range(2)] == [[None], [None]]
 
 
 def test_an_error_on_one_rank_ends_all_and_says_which():
