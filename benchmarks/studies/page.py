@@ -18,7 +18,7 @@ from mst_scale.report.style import DARK, LIGHT, drawn, recoloured
 from ..page import grid
 from . import facts, law
 from .facts import FINISHED, Row
-from .plan import Cell, Plan, job
+from .plan import Cell, Plan, job, model_of
 
 HEAD_OF_CELLS = ["variant", "rate", *HEAD]
 
@@ -52,13 +52,14 @@ def outcomes(plan: Plan, rows: Mapping[str, Row], data: str) -> list[Outcome]:
 
 
 def _method(plan: Plan, cell: Cell, runs: Mapping[int, Row]) -> Method:
-    """Variants of a size are one model, unless they are of the smaller one."""
+    """Variants of a size are one model, unless they are smaller or larger."""
     variant = plan.variants[cell.variant]
     points = {
         accounting: {seed: Point(spent(row, key), row["val_loss"]) for seed, row in runs.items()}
         for accounting, key in ACCOUNTINGS.items()
     }
-    model = f"{cell.size}{', small' if variant.small else ''}"
+    size = model_of(plan, cell)
+    model = f"{cell.size}, {size.n_layer} × {size.n_embd}"
     dense = variant.method == "dense" and "optimizer" not in variant.set  # another optimizer is a method of its own
     return Method(str(cell), cell.variant, model, dense, points)
 

@@ -214,6 +214,12 @@ def _each(kind: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def model_of(plan: Plan, cell: Cell) -> ModelConfig:
+    """Its shape, which no rate and no seed changes."""
+    rate = {"optimizer.params.lr": plan.rates_of(cell)[0]}
+    return _experiment(plan, cell.size, plan.variants[cell.variant], rate).model
+
+
 @functools.cache
 def job(plan: Plan, cell: Cell, rate: float, seed: int, data: str) -> Job:
     """`data` is the corpus folder."""

@@ -216,6 +216,21 @@ def test_the_page_says_what_a_method_is_worth(folder):
     assert (folder / "tiny-paper.svg").read_text() != (folder / "tiny-paper-dark.svg").read_text()
 
 
+def test_the_same_model_is_one_of_its_shape(folder):
+    """Dense runs of a smaller model, or of one that a variant makes larger, are rivals on the frontier alone."""
+    more = {
+        "dense-small": {"small": True},
+        "dense-large": {"set": {"model.n_embd": 32}},
+        "dense-slow": {"set": {"training.decay": 0.4}},
+    }
+    (folder / "tiny.json").write_text(json.dumps({**TINY, "variants": {**TINY["variants"], **more}}))
+    plan = read_plan("tiny", folder)
+    rows = everything(plan, lambda one: 5.0 - (one.experiment.model.n_embd == 32))
+    models = {one.cell.variant: one.method.model for one in page.outcomes(plan, rows, "c")}
+    assert models["mst"] == models["dense"] == models["dense-slow"] == models["dense-short"]
+    assert len({models[name] for name in ("mst", "dense-small", "dense-large")}) == 3
+
+
 def test_the_time_left_follows_what_runs_took(folder):
     plan = read_plan("tiny", folder)
     jobs, _ = facts.wanted(plan, {}, "c")
