@@ -42,6 +42,11 @@ def conclusion(answer: Plan) -> str:
             f"sparsity ({times(sparse.dense_seconds / sparse.expected_seconds)}), "
             f"{hours / s.ranks / 24:,.3g} days the run ({times(answer.dense_hours / hours)}).",
         )
+    if more := answer.newton_schulz_flops:
+        lines.append(
+            "reckoned as Adam: Muon keeps 4 bytes less for each weight of its matrices, and takes\n"
+            f"  {more / 1e12:,.3g} TFLOPs a step more over all GPUs (Newton-Schulz), not in the times"
+        )
     best = answer.recommended
     if answer.given.sizes == s.sizes and answer.given != s:
         lines.append(
@@ -222,6 +227,7 @@ def topology_table(answer: Plan) -> str:
         f"{t.drift_payload / 1e3:,.1f} kB",
         f"  its compute, a bound, not measured: {duration(t.reads_seconds)} or more to read weights and gradients",
         *([f"  {gradients}"] if t.dense_gradient_seconds else []),
+        f"  {t.in_run:,} in the run, {duration(t.run_seconds)} or more in all, on top of the times above",
         *aligned(rows),
     ])  # fmt: skip
 

@@ -10,6 +10,7 @@ from mst_scale.config import Experiment
 from mst_scale.config.check import BATCH_KEYS, largest_micro
 from mst_scale.config.parallel import KEYS, sizes_of
 from mst_scale.costs.flops import dense_step_flops
+from mst_scale.costs.muon import optimizer_flops
 from mst_scale.plan.activations import activations
 from mst_scale.plan.clock import Seconds, step_seconds
 from mst_scale.plan.expected import ASSUMPTIONS, EXPECTED, Side, by_side
@@ -118,6 +119,11 @@ class Plan:
         return sum(p.steps * p.flops for p in self.phases) / self.steps
 
     @property
+    def newton_schulz_flops(self) -> float:
+        """What Muon adds to a step beside the plan's figures, which are Adam's; 0 for another optimizer."""
+        return optimizer_flops(self.experiment.model, self.experiment.deepspeed)
+
+    @property
     def wall_clock(self) -> str:
         """What may be promised about the time of the run."""
         if not self.sparse_parameters:
@@ -178,6 +184,7 @@ class Plan:
             "gpu_hours_expected": self.expected_hours,
             "wall_clock": self.wall_clock,
             "topology_step": topology,
+            "left_out": {"newton_schulz_flops": self.newton_schulz_flops},
             "stages": [_row(choice, self.machine) for choice in self.stages],
             "recommended": {
                 **_row(self.recommended, self.machine),

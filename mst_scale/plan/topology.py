@@ -281,6 +281,10 @@ class TopologyStep:
     """At least: weight gradients of what is masked too, where other steps skip them."""
     drift_payload: int
     """Bytes of a drift check, every `check_every` steps."""
+    in_run: int
+    """How many of them the run has."""
+    run_seconds: float
+    """At least: all of them, as this one, beside what a step without takes."""
 
 
 def typical_step(schedule: Schedule) -> int | None:
@@ -311,6 +315,10 @@ def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> Topol
     )
     tokens = s.micro * s.accumulation * experiment.model.context / (s.tensor * s.sequence * s.pipeline)
     peak = gpu.peak(s.precision)
+    here = seconds(found.all, s.ranks // s.pipeline, 1, machine)
+    reads = READ_BYTES * share / (gpu.bandwidth * e.memory)
+    dense_gradients = 2 * tokens * skipped / (peak * e.matmul)
+    count = sum(1 for _ in experiment.schedule.topology_steps())
     return TopologyStep(
         step=step,
         payload=sum(c.payload for c in reduced),
@@ -318,8 +326,10 @@ def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> Topol
         rounds=len(found.rounds),
         masks=sum(c.payload for c in found.masks),
         seconds=by_ranks,
-        here=seconds(found.all, s.ranks // s.pipeline, 1, machine),
-        reads_seconds=READ_BYTES * share / (gpu.bandwidth * e.memory),
-        dense_gradient_seconds=2 * tokens * skipped / (peak * e.matmul),
+        here=here,
+        reads_seconds=reads,
+        dense_gradient_seconds=dense_gradients,
         drift_payload=sum(c.payload for c in drift_check(experiment, s)),
+        in_run=count,
+        run_seconds=count * (here + reads + dense_gradients),
     )

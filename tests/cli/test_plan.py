@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from mst_scale.cli import main
+from mst_scale.costs.muon import newton_schulz_flops
 from mst_scale.sparse_linear import crossovers
 from tests.support.tiny_run import ROOT, environment
 
@@ -110,6 +111,19 @@ def test_a_short_dense_run_is_planned_at_its_length(capsys):
         short["steps"] == pytest.approx(whole["steps"] / 3.986, rel=1e-3)
         and short["gpu_hours_dense"] < whole["gpu_hours_dense"] / 3
     )
+
+
+def test_what_the_times_leave_out_is_said(capsys):
+    """Topology steps always; of Muon, which is reckoned as Adam, what it keeps less and computes more."""
+    words = [*config("gpt2_small"), "--gpus", "4"]
+    adam = said(capsys, *words)
+    assert "on top of the times above" in adam and "Muon" not in adam
+    muon = [*words, "--set", "optimizer.type=Muon"]
+    assert "Muon keeps 4 bytes less" in (told := said(capsys, *muon)) and max(map(len, told.splitlines())) <= 100
+    adam, found = (json.loads(said(capsys, *those, "--json"))["left_out"] for those in (words, muon))
+    of_layers = 12 * sum(map(newton_schulz_flops, ((2304, 768), (768, 768), (3072, 768), (768, 3072))))
+    assert adam["newton_schulz_flops"] == 0 < found["newton_schulz_flops"]
+    assert of_layers < found["newton_schulz_flops"] < 1.5 * of_layers, "and its embeddings, as DeepSpeed chooses them"
 
 
 def test_json_has_everything(capsys):

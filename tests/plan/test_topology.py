@@ -141,6 +141,9 @@ def test_its_compute_is_a_bound_by_hand(monkeypatch):
     found = topology.topology_step(e, s, card)
     assert found.masks == sum(-(-p.numel // 8) for p in sparse_parameters(e.model, e.mst.targets))
     assert found.dense_gradient_seconds == pytest.approx(2 * 8 * 0.9 * weights / (19.5e12 * 0.6), rel=0.01)
+    each = found.here + found.reads_seconds + found.dense_gradient_seconds
+    assert found.in_run == sum(map(e.schedule.is_topology_step, range(1, e.training.steps + 1))) > 1
+    assert found.run_seconds == pytest.approx(found.in_run * each)
     # auto: where it has been measured, from there on
     e = replace(e, mst=replace(e.mst, compute=replace(e.mst.compute, backend="auto")))
     assert topology.topology_step(e, s, card).masks == 0
