@@ -133,6 +133,7 @@ class RivalConfig:
     val_loss: float = 0.0
     spread: float = 0.0  # of the loss, half its range over seeds
     corpus: str | None = None  # what run.json calls the text; None: any is accepted
+    eval_sequences: int | None = None  # that its loss is the mean over; None: any number is accepted
 
     def __post_init__(self) -> None:
         if self.name is None:
