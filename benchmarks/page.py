@@ -7,7 +7,11 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mst_scale.report.style import Plot
 
 Row = dict[str, Any]
 
@@ -61,6 +65,19 @@ def facts(about: Row) -> str:
 def grid(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     """A table of Markdown."""
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in (head, ["---"] * len(head), *lines))
+
+
+def picture(plot: Plot, path: Path, alt: str) -> str:
+    """Written to PATH.svg and PATH-dark.svg; what a page beside them shows."""
+    from mst_scale.report.style import DARK, LIGHT, drawn, recoloured
+
+    _, svg = drawn(plot, LIGHT, png=False)
+    for name, content in ((f"{path.name}.svg", svg), (f"{path.name}-dark.svg", recoloured(svg, DARK))):
+        (path.parent / name).write_text(content)
+    return (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{path.name}-dark.svg">'
+        f'<img alt="{alt}" src="{path.name}.svg"></picture>'
+    )
 
 
 @contextlib.contextmanager

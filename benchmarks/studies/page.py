@@ -2,71 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from mst_scale.costs.beside import UPDATE
-from mst_scale.costs.frontier import Point
 from mst_scale.report.frontier import ACCOUNTINGS, HEAD, Method, line, loss_over_flops, worth_of_each
 from mst_scale.report.frontier import rows as method_rows
-from mst_scale.report.style import DARK, LIGHT, drawn, recoloured
 
-from ..page import grid
-from . import facts, law
+from ..page import grid, picture
+from . import against, facts, law
 from .facts import FINISHED, Row
-from .plan import Cell, Plan, job, model_of
+from .outcome import Outcome, outcomes
+from .plan import Cell, Plan, job
 
 HEAD_OF_CELLS = ["variant", "rate", *HEAD]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A cell's finished runs at its rate, by seed; `edge` where that rate is the grid's least or greatest."""
-
-    cell: Cell
-    rate: float
-    runs: dict[int, Row]
-    edge: bool
-    method: Method
-
-
-def outcomes(plan: Plan, rows: Mapping[str, Row], data: str) -> list[Outcome]:
-    """Cells whose rate is known; until then, of those that have a run, the best so far."""
-    found = []
-    for cell in plan.cells():
-        rates = facts.rates_of(plan, cell, rows, data)
-        tried = facts.losses_of(plan, cell, rates, rows, data)
-        losses = {rate: loss for rate, loss in tried.items() if loss is not None and loss < math.inf}
-        if not losses:
-            continue
-        rate = min(losses, key=lambda r: losses[r])
-        runs = {seed: rows.get(job(plan, cell, rate, seed, data).digest) for seed in plan.seeds_of(cell)}
-        there = {seed: row for seed, row in runs.items() if row is not None and row["status"] == FINISHED}
-        edge = len(rates) > 1 and rate in (min(rates), max(rates))
-        found.append(Outcome(cell, rate, there, edge, _method(plan, cell, there)))
-    return found
-
-
-def _method(plan: Plan, cell: Cell, runs: Mapping[int, Row]) -> Method:
-    """Variants of a size are one model, unless they are smaller or larger."""
-    variant = plan.variants[cell.variant]
-    points = {
-        accounting: {seed: Point(spent(row, key), row["val_loss"]) for seed, row in runs.items()}
-        for accounting, key in ACCOUNTINGS.items()
-    }
-    size = model_of(plan, cell)
-    model = f"{cell.size}, {size.n_layer} × {size.n_embd}"
-    dense = variant.method == "dense" and "optimizer" not in variant.set  # another optimizer is a method of its own
-    return Method(str(cell), cell.variant, model, dense, points)
-
-
-def spent(row: Row, key: str) -> float:
-    """All FLOPs of a run: what the ledger counts by an accounting, topology steps, and what is done to each weight."""
-    return float(row[key] + row["flops_topology"] + UPDATE * row.get("updates", row["weights"] * row["steps"]))
+WITHOUT_DENSE = ("seeds", "validation loss", "FLOPs", "FLOPs, causal")  # of HEAD, where nothing can be compared
 
 
 def answers(plan: Plan, rows: Mapping[str, Row], data: str) -> dict[str, Any]:
@@ -81,6 +33,11 @@ def answers(plan: Plan, rows: Mapping[str, Row], data: str) -> dict[str, Any]:
             {**vars(one.cell), "rate": one.rate, "edge": one.edge, **row}
             for one, row in zip(found, method_rows([one.method for one in found]), strict=True)
         ],
+        "against_reference": [
+            {"size": size, "budget": budget, **vars(one), "counts": one.counts}
+            for (size, budget), differences in against.reference(plan, found).items()
+            for one in differences
+        ],
     }
 
 
@@ -89,7 +46,8 @@ def written(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path) -> Pat
     found = outcomes(plan, rows, data)
     parts = [f"# {plan.question}", f"`mst bench study {plan.name}`", f"**Success, as planned:** {plan.success}"]
     if found:
-        parts += [_about(found, plan), *_figures(plan, found, folder), *_tables(plan, found), _notes(found)]
+        parts += [_about(found, plan), *_figures(plan, found, folder), *_tables(plan, found)]
+        parts += [*against.section(plan, found, folder), _notes(found)]
         parts += _law(plan, found, data)
     else:
         parts.append("No run has finished yet.")
@@ -112,19 +70,13 @@ def _about(found: list[Outcome], plan: Plan) -> str:
 def _figures(plan: Plan, found: list[Outcome], folder: Path) -> list[str]:
     pictures = []
     methods = [one.method for one in found]
-    for accounting in ACCOUNTINGS:
+    for accounting in ACCOUNTINGS if any(method.dense for method in methods) else ():
         over_flops = "Validation loss over FLOPs: the dense frontier as a line, methods as points"
         drawings = {f"{plan.name}-{accounting}": (over_flops, loss_over_flops(methods, accounting))}
         if (each := worth_of_each(methods, accounting)) is not None:
             drawings[f"{plan.name}-worth-{accounting}"] = ("What the FLOPs of each method are worth", each)
         for name, (alt, plot) in drawings.items():
-            _, svg = drawn(plot, LIGHT, png=False)
-            (folder / f"{name}.svg").write_text(svg)
-            (folder / f"{name}-dark.svg").write_text(recoloured(svg, DARK))
-            pictures.append(
-                f'<picture><source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">'
-                f'<img alt="{alt}, {accounting} accounting" src="{name}.svg"></picture>'
-            )
+            pictures.append(picture(plot, folder / name, f"{alt}, {accounting} accounting"))
     return pictures
 
 
@@ -134,27 +86,31 @@ def _tables(plan: Plan, found: list[Outcome]) -> list[str]:
     for size, budget in dict.fromkeys((cell.size, cell.budget) for cell in plan.cells()):
         mine = [one for one in found if (one.cell.size, one.cell.budget) == (size, budget)]
         if mine:
-            parts += [
-                f"## {size}, {budget} tokens a parameter",
-                grid(HEAD_OF_CELLS, [_line(one, methods) for one in mine]),
-            ]
+            head, lines = HEAD_OF_CELLS, [_line(one, methods) for one in mine]
+            if not any(method.dense for method in methods):
+                kept = [i for i, name in enumerate(head) if name not in HEAD or name in WITHOUT_DENSE]
+                head, lines = [head[i] for i in kept], [[one[i] for i in kept] for one in lines]
+            parts += [f"## {size}, {budget} tokens a parameter", grid(head, lines)]
     return parts
 
 
 def _line(one: Outcome, methods: list[Method]) -> list[str]:
-    share = "" if one.cell.share == 1 else f" × {one.cell.share:g}"
-    return [f"{one.cell.variant}{share}", f"{one.rate:g}{'*' if one.edge else ''}", *line(one.method, methods)]
+    return [one.name, f"{one.rate:g}{'*' if one.edge else ''}", *line(one.method, methods)]
 
 
 def _notes(found: list[Outcome]) -> str:
     said = [
-        "± and intervals are Student's t at 95 % over seeds (with one seed there is none, nor where a seed lies "
-        "outside of its dense runs: means are compared then); a worth is the FLOPs that dense training needs for "
-        "the loss, divided by those spent, read off the lower convex hull of the dense runs in the logarithms of "
-        "both, seed by seed, a dense run of one seed by all. ≥ and ≤ are bounds: no dense run there was worse, or "
-        f"better. FLOPs are all of a run's, the optimizer's {UPDATE} a weight and step too, but for what functions "
-        "of weights compute of themselves (the search for the largest weights, say)."
+        "± and intervals are Student's t at 95 % over seeds (with one seed there is none). FLOPs are all of a run's, "
+        f"the optimizer's {UPDATE} a weight and step too, but for what functions of weights compute of themselves (the "
+        "search for the largest weights, say)."
     ]
+    if any(one.method.dense for one in found):
+        said.append(
+            "A worth is the FLOPs that dense training needs for the loss, divided by those spent, read off the lower "
+            "convex hull of the dense runs in the logarithms of both, seed by seed, a dense run of one seed by all; "
+            "where a seed lies outside of its dense runs, means are compared and there is no interval. ≥ and ≤ are "
+            "bounds: no dense run there was worse, or better."
+        )
     if any(one.edge for one in found):
         said.append("\\* the best rate is the least or the greatest of the grid: beyond it may lie a better one.")
     extra = [

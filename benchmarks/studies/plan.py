@@ -88,6 +88,8 @@ class Plan:
     sizes: dict[str, Size]
     variants: dict[str, Variant]
     last_rate: float = 0.01
+    reference: str | None = None
+    """The variant that others which spend alike are set against, seed by seed (against)."""
     widen: bool = False
     """Whether a cell whose best rate is at an end of its grid tries another beyond it (facts.rates_of)."""
 
@@ -193,6 +195,8 @@ def read_plan(name: str, folder: Path = FOLDER) -> Plan:
     for variant in plan.variants.values():
         if variant.as_long_as is not None and variant.as_long_as not in plan.variants:
             raise ValueError(f"{path}: as_long_as names {variant.as_long_as!r}, which is no variant")
+    if plan.reference is not None and plan.reference not in plan.variants:
+        raise ValueError(f"{path}: reference names {plan.reference!r}, which is no variant")
     return plan
 
 

@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-from mst_scale.benchmarks.studies import corpus, facts, law, line, page
+from mst_scale.benchmarks.studies import against, corpus, facts, law, line, outcome, page
 from mst_scale.benchmarks.studies.plan import FOLDER, Cell, digest_of, job, read_plan
 
 from mst_scale.benchmarks import study
 from mst_scale.config import METHODS, in_steps, load
+from mst_scale.costs.beside import UPDATE
 from mst_scale.data.corpus import FORMAT
 from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
@@ -51,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 def row(one, loss: float, status: str = facts.FINISHED, **more):
     """A run that has spent `one.flops` in all, a tenth of it in topology steps."""
     flops = one.flops
-    counted = 0.9 * flops - page.UPDATE * one.experiment.model.weights * one.steps
+    counted = 0.9 * flops - UPDATE * one.experiment.model.weights * one.steps
     told = {"val_loss": loss, "flops": counted, "flops_causal": counted - 0.1 * flops, "flops_dense": 2 * flops}
     versions = {"python": "3", "torch": "2", "deepspeed": "0"}
     same = {"corpus": "c", "commit": None, "versions": versions, "flops_topology": 0.1 * flops}
@@ -161,7 +162,7 @@ def test_a_grid_goes_on_until_its_best_rate_is_inside(folder, best, tried):
     while todo := [one for one in facts.wanted(plan, rows, "c")[0] if one.digest not in rows]:
         rows |= {one.digest: row(one, loss(one), status(one)) for one in todo}
     assert facts.rates_of(plan, cell, rows, "c") == pytest.approx(tried)
-    found = next(one for one in page.outcomes(plan, rows, "c") if one.cell == cell)
+    found = next(one for one in outcome.outcomes(plan, rows, "c") if one.cell == cell)
     assert found.rate == (0.005 if best == 0.005 else 0.02)
     assert not found.edge and set(found.runs) == {1, 2}
 
@@ -216,6 +217,31 @@ def test_the_page_says_what_a_method_is_worth(folder):
     assert (folder / "tiny-paper.svg").read_text() != (folder / "tiny-paper-dark.svg").read_text()
 
 
+def test_what_differs_from_the_reference_by_more_than_its_noise_counts(folder):
+    """Seeds lie 0.5 apart, so that means alone would say nothing; what spends other FLOPs is not set beside it."""
+    means = {"dense-short": 3.0, "slow": 3.2, "fast": 3.001}
+    noise = {"dense-short": [0.0, 0.0], "slow": [0.01, -0.01], "fast": [0.01, -0.01]}
+    more = {name: {"as_long_as": "mst", "set": {"training.decay": x}} for name, x in (("slow", 0.5), ("fast", 0.1))}
+    variants = {**TINY["variants"], **more}
+    (folder / "tiny.json").write_text(json.dumps({**TINY, "variants": variants, "reference": "dense-short"}))
+    plan = read_plan("tiny", folder)
+
+    def loss(one):
+        its = one.cell.variant
+        return means.get(its, 4.0) + 0.5 * one.seed + noise.get(its, [0.0, 0.0])[one.seed - 1]
+
+    rows = everything(plan, loss)
+    told = {one["name"]: one for one in page.answers(plan, rows, "c")["against_reference"]}
+    assert set(told) == {"slow", "fast"}
+    assert told["slow"]["mean"] == pytest.approx(0.2) and told["slow"]["error"] == pytest.approx(0.01)
+    assert told["slow"]["counts"] and not told["fast"]["counts"]
+    text = page.written(plan, rows, "c", folder).read_text()
+    assert "| slow | +0.2000 | 0.0100 | 2 | worse |" in text
+    assert "| fast | +0.0010 | 0.0100 | 2 | within the noise |" in text
+    assert "tiny-against.svg" in text and (folder / "tiny-against-dark.svg").is_file()
+    assert against.difference("one seed", {1: 1.0}, {1: 2.0}) is None
+
+
 def test_the_same_model_is_one_of_its_shape(folder):
     """Dense runs of a smaller model, or of one that a variant makes larger, are rivals on the frontier alone."""
     more = {
@@ -226,7 +252,7 @@ def test_the_same_model_is_one_of_its_shape(folder):
     (folder / "tiny.json").write_text(json.dumps({**TINY, "variants": {**TINY["variants"], **more}}))
     plan = read_plan("tiny", folder)
     rows = everything(plan, lambda one: 5.0 - (one.experiment.model.n_embd == 32))
-    models = {one.cell.variant: one.method.model for one in page.outcomes(plan, rows, "c")}
+    models = {one.cell.variant: one.method.model for one in outcome.outcomes(plan, rows, "c")}
     assert models["mst"] == models["dense"] == models["dense-slow"] == models["dense-short"]
     assert len({models[name] for name in ("mst", "dense-small", "dense-large")}) == 3
 

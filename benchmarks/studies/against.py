@@ -1,0 +1,111 @@
+"""Says what each variant gains or loses against the plan's reference, seed by seed, where both spend alike.
+
+    difference = mean over shared seeds of (loss − the reference's loss), with its standard error
+    it counts where it is further from 0 than twice that
+
+Seeds choose first weights and the order of the text for both, so a difference by seed has less noise than two means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from matplotlib.figure import Figure
+
+from mst_scale.report.style import Plot, Theme
+
+from ..page import grid, picture
+from .outcome import Outcome
+from .plan import Plan
+
+ALIKE = 0.05  # of the reference's FLOPs
+SURE = 2.0  # standard errors
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one variant."""
+
+    name: str
+    mean: float
+    error: float
+    """Its standard error."""
+    seeds: int
+
+    @property
+    def counts(self) -> bool:
+        return abs(self.mean) > SURE * self.error
+
+    @property
+    def verdict(self) -> str:
+        if not self.counts:
+            return "within the noise"
+        return "better" if self.mean < 0 else "worse"
+
+
+def difference(name: str, losses: Mapping[int, float], reference: Mapping[int, float]) -> Difference | None:
+    """By seed; None where they share fewer than two."""
+    each = [losses[seed] - reference[seed] for seed in sorted(set(losses) & set(reference))]
+    if len(each) < 2:
+        return None
+    return Difference(name, fmean(each), stdev(each) / math.sqrt(len(each)), len(each))
+
+
+def reference(plan: Plan, found: Sequence[Outcome]) -> dict[tuple[str, int], list[Difference]]:
+    """By size and budget: variants that spend what the reference does, the best first."""
+    told: dict[tuple[str, int], list[Difference]] = {}
+    for its in found:
+        if its.cell.variant != plan.reference or its.cell.share != 1:
+            continue
+        table = (its.cell.size, its.cell.budget)
+        for one in found:
+            here = (one.cell.size, one.cell.budget) == table and one is not its
+            if here and abs(one.flops / its.flops - 1) <= ALIKE:
+                differs = difference(one.name, one.losses, its.losses)
+                told.setdefault(table, []).extend([differs] if differs else [])
+    return {table: sorted(each, key=lambda one: one.mean) for table, each in told.items() if each}
+
+
+def section(plan: Plan, found: Sequence[Outcome], folder: Path) -> list[str]:
+    """Of a study's page; nothing where the plan has no reference."""
+    parts = []
+    for i, ((size, budget), each) in enumerate(reference(plan, found).items()):
+        name = f"{plan.name}-against{'' if i == 0 else f'-{i + 1}'}"
+        alt = f"How far each variant's validation loss lies from that of {plan.reference}"
+        rows = [[one.name, f"{one.mean:+.4f}", f"{one.error:.4f}", str(one.seeds), one.verdict] for one in each]
+        parts += [
+            f"## Against {plan.reference}: {size}, {budget} tokens a parameter",
+            picture(drawn(name, str(plan.reference), each), folder / name, alt),
+            f"Of variants that spend its FLOPs within {ALIKE:.0%}, seed by seed; a difference counts beyond twice its "
+            "standard error. By chance alone one in five does with three seeds, one in nine with five.",
+            grid(["variant", "difference", "standard error", "seeds", ""], rows),
+        ]
+    return parts
+
+
+def drawn(name: str, reference: str, found: Sequence[Difference]) -> Plot:
+    """A row a variant, the best on top; what counts is filled."""
+    ordered = sorted(found, key=lambda one: -one.mean)
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        axes = figure.subplots()
+        axes.axvline(0.0, color=theme.axis, linewidth=1.4)
+        for row, one in enumerate(ordered):
+            reach = SURE * one.error
+            axes.plot([one.mean - reach, one.mean + reach], [row, row], color=theme.series[0], linewidth=1.2)
+            face = theme.series[0] if one.counts else theme.paper
+            axes.plot([one.mean], [row], "o", color=theme.series[0], markerfacecolor=face, markersize=6)
+        axes.set_yticks(range(len(ordered)), [one.name for one in ordered])
+        axes.set_ylim(-0.7, len(ordered) - 0.3)
+        axes.set_xlabel(f"validation loss − that of {reference} (nats a token)")
+        axes.set_title(f"Against {reference}")
+
+    caption = (
+        "To the left is better. Bars are two standard errors of the difference by seed to either side; filled points "
+        "count, hollow ones are within the noise."
+    )
+    return Plot(name, caption, draw, 1.4 + 0.24 * len(ordered))
