@@ -34,16 +34,28 @@ BLOCKS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, 
 def load(config: str | Path | dict[str, Any], overrides: Iterable[str] = (), method: str | None = None) -> Experiment:
     """The experiment in a file, of a ready config's name or in a dict.
 
-    Later wins: the preset of its method, the file, `method`, `overrides`.
+    Later wins: presets of its recipe and method, the file, a recipe among `overrides`, `method`, the other overrides.
     """
     where, raw = read(config)
-    mst = raw.get("mst", {})
-    if method is not None and isinstance(mst, dict) and method != mst.get("method"):
-        mst.pop("options", None)  # they are the other method's
-        raw["mst"] = {**_under(mst, METHODS[_known(method, METHODS, "method", where)].preset), "method": method}
+    overrides = list(overrides)
+    asked = [name for key, _, name in (one.partition("=") for one in overrides) if key == "recipe"]
+    if asked and all(isinstance(raw.get(block, {}), dict) for block in BLOCKS):
+        recipe = RECIPES[_known(asked[-1], RECIPES, "recipe", where)]
+        _take_method(raw, recipe["mst"]["method"], where)
+        raw |= {name: _under(raw.get(name, {}), block) for name, block in recipe.items()}
+    if method is not None and isinstance(raw.get("mst", {}), dict):
+        _take_method(raw, method, where)
     for override in overrides:
         apply_override(raw, override)
     return resolve(raw, where)
+
+
+def _take_method(raw: dict[str, Any], method: str, where: str) -> None:
+    """The preset of another method than the file's is laid over it."""
+    mst = raw.get("mst", {})
+    if method != mst.get("method"):
+        mst.pop("options", None)  # they are the other method's
+        raw["mst"] = {**_under(mst, METHODS[_known(method, METHODS, "method", where)].preset), "method": method}
 
 
 def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -23,8 +23,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"n_layer": 6, "n_head": 12, "n_embd": 384},  # the paper's small dense model; as a method: methods.tiny
 }
 
-# Whole recipes: `mst` with the paper's learning rate, and with one that stays high until the weights return.
+# Whole recipes: `mst` with the paper's learning rate, with one that stays high until the weights return, and what has
+# reached the lowest loss of what was tried (docs/does-it-work.md).
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"mst": {"method": "mst"}, "training": {"lr_schedule": "cosine"}},
     "mst-wsd": {"mst": {"method": "mst"}, "training": {"lr_schedule": "wsd"}},
+    "mst-best": {
+        "mst": {"method": "mst", "sparsity": {"max": 0.8}, "topology": {"random_ratio": 1.0}},
+        "training": {"lr_schedule": "wsd", "decay": 0.4},
+    },
 }

@@ -93,6 +93,20 @@ def test_recipes():
     assert load({**MINIMAL, "recipe": "mst-wsd"}).training.lr_schedule == "wsd"
     assert load({**MINIMAL, "recipe": "paper"}).training.lr_schedule == "cosine"
     assert load({**MINIMAL, "recipe": "mst-wsd"}).mst.method == "mst"
+    best = load({**MINIMAL, "recipe": "mst-best"})
+    assert (best.mst.method, best.mst.sparsity.max, best.mst.topology.random_ratio) == ("mst", 0.8, 1.0)
+    assert (best.training.lr_schedule, best.training.decay) == ("wsd", 0.4)
+    for more in (["recipe=mst-best"], ["mst.sparsity.warmup=0.1", "recipe=mst-best"]):  # laid over what a file says
+        over = load("gpt2_small", more)
+        assert (over.mst.sparsity.max, over.mst.topology.random_ratio) == (0.8, 1.0)
+        assert (over.training.lr_schedule, over.training.decay, over.training.steps) == ("wsd", 0.4, 140_000)
+    asked = ["mst.sparsity.max=0.9", "recipe=mst-best"]
+    assert load("gpt2_small", asked).mst.sparsity.max == 0.9, "a key of its own goes over a recipe"
+    rigl = load({**MINIMAL, "mst": {"method": "rigl"}}, ["recipe=mst-best"])
+    assert (rigl.mst.method, rigl.mst.topology.policy, rigl.mst.sparsity.variation) == ("mst", "mst", "sv")
+    assert load(MINIMAL, ["recipe=mst-best"], method="rigl").mst.topology.policy == "rigl"
+    own = load({**MINIMAL, "recipe": "mst-best", "mst": {"sparsity": {"max": 0.9}}, "training": {"decay": 0.1}})
+    assert (own.mst.sparsity.max, own.mst.topology.random_ratio, own.training.decay) == (0.9, 1.0, 0.1)
     with pytest.raises(ValueError, match="nearest is 'mst-wsd'"):
         load({**MINIMAL, "recipe": "mst-wds"})
 
