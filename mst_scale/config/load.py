@@ -51,9 +51,10 @@ def load(config: str | Path | dict[str, Any], overrides: Iterable[str] = (), met
 
 
 def _take_method(raw: dict[str, Any], method: str, where: str) -> None:
-    """The preset of another method than the file's is laid over it."""
-    mst = raw.get("mst", {})
-    if method != mst.get("method"):
+    """The preset of another method than the file's, or its recipe's, is laid over it."""
+    mst, recipe = raw.get("mst", {}), raw.get("recipe")
+    of_recipe = RECIPES.get(recipe, {}).get("mst", {}) if isinstance(recipe, str) else {}
+    if method != {**of_recipe, **mst}.get("method"):
         mst.pop("options", None)  # they are the other method's
         raw["mst"] = {**_under(mst, METHODS[_known(method, METHODS, "method", where)].preset), "method": method}
 
