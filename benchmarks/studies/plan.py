@@ -60,7 +60,8 @@ class Size:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train. `as_long_as` names the variant whose FLOPs it spends; its length follows. One that grows says
+    """One way to train. `as_long_as` names the variant whose FLOPs it spends; its length follows, or is one of `steps`
+    outright, where FLOPs were counted otherwise when it ran. One that grows says
     out of what, {"model": the smaller model's own keys, "share": of the budget's steps that it is trained, dense and at
     a constant rate}; that run's FLOPs and the growth's are its own too."""
 
@@ -69,6 +70,7 @@ class Variant:
     small: bool = False
     shares: tuple[float, ...] = (1.0,)
     as_long_as: str | None = None
+    steps: int | None = None
     rates: tuple[float, ...] = ()
     last_rate: float | None = None  # as a share of the peak; None: the plan's
     grown_from: dict[str, Any] | None = None
@@ -247,7 +249,7 @@ def job(plan: Plan, cell: Cell, rate: float, seed: int, data: str) -> Job:
         budget = steps * _of_a_sequence(other)
         for _ in range(ROUNDS):  # the phases of another length are rounded otherwise
             steps = max(1, round((budget - before / batch) / _of_a_sequence(_of_length(full, steps))))
-    experiment = _of_length(full, steps)
+    experiment = _of_length(full, variant.steps or steps)
     check(experiment)
     block = sequences * dense_step_flops(model).total
     return _job(cell, experiment, block_flops=block, before=before, smaller=smaller)

@@ -144,8 +144,23 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
     if preset is not None:
         ours["model"] = _under(MODELS[_known(preset, MODELS, "model.preset", where)], ours["model"])
     ours["model"] = {**ours["model"], **of.model}
-    blocks: dict[str, Any] = {name: parse(cls, ours[name], name, where) for name, cls in BLOCKS.items()}
+    blocks: dict[str, Any] = {"model": parse(ModelConfig, ours["model"], "model", where)}
+    ours["mst"] = _stride_in_tokens(ours["mst"], blocks["model"].context, where)
+    blocks |= {name: parse(cls, ours[name], name, where) for name, cls in BLOCKS.items() if name not in blocks}
     return Experiment(**blocks, deepspeed=deepspeed)
+
+
+def _stride_in_tokens(mst: dict[str, Any], context: int, where: str) -> dict[str, Any]:
+    """A stride may be stated as a share of the context; of 1,024 tokens where the model is not ours to state."""
+    attention = mst.get("attention")
+    stride = attention.get("stride") if isinstance(attention, dict) else None
+    if not isinstance(stride, float):
+        return mst
+    if not 0 < stride <= 1:
+        raise ValueError(
+            f"{where}: mst.attention.stride = {stride}: give tokens (an integer) or a share of the context (0…1)"
+        )
+    return _under(mst, {"attention": {"stride": max(1, round(stride * context))}})
 
 
 def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:

@@ -29,7 +29,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"mst": {"method": "mst"}, "training": {"lr_schedule": "cosine"}},
     "mst-wsd": {"mst": {"method": "mst"}, "training": {"lr_schedule": "wsd"}},
     "mst-best": {
-        "mst": {"method": "mst", "sparsity": {"max": 0.8}, "topology": {"random_ratio": 1.0}},
+        "mst": {
+            "method": "mst",
+            "sparsity": {"max": 0.8},
+            "topology": {"random_ratio": 1.0, "grown_moments": "living"},
+            "attention": {"stride": 0.25},
+        },
         "training": {"lr_schedule": "wsd", "decay": 0.4},
     },
 }

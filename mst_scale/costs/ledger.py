@@ -20,7 +20,6 @@ from mst_scale.costs.flops import Flops, dense_step_flops, step_flops
 from mst_scale.costs.muon import share_of_a_sequence
 from mst_scale.costs.stretches import Stretch, stretches
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
-from mst_scale.mixed_growing.policies import policy
 
 Both = dict[str, Flops]
 """FLOPs of one sequence, forward and backward, with its share of the optimizer's; by accounting."""
@@ -111,19 +110,19 @@ def _dense(model: ModelConfig, experiment: Experiment, ranks: int) -> Both:
 def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
     """(how many, what they add to the mean step): a dense backward pass of the matrices in place of the sparse one.
 
-    Growth by gradient needs the gradient of every weight: 2 · forward of what is masked, on each topology step, or on
-    each sparse step where growth follows a running mean of gradients. (A prune score that reads gradients wants those
-    of active weights alone, which every step has.) An upper bound: the gradient of the activations, half of it, is
-    sparse on those steps too. The selection itself is not counted.
+    Growth by gradient and seeded moments need the gradient of every weight: 2 · forward of what is masked, on each
+    topology step, or on each sparse step where growth follows a running mean of gradients. (A prune score that reads
+    gradients wants those of active weights alone, which every step has.) An upper bound: the gradient of the
+    activations, half of it, is sparse on those steps too. The selection itself is not counted.
     """
     topology, model = experiment.mst.topology, experiment.model
     if experiment.mst.stays_dense:  # a function of weights that are all there
         return 0, Flops()
-    chosen = policy(topology.policy, random_share=topology.random_ratio)
+    chosen = topology.chosen
     schedule = experiment.schedule
     every = "momentum" in chosen.reads
-    by_gradient = chosen.swaps and chosen.random_share < 1 and "gradient" in chosen.grow.reads
-    due = set(schedule.topology_steps()) if by_gradient and not every else set()
+    reads = chosen.swaps and topology.reads_dense_gradients
+    due = set(schedule.topology_steps()) if reads and not every else set()
     dense, count, extra = dense_step_flops(model), 0, Flops()
     for stretch in stretches(experiment):
         if not stretch.sparsity:

@@ -1,8 +1,12 @@
 """What Adam's second moment starts with where a weight grows.
 
 Adam divides by √v̂, v̂ = v / (1 - β₂ᵗ), and t counts all its updates: a weight that grows with v = 0 would take first
-updates up to √(1 - β₁)²/(1 - β₂) times too large. v = (1 - β₂ᵗ)·max(g², mean g² of the layer) makes them start at
-(1 - β₁) of a usual update and rise as the first moment fills.
+updates up to √(1 - β₁)²/(1 - β₂) times too large. With v = (1 - β₂ᵗ)·g₀² they start at (1 - β₁) of a usual update and
+rise as the first moment fills. `mst.topology.grown_moments` says what g₀² is:
+
+    seeded    the larger of its own g² and the mean over its layer: takes the gradient of every weight
+    living    the mean over its layer's living weights, whose gradients every step has
+    zero      0
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What is added to DeepSpeed's own step is marked by *:
 
     reduced gradients are at hand
-  * on a topology step keep this rank's dense gradient
+  * on a topology step keep this rank's gradient, dense where growth or moments read it
   * mask this rank's gradient, so that its norm is the masked gradient's
     norm, clipping; an overflow ends the step here, and the topology step stays due
     the optimizer updates master weights (an inactive weight has g = m = v = w = 0 and stays exactly 0)
@@ -42,7 +42,6 @@ from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
-from mst_scale.mixed_growing.policies import policy
 from mst_scale.sparse_linear import Product, SparseLayers
 from mst_scale.sparsity_variation import Point
 
@@ -56,7 +55,7 @@ class TopologyStep:
     """How many elements of each parameter shall be active."""
     update_fraction: float
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    """This rank's dense ones, in true units, by parameter."""
+    """This rank's, in true units, by parameter; of masked weights too where growth or moments read them."""
     changes: list[Change] = field(default_factory=list)
 
 
@@ -70,11 +69,7 @@ class SparseController(Controller):
         mst = experiment.mst
         self.topology, self.distribution = mst.topology, mst.sparsity.distribution
         self.seed = experiment.training.seed if mst.seed is None else mst.seed
-        self.policy = policy(
-            mst.topology.policy,
-            random_share=mst.topology.random_ratio,
-            mest_share=mst.topology.mest_lambda if mst.topology.policy == "mest" else None,
-        )
+        self.policy = mst.topology.chosen
         if "momentum" in self.policy.reads and not zero_shards.has_moments(engine):
             raise ValueError(
                 f"mst.topology.policy = {self.topology.policy} grows by Adam's first moment, and this optimizer has "
@@ -186,6 +181,8 @@ class SparseController(Controller):
                     self.under_way.gradients[i] = kept
                     if not kept.isfinite().all():
                         continue  # not masked, so that DeepSpeed's own check sees it and all ranks skip this step
+                    if not self.topology.reads_dense_gradients:
+                        mask.retain_(kept)  # layers that compute with their masks have not made the others
                 if self.masks_states and not mask.dense:
                     mask.retain_(gradient)
                     self.shards.put_gradient(i, gradient)
@@ -302,7 +299,7 @@ class SparseController(Controller):
             masks[i].retain_(self.shards.weight(i))
             if self.masks_states:
                 masks[i].retain_(*states[i].values())
-                if self.topology.grown_moments == "seeded" and "exp_avg_sq" in states[i]:
+                if self.topology.grown_moments != "zero" and "exp_avg_sq" in states[i]:
                     self._seed_moments(i, change, under_way.gradients[i])
                 if self.topology.fresh_momentum and masks[i].dense and "exp_avg" in states[i]:
                     states[i]["exp_avg"].zero_()
@@ -313,6 +310,9 @@ class SparseController(Controller):
         """What wakes starts like what grows."""
         if change.gradient_mean_square is None:
             return
+        mean_square = change.gradient_mean_square
+        if self.topology.grown_moments == "living":
+            mean_square *= change.numel / max(1, change.before)
         grown = change.grown_indices()
         if (woken := self.units.starting(change.name)).numel():
             grown = torch.cat([grown, woken]).unique()
@@ -322,7 +322,7 @@ class SparseController(Controller):
                 i,
                 grown,
                 gradient=gradient,
-                mean_square=change.gradient_mean_square,
+                mean_square=mean_square,
                 clip_factor=zero_shards.clip_factor(self.engine),
             )
 
@@ -349,8 +349,9 @@ class SparseController(Controller):
         self._ask_for_dense_gradients()
 
     def _ask_for_dense_gradients(self) -> None:
-        """Growth reads dense gradients of every micro-batch of a topology step; snfs averages those of all steps."""
-        self.layers.dense_gradients(not self.masks_states or self._is_due(self.step + 1))
+        """Of every micro-batch of a topology step that reads them; snfs averages those of all steps."""
+        due = self.topology.reads_dense_gradients and self._is_due(self.step + 1)
+        self.layers.dense_gradients(not self.masks_states or due)
 
     # --- checkpoints ---
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mst_scale.mixed_growing.policies import POLICIES
+from mst_scale.mixed_growing.policies import POLICIES, Policy, policy
 
 BLOCK_SIDES = (4, 8, 16, 32, 64, 128)  # the GPU's kernels take 16 and more; 4 and 8 are there to compare with
 
@@ -43,12 +43,26 @@ class TopologyConfig:
     mest_lambda: float = 1.0
     replaces_update: bool = False  # a topology step takes no optimizer update, as in RigL's and the authors' code
     regrow: bool = True  # a weight pruned in this very step may grow back, with its value
-    grown_moments: Literal["seeded", "zero"] = "seeded"  # Adam's v of a grown weight: its squared growth gradient, or 0
+    grown_moments: Literal["seeded", "living", "zero"] = "seeded"  # Adam's v of a grown weight (engine.second_moments)
     fresh_momentum: bool = False  # where masks go, all first moments of their matrices begin at 0, as in AC/DC
     wake_dead_units: bool = True  # where masks go: random incoming weights for units whose weights are all zero
     track_coverage: bool = True  # ITOP: a second bit a weight in runs that start sparse, none in the others
     check_every: int = 1_000  # steps between drift checks of the masks, 0: never
     rezero: bool = False  # zero inactive weights and their states after every update: for optimizers that move them
+
+    @property
+    def chosen(self) -> Policy:
+        """What is pruned and grown, with the shares that are stated here."""
+        return policy(
+            self.policy,
+            random_share=self.random_ratio,
+            mest_share=self.mest_lambda if self.policy == "mest" else None,
+        )
+
+    @property
+    def reads_dense_gradients(self) -> bool:
+        """Whether a topology step needs gradients of weights that are masked."""
+        return self.chosen.grows_by_gradient or self.grown_moments == "seeded"
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

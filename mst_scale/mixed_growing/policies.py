@@ -79,6 +79,11 @@ class Policy:
         grow = self.grow.reads if self.random_share < 1 else ()
         return frozenset((*self.prune.reads, *grow))
 
+    @property
+    def grows_by_gradient(self) -> bool:
+        """Whether growth compares gradients of weights that are masked, which other steps need not compute."""
+        return self.random_share < 1 and "gradient" in self.grow.reads
+
 
 def mest(share: float = 1.0) -> Policy:
     """MEST with λ = share."""

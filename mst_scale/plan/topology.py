@@ -38,7 +38,7 @@ from mst_scale.config import Experiment
 from mst_scale.costs.stretches import grid_of
 from mst_scale.mixed_growing.config import BlockGranularity
 from mst_scale.mixed_growing.distribution import Plan, active_counts, plan
-from mst_scale.mixed_growing.policies import BY_GRADIENT, Policy, policy
+from mst_scale.mixed_growing.policies import BY_GRADIENT, Policy
 from mst_scale.plan.clock import seconds
 from mst_scale.plan.gpus import Machine
 from mst_scale.plan.held import held
@@ -93,15 +93,9 @@ class Layer:
         return 0 < wanted < candidates
 
 
-def policy_of(experiment: Experiment) -> Policy:
-    topology = experiment.mst.topology
-    share = topology.mest_lambda if topology.policy == "mest" else None
-    return policy(topology.policy, random_share=topology.random_ratio, mest_share=share)
-
-
 def layers(experiment: Experiment, step: int) -> list[Layer]:
     """What the topology step at the end of optimizer step `step` does."""
-    mst, schedule, chosen = experiment.mst, experiment.schedule, policy_of(experiment)
+    mst, schedule, chosen = experiment.mst, experiment.schedule, experiment.mst.topology.chosen
     found = sparse_parameters(experiment.model, mst.targets)
     grids = [grid_of(p.shape, mst.topology) for p in found]
     now, then = schedule.at(step), schedule.at(step - 1)
@@ -147,10 +141,10 @@ def calls(
         rounds += [_round(rows, _count_bytes(everything)) for rows in opened or ()]
     for together in _updates(experiment, s, everything):
         if in_blocks:
-            certain += _in_blocks(together, policy_of(experiment))
+            certain += _in_blocks(together, experiment.mst.topology.chosen)
             continue
         changing = [layer for layer in together if layer.changes]
-        certain += _in_weights(changing, policy_of(experiment))
+        certain += _in_weights(changing, experiment.mst.topology.chosen)
         if opened is None:
             rounds += [size for which in ("prune", "grow", "random") for size in _expected(changing, which)]
     certain.append(16 * len(everything))
@@ -317,7 +311,8 @@ def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> Topol
     peak = gpu.peak(s.precision)
     here = seconds(found.all, s.ranks // s.pipeline, 1, machine)
     reads = READ_BYTES * share / (gpu.bandwidth * e.memory)
-    dense_gradients = 2 * tokens * skipped / (peak * e.matmul)
+    read = experiment.mst.topology.reads_dense_gradients
+    dense_gradients = 2 * tokens * skipped / (peak * e.matmul) if read else 0.0
     count = sum(1 for _ in experiment.schedule.topology_steps())
     return TopologyStep(
         step=step,

@@ -96,6 +96,8 @@ def test_recipes():
     best = load({**MINIMAL, "recipe": "mst-best"})
     assert (best.mst.method, best.mst.sparsity.max, best.mst.topology.random_ratio) == ("mst", 0.8, 1.0)
     assert (best.training.lr_schedule, best.training.decay) == ("wsd", 0.4)
+    assert not best.mst.topology.reads_dense_gradients
+    assert best.mst.attention.stride * 4 == best.model.context, "as in the paper, whatever the context"
     for more in (["recipe=mst-best"], ["mst.sparsity.warmup=0.1", "recipe=mst-best"]):  # laid over what a file says
         over = load("gpt2_small", more)
         assert (over.mst.sparsity.max, over.mst.topology.random_ratio) == (0.8, 1.0)
@@ -110,6 +112,22 @@ def test_recipes():
     assert (own.mst.sparsity.max, own.mst.topology.random_ratio, own.training.decay) == (0.9, 1.0, 0.1)
     with pytest.raises(ValueError, match="nearest is 'mst-wsd'"):
         load({**MINIMAL, "recipe": "mst-wds"})
+
+
+def test_a_stride_may_be_a_share_of_the_context():
+    """Resolved at once, so that runs and their records have tokens; a number of tokens stays one."""
+    model = {"context": 128}
+
+    def of(stride):
+        return load({**MINIMAL, "model": model, "mst": {"method": "mst", "attention": {"stride": stride}}})
+
+    assert [of(stride).mst.attention.stride for stride in (0.25, 1.0, 0.001, 1, 24)] == [32, 128, 1, 1, 24]
+    assert of(0.25) == of(32)
+    assert load({**MINIMAL, "model": model, "recipe": "mst-best"}).mst.attention.stride == 32
+    for wrong in (0.0, -0.5, 1.5, 96.0):
+        with pytest.raises(ValueError, match=r"give tokens \(an integer\) or a share of the context"):
+            of(wrong)
+    assert load({"recipe": "mst-best"}).mst.attention.stride == 256, "of a model that is not ours"
 
 
 def test_model_presets_fill_in_under_the_users_keys():

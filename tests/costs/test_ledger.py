@@ -155,6 +155,10 @@ def test_topology_steps_by_hand():
     assert topology_flops(load(RAW, overrides, "snfs"))[0] == 60, "momentum is an average of dense gradients"
     for method in ("static", "set", "mest", "gmp", "dense"):
         assert topology_flops(load(RAW, overrides, method))[0] == 0, "reads no gradient of masked weights"
+    at_random = [*overrides, "mst.topology.random_ratio=1.0"]
+    assert topology_flops(load(RAW, at_random, "mst"))[0] > 0, "seeded moments read them, however weights are chosen"
+    for moments in ("living", "zero"):
+        assert topology_flops(load(RAW, [*at_random, f"mst.topology.grown_moments={moments}"], "mst"))[0] == 0
 
 
 def test_topology_steps_cost_only_what_is_masked():

@@ -135,6 +135,8 @@ def test_grown_weights_take_no_outsized_first_updates():
     assert max(naive) > 2.0, "the problem is real: without a cure the first updates are far larger than the rate"
     assert max(seeded) < 1.0, "seeded, they start small and stay ordinary"
     assert seeded[0] < seeded[4], "and rise as the first moment fills"
+    living = pool.run(first_updates, 1, "living")[0]
+    assert living[0] < living[4] < max(living) < 1.0, "the mean of the living does as well"
 
 
 @pytest.mark.parametrize(("precision", "clipping"), [("fp32", 0.02), ("fp16", 0.0), ("fp16", 0.02)])
@@ -171,6 +173,47 @@ def test_a_second_moment_starts_with_the_decay_of_its_own_parameter_group(stage)
     for name, beta in (("up.weight", 0.95), ("down.weight", 0.5)):
         assert found[name] and found[name] == pytest.approx([1 - beta**2] * len(found[name]), rel=1e-5)
     assert updates == 2
+
+
+def living_means(rank, world, stage):
+    """By layer of this rank's: the mean square that grown weights begin with, this rank's sum of squares over weights
+    that lived before, and how many all ranks have of these. And whether layers made gradients of masked weights."""
+    topology = {"grown_moments": "living", "random_ratio": 1.0, "interval": 2, "update_schedule": "constant"}
+    config = mst_config(stage, world, topology=topology)
+    config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.6}
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    controller, found, asked = engine.mst, {}, []
+    seed, ask = second_moments.seed, controller.layers.dense_gradients
+    controller.layers.dense_gradients = lambda wanted: (asked.append(wanted), ask(wanted))
+    before = {mask.name: (mask.flags(), mask.active) for mask in controller.masks}
+
+    def spied(shards, i, grown, *, gradient, mean_square, clip_factor):
+        seed(shards, i, grown, gradient=gradient, mean_square=mean_square, clip_factor=clip_factor)
+        name = shards.slices[i].name
+        lived, active = before[name]
+        assert not gradient[~lived].any(), "of the living alone"
+        found[name] = (mean_square, float(gradient[lived].double().square().sum()), active)
+
+    second_moments.seed = spied
+    train(engine, rank, world, 2)
+    second_moments.seed = seed
+    assert controller.changed_at == 2
+    return found, asked
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_grows_beside_the_living_begins_with_the_mean_of_their_gradients(stage):
+    """And no step makes gradients of masked weights."""
+    ranks = pool.run(living_means, 2, stage)
+    names = {name for found, _ in ranks for name in found}
+    assert names and not any(any(asked) for _, asked in ranks)
+    for name in names:
+        each = [found[name] for found, _ in ranks if name in found]
+        assert len({mean for mean, _, _ in each}) == 1
+        mean, first, active = each[0]
+        total = sum(squares for _, squares, _ in each) if stage else first  # at stage 0 each rank has all of it
+        if stage == 0 or len(each) == 2:
+            assert mean == pytest.approx(total / active, rel=1e-5)
 
 
 # --- growth and the whole batch ---
