@@ -46,3 +46,16 @@ def test_names_are_taken_by_pretrain(tmp_path, monkeypatch):
 def test_a_mistake_is_told_with_the_name():
     with pytest.raises(ValueError, match=r"^demo: unknown key 'mst.spasity'"):
         load("demo", ["mst.spasity=1"])
+
+
+def test_a_stride_as_wide_as_the_context_is_warned_of(tmp_path, caplog):
+    """Its attention is dense, whatever the pattern is called."""
+    said = "mst.attention.stride = 128 leaves out no pair of 128 tokens: attention is dense; 0.25"
+    for stride, warned in (("128", True), ("1.0", True), ("32", False), ("0.25", False)):
+        caplog.clear()
+        words = ["--deepspeed_config", "demo", "--out", str(tmp_path), "--set", f"mst.attention.stride={stride}"]
+        experiment_of(arguments(words))
+        assert (said in caplog.text) == warned, stride
+    caplog.clear()
+    experiment_of(arguments([*words[:-1], "mst.attention.stride=256", "--method", "rigl"]))
+    assert "attention is dense" not in caplog.text, "rigl's is dense by name"
