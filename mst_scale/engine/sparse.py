@@ -271,6 +271,7 @@ class SparseController(Controller):
     def _evolve(self, under_way: TopologyStep, here: list[int]) -> list[Change]:
         """Prune and grow these parameters to the target of the step that is being taken."""
         masks = list(self.masks)
+        lived = {i: masks[i].active for i in here}
         states = {i: self.shards.states(i) for i in here}
         layers = [
             Layer(
@@ -300,19 +301,19 @@ class SparseController(Controller):
             if self.masks_states:
                 masks[i].retain_(*states[i].values())
                 if self.topology.grown_moments != "zero" and "exp_avg_sq" in states[i]:
-                    self._seed_moments(i, change, under_way.gradients[i])
+                    self._seed_moments(i, change, under_way.gradients[i], lived[i])
                 if self.topology.fresh_momentum and masks[i].dense and "exp_avg" in states[i]:
                     states[i]["exp_avg"].zero_()
             self.units.wake(change.name)
         return [found[i] for i in here]
 
-    def _seed_moments(self, i: int, change: Change, gradient: torch.Tensor) -> None:
-        """What wakes starts like what grows."""
+    def _seed_moments(self, i: int, change: Change, gradient: torch.Tensor, lived: int) -> None:
+        """What wakes starts like what grows. `lived`: active weights of the layer before, on all ranks."""
         if change.gradient_mean_square is None:
             return
         mean_square = change.gradient_mean_square
         if self.topology.grown_moments == "living":
-            mean_square *= change.numel / max(1, change.before)
+            mean_square *= self.masks[change.name].numel / max(1, lived)
         grown = change.grown_indices()
         if (woken := self.units.starting(change.name)).numel():
             grown = torch.cat([grown, woken]).unique()

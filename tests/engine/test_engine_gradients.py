@@ -175,11 +175,11 @@ def test_a_second_moment_starts_with_the_decay_of_its_own_parameter_group(stage)
     assert updates == 2
 
 
-def living_means(rank, world, stage):
+def living_means(rank, world, stage, granularity):
     """By layer of this rank's: the mean square that grown weights begin with, this rank's sum of squares over weights
     that lived before, and how many all ranks have of these. And whether layers made gradients of masked weights."""
     topology = {"grown_moments": "living", "random_ratio": 1.0, "interval": 2, "update_schedule": "constant"}
-    config = mst_config(stage, world, topology=topology)
+    config = mst_config(stage, world, topology={**topology, "granularity": granularity})
     config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.6}
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     controller, found, asked = engine.mst, {}, []
@@ -201,10 +201,12 @@ def living_means(rank, world, stage):
     return found, asked
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_grows_beside_the_living_begins_with_the_mean_of_their_gradients(stage):
+@pytest.mark.parametrize(
+    ("stage", "granularity"), [*((s, "element") for s in STAGES), (1, {"block": 4, "min_blocks": 0})], ids=str
+)
+def test_what_grows_beside_the_living_begins_with_the_mean_of_their_gradients(stage, granularity):
     """And no step makes gradients of masked weights."""
-    ranks = pool.run(living_means, 2, stage)
+    ranks = pool.run(living_means, 2, stage, granularity)
     names = {name for found, _ in ranks for name in found}
     assert names and not any(any(asked) for _, asked in ranks)
     for name in names:
