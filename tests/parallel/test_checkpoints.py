@@ -128,7 +128,7 @@ def test_files_of_any_layout_are_read_as_they_are(before: Layout, _: Layout, tmp
         assert [layer.name for layer in report.layers] == list(ranks[0][0]["masks"])
 
 
-MST = {"method": "mst", "sparsity": {"max": 0.8}, "topology": {"interval": 2}}
+MST = {"method": "mst", "sparsity": {"max": 0.8}, "topology": {"interval": 2}, "attention": {"stride": 8}}
 MODEL = {"n_layer": 2, "n_head": 4}
 
 

@@ -20,7 +20,11 @@ from tests.support.whole_runs import arguments, attempt, weights, without_times
 
 FUNCTIONS = [name for name, method in METHODS.items() if method.function]
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
-MORE = {"acdc": {"topology": {"interval": 2}, "sparsity": {"turn": 2}}, "pixelfly": {"options": {"block": 4}}}
+MORE = {
+    "acdc": {"topology": {"interval": 2}, "sparsity": {"turn": 2}},
+    "pixelfly": {"options": {"block": 4}},
+    "halved": {"attention": {"stride": 8}},
+}
 END, STOP = "step00000012", "step00000008"
 
 
