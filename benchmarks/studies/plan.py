@@ -61,9 +61,9 @@ class Size:
 @dataclass(frozen=True)
 class Variant:
     """One way to train. `as_long_as` names the variant whose FLOPs it spends; its length follows, or is one of `steps`
-    outright, where FLOPs were counted otherwise when it ran. One that grows says
-    out of what, {"model": the smaller model's own keys, "share": of the budget's steps that it is trained, dense and at
-    a constant rate}; that run's FLOPs and the growth's are its own too."""
+    outright, where FLOPs were counted otherwise when it ran. One that grows says out of what, {"model": the smaller
+    model's own keys, "share": of the budget's steps that it is trained, dense and at a constant rate}; that run's FLOPs
+    and the growth's are its own too."""
 
     method: str = "dense"
     set: dict[str, Any] = field(default_factory=dict)
