@@ -154,6 +154,7 @@ class Job:
         plain = (
             training.lr_schedule == "wsd"
             and isinstance(training.warmup, int)
+            and not training.restart
             and not self.experiment.mst.depends_on_length
         )
         if not plain or not self.experiment.mst.stays_dense or self.smaller is not None:

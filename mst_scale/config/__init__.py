@@ -1,6 +1,14 @@
 """Reads the JSON file of an experiment: a DeepSpeed config with four blocks of ours."""
 
-from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, SpikeConfig, TrainingConfig, in_steps
+from mst_scale.config.blocks import (
+    RATE_DURATIONS,
+    DataConfig,
+    Experiment,
+    ModelConfig,
+    SpikeConfig,
+    TrainingConfig,
+    in_steps,
+)
 from mst_scale.config.load import BLOCKS, load, read, resolve, states, to_dict
 from mst_scale.config.method import MSTConfig
 from mst_scale.config.presets import MODELS, RECIPES
@@ -11,6 +19,7 @@ __all__ = [
     "BLOCKS",
     "METHODS",
     "MODELS",
+    "RATE_DURATIONS",
     "RECIPES",
     "DataConfig",
     "Experiment",

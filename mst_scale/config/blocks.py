@@ -15,6 +15,9 @@ from mst_scale.config.method import MSTConfig
 from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule
 from mst_scale.sparsity_variation import Duration, Schedule
 
+RATE_DURATIONS = {"warmup": "never reach its peak", "decay": "fall from the first step on", "restart": "not begin anew"}
+"""Keys of `training` that the learning rate goes by, and what it would do where one is longer than the run."""
+
 
 def in_steps(duration: Duration, total: int) -> int:
     """Integers are steps already, floats are a share of `total`; a share above 0 is at least one step."""
@@ -152,6 +155,7 @@ class TrainingConfig:
     lr_schedule: Literal["cosine", "wsd"] = "cosine"
     warmup: Duration = 1 / 70  # of the paper's 140,000 steps: 2,000
     decay: Duration = 0.2  # wsd only: the last part of the run, over which the rate falls linearly
+    restart: Duration = 0  # where the schedule begins anew, warm-up and all; 0: nowhere
     min_lr: float = 6e-5
     sparse_rate: float = 0.0  # a: at density d, the rate of matrices that can be masked is d^-a times that of others
     sparse_decay: float = 1.0  # their weight decay below density 1, as a multiple of that of others
@@ -185,15 +189,15 @@ class TrainingConfig:
                 raise ValueError(f"training.{name} must be at least 0, not {getattr(self, name)}")
         if not 0 <= self.sparse_rate <= 1:
             raise ValueError(f"training.sparse_rate must lie in [0, 1], not {self.sparse_rate}")
-        for name in ("warmup", "decay"):
+        for name, otherwise in RATE_DURATIONS.items():
             value = getattr(self, name)
             if value < 0 or (isinstance(value, float) and value > 1):
                 raise ValueError(f"training.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
             if isinstance(value, int) and value > self.steps:
-                what = "never reach its peak" if name == "warmup" else "fall from the first step on"
                 raise ValueError(
                     f"training.{name} = {value:,} steps do not fit in training.steps = {self.steps:,}: the learning "
-                    f"rate would {what}; state it as a share of the run, which follows --steps (training.{name}=0.02)"
+                    f"rate would {otherwise}; state it as a share of the run, which follows --steps "
+                    f"(training.{name}=0.02)"
                 )
 
 

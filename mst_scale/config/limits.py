@@ -30,6 +30,7 @@ LARGEST: dict[str, int] = {
     "training.steps": STEPS,
     "training.seed": SEED,
     "training.warmup": STEPS,
+    "training.restart": STEPS,
     "training.decay": STEPS,
     "training.log_every": SEED,
     "training.eval_every": SEED,

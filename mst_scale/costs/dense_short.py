@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from mst_scale.config import Experiment, TrainingConfig, load
+from mst_scale.config import RATE_DURATIONS, Experiment, TrainingConfig, load
 from mst_scale.config.check import global_batch
 from mst_scale.costs.grown import before
 from mst_scale.costs.ledger import forecast
@@ -42,4 +43,5 @@ def _squeezed(training: TrainingConfig, steps: int) -> TrainingConfig:
             return duration
         return max(1, round(duration * steps / training.steps))
 
-    return replace(training, steps=steps, warmup=fit(training.warmup), decay=fit(training.decay))
+    rate: dict[str, Any] = {name: fit(getattr(training, name)) for name in RATE_DURATIONS}
+    return replace(training, steps=steps, **rate)

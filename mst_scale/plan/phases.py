@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mst_scale.config import Experiment
+from mst_scale.config import RATE_DURATIONS, Experiment
 from mst_scale.costs.ledger import forecast
 from mst_scale.plan.clock import Seconds
 from mst_scale.plan.expected import phase_seconds
@@ -48,12 +48,8 @@ def of_tokens(experiment: Experiment, tokens: float, batch: int) -> Experiment:
     if not isinstance(attention.dense_from, str):
         attention = replace(attention, dense_from=scaled(attention.dense_from))
     mst = replace(experiment.mst, sparsity=sparsity, attention=attention)
-    training = replace(
-        experiment.training,
-        steps=steps,
-        warmup=scaled(experiment.training.warmup),
-        decay=scaled(experiment.training.decay),
-    )
+    rate: dict[str, Any] = {name: scaled(getattr(experiment.training, name)) for name in RATE_DURATIONS}
+    training = replace(experiment.training, steps=steps, **rate)
     return replace(experiment, training=training, mst=mst)
 
 

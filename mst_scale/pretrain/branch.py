@@ -32,6 +32,8 @@ def planned(experiment: Experiment, origin: str, out: Path) -> Experiment:
         raise ValueError(f"{OPTION} goes to the step that --steps names: it does not go with method dense-short")
     if experiment.training.lr_schedule != "wsd":
         raise ValueError(f'{OPTION} needs a rate that is constant before it decays: set training.lr_schedule to "wsd"')
+    if experiment.training.restart:
+        raise ValueError(f"{OPTION} needs a rate that does not begin anew: leave training.restart out")
     if (begun := _begun(out)) is not None:
         before = load(begun).training
         return _decaying(experiment, before.warmup, before.decay)
@@ -108,7 +110,7 @@ def _refuse_another_course(where: str, experiment: Experiment, trunk: Experiment
                 f"{where}that run has another {_difference(key, ours.get(key), theirs.get(key))}: a branch goes on "
                 "with what its trunk began with"
             )
-    for name in ("seed", "lr_schedule", "sparse_rate", "sparse_decay"):
+    for name in ("seed", "lr_schedule", "restart", "sparse_rate", "sparse_decay"):
         mine, other = (getattr(e.training, name) for e in (experiment, trunk))
         if mine != other:
             raise ValueError(f"{where}its training.{name} is {other}, here it is {mine}: make them the same")

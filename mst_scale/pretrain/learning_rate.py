@@ -3,6 +3,7 @@
 Stateless functions of the step, so that a resumed run needs nothing but its number. After a linear warm-up:
     cosine  lr = min + (peak - min) · (1 + cos(π x)) / 2, x = progress from the warm-up's end to the last step
     wsd     lr = peak, then over the last `decay` steps linearly down to min (warm-up, stable, decay)
+With `restart` it begins anew at that step, warm-up and all: each of the two parts is then a run of its own.
 Sparse training wants `wsd`: with `cosine` the rate is nearly gone when the weights come back. Matrices that can be
 masked may have more of it while they are sparse (`training.sparse_rate`): by the target sparsity, a function of the
 step too.
@@ -22,7 +23,11 @@ MASKED = "can_be_masked"  # of a parameter group
 def learning_rate(step: int, peak: float, training: TrainingConfig) -> float:
     """The rate of the update that takes `step` to `step + 1`."""
     total = training.steps
-    warmup = in_steps(training.warmup, total)
+    warmup, restart = in_steps(training.warmup, total), in_steps(training.restart, total)
+    if step < restart:
+        total = restart
+    elif restart:
+        step, total = step - restart, total - restart
     if step < warmup:
         return peak * (step + 1) / warmup
     if training.lr_schedule == "cosine":

@@ -68,6 +68,9 @@ def in_common(before: Experiment, longer: Experiment, out: Path) -> Common:
         again = f"begin another run from these weights (--init {out})"
         if "cosine" in (training.lr_schedule, longer.training.lr_schedule):
             both = Common(parted, "a cosine learning rate depends on the length of the run", f"{again}, or train wsd")
+        elif training.restart and parted < in_steps(training.restart, training.steps):
+            why = "the longer run's learning rate would begin anew later"
+            both = Common(parted, why, f"{again}, or state training.restart in steps")
         elif parted < training.steps - in_steps(training.decay, training.steps):
             warmup = in_steps(training.warmup, training.steps)
             both = Common(parted, "the longer run would warm up otherwise", f"give --set training.warmup={warmup}")

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from mst_scale.checkpoints import store
-from mst_scale.config import Experiment, growth, load, read
+from mst_scale.config import RATE_DURATIONS, Experiment, growth, load, read
 from mst_scale.config.check import check
 from mst_scale.config.ready import config_file
 from mst_scale.distributed import logger
@@ -97,7 +97,7 @@ def _fitted(args: argparse.Namespace) -> list[str]:
     fitted: list[str] = []
     if not isinstance(total, int) or args.steps < 1:
         return fitted
-    for name in ("warmup", "decay"):
+    for name in RATE_DURATIONS:
         stated = training.get(name)
         said = any(words.startswith(f"training.{name}=") for words in args.set)
         if type(stated) is int and args.steps < stated <= total and not said:

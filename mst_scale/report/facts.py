@@ -50,6 +50,7 @@ def recipe(run: Run) -> Facts:
             of("optimizer", "params", "lr"), of("training", "lr_schedule"),
             ("warm-up", _span(of("training", "warmup"))),
             ("decay", _span(of("training", "decay")) if of("training", "lr_schedule") == "wsd" else None),
+            ("anew after", _span(of("training", "restart") or None)),
             ("at least", of("training", "min_lr")),
         ),
         "optimizer": _words(of("optimizer", "type"), *_parameters(of("optimizer", "params"))),

@@ -73,6 +73,7 @@ def trunk(tmp_path_factory):
         (["--set", "train_batch_size=4"], "set train_batch_size to it, not 4"),
         (["--method", "mst"], "another mst."),
         (["--set", "training.lr_schedule=cosine"], 'set training.lr_schedule to "wsd"'),
+        (["--set", "training.restart=0.5"], "leave training.restart out"),
         (["--init", "gpt2"], "leave out --init"),
         (["--steps", "8"], "stands at step 8, and the run is to end at 8"),
         (["--branch-decay-from", "{trunk}:step7"], "has no checkpoint step7; it has step00000012, step00000008"),

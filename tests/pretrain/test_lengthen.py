@@ -85,6 +85,13 @@ def test_what_would_be_another_run_is_refused_in_one_line(tmp_path, short, more,
     assert (tmp_path / "out" / "checkpoints" / "step00000012").is_dir()
 
 
+def test_a_schedule_that_begins_anew_at_a_share_of_the_run_is_refused(tmp_path):
+    training = {**WSD, "restart": 0.5}
+    assert run(tmp_path, "out", training=training)[:2] == (0, "")
+    code, text, _ = run(tmp_path, "out", "--steps", "20", training=training)
+    assert code == 2 and "would begin anew later" in text and text.count("\n") <= 1, text
+
+
 def test_phases_that_are_shares_of_the_run_are_refused(tmp_path):
     assert run(tmp_path, "out", mst=MST)[:2] == (0, "")
     code, text, (line, _) = *run(tmp_path, "out", "--steps", "20", mst=MST)[:2], run(tmp_path, "out", mst=MST)[2]
