@@ -32,7 +32,8 @@ class Power(WeightFunction):
         return weight.sign() * weight.abs() ** (1 / self.alpha), 1.0
 
     def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
-        return stored * stored.abs() ** (self.alpha - 1)
+        # not θ·|θ|^(α−1), whose gradient at 0 is 0·∞ for α below 2
+        return stored if self.alpha == 1 else stored.sign() * stored.abs() ** self.alpha
 
     def gradient_density(self, shape: tuple[int, ...], kept: float) -> float:
         return kept
