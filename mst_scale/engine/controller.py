@@ -147,6 +147,7 @@ class Controller:
 
     def before_step(self) -> None:
         if self.functions is not None:
+            self.functions.check_pulls()
             self.functions.seed_moments()
 
     def holds_update(self) -> bool:

@@ -21,14 +21,12 @@ def seed(
     i: int,
     grown: torch.Tensor,
     *,
-    gradient: torch.Tensor,
-    mean_square: float,
+    size: torch.Tensor,
     clip_factor: float,
 ) -> None:
-    """Give weights that have grown at these places the moment they would have had, had their growth gradient been the
-    usual one."""
+    """Give weights that have grown at these places the moment they would have had, had the square of their gradient
+    been this one."""
     beta2 = zero_shards.group_of(shards, i)["betas"][1]
     warm = 1.0 - beta2 ** zero_shards.updates_of(shards, i)
-    size = gradient[grown].square_().clamp_(min=mean_square)
     v = shards.states(i)["exp_avg_sq"]
-    v[grown] = size.mul_(clip_factor * clip_factor * warm).to(v.dtype)
+    v[grown] = (size * (clip_factor * clip_factor * warm)).to(v.dtype)

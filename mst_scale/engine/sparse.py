@@ -181,6 +181,8 @@ class SparseController(Controller):
                     self.under_way.gradients[i] = kept
                     if not kept.isfinite().all():
                         continue  # not masked, so that DeepSpeed's own check sees it and all ranks skip this step
+                    if self.functions is not None:
+                        kept.div_(self.functions.slope(mask.name, self.shards.weight(i)))
                     if not self.topology.reads_dense_gradients:
                         mask.retain_(kept)  # layers that compute with their masks have not made the others
                 if self.masks_states and not mask.dense:
@@ -277,9 +279,7 @@ class SparseController(Controller):
             Layer(
                 masks[i],
                 under_way.targets[i],
-                self.shards.weight(i),
-                under_way.gradients[i],
-                states[i].get("exp_avg"),
+                *self._ranked(i, states[i].get("exp_avg"), under_way.gradients[i]),
             )
             for i in here
         ]
@@ -307,6 +307,17 @@ class SparseController(Controller):
             self.units.wake(change.name)
         return [found[i] for i in here]
 
+    def _ranked(
+        self, i: int, momentum: torch.Tensor | None, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What criteria read: a weight, its gradient and momentum, not those of what stands for it."""
+        weight = self.shards.weight(i)
+        if self.functions is None:
+            return weight, gradient, momentum
+        name = self.masks.names[i]
+        slope = self.functions.slope(name, weight)
+        return self.functions.weight(name, weight), gradient, None if momentum is None else momentum / slope
+
     def _seed_moments(self, i: int, change: Change, gradient: torch.Tensor, lived: int) -> None:
         """What wakes starts like what grows. `lived`: active weights of the layer before, on all ranks."""
         if change.gradient_mean_square is None:
@@ -318,14 +329,11 @@ class SparseController(Controller):
         if (woken := self.units.starting(change.name)).numel():
             grown = torch.cat([grown, woken]).unique()
         if grown.numel():
-            second_moments.seed(
-                self.shards,
-                i,
-                grown,
-                gradient=gradient,
-                mean_square=mean_square,
-                clip_factor=zero_shards.clip_factor(self.engine),
-            )
+            size = gradient[grown].square_().clamp_(min=mean_square)
+            if self.functions is not None:
+                size *= self.functions.slope(change.name, self.shards.weight(i)[grown]).square()
+            clip_factor = zero_shards.clip_factor(self.engine)
+            second_moments.seed(self.shards, i, grown, size=size, clip_factor=clip_factor)
 
     def _at_rest(self, change: Change) -> Change:
         """The counts stay, the bits (two a weight) go."""

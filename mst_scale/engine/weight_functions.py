@@ -7,6 +7,7 @@ computed by one rank and sent to those that hold the same weights, so that all s
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,12 +33,39 @@ class Of:
     function: WeightFunction
     kept: int
     scale: float
+    share: Callable[[], float]
+    """Of a step's pull that falls to one backward pass, in the size that gradients have there."""
+    pulls: int = 0
+    """Backward passes since the last step."""
 
     def weight(self, stored: torch.Tensor) -> torch.Tensor:
-        return self.function.weight(stored, self.kept, self.scale)
+        return self.function.weight(self._pulled(stored), self.kept, self.scale)
 
     def linear(self, x: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.function.linear(x, stored, bias, self.kept, self.scale)
+        return self.function.linear(x, self._pulled(stored), bias, self.kept, self.scale)
+
+    def _pulled(self, stored: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Pulled.apply(stored, self)
+        return found
+
+
+class Pulled(torch.autograd.Function):
+    """What is stored; on the way back its gradient gets this pass's part of the pull."""
+
+    @staticmethod
+    def forward(ctx: Any, stored: torch.Tensor, of: Of) -> torch.Tensor:
+        ctx.save_for_backward(stored)
+        ctx.of = of
+        return stored.view_as(stored)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (stored,), of = ctx.saved_tensors, ctx.of
+        pull = of.function.pull(stored, of.kept, of.scale)
+        if pull is None:
+            return gradients[0], None
+        of.pulls += 1
+        return gradients[0] + of.share() * pull, None
 
 
 class WeightFunctions:
@@ -73,7 +101,7 @@ class WeightFunctions:
         self.shards = zero_shards.shards_of(engine, self.targets)
         groups = zero_shards.groups_of(engine)
         self.zero, self.replicas = Exchange(groups.zero, engine.device), groups.replicas
-        self.layers = {name: Of(function, math.prod(shape), 1.0) for name, shape in self.shapes.items()}
+        self.layers = {name: Of(function, math.prod(shape), 1.0, self._share) for name, shape in self.shapes.items()}
         self.products: dict[str, Product] = {}
         self.reseed = False
 
@@ -104,6 +132,20 @@ class WeightFunctions:
         for name, layer in self.layers.items():
             layer.kept = kept.get(name, layer.kept)
             self.products[name].function = layer if holds else None
+
+    def _share(self) -> float:
+        return zero_shards.loss_scale(self.engine) / zero_shards.passes_of_a_step(self.engine)
+
+    def check_pulls(self) -> None:
+        """Of the step that is about to be taken: a whole one for every layer."""
+        for name, layer in self.layers.items():
+            if layer.pulls not in (0, self.engine.gradient_accumulation_steps()):
+                raise ValueError(
+                    f"method {self.method}: {layer.pulls} backward passes went through {name} in a step of "
+                    f"{self.engine.gradient_accumulation_steps()} micro-batches, each with a part of the method's "
+                    "pull: a weight that is used several times has to be excluded by mst.targets"
+                )
+            layer.pulls = 0
 
     def _kept(self, step: int) -> dict[str, int]:
         sparsity = 0.0 if self.function.elementwise else self.schedule.at(step).sparsity
@@ -171,6 +213,23 @@ class WeightFunctions:
                 weight.copy_(values[part.start : part.start + part.length])
                 zero_shards.put_reads(self.engine, name, parameters[name], _reader(values))
         return changed
+
+    # --- what masks over an elementwise function read ---
+
+    def weight(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        """Some weights of a matrix."""
+        layer = self.layers[name]
+        with torch.no_grad():
+            return self.function.weight(stored.detach(), layer.kept, layer.scale)
+
+    def slope(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        """Their derivatives."""
+        layer = self.layers[name]
+        with torch.enable_grad():
+            stored = stored.detach().clone().requires_grad_()
+            weight = self.function.weight(stored, layer.kept, layer.scale)
+            (slope,) = torch.autograd.grad(weight.sum(), stored)
+        return slope
 
     # --- what others read ---
 

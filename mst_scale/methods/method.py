@@ -47,6 +47,11 @@ class WeightFunction(ABC):
     def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
         """The matrix that the layer multiplies with, differentiable."""
 
+    def pull(self, stored: Tensor, kept: int, scale: float) -> Tensor | None:
+        """What is added to the gradient of what is stored, once an optimizer step, whatever its micro-batches; None:
+        nothing."""
+        return None
+
     def end(self, stored: Tensor, kept: int, scale: float) -> Tensor:
         """The weight with which the layer goes on where the schedule turns dense."""
         return self.weight(stored, kept, scale)

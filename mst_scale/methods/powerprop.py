@@ -1,6 +1,7 @@
 """Powerpropagation: a weight is θ·|θ|^(α−1), so that small ones move little and large ones much.
 
-What is stored is θ. Its gradient is the weight's times α·|θ|^(α−1). The order of |w| is that of |θ|, so masks of any
+What is stored is θ. Its gradient is the weight's times α·|θ|^(α−1), and at least α·`floor` times: in the paper what is
+exactly 0 stays so, and nothing could grow. The order of |w| is that of |θ|, so masks of any
 policy may lie over it: set `mst.sparsity` and `mst.topology` as for that policy. At a dense end the weights go on as
 what they are.
 """
@@ -15,8 +16,12 @@ from mst_scale.methods.method import ALL, NO_HEAD, NO_HSA, Method, WeightFunctio
 @dataclass(frozen=True)
 class Options:
     alpha: float = 2.0
+    floor: float = 1e-3
+    """Of |θ|^(α−1) in the gradient."""
 
     def __post_init__(self) -> None:
+        if not 0 < self.floor <= 1:
+            raise ValueError(f"mst.options.floor must lie in (0, 1], not {self.floor}")
         if not 1 <= self.alpha <= 8:
             raise ValueError(f"mst.options.alpha must lie in [1, 8], not {self.alpha}")
 
@@ -26,14 +31,15 @@ class Power(WeightFunction):
     elementwise = True
 
     def __init__(self, options: Options):
-        self.alpha = options.alpha
+        self.alpha, self.floor = options.alpha, options.floor
 
     def begin(self, weight: Tensor) -> tuple[Tensor, float]:
         return weight.sign() * weight.abs() ** (1 / self.alpha), 1.0
 
     def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
-        # not θ·|θ|^(α−1), whose gradient at 0 is 0·∞ for α below 2
-        return stored if self.alpha == 1 else stored.sign() * stored.abs() ** self.alpha
+        size = stored.detach().abs() ** (self.alpha - 1)
+        slope = self.alpha * size.clamp(min=self.floor)
+        return stored.detach() * size + slope * (stored - stored.detach())
 
     def gradient_density(self, shape: tuple[int, ...], kept: float) -> float:
         return kept

@@ -7,24 +7,13 @@ once and kept. The gradient passes unchanged to all. At the dense end the stored
 The paper also prunes the gradient of the activations, at random (MVUE), and works in FP8; neither is done here.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, dtype
+from torch import Tensor
 
-from mst_scale.methods.method import NO_HEAD, Method, WeightFunction, then_dense
-from mst_scale.methods.sr_ste import uneven
-
-
-@dataclass(frozen=True)
-class Options:
-    n: int = 2
-    m: int = 4
-
-    def __post_init__(self) -> None:
-        if not 0 < self.n < self.m:
-            raise ValueError(f"mst.options keeps n of m weights, 0 < n < m: not {self.n} of {self.m}")
+from mst_scale.methods.method import NO_HEAD, Method, then_dense
+from mst_scale.methods.sr_ste import NOfM, NOfMFunction
 
 
 def soft_threshold(matrix: Tensor, n: int, m: int) -> Tensor:
@@ -45,34 +34,21 @@ class StraightThrough(torch.autograd.Function):
         return gradients[0], None, None, None
 
 
-class SSTE(WeightFunction):
-    def __init__(self, options: Options):
-        self.n, self.m = options.n, options.m
-        self.sparsity = 1 - self.n / self.m
-
+class SSTE(NOfMFunction):
     def begin(self, weight: Tensor) -> tuple[Tensor, float]:
-        soft = soft_threshold(weight, self.n, self.m).double()
+        soft = soft_threshold(weight, self.of.n, self.of.m).double()
         size = float((soft * soft).sum())
         return weight, float((weight.double() * soft).sum()) / size if size else 1.0
 
     def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
-        weight: Tensor = StraightThrough.apply(stored, self.n, self.m, scale)
+        weight: Tensor = StraightThrough.apply(stored, self.of.n, self.of.m, scale)
         return weight
-
-    def end(self, stored: Tensor, kept: int, scale: float) -> Tensor:
-        return stored
-
-    def why_not(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
-        return uneven(shape, self.m)
-
-    def density(self, shape: tuple[int, ...], kept: float) -> float:
-        return self.n / self.m
 
 
 METHOD = Method(
     "a continuous projection onto N of M weights, then dense",
     then_dense(0.5, 10 / 12, targets=NO_HEAD),
     "Hu et al. 2024, S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-training, arXiv 2409.09099",
-    options=Options,
+    options=NOfM,
     function=SSTE,
 )

@@ -20,23 +20,35 @@ from mst_scale.sparse_linear import semi_structured
 
 
 @dataclass(frozen=True)
-class Options:
+class NOfM:
+    """Options of every method that keeps n of m."""
+
     n: int = 2
     m: int = 4
-    decay: float = 2e-4
-    """λ; the paper's, for SGD. With Adam 6e-6 is what Hu et al. take for GPT-2."""
-    transposable: bool = False
     products: Literal["dense", "semi-structured"] = "dense"
-    """By which the forward pass multiplies: F.linear, or 2 of 4 by CUDA's sparse tensor cores."""
+    """By which a layer multiplies: F.linear, or 2 of 4 by CUDA's sparse tensor cores."""
 
     def __post_init__(self) -> None:
         if not 0 < self.n < self.m:
             raise ValueError(f"mst.options keeps n of m weights, 0 < n < m: not {self.n} of {self.m}")
+        self.needs_two_of_four("products", self.products != "dense")
+
+    def needs_two_of_four(self, name: str, asked: bool) -> None:
+        if asked and (self.n, self.m) != (2, 4):
+            raise ValueError(f"mst.options.{name} is there for 2 of 4, not for {self.n} of {self.m}")
+
+
+@dataclass(frozen=True)
+class Options(NOfM):
+    decay: float = 2e-4
+    """λ; the paper's, for SGD. With Adam 6e-6 is what Hu et al. take for GPT-2."""
+    transposable: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.decay < 0:
             raise ValueError(f"mst.options.decay must be at least 0, not {self.decay}")
-        for name, asked in (("transposable", self.transposable), ("products", self.products != "dense")):
-            if asked and (self.n, self.m) != (2, 4):
-                raise ValueError(f"mst.options.{name} is there for 2 of 4, not for {self.n} of {self.m}")
+        self.needs_two_of_four("transposable", self.transposable)
 
 
 def kept_of(matrix: Tensor, n: int, m: int) -> Tensor:
@@ -65,50 +77,59 @@ def kept_both_ways(matrix: Tensor) -> Tensor:
 
 class StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stored: Tensor, kept: Tensor, decay: float) -> Tensor:
-        ctx.save_for_backward(stored, kept)
-        ctx.decay = decay
+    def forward(ctx: Any, stored: Tensor, kept: Tensor) -> Tensor:
         return stored * kept
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        stored, kept = ctx.saved_tensors
-        return gradients[0] + ctx.decay * stored * ~kept, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
-class SRSTE(WeightFunction):
-    def __init__(self, options: Options):
-        self.options = options
+class NOfMFunction(WeightFunction):
+    """Of whose weights n of m stand, and where the stored ones go on at a dense end."""
+
+    both_ways = False
+    """Whether they stand so along outputs too."""
+
+    def __init__(self, options: NOfM):
+        self.of = options
         self.sparsity = 1 - options.n / options.m
 
-    def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
-        of = self.options
-        chosen = kept_both_ways(stored) if of.transposable else kept_of(stored, of.n, of.m)
-        weight: Tensor = StraightThrough.apply(stored, chosen, of.decay)
-        return weight
-
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None, kept: int, scale: float) -> Tensor:
-        if self.options.products == "dense":
+        if self.of.products == "dense":
             return super().linear(x, stored, bias, kept, scale)
-        return semi_structured.linear(x, self.weight(stored, kept, scale), bias)
+        return semi_structured.linear(x, self.weight(stored, kept, scale), bias, both_ways=self.both_ways)
 
     def end(self, stored: Tensor, kept: int, scale: float) -> Tensor:
         return stored
 
     def why_not(self, shape: tuple[int, ...], device: str, dtype: torch.dtype) -> str | None:
-        if (reason := uneven(shape, self.options.m, both=self.options.transposable)) is not None:
-            return reason
-        reason = None if self.options.products == "dense" else semi_structured.why_not(device, dtype, shape)
+        m = self.of.m
+        if shape[1] % m or (self.both_ways and shape[0] % m):
+            return f"{shape[0]} × {shape[1]} weights do not come in groups of {m}: exclude it by mst.targets"
+        if self.of.products == "dense":
+            return None
+        reason = semi_structured.why_not(device, dtype, shape, both_ways=self.both_ways)
         return reason and f"mst.options.products = semi-structured cannot run here: {reason}"
 
     def density(self, shape: tuple[int, ...], kept: float) -> float:
-        return self.options.n / self.options.m
+        return self.of.n / self.of.m
 
 
-def uneven(shape: tuple[int, ...], m: int, *, both: bool = False) -> str | None:
-    if shape[1] % m or (both and shape[0] % m):
-        return f"{shape[0]} × {shape[1]} weights do not come in groups of {m}: exclude it by mst.targets"
-    return None
+class SRSTE(NOfMFunction):
+    def __init__(self, options: Options):
+        super().__init__(options)
+        self.decay, self.both_ways = options.decay, options.transposable
+
+    def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
+        weight: Tensor = StraightThrough.apply(stored, self.chosen(stored))
+        return weight
+
+    def chosen(self, stored: Tensor) -> Tensor:
+        return kept_both_ways(stored) if self.both_ways else kept_of(stored, self.of.n, self.of.m)
+
+    def pull(self, stored: Tensor, kept: int, scale: float) -> Tensor:
+        return self.decay * stored * ~self.chosen(stored)
 
 
 METHOD = Method(

@@ -34,18 +34,15 @@ class Options:
 
 class Sets(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stored: Tensor, kept: int, tried: int, penalty: float) -> Tensor:
-        used = largest(stored, kept)
-        ctx.save_for_backward(stored, used)
-        ctx.tried, ctx.penalty, ctx.share = tried, penalty, kept / stored.numel()
-        return stored * used
+    def forward(ctx: Any, stored: Tensor, kept: int, tried: int) -> Tensor:
+        ctx.save_for_backward(stored)
+        ctx.tried = tried
+        return stored * largest(stored, kept)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        stored, used = ctx.saved_tensors
-        reached = largest(stored, ctx.tried)
-        pull = ctx.penalty * stored * torch.where(used, 1.0, 1.0 / max(ctx.share, 1e-12)).to(stored.dtype)
-        return (gradients[0] + pull) * reached, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (stored,) = ctx.saved_tensors
+        return gradients[0] * largest(stored, ctx.tried), None, None
 
 
 class TopKAST(WeightFunction):
@@ -55,9 +52,16 @@ class TopKAST(WeightFunction):
         self.options = options
 
     def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
-        tried = min(stored.numel(), kept + round(self.options.extra * stored.numel()))
-        weight: Tensor = Sets.apply(stored, kept, tried, self.options.penalty)
+        weight: Tensor = Sets.apply(stored, kept, self.tried(stored, kept))
         return weight
+
+    def tried(self, stored: Tensor, kept: int) -> int:
+        return min(stored.numel(), kept + round(self.options.extra * stored.numel()))
+
+    def pull(self, stored: Tensor, kept: int, scale: float) -> Tensor:
+        pull, used = self.options.penalty * stored, largest(stored, kept)
+        pull[~used] *= stored.numel() / max(kept, 1)
+        return pull * largest(stored, self.tried(stored, kept))
 
     def gradient_density(self, shape: tuple[int, ...], kept: float) -> float:
         return min(1.0, kept + self.options.extra)

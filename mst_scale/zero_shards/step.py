@@ -250,6 +250,13 @@ def averages_parts(engine: Any, _: Any = None) -> bool:
     return engine.zero_optimization_stage() == 3 and engine.sequence_parallel_size > 1 and not theirs
 
 
+def passes_of_a_step(engine: Any) -> int:
+    """Backward passes whose gradients add up in a step: of its micro-batches, and of the parts of a sequence, where
+    the gradients of other ranks are averaged."""
+    added = engine.zero_optimization_stage() < 3 or averages_parts(engine)
+    return int(engine.gradient_accumulation_steps() * (engine.sequence_parallel_size if added else 1))
+
+
 def add_up_parts(engine: Any) -> None:
     """Stage 3: DeepSpeed 0.19.8 scatters gradients averaged over all ranks. Those of one sequence's parts add up."""
     inner, parts = getattr(engine.optimizer, SCATTER), engine.sequence_parallel_size

@@ -155,14 +155,15 @@ def seeds(rank, world, stage):
     config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.6}
     engine, *_ = mst_scale.initialize(model=model, model_parameters=groups, config=config)
     controller, found = engine.mst, {}
-    seed = second_moments.seed
+    seed = controller._seed_moments
 
-    def spied(shards, i, grown, *, gradient, mean_square, clip_factor):
-        usual = gradient[grown].square().clamp(min=mean_square)
-        seed(shards, i, grown, gradient=gradient, mean_square=mean_square, clip_factor=clip_factor)
-        found[shards.slices[i].name] = (shards.states(i)["exp_avg_sq"][grown] / usual).tolist()
+    def spied(i, change, gradient, lived):
+        seed(i, change, gradient, lived)
+        grown = change.grown_indices()
+        usual = gradient[grown].square().clamp(min=change.gradient_mean_square)
+        found[change.name] = (controller.shards.states(i)["exp_avg_sq"][grown] / usual).tolist()
 
-    second_moments.seed = spied
+    controller._seed_moments = spied
     train(engine, rank, world, 2)
     return {name: found[name] for name in betas}, zero_shards.updates_of(controller.shards, 0)
 
@@ -176,27 +177,31 @@ def test_a_second_moment_starts_with_the_decay_of_its_own_parameter_group(stage)
 
 
 def living_means(rank, world, stage, granularity):
-    """By layer of this rank's: the mean square that grown weights begin with, this rank's sum of squares over weights
-    that lived before, and how many all ranks have of these. And whether layers made gradients of masked weights."""
+    """By layer of this rank's: the mean square that grown weights begin with (a set of one or none), this rank's sum of
+    squares over weights that lived before, and how many all ranks have of these. And whether layers made gradients of
+    masked weights."""
     topology = {"grown_moments": "living", "random_ratio": 1.0, "interval": 2, "update_schedule": "constant"}
     config = mst_config(stage, world, topology={**topology, "granularity": granularity})
     config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.6}
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     controller, found, asked = engine.mst, {}, []
-    seed, ask = second_moments.seed, controller.layers.dense_gradients
+    seed, ask = controller._seed_moments, controller.layers.dense_gradients
     controller.layers.dense_gradients = lambda wanted: (asked.append(wanted), ask(wanted))
     before = {mask.name: (mask.flags(), mask.active) for mask in controller.masks}
 
-    def spied(shards, i, grown, *, gradient, mean_square, clip_factor):
-        seed(shards, i, grown, gradient=gradient, mean_square=mean_square, clip_factor=clip_factor)
-        name = shards.slices[i].name
-        lived, active = before[name]
+    def spied(i, change, gradient, lived_of_all):
+        sizes = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(second_moments, "seed", lambda *_, size, **__: sizes.append(size))
+            seed(i, change, gradient, lived_of_all)
+        lived, active = before[change.name]
         assert not gradient[~lived].any(), "of the living alone"
-        found[name] = (mean_square, float(gradient[lived].double().square().sum()), active)
+        mean_squares = {float(value) for size in sizes for value in size}
+        assert len(mean_squares) <= 1
+        found[change.name] = (mean_squares, float(gradient[lived].double().square().sum()), active)
 
-    second_moments.seed = spied
+    controller._seed_moments = spied
     train(engine, rank, world, 2)
-    second_moments.seed = seed
     assert controller.changed_at == 2
     return found, asked
 
@@ -211,8 +216,8 @@ def test_what_grows_beside_the_living_begins_with_the_mean_of_their_gradients(st
     assert names and not any(any(asked) for _, asked in ranks)
     for name in names:
         each = [found[name] for found, _ in ranks if name in found]
-        assert len({mean for mean, _, _ in each}) == 1
-        mean, first, active = each[0]
+        (mean,) = set.union(*(means for means, _, _ in each))
+        _, first, active = each[0]
         total = sum(squares for _, squares, _ in each) if stage else first  # at stage 0 each rank has all of it
         if stage == 0 or len(each) == 2:
             assert mean == pytest.approx(total / active, rel=1e-5)

@@ -17,16 +17,16 @@ from mst_scale.models.gpt import GPT
 from tests.support import pool
 from tests.support.cut_sequences import BATCH, mesh_of, mine
 from tests.support.toy_engine import mst_config, watched
-from tests.support.toys import deepspeed_config, toy
+from tests.support.toys import allow_fp16, deepspeed_config, toy
 
 FUNCTIONS = [name for name, method in METHODS.items() if method.function]
 SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 32, "context": 16, "vocab_size": 64}
 STEPS, TURN = 8, 6
 
 
-def config(name: str, stage: int, world: int, precision: str = "fp32", **mst) -> dict:
-    raw = deepspeed_config(stage, world, precision)
-    raw["train_micro_batch_size_per_gpu"] = 4 // world
+def config(name: str, stage: int, world: int, precision: str = "fp32", accumulation: int = 1, **mst) -> dict:
+    raw = deepspeed_config(stage, world, precision, accumulation)
+    raw["train_micro_batch_size_per_gpu"] = 4 // world // accumulation
     raw["train_batch_size"] = 4
     raw["training"] = {"steps": STEPS, "seed": 3}
     variation = {"variation": "sd", "warmup": 2, "ultra": TURN - 2, "max": 0.5} if name != "powerprop" else {}
@@ -48,10 +48,12 @@ def batch(step: int, rank: int, world: int):
 def advance(engine, rank: int, world: int, first: int, last: int) -> list[float]:
     losses = []
     for step in range(first, last):
-        loss = engine(*batch(step, rank, world))
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().float()
+        total, parts = torch.zeros(()), engine.gradient_accumulation_steps()
+        for part in range(parts):
+            loss = engine(*batch(step, rank * parts + part, world * parts))
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().float() / parts
         torch.distributed.all_reduce(total)
         losses.append(float(total) / world)
     return losses
@@ -63,9 +65,9 @@ def trained(rank: int, world: int, name: str, stage: int, **mst):
     return losses, engine.mst.sparsity
 
 
-def plain(rank: int, world: int, name: str):
+def plain(rank: int, world: int, name: str, options: dict):
     """The same training without an engine: torch's AdamW on what is stored, the function called by hand."""
-    experiment = load(config(name, 0, 1))
+    experiment = load(config(name, 0, 1, options=options))
     function, learner = experiment.mst.function, model()
     names = [n for n, p in learner.named_parameters() if p.dim() == 2 and "blocks" in n]
     from mst_scale.mixed_growing.distribution import active_counts
@@ -87,6 +89,9 @@ def plain(rank: int, world: int, name: str):
         loss = torch.func.functional_call(learner, weights, batch(step, 0, 1))
         optimizer.zero_grad()
         loss.backward()
+        for n in names:
+            pull = function.pull(parameters[n].detach(), kept[n], scales[n])
+            parameters[n].grad += 0 if pull is None else pull
         torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -95,13 +100,59 @@ def plain(rank: int, world: int, name: str):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_training_is_that_of_the_definition_on_any_ranks_and_stage(name):
-    (by_hand,) = pool.run(plain, 1, name)
+    (by_hand,) = pool.run(plain, 1, name, {})
     ((alone, sparsity),) = pool.run(trained, 1, name, 0)
     assert alone[:TURN] == pytest.approx(by_hand, rel=2e-4)
     assert sparsity == 0
     for stage in (1, 2, 3):
         for losses, _ in pool.run(trained, 2, name, stage):
             assert losses == pytest.approx(alone, rel=2e-4), stage
+
+
+PULLS = [("sr-ste", {"decay": 1.0}), ("top-kast", {"penalty": 0.2})]
+
+
+def trained_in_parts(rank: int, world: int, how: tuple[str, int, str, int], options: dict):
+    name, stage, precision, accumulation = how
+    if precision == "fp16":
+        allow_fp16()
+    raw = config(name, stage, world, precision, accumulation, options=options)
+    engine, *_ = mst_scale.initialize(model=model(), config=raw)
+    return advance(engine, rank, world, 0, TURN)
+
+
+@pytest.mark.parametrize(("name", "options"), PULLS)
+def test_what_pulls_at_weights_does_so_once_a_step(name, options):
+    """Whatever the micro-batches, the ranks and the scale of the loss."""
+    ((by_hand,), (without,)) = (pool.run(plain, 1, name, of) for of in (options, {}))
+    assert max(abs(a - b) for a, b in zip(by_hand, without, strict=True)) > 5e-3, "it would be seen"
+    for stage, world, accumulation in ((0, 1, 4), (1, 2, 2), (2, 2, 2), (3, 2, 2), (3, 2, 1)):
+        for losses in pool.run(trained_in_parts, world, (name, stage, "fp32", accumulation), options):
+            assert losses == pytest.approx(by_hand, rel=2e-4), (stage, world, accumulation)
+    for losses in pool.run(trained_in_parts, 2, (name, 2, "fp16", 2), options):
+        assert losses == pytest.approx(by_hand, rel=2e-3)
+
+
+class Twice(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = torch.nn.Linear(32, 32), torch.nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.layer(x))).mean()
+
+
+def one_step_of_a_weight_used_twice(rank: int, world: int):
+    raw = config("sr-ste", 1, world, targets={"include": ["layer.weight"]})
+    engine, *_ = mst_scale.initialize(model=Twice(), config=raw)
+    engine.backward(engine(torch.ones(2, 32)))
+    with pytest.raises(ValueError, match=r"2 backward passes went through layer\.weight in a step of 1"):
+        engine.step()
+    return True
+
+
+def test_a_weight_that_would_be_pulled_twice_is_refused():
+    assert pool.run(one_step_of_a_weight_used_twice, 1) == [True]
 
 
 def on_one_batch(rank: int, world: int, name: str, precision: str):
@@ -174,21 +225,33 @@ def test_a_run_that_is_resumed_ends_bit_for_bit_alike_and_its_files_hold_the_wei
             assert float(dense(*batch(99, 0, 1))) == pytest.approx(results[0][1], rel=1e-5), stop
 
 
-def powerprop_under_masks(rank: int, world: int, stage: int):
-    config = mst_config(stage, world, method="powerprop", steps=28)
-    config["mst"] |= {"sparsity": {"variation": "sv", "max": 0.8}}
-    config["mst"]["topology"]["policy"] = "rigl"
+def powerprop_under_masks(rank: int, world: int, stage: int, method: str = "powerprop", rate: float = 1e-2):
+    config = mst_config(stage, world, method=method, steps=28)
+    config["optimizer"]["params"]["lr"] = rate
+    config["mst"] |= {"sparsity": {"variation": "sv", "max": 0.8}, "targets": {"lm_head": False}}
+    config["mst"]["topology"] |= {"policy": "rigl", "update_schedule": "1-cosine"}
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
-    seen = watched(engine, rank, world, 20)
-    return *seen, engine.mst.densities(), engine.mst.gradient_densities()
+    controller = engine.mst
+    faults, history = watched(engine, rank, world, 20)
+    still = 0
+    for i, mask in enumerate(controller.masks):
+        still += int((mask.flags() & (controller.shards.weight(i) == 0)).sum())
+    return faults, history, controller.densities(), controller.gradient_densities(), still
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_powerpropagation_under_masks_of_a_policy(stage):
-    """Inactive weights are zero, targets are held; gradients are masked, and counted so."""
-    for faults, history, densities, gradients in pool.run(powerprop_under_masks, 2, stage):
+    """Inactive weights are zero, targets are held; gradients are masked, and counted so; what has grown moves."""
+    for faults, history, densities, gradients, still in pool.run(powerprop_under_masks, 2, stage):
         assert faults == [] and len(history) > 5
         assert max(densities.values()) < 1 and gradients is None
+        assert still == 0, "active, and exactly 0"
+
+
+def test_under_powerpropagation_grows_what_grows_without_it():
+    """While no weight moves, RigL sees the same magnitudes and the same order of gradients."""
+    (power, *_), (plain, *_) = (pool.run(powerprop_under_masks, 2, 1, method, 0.0) for method in ("powerprop", "rigl"))
+    assert power[1] == plain[1] and len(power[1]) > 5
 
 
 def test_the_ledger_counts_masked_gradients_under_masks():
@@ -211,9 +274,12 @@ def test_the_ledger_counts_each_product():
 # --- parts of sequences ---
 
 
-def on_parts(rank: int, world: int, name: str):
+def on_parts(rank: int, world: int, name: str, stage: int, options: dict):
     with mesh_of(world) as mesh:
-        raw = config(name, 2, 1) | {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": BATCH}
+        raw = config(name, stage, 1, options=options) | {
+            "train_batch_size": BATCH,
+            "train_micro_batch_size_per_gpu": BATCH,
+        }
         engine, *_ = mst_scale.initialize(model=model(), mpu=mesh, config=raw)
         losses = []
         for step in range(STEPS):
@@ -224,10 +290,11 @@ def on_parts(rank: int, world: int, name: str):
     return losses
 
 
-@pytest.mark.parametrize("name", ["monarch", "sr-ste"])
-def test_on_parts_of_sequences(name):
-    (whole,) = pool.run(on_parts, 1, name)
-    for losses in pool.run(on_parts, 2, name):
+@pytest.mark.parametrize(("name", "options"), [("monarch", {}), PULLS[0]])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_on_parts_of_sequences(name, stage, options):
+    (whole,) = pool.run(on_parts, 1, name, stage, options)
+    for losses in pool.run(on_parts, 2, name, stage, options):
         assert losses == pytest.approx(whole, rel=2e-4)
 
 

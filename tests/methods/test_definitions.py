@@ -29,7 +29,8 @@ def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
 def gradient_of(of: WeightFunction, stored: torch.Tensor, kept: int, upstream: torch.Tensor) -> torch.Tensor:
     stored = stored.clone().requires_grad_()
     of.weight(stored, kept, 1.0).backward(upstream)
-    return stored.grad
+    pull = of.pull(stored.detach(), kept, 1.0)
+    return stored.grad if pull is None else stored.grad + pull
 
 
 def test_the_largest_with_ties_to_the_lower_index():
@@ -39,12 +40,17 @@ def test_the_largest_with_ties_to_the_lower_index():
 
 @pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0, 3.5])
 def test_powerprop(alpha):
-    of, weight, upstream = function("powerprop", alpha=alpha), matrix(5, 7), matrix(5, 7, seed=1)
+    of, weight, upstream = function("powerprop", alpha=alpha, floor=0.01), matrix(5, 7), matrix(5, 7, seed=1)
     stored, _ = of.begin(weight)
     torch.testing.assert_close(of.weight(stored, 35, 1.0), weight)
     stored[0, :3] = 0.0  # as masks leave it
-    by_hand = upstream * alpha * stored.abs() ** (alpha - 1)
+    stored[1, :3] = torch.tensor([1e-9, -1e-9, -0.5])
+    size = stored.abs() ** (alpha - 1)
+    by_hand = upstream * alpha * torch.where(size < 0.01, 0.01, size)
     torch.testing.assert_close(gradient_of(of, stored, 35, upstream), by_hand)
+    torch.testing.assert_close(of.weight(stored, 35, 1.0), stored * stored.abs() ** (alpha - 1))
+    papers = function("powerprop", alpha=alpha, floor=1e-30)
+    torch.testing.assert_close(gradient_of(papers, stored, 35, upstream), upstream * alpha * size)
 
 
 def test_top_kast():
@@ -225,15 +231,14 @@ def test_the_page_names_every_method_and_its_source():
             assert f"`{key}`" in page, (name, key, value)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [64, 13])
-def test_two_of_four_by_sparse_tensor_cores(dtype, tokens):
-    of, stored = function("sr-ste", products="semi-structured"), matrix(96, 128).to("cuda", dtype).requires_grad_()
-    x, bias = matrix(tokens, 128, seed=1).to("cuda", dtype).requires_grad_(), matrix(96, seed=2).to("cuda", dtype)
-    upstream = matrix(tokens, 96, seed=3).to("cuda", dtype)
-    results = []
+TWO_OF_FOUR = [("sr-ste", {}), ("sr-ste", {"transposable": True}), ("s-ste", {})]
+
+
+def check_two_of_four(name: str, options: dict, tokens: int, device: str, dtype: torch.dtype):
+    of, stored = function(name, products="semi-structured", **options), matrix(96, 128).to(device, dtype)
+    x, bias = matrix(tokens, 128, seed=1).to(device, dtype).requires_grad_(), matrix(96, seed=2).to(device, dtype)
+    upstream, results = matrix(tokens, 96, seed=3).to(device, dtype), []
+    stored.requires_grad_()
     for product in (
         lambda: of.linear(x, stored, bias, 0, 1.0),
         lambda: x @ of.weight(stored, 0, 1.0).t() + bias,
@@ -245,6 +250,30 @@ def test_two_of_four_by_sparse_tensor_cores(dtype, tokens):
     for mine, theirs in zip(*results, strict=True):
         # both add up in float32 and round once, to 8 bits or more; near 0 by what terms of size 1 leave
         torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [64, 13])
+@pytest.mark.parametrize(("name", "options"), TWO_OF_FOUR)
+def test_two_of_four_by_sparse_tensor_cores(name, options, dtype, tokens):
+    check_two_of_four(name, options, tokens, "cuda", dtype)
+
+
+@pytest.mark.parametrize(("name", "options"), TWO_OF_FOUR)
+def test_what_sparse_tensor_cores_are_given(name, options, monkeypatch):
+    """Without the device: matrices with two of four along their rows, tokens in eights."""
+    given = []
+
+    def kept_dense(weight: torch.Tensor) -> torch.Tensor:
+        assert ((weight.reshape(-1, 4) != 0).sum(1) == 2).all() and weight.is_contiguous()
+        given.append(tuple(weight.shape))
+        return weight
+
+    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", kept_dense)
+    check_two_of_four(name, options, 13, "cpu", torch.float64)
+    assert given == [(96, 128)] + [(128, 96)] * bool(options), "the gradient of x too, where masks hold both ways"
 
 
 def test_spartans_soft_mask_solves_its_transport_problem():
