@@ -171,7 +171,8 @@ def worth_of_each(methods: Sequence[Method], accounting: str) -> Plot | None:
     if not found:
         return None
     kinds = [method.kind for _, method in found]
-    labels = kinds if len(set(kinds)) == len(kinds) else [method.name for _, method in found]
+    named = _short([method for _, method in found])
+    labels = kinds if len(set(kinds)) == len(kinds) else [named[method.name] for _, method in found]
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
@@ -247,16 +248,21 @@ def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
     return Plot(f"frontier-{accounting}", caption, draw, 1.1 + 0.17 * len(methods) if crowded else 4.4)
 
 
+def _short(methods: Sequence[Method]) -> dict[str, str]:
+    """Names without the size and budget that all runs of a study share, which follow the first comma."""
+    same = len({method.name.partition(",")[2] for method in methods}) == 1
+    return {method.name: method.name.partition(",")[0] if same else method.name for method in methods}
+
+
 def _name_beside(axes: Axes, means: Sequence[tuple[Method, Point]], theme: Theme) -> None:
     """To the right of the axes, in the order of their losses, with a line from each to its point."""
     ordered = sorted(means, key=lambda pair: pair[1].loss)
-    same = len({method.name.partition(",")[2] for method, _ in means}) == 1  # size and budget, of a study
+    named = _short([method for method, _ in means])
     for i, (method, point) in enumerate(ordered):
         reach = interval(method.losses)
         spread = "" if reach is None else f" ± {(reach[1] - reach[0]) / 2:.3f}"
-        name = method.name.partition(",")[0] if same else method.name
         axes.annotate(
-            f"{name}  {point.loss:.3f}{spread}",
+            f"{named[method.name]}  {point.loss:.3f}{spread}",
             (point.flops, point.loss), (1.06, (i + 0.5) / len(ordered)), textcoords="axes fraction",
             va="center", fontsize=8, color=theme.ink, weight="bold" if method.dense else "normal",
             arrowprops={"arrowstyle": "-", "color": theme.axis, "linewidth": 0.4, "shrinkA": 1, "shrinkB": 3,

@@ -160,12 +160,14 @@ def settings(theme: Theme, salt: str) -> dict[str, Any]:
 
 
 def legend(figure: Figure, handles: list[Any], columns: int = 4) -> None:
-    """Below the axes, where it covers nothing."""
-    if handles:
-        figure.legend(
-            handles=handles, loc="outside lower center", ncols=min(columns, len(handles)), handlelength=2.2,
-            columnspacing=1.4,
-        )  # fmt: skip
+    """Below the axes, where it covers nothing, in as many columns as the figure is wide enough for."""
+    for ncols in range(min(columns, len(handles)), 0, -1):
+        placed = figure.legend(
+            handles=handles, loc="outside lower center", ncols=ncols, handlelength=2.2, columnspacing=1.4
+        )
+        if ncols == 1 or placed.get_window_extent().width <= figure.bbox.width:
+            return
+        placed.remove()
 
 
 # --- axes ---
