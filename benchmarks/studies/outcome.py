@@ -58,14 +58,14 @@ def outcomes(plan: Plan, rows: Mapping[str, Row], data: str) -> list[Outcome]:
 
 
 def _method(plan: Plan, cell: Cell, runs: Mapping[int, Row]) -> Method:
-    """Variants of a size are one model, unless they are smaller or larger."""
+    """Variants of a size are one model, unless they are smaller or larger or see less."""
     variant = plan.variants[cell.variant]
     points = {
         accounting: {seed: Point(spent(row, key), row["val_loss"]) for seed, row in runs.items()}
         for accounting, key in ACCOUNTINGS.items()
     }
     size = model_of(plan, cell)
-    model = f"{cell.size}, {size.n_layer} × {size.n_embd}"
+    model = f"{cell.size}, {size.n_layer} × {size.n_embd}, context {size.context}"
     dense = variant.method == "dense" and "optimizer" not in variant.set  # another optimizer is a method of its own
     return Method(str(cell), cell.variant, model, dense, points)
 
