@@ -16,6 +16,7 @@ Tokenise text into a corpus folder: train.bin and val.bin (nanoGPT's layout) and
 
 SOURCE is one of
   stdlib          the sources of the running Python: real text that is on every machine (the default)
+  package:NAME    those of an installed package: the same text on every machine that has its version
   openwebtext     the paper's data set, with nanoGPT's train/validation split; 40 GB of text
   NAME            any other data set of the Hugging Face hub (--subset, --split, --revision, --stream)
   PATH...         files, globs and folders: .txt, .jsonl, .parquet, also .json, .csv, .arrow, .jsonl.gz/.zst/.xz/.bz2;
@@ -31,6 +32,7 @@ A run that was killed is finished by the same command. A corpus that is there al
 EXAMPLES = """\
 examples:
   mst data                                              # corpora/stdlib-byte, in seconds
+  mst data package:sympy                                # corpora/sympy-byte, the demo's
   mst data openwebtext --out corpora/owt                # what the paper trains on; hours on a few cores
   mst data 'books/*.txt' --tokenizer gpt2 --out corpora/books --val-fraction 0.02
   mst data 'books/*.txt' --tokenizer vocab.txt --out corpora/books-bert
@@ -55,13 +57,13 @@ def add(subparsers: Any) -> None:
     option = verb.add_argument
     option("source", nargs="*", metavar="SOURCE", help="what to read (default: stdlib)")
     option("--out", metavar="DIR", help="the corpus folder (default: corpora/SOURCE-TOKENIZER)")
-    option("--tokenizer", metavar="TOKENIZER", help="default: byte for stdlib, else gpt2")
+    option("--tokenizer", metavar="TOKENIZER", help="default: byte for stdlib and packages, else gpt2")
     option("--text-key", default="text", metavar="KEY", help="JSON key or column of the text (default: text)")
     option(
         "--val-fraction",
         type=float,
         metavar="F",
-        help="share that is set apart for validation (default: 0.0005 for openwebtext, 0.02 for stdlib, else 0.01)",
+        help="share for validation (default: 0.0005 for openwebtext, 0.02 for stdlib and packages, else 0.01)",
     )
     option("--max-bytes", type=_bytes, metavar="N", help="stop reading after N bytes: 500K, 20M, 3G")
     option("--seed", type=int, default=2357, metavar="N", help="of the split (default: 2357, nanoGPT's)")
@@ -81,10 +83,10 @@ def run(args: argparse.Namespace) -> int:
     if args.verify is not None:
         return _verify(args)
     from mst_scale.data.prepare import prepare
-    from mst_scale.data.recipe import Recipe
+    from mst_scale.data.recipe import PACKAGE, STDLIB, Recipe
 
     recipe = Recipe(
-        source=args.source or "stdlib",
+        source=args.source or STDLIB,
         tokenizer=args.tokenizer,
         text_key=args.text_key,
         val_fraction=args.val_fraction,
@@ -96,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
         revision=args.revision,
         stream=args.stream,
     )
-    out = Path(args.out or Path("corpora", f"{_plain(recipe.paths[0])}-{_plain(recipe.tokenizer_name)}"))
+    source = recipe.paths[0].removeprefix(PACKAGE)
+    out = Path(args.out or Path("corpora", f"{_plain(source)}-{_plain(recipe.tokenizer_name)}"))
     refuse_no_folder("--out", out)
     meta = prepare(recipe, out, workers=args.workers, force=args.force)
     print(json.dumps(meta) if args.json else _summary(out, meta))

@@ -96,10 +96,10 @@ class DataConfig:
     """Where tokens come from. With a `source`, a missing `dir` is prepared on first use."""
 
     dir: str | None = None
-    source: str | None = None  # "stdlib", a hub data set such as "openwebtext", or files ("corpus/*.jsonl")
-    tokenizer: str | None = None  # None: "byte" for stdlib, else "gpt2"
+    source: str | None = None  # "stdlib", "package:NAME", a hub data set ("openwebtext"), or files ("corpus/*.jsonl")
+    tokenizer: str | None = None  # None: "byte" for stdlib and packages, else "gpt2"
     text_key: str = "text"
-    val_fraction: float | None = None  # None: 0.0005 for openwebtext, 0.02 for stdlib, else 0.01
+    val_fraction: float | None = None  # None: 0.0005 for openwebtext, 0.02 for stdlib and packages, else 0.01
     max_bytes: int | None = None  # stop reading the source here (raw text)
     seed: int = 2357  # of the train/validation split
 

@@ -1,6 +1,6 @@
 """Finds the source of text that a user has named:
 
-- `stdlib`: the sources of the running Python's standard library;
+- `stdlib`: the sources of the running Python's standard library; `package:NAME`: those of an installed package;
 - `openwebtext`: the paper's data set, with nanoGPT's split; any other name of a data set on the Hugging Face hub;
 - a folder that `datasets` has written with `save_to_disk`;
 - files, globs and folders: `.txt`, `.jsonl`, `.parquet`, and compressed `.jsonl`, `.json`, `.csv`, `.arrow`.
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from mst_scale.data import tables
 from mst_scale.data.json_lines import JsonLines
-from mst_scale.data.recipe import Recipe
+from mst_scale.data.recipe import PACKAGE, STDLIB, Recipe, is_code
 from mst_scale.data.sources import File, Source, list_files
-from mst_scale.data.text_files import TextFiles, stdlib_files
+from mst_scale.data.text_files import TextFiles, package_files, stdlib_files
 
 OPENWEBTEXT = "Skylion007/openwebtext"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -31,7 +31,7 @@ def open_source(recipe: Recipe) -> Source:
         if _is_saved(recipe.paths):
             return tables.saved(Path(recipe.paths[0]).expanduser(), recipe)
         return tables.hub(OPENWEBTEXT if recipe.source == "openwebtext" else recipe.paths[0], recipe)
-    if recipe.source == "stdlib":
+    if is_code(recipe.source):
         return TextFiles(files, recipe.held_out, recipe.seed, recipe.max_bytes, whole_files=True)
     kind = _one_kind(files)
     if kind == "text":
@@ -45,8 +45,10 @@ def open_source(recipe: Recipe) -> Source:
 
 def local_files(recipe: Recipe) -> list[File] | None:
     """The files that the source stands for; None for data sets that `datasets` opens."""
-    if recipe.source == "stdlib":
+    if recipe.source == STDLIB:
         return stdlib_files()
+    if isinstance(recipe.source, str) and recipe.source.startswith(PACKAGE):
+        return package_files(recipe.source.removeprefix(PACKAGE))
     if recipe.source == "openwebtext" or _is_saved(recipe.paths) or _is_hub_name(recipe.paths):
         return None
     found: list[Path] = []

@@ -8,19 +8,26 @@ from typing import Any
 
 from mst_scale.data.tokenizer import tokenizer_identity
 
-VAL_FRACTIONS = {"openwebtext": 0.0005, "stdlib": 0.02}  # nanoGPT's; a few hundred thousand tokens of 10 MB
+STDLIB, PACKAGE = "stdlib", "package:"
+VAL_FRACTIONS = {"openwebtext": 0.0005}  # nanoGPT's
+CODE_VAL_FRACTION = 0.02  # a few hundred thousand tokens of 10 MB
 OTHER_VAL_FRACTION = 0.01
+
+
+def is_code(source: str | Sequence[str]) -> bool:
+    """Whether it is the sources of Python's library or of a package."""
+    return isinstance(source, str) and (source == STDLIB or source.startswith(PACKAGE))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`source` is a word (`stdlib`, `openwebtext`), the name of a data set of the hub, or paths (locate.py). None
-    means the source's default, which is filled in here."""
+    """`source` is a word (`stdlib`, `package:NAME`, `openwebtext`), the name of a data set of the hub, or paths
+    (locate.py). None means the source's default, which is filled in here."""
 
-    source: str | Sequence[str] = "stdlib"
-    tokenizer: str | None = None  # `byte` for stdlib, else `gpt2`
+    source: str | Sequence[str] = STDLIB
+    tokenizer: str | None = None  # `byte` for stdlib and packages, else `gpt2`
     text_key: str = "text"  # the JSON key or table column that holds a document
-    val_fraction: float | None = None  # 0.0005 for openwebtext, 0.02 for stdlib, else 0.01
+    val_fraction: float | None = None  # 0.0005 for openwebtext, 0.02 for stdlib and packages, else 0.01
     max_bytes: int | None = None  # stop reading here
     seed: int = 2357  # of the train/validation split: nanoGPT's
     subset: str | None = None  # hub: the configuration, as in load_dataset(name, subset)
@@ -36,9 +43,10 @@ class Recipe:
         word = paths[0] if len(paths) == 1 else ""
         object.__setattr__(self, "source", word or tuple(paths))
         if self.tokenizer is None:
-            object.__setattr__(self, "tokenizer", "byte" if word == "stdlib" else "gpt2")
+            object.__setattr__(self, "tokenizer", "byte" if is_code(word) else "gpt2")
         if self.val_fraction is None:
-            object.__setattr__(self, "val_fraction", VAL_FRACTIONS.get(word, OTHER_VAL_FRACTION))
+            usual = CODE_VAL_FRACTION if is_code(word) else VAL_FRACTIONS.get(word, OTHER_VAL_FRACTION)
+            object.__setattr__(self, "val_fraction", usual)
         if not 1e-6 <= self.held_out < 1:
             raise ValueError(f"val_fraction must lie in [0.000001, 1), not {self.val_fraction}")
         if self.max_bytes is not None and self.max_bytes < 1:

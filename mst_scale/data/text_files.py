@@ -1,4 +1,4 @@
-"""Reads plain text files: `.txt`, and `stdlib`, the text that is on every machine.
+"""Reads plain text files: `.txt`, and the sources of Python's library and of installed packages.
 
 A file is one document, of any size: it is read in ranges of at most 1 MiB, each by the worker that tokenises it.
 """
@@ -6,6 +6,7 @@ A file is one document, of any size: it is read in ranges of at most 1 MiB, each
 from __future__ import annotations
 
 import codecs
+import importlib.util
 import math
 import sysconfig
 from collections.abc import Iterator
@@ -21,11 +22,25 @@ LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__p
 
 def stdlib_files() -> list[File]:
     """Python's own library: some hundred files, about 10 MB of code and English; no tests, no installed packages."""
-    root = Path(sysconfig.get_path("stdlib"))
+    return _sources(Path(sysconfig.get_path("stdlib")), "Python's library")
+
+
+def package_files(name: str) -> list[File]:
+    """The sources of an installed package, of which nothing is imported: the same text wherever its version is."""
+    found = importlib.util.find_spec(name) if name.isidentifier() else None
+    if found is None or not found.submodule_search_locations:
+        raise ValueError(
+            f"source 'package:{name}': no package of that name is installed here; name one that `import` knows, or "
+            "text files of your own"
+        )
+    return _sources(Path(next(iter(found.submodule_search_locations))), f"package {name}")
+
+
+def _sources(root: Path, whose: str) -> list[File]:
     paths = (path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))
     files = list_files(path for path in paths if path.is_file())
     if len(files) < 2:
-        raise ValueError(f"no sources of Python's library under {root}; name text files of your own as the source")
+        raise ValueError(f"no sources of {whose} under {root}; name text files of your own as the source")
     return files
 
 

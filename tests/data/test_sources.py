@@ -110,6 +110,18 @@ def test_stdlib_is_divided_between_files():
     assert any('"""Random variable generators.' in text or "import sys" in text for text in got["train"])
 
 
+def test_a_package_is_its_sources_and_its_tests_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "made_up"
+    (package / "tests").mkdir(parents=True)
+    for name in ("__init__", "a", "b", "tests/c"):
+        (package / f"{name}.py").write_text(f"raise SystemExit  # {name} is read, not imported\n" * 20)
+    monkeypatch.syspath_prepend(tmp_path)
+    got = read("package:made_up")
+    texts = "".join(got["train"] + got["val"])
+    assert all(f"# {name} is read" in texts for name in ("__init__", "a", "b")) and "tests/c" not in texts
+    assert len(got["val"]) == 1  # a whole file
+
+
 # JSON lines ---------------------------------------------------------------------------------------------------------
 
 
@@ -295,6 +307,10 @@ def _parquet(column: str, values: list[object]):
         (lambda folder: folder / "*.jsonl", "no such file"),
         (lambda folder: folder, r"no file of a known kind in it \(.txt, .jsonl"),
         (lambda folder: [folder / "no.txt", "stdlib"], "no such file"),
+        (lambda folder: "package:no_such_package", "no package of that name is installed here"),
+        (lambda folder: "package:", "no package of that name is installed here"),
+        (lambda folder: "package:../up", "no package of that name is installed here"),
+        (lambda folder: "package:this", "no package of that name is installed here"),  # a module of one file
         (_mixed, "mixes kinds of files"),
         (_file("a.bin", b"x"), "not a kind of file that can be read"),
         (_file("a.txt", b""), "all its files are empty"),
