@@ -200,35 +200,35 @@ def worth_of_each(methods: Sequence[Method], accounting: str) -> Plot | None:
 
 
 def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
-    """The frontier through dense runs as a line, every method as a point with its interval over seeds; where there are
-    many, names and numbers stand beside the points."""
+    """The frontier through dense runs as a line, these as small circles, every other method as a point with its
+    interval over seeds; where there are many, names and numbers stand beside the points."""
     means = [(method, mean(method.points[accounting].values())) for method in methods]
-    kinds = list(dict.fromkeys(method.kind for method in methods))
+    kinds = list(dict.fromkeys(method.kind for method in methods if not method.dense))
     crowded = len(kinds) > CROWD
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
         unit, name = flops_unit(max(point.flops for _, point in means))
-        handles: list[Any] = []
-        best = frontier(point for method, point in means if method.dense)
-        if best:
-            look: dict[str, Any] = {"color": theme.axis, "linewidth": 1.4}
-            axes.plot([p.flops / unit for p in best], [p.loss for p in best], **look)
-            handles.append(Line2D([], [], label="dense frontier", **look))
+        dense = [(method, Point(p.flops / unit, p.loss)) for method, p in means if method.dense]
+        others = [(method, Point(p.flops / unit, p.loss)) for method, p in means if not method.dense]
+        handles = _draw_dense(axes, dense, theme)
         for i, kind in enumerate(kinds):
-            colour, marker = theme.series[i % len(theme.series)], marker_of(i, len(theme.series))
-            for method, point in means:
+            look: dict[str, Any] = {
+                "color": theme.series[i % len(theme.series)],
+                "marker": marker_of(i, len(theme.series)),
+            }
+            for method, point in others:
                 if method.kind != kind:
                     continue
                 reach = interval(method.losses)
                 if reach is not None and not crowded:
-                    axes.plot([point.flops / unit] * 2, reach, color=colour, linewidth=1.2)
-                axes.plot([point.flops / unit], [point.loss], marker, color=colour, markersize=6)
-            handles.append(Line2D([], [], label=kind, color=colour, marker=marker, linestyle="none"))
-        flops = [point.flops / unit for _, point in means]
-        losses = [point.loss for _, point in means]
+                    axes.plot([point.flops] * 2, reach, color=look["color"], linewidth=1.2)
+                axes.plot([point.flops], [point.loss], markersize=6, **look)
+            handles.append(Line2D([], [], label=kind, linestyle="none", **look))
+        flops, losses = [p.flops for _, p in dense + others], [p.loss for _, p in dense + others]
         axes.set_xscale("log")
         axes.set_yscale("log")
+        axes.margins(0.08)
         ratio_axis(axes.xaxis, min(flops), max(flops))
         axes.yaxis.set_major_formatter("{x:.3g}")
         axes.yaxis.set_minor_formatter(NullFormatter() if max(losses) > 3 * min(losses) else "{x:.3g}")
@@ -236,16 +236,36 @@ def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
         axes.set_ylabel("validation loss (nats a token)")
         axes.set_title("Loss over FLOPs")
         if crowded:
-            _name_beside(axes, [(method, Point(p.flops / unit, p.loss)) for method, p in means], theme)
-        else:
-            legend(figure, handles, columns=4)
+            _name_beside(axes, others, theme)
+            handles = handles[:2]
+        legend(figure, handles, columns=4)
 
-    bars = "bold ones are dense, numbers are the loss ± half of its" if crowded else "bars are"
     caption = (
-        f"The line is the lower convex hull of the dense runs; {bars} 95 % intervals over seeds (Student's "
+        "The line is the lower convex hull of the dense runs, the circles; "
+        f"{'numbers are the loss ± half of its' if crowded else 'bars are'} 95 % intervals over seeds (Student's "
         "t). A point below the line pays: as far as it lies to the left of it, so many times are its FLOPs worth."
     )
-    return Plot(f"frontier-{accounting}", caption, draw, 1.1 + 0.17 * len(methods) if crowded else 4.4)
+    return Plot(f"frontier-{accounting}", caption, draw, max(4.4, 1.1 + 0.2 * len(kinds)) if crowded else 4.4)
+
+
+def _draw_dense(axes: Axes, dense: Sequence[tuple[Method, Point]], theme: Theme) -> list[Any]:
+    """Their points, and the line through the best of them, whose names stand at its corners; what a legend says."""
+    best = frontier(point for _, point in dense)
+    look: dict[str, Any] = {"color": theme.axis, "linewidth": 1.4}
+    dots: dict[str, Any] = {"color": theme.axis, "marker": "o", "linestyle": "none", "markersize": 4,
+                            "markerfacecolor": theme.paper}  # fmt: skip
+    axes.plot([p.flops for p in best], [p.loss for p in best], **look)
+    axes.plot([p.flops for _, p in dense], [p.loss for _, p in dense], **dots)
+    named = _short([method for method, _ in dense])
+    for method, point in dense:
+        if point in best:
+            last = point == best[-1]  # to its right is the edge; below the line are methods
+            axes.annotate(
+                named[method.name], (point.flops, point.loss), (-5, -4) if last else (5, 2),
+                textcoords="offset points", ha="right" if last else "left", va="top" if last else "bottom",
+                fontsize=7, color=theme.axis,
+            )  # fmt: skip
+    return [Line2D([], [], label="dense frontier", **look), Line2D([], [], label="dense runs", **dots)]
 
 
 def _short(methods: Sequence[Method]) -> dict[str, str]:
@@ -264,7 +284,7 @@ def _name_beside(axes: Axes, means: Sequence[tuple[Method, Point]], theme: Theme
         axes.annotate(
             f"{named[method.name]}  {point.loss:.3f}{spread}",
             (point.flops, point.loss), (1.06, (i + 0.5) / len(ordered)), textcoords="axes fraction",
-            va="center", fontsize=8, color=theme.ink, weight="bold" if method.dense else "normal",
+            va="center", fontsize=8, color=theme.ink,
             arrowprops={"arrowstyle": "-", "color": theme.axis, "linewidth": 0.4, "shrinkA": 1, "shrinkB": 3,
                         "relpos": (0, 0.5)},
         )  # fmt: skip

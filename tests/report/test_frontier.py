@@ -97,16 +97,24 @@ def test_many_methods_are_named_beside_their_points(tmp_path):
     figure = render(frontier.loss_over_flops(methods, "paper"), LIGHT)
     (axes,) = figure.axes
     figure.draw_without_rendering()
-    boxes = [Text.get_window_extent(text) for text in axes.texts]  # without its line
-    assert [text.get_text() for text in axes.texts][:2] == ["m0  2.200 ± 0.248", "m1  2.210 ± 0.248"]
-    assert all(below.y1 <= above.y0 for below, above in pairwise(boxes)) and len(boxes) == 24
+    corner, *beside = axes.texts
+    boxes = [Text.get_window_extent(text) for text in beside]  # without its line
+    assert [text.get_text() for text in beside][:2] == ["m1  2.210 ± 0.248", "m2  2.220 ± 0.248"]
+    assert corner.get_text() == "m0"  # a dense run that the frontier goes through has its name there
+    assert all(below.y1 <= above.y0 for below, above in pairwise(boxes)) and len(boxes) == 23
     assert all(box.x0 > axes.bbox.x1 and box.x1 < figure.bbox.x1 for box in boxes)
-    assert not figure.legends and len(axes.lines) == 1 + 24
+    assert legend_of(figure) == ["dense frontier", "dense runs"] and len(axes.lines) == 2 + 23
 
     few = render(frontier.loss_over_flops(methods[:5], "paper"), LIGHT)
-    assert len(few.legends) == 1 and not few.axes[0].texts and len(few.axes[0].lines) == 1 + 2 * 5
-    other = [replace(methods[0], name="m0, large"), *methods[1:]]
-    assert render(frontier.loss_over_flops(other, "paper"), LIGHT).axes[0].texts[0].get_text().startswith("m0, large")
+    assert legend_of(few) == ["dense frontier", "dense runs", "m1", "m2", "m3", "m4"]
+    assert len(few.axes[0].texts) == 1 and len(few.axes[0].lines) == 2 + 2 * 4
+    other = [*methods[:1], replace(methods[1], name="m1, large"), *methods[2:]]
+    assert render(frontier.loss_over_flops(other, "paper"), LIGHT).axes[0].texts[1].get_text().startswith("m1, large")
+
+
+def legend_of(figure):
+    (legend,) = figure.legends
+    return [text.get_text() for text in legend.get_texts()]
 
 
 def ending(folder, power, worth=1.0):
