@@ -6,7 +6,7 @@ NAME is a plan in benchmarks/studies: variants, seeds, sizes and lengths, and wh
 before its runs. Each run is a `python -m mst_scale.pretrain` of its own, cheap ones first. What they reached goes to
 benchmarks/studies/NAME.runs.jsonl as they end, and NAME.md is written from that at the end.
 
-    loss        mean over seeds of the loss on fixed validation sequences after the last step, at the rate of the grid
+    loss        mean over seeds of the loss on validation sequences after the last step, at the rate of the grid
                 that was best for the first seed; the interval is Student's t at 95 %
     FLOPs       of the whole run, trunk and decay, in the paper's accounting and in the causal one
     worth       FLOPs that dense training needs for that loss, divided by those spent: once against the same model

@@ -161,7 +161,8 @@ class TrainingConfig:
     sparse_decay: float = 1.0  # their weight decay below density 1, as a multiple of that of others
     log_every: int = 10
     eval_every: int = 1_000  # 0: only at the end
-    eval_sequences: int = 256
+    eval_sequences: int = 256  # rounded up to whole micro-batches
+    eval_seed: int | None = None  # which ones; None: training.seed, so that runs of other seeds read other ones
     eval_tasks: str | None = None  # "lambada,wikitext2" or "all": evaluated with the validation loss (mst eval --help)
     eval_data: str | None = None  # a folder with the tasks' files; None: from the hub
     init: str | None = None  # start from GPT-2's weights: a folder of transformers or a name on the hub
@@ -175,8 +176,9 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"training.steps must be at least 1, not {self.steps}")
-        if self.seed < 0:
-            raise ValueError(f"training.seed must be at least 0, not {self.seed}")
+        for name in ("seed", "eval_seed"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"training.{name} must be at least 0, not {getattr(self, name)}")
         for name in ("log_every", "keep_checkpoints", "stop_after_nonfinite", "eval_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name} must be at least 1, not {getattr(self, name)}")
@@ -210,6 +212,12 @@ class Experiment:
     training: TrainingConfig
     mst: MSTConfig
     deepspeed: dict[str, Any]
+
+    @property
+    def eval_seed(self) -> int:
+        """Of the draw of the validation sequences."""
+        own = self.training.eval_seed
+        return self.training.seed if own is None else own
 
     @property
     def treats_masked_apart(self) -> bool:

@@ -335,7 +335,7 @@ class _Pruned:
 def _prune(source: Source, plan: _Plan) -> _Pruned:
     """Prune the model in memory, with its loss on the run's validation corpus before and after."""
     experiment, request = source.experiment, plan.request
-    sampler = open_sampler(_corpus(experiment), "val", experiment.model, experiment.training.seed)
+    sampler = open_sampler(_corpus(experiment), "val", experiment.model, experiment.eval_seed)
     seen = [] if plan.calibration is None else batches(plan.calibration, request.sequences)
     model = source.model()
     before = validation_loss(model, sampler, experiment)

@@ -106,10 +106,10 @@ def prepare(
     begins("corpus", f" {fitted.data.dir or fitted.data.source or ''}")
     folder = ranks.on_first(lambda: corpus(fitted.data))
 
-    def opened(split: str) -> Sampler:
-        return open_sampler(folder, split, fitted.model, fitted.training.seed, check_ids=ranks.first)
+    def opened(split: str, seed: int) -> Sampler:
+        return open_sampler(folder, split, fitted.model, seed, check_ids=ranks.first)
 
-    train, val = ranks.together(lambda: (opened("train"), opened("val")))
+    train, val = ranks.together(lambda: (opened("train", fitted.training.seed), opened("val", fitted.eval_seed)))
     if fitted.training.eval_tasks is not None:
         begins("evaluation tasks")
     evaluated = tasks(fitted, out, micro, ranks)

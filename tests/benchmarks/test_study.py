@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from mst_scale.benchmarks.studies import against, corpus, facts, law, line, outcome, page
+from mst_scale.benchmarks.studies import against, corpus, facts, law, line, outcome, overview, page
 from mst_scale.benchmarks.studies.plan import FOLDER, Cell, digest_of, job, read_plan
 
 from mst_scale.benchmarks import study
@@ -255,6 +255,17 @@ def test_the_same_model_is_one_of_its_shape(folder):
     models = {one.cell.variant: one.method.model for one in outcome.outcomes(plan, rows, "c")}
     assert models["mst"] == models["dense"] == models["dense-slow"] == models["dense-short"]
     assert len({models[name] for name in ("mst", "dense-small", "dense-large")}) == 3
+
+
+def test_the_overview_is_of_the_runs_that_are_kept(tmp_path):
+    """The committed page is what its runs come to, and its numbers are those of the studies' pages."""
+    for path in FOLDER.glob("*.jsonl"):
+        shutil.copy(path, tmp_path)
+    assert overview.written(tmp_path).read_text() == (FOLDER / "overview.md").read_text()
+    found = overview.settings(tmp_path)
+    (of_main,) = [one for one in found if one.study == "main"]
+    assert f"{of_main.worth['paper', 'all sizes']}" in (FOLDER / "main.md").read_text()
+    assert all(one.worth.keys() == found[0].worth.keys() for one in found) and len(found[0].worth) == 4
 
 
 def test_the_time_left_follows_what_runs_took(folder):

@@ -1,0 +1,166 @@
+"""Writes what `mst-best` is worth over all studies by the size of the model and the length of the run (overview.md).
+
+    python -m mst_scale.benchmarks.studies.overview
+
+It reads what the studies' runs have reached and runs nothing. A setting is a cell of a study, measured against that
+study's dense runs, as on its page.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from mst_scale.costs.frontier import AT_LEAST, AT_MOST, Multiplier
+from mst_scale.distributed.parser import Parser
+from mst_scale.report.frontier import ACCOUNTINGS, marker_of, worth
+from mst_scale.report.style import Plot, Theme, legend, ratio_axis
+
+from ..page import grid, picture
+from . import facts, law
+from .outcome import outcomes
+from .plan import FOLDER, job, read_plan
+
+BEST = {
+    "main": ["mst-best"],
+    "longer": ["mst-best", "mst-best-short", "mst-best-large"],
+    "larger": ["mst-best", "mst-best-middle", "mst-best-small"],
+    "confirm": ["mst-best"],
+    "largest": ["mst-best"],
+}
+"""By study: the variants that are `mst-best`, of whatever width and length."""
+AGAINST = {"same model": True, "all sizes": False}
+WORTHS = (0.7, 1.0, 1.5, 2.0)
+BOUNDS = {"": "", AT_LEAST: ", at least", AT_MOST: ", at most"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model trained for a length with `mst-best`, and what its FLOPs were worth by accounting and rivals."""
+
+    study: str
+    weights: int
+    tokens: float
+    flops: float
+    worth: dict[tuple[str, str], Multiplier]
+
+    @property
+    def tokens_per_weight(self) -> float:
+        return self.tokens / self.weights
+
+    @property
+    def size(self) -> str:
+        return f"{self.weights / 1e6:.2g} M"
+
+
+def settings(results: Path) -> list[Setting]:
+    """In the order of model and length; those that no run of has finished are left out."""
+    rows = facts.known(results)
+    found = []
+    for name, variants in BEST.items():
+        plan = read_plan(name)
+        data = plan.config["data"]["dir"]
+        cells = outcomes(plan, rows, data)
+        methods = [one.method for one in cells]
+        for one in cells:
+            if one.cell.variant not in variants or not one.runs:
+                continue
+            experiment = job(plan, one.cell, one.rate, plan.seeds_of(one.cell)[0], data).experiment
+            read = {
+                (accounting, rivals): worth(one.method, methods, accounting, same)
+                for accounting in ACCOUNTINGS
+                for rivals, same in AGAINST.items()
+            }
+            its = {key: value for key, value in read.items() if value is not None}
+            found.append(Setting(name, experiment.model.weights, law.tokens(experiment), one.flops, its))
+    return sorted(found, key=lambda one: (one.weights, one.tokens))
+
+
+def written(results: Path) -> Path:
+    """overview.md, and its figure in light and dark."""
+    found = settings(results)
+    head = ["parameters", "tokens a parameter", "FLOPs", "study"]
+    columns = [(accounting, rivals) for accounting in ACCOUNTINGS for rivals in AGAINST]
+    head += [f"{rivals}{'' if accounting == 'paper' else ', causal'}" for accounting, rivals in columns]
+    lines = [
+        [one.size, f"{one.tokens_per_weight:.0f}", f"{one.flops:.2g}", f"[`{one.study}`]({one.study}.md)"]
+        + [str(one.worth.get(key, "–")) for key in columns]
+        for one in found
+    ]
+    plot = drawn(found)
+    path = results / "overview.md"
+    path.write_text(
+        "# What mst-best is worth, by size and length\n\n"
+        "`python -m mst_scale.benchmarks.studies.overview`, which reads the studies' runs and makes none.\n\n"
+        f"{picture(plot, results / plot.key, 'Worth of mst-best over the FLOPs of a run, by size of the model')}\n\n"
+        f"{plot.caption}\n\n{grid(head, lines)}\n"
+    )
+    return path
+
+
+def drawn(found: Sequence[Setting]) -> Plot:
+    """Two panels over one axis of FLOPs; a colour a size, beside each point its tokens a parameter."""
+    sizes = list(dict.fromkeys(one.size for one in found))
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        colours = len(theme.series)
+        looks: dict[str, dict[str, Any]] = {
+            size: {"color": theme.series[i % colours], "marker": marker_of(i, colours), "linestyle": "none"}
+            for i, size in enumerate(sizes)
+        }
+        panels = figure.subplots(1, len(AGAINST), sharey=True)
+        for axes, rivals in zip(panels, AGAINST, strict=True):
+            _panel(axes, found, rivals, looks, theme)
+        panels[0].set_ylabel("worth, paper accounting")
+        legend(figure, [Line2D([], [], label=size, **look) for size, look in looks.items()], columns=len(sizes))
+
+    caption = (
+        "Worth: the FLOPs that dense training needs for the loss of `mst-best`, divided by those that it spent, "
+        "against the same model trained for a shorter time and against the best of dense models of several sizes. "
+        "Above the line it pays. Numbers are tokens a parameter bars 95 % intervals over seeds."
+    )
+    return Plot("overview", caption, draw, 3.9)
+
+
+def _panel(axes: Axes, found: Sequence[Setting], rivals: str, looks: dict[str, dict[str, Any]], theme: Theme) -> None:
+    axes.axhline(1.0, color=theme.axis, linewidth=1.4)
+    for one in found:
+        read = one.worth.get(("paper", rivals))
+        if read is None:
+            continue
+        x, look = one.flops / 1e12, looks[one.size]
+        if read.low is not None and read.high is not None:
+            axes.plot([x, x], [read.low, read.high], color=look["color"], linewidth=1.2)
+        axes.plot([x], [read.value], markersize=6, **look)
+        axes.annotate(
+            f"{one.tokens_per_weight:.0f}{BOUNDS[read.bound]}", (x, read.value), (5, 3),
+            textcoords="offset points", fontsize=7, color=theme.axis,
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.margins(x=0.08)
+    spent = [one.flops / 1e12 for one in found]
+    ratio_axis(axes.xaxis, min(spent), max(spent))
+    axes.set_yticks(WORTHS, [f"{value:g}" for value in WORTHS])
+    axes.set_yticks([], minor=True)
+    axes.set_ylim(0.6, 2.6)
+    axes.set_xlabel("training FLOPs (TFLOP)")
+    axes.set_title(f"Against {'the same model' if AGAINST[rivals] else 'all sizes'}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    told = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    told.add_argument("--results", type=Path, default=FOLDER, metavar="DIR", help="where results are kept")
+    print(written(told.parse_args(arguments).results))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
