@@ -35,6 +35,7 @@ LARGEST: dict[str, int] = {
     "training.log_every": SEED,
     "training.eval_every": SEED,
     "training.eval_sequences": 10 * MILLION,
+    "training.eval_seed": SEED,
     "training.rival.eval_sequences": 10 * MILLION,
     "training.save_every": SEED,
     "training.keep_checkpoints": MILLION,

@@ -185,6 +185,7 @@ def test_model_presets_fill_in_under_the_users_keys():
         ({"training": {"steps": 10**10}}, "training.steps must be at most 10,000,000"),
         ({"training": {"seed": 2**70}}, "training.seed must be a number below 2"),
         ({"training": {"seed": -1}}, "training.seed must be at least 0, not -1"),
+        ({"training": {"eval_seed": -1}}, "training.eval_seed must be at least 0, not -1"),
         ({"mst": {"seed": 2**64}}, "mst.seed must be a number below 2"),
         ({"mst": {"seed": -3}}, "mst.seed must be at least 0, not -3"),
         ({"data": {"seed": -3}}, "data.seed must be at least 0, not -3"),
@@ -341,3 +342,9 @@ def test_a_warm_up_as_a_share_follows_the_length_of_the_run():
     for steps in (1, 10, 140_000):
         training = load({**MINIMAL, "training": {"steps": steps}}).training
         assert in_steps(training.warmup, steps) == max(1, steps // 70)
+
+
+def test_validation_sequences_may_be_the_same_whatever_the_seed():
+    own, same = ({"training": {"seed": seed}} for seed in (1, 2)), {"eval_seed": 0}
+    assert [load(raw).eval_seed for raw in own] == [1, 2]
+    assert [load({"training": {"seed": seed, **same}}).eval_seed for seed in (1, 2)] == [0, 0]
