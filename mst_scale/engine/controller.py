@@ -148,6 +148,10 @@ class Controller:
     def before_step(self) -> None:
         if self.functions is not None:
             self.functions.check_pulls()
+            self.functions.see_gradients()
+
+    def before_update(self) -> None:
+        if self.functions is not None:
             self.functions.seed_moments()
 
     def holds_update(self) -> bool:

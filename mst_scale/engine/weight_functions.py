@@ -104,6 +104,7 @@ class WeightFunctions:
         self.layers = {name: Of(function, math.prod(shape), 1.0, self._share) for name, shape in self.shapes.items()}
         self.products: dict[str, Product] = {}
         self.reseed = False
+        self.first_squares: dict[int, torch.Tensor] = {}  # by layer, while the first step after `end` is under way
 
     def install(self, products: dict[str, Product]) -> None:
         """Let these products call the functions; every target has one."""
@@ -174,20 +175,24 @@ class WeightFunctions:
                     state.zero_()
             self.reseed = True
 
-    def seed_moments(self) -> None:
-        """Moments of other values are gone: let Adam's second begin with the first gradient, its size or the layer's
-        usual one."""
-        if not self.reseed:
-            return
-        self.reseed = False
-        for i, shape in enumerate(self.shapes.values()):
+    def see_gradients(self) -> None:
+        """Moments of other values are gone: keep the squares that Adam's second will begin with, of the first gradient
+        or of the layer's usual one, whichever is larger."""
+        self.first_squares = {}
+        for i, shape in enumerate(self.shapes.values()) if self.reseed else ():
             gradient, v = self.shards.gradient(i), self.shards.states(i).get("exp_avg_sq")
             if v is None:
                 continue
             g = torch.zeros_like(v) if gradient is None else gradient.detach().float()
             g = g / zero_shards.loss_scale(self.engine)
             mean = float(self.zero.sum(g.double().square().sum())) / math.prod(shape)
-            v.copy_(g.square().clamp(min=mean))
+            self.first_squares[i] = g.square().clamp(min=mean)
+
+    def seed_moments(self) -> None:
+        """No overflow has come of those gradients, and what clipping makes of them is known."""
+        for i, square in self.first_squares.items():
+            self.shards.states(i)["exp_avg_sq"].copy_(square * zero_shards.clip_factor(self.engine) ** 2)
+        self.first_squares, self.reseed = {}, False
 
     def _replace(self, new: Any) -> bool:
         """Put `new(layer, matrix)` in the place of every matrix; whether any has changed."""

@@ -31,6 +31,9 @@ class Follower(Protocol):
     def before_step(self) -> None:
         """Gradients are reduced and not yet clipped."""
 
+    def before_update(self) -> None:
+        """The optimizer is about to update master weights: there was no overflow, and the gradient's norm is known."""
+
     def holds_update(self) -> bool:
         """Whether this step leaves weights and moments as they are."""
 
@@ -124,6 +127,14 @@ HOOKS = (
         "0.19",
         lambda _, follower: follower.follows_steps,
         lambda engine, follower: step.around_model_step(engine, follower.before_step, follower.after_step),
+    ),
+    Hook(
+        "before update",
+        "the optimizer's step hooks",
+        "it is called when the gradient's norm is known and before states are read, not after an overflow",
+        "0.19",
+        lambda _, follower: follower.follows_steps,
+        lambda engine, follower: step.before_master_update(engine, follower.before_update),
     ),
     Hook(
         "held update",

@@ -75,6 +75,15 @@ def watch_losses(engine: Any, see: Callable[[torch.Tensor, bool], None]) -> None
     engine.backward = backward
 
 
+def before_master_update(engine: Any, hook: Callable[[], None]) -> None:
+    """Call `hook` before each update of master weights (see after_master_update); the norm is known by then."""
+
+    def pre(optimizer: Any, args: Any, kwargs: Any) -> None:
+        hook()
+
+    base_optimizer(engine).register_step_pre_hook(pre)
+
+
 def after_master_update(engine: Any, hook: Callable[[set[int]], None]) -> None:
     """Call `hook` after each update of master weights, before the low-precision copy and gather.
 

@@ -189,6 +189,44 @@ def test_the_loss_does_not_notice_that_weights_become_dense(name, stage):
         assert set(densities.values()) == {1.0}
 
 
+def first_update(rank: int, world: int, stage: int, clip: float):
+    """By how much the first dense step moves weights, in learning rates; clipping cuts its gradient `clip` short."""
+    raw = config("monarch", stage, world) | {"gradient_clipping": clip}
+    engine, *_ = mst_scale.initialize(model=model(), config=raw)
+    advance(engine, rank, world, 0, TURN)
+    before = weights(engine)
+    advance(engine, rank, world, TURN, TURN + 1)
+    moved = [(new - old).abs().mean() for new, old in zip(weights(engine), before, strict=True) if old.numel()]
+    return float(torch.stack(moved).mean()) / 1e-2
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_first_dense_update_is_as_large_whatever_clipping_makes_of_gradients(stage):
+    """Adam divides by the size of what it sees, and so what it begins with has to be clipped too."""
+    free, clipped = (pool.run(first_update, 2, stage, clip)[0] for clip in (1e3, 1e-3))
+    assert clipped == pytest.approx(free, rel=0.1)  # weights of the steps before are not quite the same
+
+
+def overflow_at_the_turn(rank: int, world: int, stage: int):
+    """The first dense gradient is not finite; what Adam has two steps later."""
+    allow_fp16()
+    engine, *_ = mst_scale.initialize(model=model(), config=config("monarch", stage, world, "fp16"))
+    advance(engine, rank, world, 0, TURN)
+    loss = engine(*batch(TURN, rank, world))
+    engine.backward(loss * float("inf"))
+    engine.step()
+    skipped = engine.mst.functions.reseed
+    advance(engine, rank, world, TURN + 1, TURN + 3)
+    functions = engine.mst.functions
+    moments = [functions.shards.states(i)["exp_avg_sq"] for i in range(len(functions.shapes))]
+    return skipped, functions.reseed, all(bool(v.isfinite().all()) and float(v.min()) > 0 for v in moments if v.numel())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_overflow_at_the_first_dense_step_leaves_moments_for_the_next(stage):
+    assert set(pool.run(overflow_at_the_turn, 2, stage)) == {(True, False, True)}
+
+
 def resumed(rank: int, world: int, how: tuple[str, int], folder: str, stop: int):
     name, stage = how
     raw = config(name, stage, world)
