@@ -41,6 +41,7 @@ from mst_scale.mixed_growing.blocks import granularity_of
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.gradient_size import living_mean_squares
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
 from mst_scale.sparse_linear import Product, SparseLayers
 from mst_scale.sparsity_variation import Point
@@ -273,7 +274,6 @@ class SparseController(Controller):
     def _evolve(self, under_way: TopologyStep, here: list[int]) -> list[Change]:
         """Prune and grow these parameters to the target of the step that is being taken."""
         masks = list(self.masks)
-        lived = {i: masks[i].active for i in here}
         states = {i: self.shards.states(i) for i in here}
         layers = [
             Layer(
@@ -284,7 +284,11 @@ class SparseController(Controller):
             for i in here
         ]
         found: dict[int, Change] = {}
+        usual: dict[int, float | None] = {}  # g² that a grown weight starts with
         for exchange, together in self.exchange.grouped(here):
+            if self.topology.grown_moments == "living":
+                living = [(masks[i], under_way.gradients[i]) for i in together]
+                usual |= zip(together, living_mean_squares(living, exchange), strict=True)
             changes = self.elements.evolve(
                 [layers[here.index(i)] for i in together],
                 policy=self.policy,
@@ -293,6 +297,7 @@ class SparseController(Controller):
                 step=under_way.step,
                 exchange=exchange,
                 regrow=self.topology.regrow,
+                gradient_size=self.topology.grown_moments == "seeded",
             )
             found |= zip(together, changes, strict=True)
         for i in here:
@@ -301,7 +306,8 @@ class SparseController(Controller):
             if self.masks_states:
                 masks[i].retain_(*states[i].values())
                 if self.topology.grown_moments != "zero" and "exp_avg_sq" in states[i]:
-                    self._seed_moments(i, change, under_way.gradients[i], lived[i])
+                    size = usual.get(i, change.gradient_mean_square)
+                    self._seed_moments(i, change, under_way.gradients[i], size)
                 if self.topology.fresh_momentum and masks[i].dense and "exp_avg" in states[i]:
                     states[i]["exp_avg"].zero_()
             self.units.wake(change.name)
@@ -318,18 +324,17 @@ class SparseController(Controller):
         slope = self.functions.slope(name, weight)
         return self.functions.weight(name, weight), gradient, None if momentum is None else momentum / slope
 
-    def _seed_moments(self, i: int, change: Change, gradient: torch.Tensor, lived: int) -> None:
-        """What wakes starts like what grows. `lived`: active weights of the layer before, on all ranks."""
-        if change.gradient_mean_square is None:
+    def _seed_moments(self, i: int, change: Change, gradient: torch.Tensor, usual: float | None) -> None:
+        """What wakes starts like what grows. `usual`: the layer's g²."""
+        if usual is None or not change.by_score + change.by_random:
             return
-        mean_square = change.gradient_mean_square
-        if self.topology.grown_moments == "living":
-            mean_square *= self.masks[change.name].numel / max(1, lived)
         grown = change.grown_indices()
         if (woken := self.units.starting(change.name)).numel():
             grown = torch.cat([grown, woken]).unique()
         if grown.numel():
-            size = gradient[grown].square_().clamp_(min=mean_square)
+            size = torch.full_like(gradient[grown], usual)
+            if self.topology.grown_moments == "seeded":
+                size = torch.maximum(size, gradient[grown].square())
             if self.functions is not None:
                 size *= self.functions.slope(change.name, self.shards.weight(i)[grown]).square()
             clip_factor = zero_shards.clip_factor(self.engine)

@@ -1,4 +1,4 @@
-"""The mean of g² over all weights of a layer, the same bits for any cut over ranks.
+"""The mean of g² over the weights of a layer, all or the living, the same bits for any cut over ranks.
 
     mean = 4^(-e) · Σ trunc((2^e · g)²) / n,     e such that the largest (2^e · g)² lies in [2^28, 2^30)
 
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
-from mst_scale.mixed_growing.scores import INFINITY_KEY
+from mst_scale.mixed_growing.masks import LayerMask
+from mst_scale.mixed_growing.scores import INFINITY_KEY, Scores, peak_keys
 
 
 def mean_squares(
@@ -32,6 +33,17 @@ def mean_squares(
         exact = math.inf if peak == INFINITY_KEY else float(Fraction(total, max(numel, 1)) / Fraction(4) ** e)
         means.append(exact)
     return means
+
+
+def living_mean_squares(layers: Sequence[tuple[LayerMask, Tensor]], exchange: Exchange) -> list[float]:
+    """The same over the weights that a layer's mask keeps, whatever the gradient says of others."""
+    kept = []
+    for mask, gradient in layers:
+        own = gradient.clone()
+        mask.retain_(own)
+        kept.append(own)
+    peaks = peak_keys([Scores(mask.name, (g,)) for (mask, _), g in zip(layers, kept, strict=True)], exchange)
+    return mean_squares(kept, [mask.active for mask, _ in layers], peaks, exchange)
 
 
 def _exponent(peak: int) -> int:

@@ -157,8 +157,8 @@ def seeds(rank, world, stage):
     controller, found = engine.mst, {}
     seed = controller._seed_moments
 
-    def spied(i, change, gradient, lived):
-        seed(i, change, gradient, lived)
+    def spied(i, change, gradient, mean_square):
+        seed(i, change, gradient, mean_square)
         grown = change.grown_indices()
         usual = gradient[grown].square().clamp(min=change.gradient_mean_square)
         found[change.name] = (controller.shards.states(i)["exp_avg_sq"][grown] / usual).tolist()
@@ -176,11 +176,11 @@ def test_a_second_moment_starts_with_the_decay_of_its_own_parameter_group(stage)
     assert updates == 2
 
 
-def living_means(rank, world, stage, granularity):
+def living_means(rank, world, stage, granularity, at_random):
     """By layer of this rank's: the mean square that grown weights begin with (a set of one or none), this rank's sum of
     squares over weights that lived before, and how many all ranks have of these. And whether layers made gradients of
     masked weights."""
-    topology = {"grown_moments": "living", "random_ratio": 1.0, "interval": 2, "update_schedule": "constant"}
+    topology = {"grown_moments": "living", "random_ratio": at_random, "interval": 2, "update_schedule": "constant"}
     config = mst_config(stage, world, topology={**topology, "granularity": granularity})
     config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.6}
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
@@ -189,13 +189,13 @@ def living_means(rank, world, stage, granularity):
     controller.layers.dense_gradients = lambda wanted: (asked.append(wanted), ask(wanted))
     before = {mask.name: (mask.flags(), mask.active) for mask in controller.masks}
 
-    def spied(i, change, gradient, lived_of_all):
+    def spied(i, change, gradient, mean_square):
         sizes = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(second_moments, "seed", lambda *_, size, **__: sizes.append(size))
-            seed(i, change, gradient, lived_of_all)
+            seed(i, change, gradient, mean_square)
         lived, active = before[change.name]
-        assert not gradient[~lived].any(), "of the living alone"
+        assert bool(gradient[~lived].any()) == (at_random < 1 and bool((~lived).any())), "growth alone reads the others"
         mean_squares = {float(value) for size in sizes for value in size}
         assert len(mean_squares) <= 1
         found[change.name] = (mean_squares, float(gradient[lived].double().square().sum()), active)
@@ -207,13 +207,15 @@ def living_means(rank, world, stage, granularity):
 
 
 @pytest.mark.parametrize(
-    ("stage", "granularity"), [*((s, "element") for s in STAGES), (1, {"block": 4, "min_blocks": 0})], ids=str
+    ("stage", "granularity", "at_random"),
+    [*((s, "element", 1.0) for s in STAGES), (1, {"block": 4, "min_blocks": 0}, 1.0), (2, "element", 0.25)],
+    ids=str,
 )
-def test_what_grows_beside_the_living_begins_with_the_mean_of_their_gradients(stage, granularity):
-    """And no step makes gradients of masked weights."""
-    ranks = pool.run(living_means, 2, stage, granularity)
+def test_what_grows_beside_the_living_begins_with_the_mean_of_their_gradients(stage, granularity, at_random):
+    """And no step makes gradients of masked weights, unless growth goes by them."""
+    ranks = pool.run(living_means, 2, stage, granularity, at_random)
     names = {name for found, _ in ranks for name in found}
-    assert names and not any(any(asked) for _, asked in ranks)
+    assert names and all(any(asked) == (at_random < 1) for _, asked in ranks)
     for name in names:
         each = [found[name] for found, _ in ranks if name in found]
         (mean,) = set.union(*(means for means, _, _ in each))
