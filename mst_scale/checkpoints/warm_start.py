@@ -46,6 +46,7 @@ def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> in
         zero_shards.place_scheduler(engine, state["lr_scheduler"])
     if masked:
         engine.mst.masks_replaced()
+        engine.mst.weights_taken()
     else:
         engine.mst.begin_with_these_weights()
     what = "weights, masks and" if masked else "weights (it has no masks) and"

@@ -196,10 +196,14 @@ class Controller:
 
     def begin_with_these_weights(self) -> None:
         """Weights came without masks: take those that the schedule asks for at this step."""
+        self.weights_taken()
+        self._follow_pattern()
+
+    def weights_taken(self) -> None:
+        """Weights are in place: where layers multiply with functions, store what stands for these weights."""
         if self.functions is not None:
             self.functions.begin(self.step)
             self.functions.follow(self.step)
-        self._follow_pattern()
 
     # --- attention ---
 

@@ -16,8 +16,8 @@ from mst_scale.methods import METHODS, Method, NoOptions, WeightFunction, regist
 from mst_scale.models.gpt import GPT
 from tests.support import pool
 from tests.support.cut_sequences import BATCH, mesh_of, mine
-from tests.support.toy_engine import mst_config, watched
-from tests.support.toys import allow_fp16, deepspeed_config, toy
+from tests.support.toy_engine import mst_config, train, watched
+from tests.support.toys import allow_fp16, deepspeed_config, toy, toy_batch
 
 FUNCTIONS = [name for name, method in METHODS.items() if method.function]
 SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 32, "context": 16, "vocab_size": 64}
@@ -284,6 +284,32 @@ def test_powerpropagation_under_masks_of_a_policy(stage):
         assert faults == [] and len(history) > 5
         assert max(densities.values()) < 1 and gradients is None
         assert still == 0, "active, and exactly 0"
+
+
+def warmly_started(rank: int, world: int, stage: int, folder: str):
+    """Losses of one batch: of a run that is saved, and of one that begins with its weights and masks."""
+    raw = mst_config(stage, world, method="powerprop", steps=28)
+    raw["mst"] |= {"sparsity": {"variation": "sv", "max": 0.8}, "targets": {"lm_head": False}}
+    raw["mst"]["topology"] |= {"policy": "rigl"}
+    losses, densities = [], []
+    for begins in (False, True):
+        engine, *_ = mst_scale.initialize(model=toy(), config=copy.deepcopy(raw))
+        if begins:
+            mst_scale.warm_start(engine, f"{folder}/saved")
+        else:
+            train(engine, rank, world, 12)
+            engine.save_checkpoint(folder, tag="saved")
+        with torch.no_grad():
+            losses.append(float(engine(*toy_batch(99, 0))))
+        densities.append(engine.mst.densities())
+    return losses, densities
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_warm_start_takes_weights_and_masks_of_powerpropagation(stage, tmp_path):
+    for (saved, begun), densities in pool.run(warmly_started, 2, stage, str(tmp_path)):
+        assert begun == pytest.approx(saved, rel=1e-5)
+        assert densities[0] == densities[1] and max(densities[0].values()) < 1
 
 
 def test_under_powerpropagation_grows_what_grows_without_it():
