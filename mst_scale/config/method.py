@@ -111,7 +111,8 @@ class MSTConfig:
         return self.sparsity.schedule(total_steps, self.topology)
 
     def attention_schedule(self, total_steps: int) -> AttentionSchedule:
-        """The pattern of every step: the config's, until attention turns dense."""
+        """The pattern of every step: the config's, until attention turns dense. A run that ends before it would, ends
+        with the pattern that it was trained with."""
         attention, schedule = self.attention, self.schedule(total_steps)
         if attention.pattern == "dense":
             return AttentionSchedule()
@@ -124,6 +125,8 @@ class MSTConfig:
             dense_from = round(attention.dense_from * total_steps)
         else:
             dense_from = attention.dense_from
+        if dense_from is not None and dense_from >= total_steps:
+            dense_from = None
         of_phase = vars(attention.phase_strides)
         pieces = [
             (phase.start, Pattern(attention.pattern, of_phase[phase.name] or attention.stride))

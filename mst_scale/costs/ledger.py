@@ -121,8 +121,11 @@ def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
     chosen = topology.chosen
     schedule = experiment.schedule
     every = "momentum" in chosen.reads
-    reads = chosen.swaps and topology.reads_dense_gradients
-    due = set(schedule.topology_steps()) if reads and not every else set()
+    due = set()
+    for step in () if every else schedule.topology_steps():
+        now = schedule.at(step)
+        if topology.reads_dense_gradients(now.update_fraction, now.sparsity < schedule.at(step - 1).sparsity):
+            due.add(step)
     dense, count, extra = dense_step_flops(model), 0, Flops()
     for stretch in stretches(experiment):
         if not stretch.sparsity:

@@ -55,6 +55,8 @@ class TopologyStep:
     targets: list[int]
     """How many elements of each parameter shall be active."""
     update_fraction: float
+    reads_dense_gradients: bool
+    """Whether growth or moments read gradients of weights that are masked."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     """This rank's, in true units, by parameter; of masked weights too where growth or moments read them."""
     changes: list[Change] = field(default_factory=list)
@@ -184,7 +186,7 @@ class SparseController(Controller):
                         continue  # not masked, so that DeepSpeed's own check sees it and all ranks skip this step
                     if self.functions is not None:
                         kept.div_(self.functions.slope(mask.name, self.shards.weight(i)))
-                    if not self.topology.reads_dense_gradients:
+                    if not self.under_way.reads_dense_gradients:
                         mask.retain_(kept)  # layers that compute with their masks have not made the others
                 if self.masks_states and not mask.dense:
                     mask.retain_(gradient)
@@ -258,7 +260,15 @@ class SparseController(Controller):
 
     def _begin(self, step: int) -> TopologyStep:
         point = self.schedule.at(step)
-        return TopologyStep(step, self._counts(point.sparsity), point.update_fraction)
+        return TopologyStep(step, self._counts(point.sparsity), point.update_fraction, self._reads_dense(step))
+
+    def _reads_dense(self, step: int) -> bool:
+        """Of the topology step that so many steps end with."""
+        point = self.schedule.at(step)
+        counts = zip(self.masks, self._counts(point.sparsity), strict=True)
+        most = self.elements.side**2  # weights of an element; at the edges of a matrix it has fewer
+        denser = any(count > -(-mask.active // most) for mask, count in counts)
+        return self.topology.reads_dense_gradients(point.update_fraction, denser)
 
     def _counts(self, sparsity: float) -> list[int]:
         """Active elements of this rank's layers, out of a budget over the whole model."""
@@ -364,7 +374,7 @@ class SparseController(Controller):
 
     def _ask_for_dense_gradients(self) -> None:
         """Of every micro-batch of a topology step that reads them; snfs averages those of all steps."""
-        due = self.topology.reads_dense_gradients and self._is_due(self.step + 1)
+        due = self._is_due(self.step + 1) and self._reads_dense(self.step + 1)
         self.layers.dense_gradients(not self.masks_states or due)
 
     # --- checkpoints ---

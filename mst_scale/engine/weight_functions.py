@@ -69,7 +69,7 @@ class Pulled(torch.autograd.Function):
 
 
 class WeightFunctions:
-    """Those of one engine's layers; they hold from `begin` until the first step of a dense phase that is the last."""
+    """Those of one engine's layers; they hold from `begin` until the final dense phase begins, or to the end."""
 
     def __init__(self, engine: Any, experiment: Experiment):
         self.engine, mst = engine, experiment.mst
@@ -123,8 +123,9 @@ class WeightFunctions:
     # --- when they hold ---
 
     def hold_at(self, step: int) -> bool:
-        """Whether the step after so many computes with them."""
-        return self.always or step < self.schedule.sparse_until
+        """Whether the forward pass after so many steps computes with them: to the end where nothing dense follows."""
+        ends_sparse = self.schedule.sparse_until == self.schedule.total_steps
+        return self.always or ends_sparse or step < self.schedule.sparse_until
 
     def follow(self, step: int) -> None:
         """Let the products compute as the next step wants it."""

@@ -29,6 +29,7 @@ from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import Experiment, ModelConfig, load
 from mst_scale.data.corpus import META, read_meta
 from mst_scale.data.masking import open_sampler
+from mst_scale.data.recipe import is_code
 from mst_scale.data.sampler import Sampler
 from mst_scale.data.tokenizer import TrainedWith, chosen, is_missing, same_ids, trained_with
 from mst_scale.data.tokenizer_files import write_tokenizer
@@ -41,6 +42,7 @@ from mst_scale.hugging_face import bert_names, gpt2_names, model_card
 from mst_scale.hugging_face.bert_names import VOCABULARY
 from mst_scale.hugging_face.gpt2_names import Entry
 from mst_scale.hugging_face.safetensors_stream import DTYPES, write_model
+from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
 from mst_scale.models import build
 from mst_scale.pruning import Request, prune_model, requested
 from mst_scale.pruning.calibration import batches, open_calibration
@@ -144,6 +146,13 @@ def export(
         raise
     if tokenizer_note:
         logger.warning("%s", tokenizer_note)
+    if source.pattern.kind != "dense":
+        logger.warning(
+            "%s was trained with %s attention; transformers' model attends to everything, and loses by it: let "
+            "attention turn dense before the end (mst.attention.dense_from)",
+            source.checkpoint,
+            source.pattern,
+        )
     return done
 
 
@@ -173,9 +182,17 @@ class Source:
         """The matrices that may be sparse, by our names."""
         return choose_targets(self.skeleton(), self.experiment.mst.targets)
 
+    @property
+    def pattern(self) -> Pattern:
+        """Its attention, as this checkpoint was trained."""
+        if self.step is None or self.experiment.mst.method is None:
+            return Pattern("dense")
+        return self.experiment.attention_schedule.pattern_at(self.step)
+
     def model(self) -> torch.nn.Module:
-        """The model in memory, in float32."""
+        """The model in memory, in float32, with the attention that it was trained with."""
         model = build(self.experiment.model).eval()
+        set_pattern(model, self.pattern, "auto")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(self.weights.read(name))
@@ -225,7 +242,7 @@ def tokenizer_of(experiment: Experiment) -> TrainedWith | None:
         return chosen(moved, before, str(folder))
     if data.source is None and data.tokenizer is None:
         return None
-    return trained_with(data.tokenizer or ("byte" if data.source == "stdlib" else "gpt2"))
+    return trained_with(data.tokenizer or ("byte" if data.source is not None and is_code(data.source) else "gpt2"))
 
 
 def _names(model: ModelConfig) -> ModuleType:

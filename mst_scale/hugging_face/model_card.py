@@ -73,7 +73,7 @@ def figures(experiment: Experiment, run: Path | None, exported: dict[str, Any]) 
         table.append(("tokens", f"{last['tokens']:,}"))
     if last.get("attention", "dense") != "dense":
         pattern = f"{last['attention']}, stride {last['attention_stride']}"
-        table.append(("attention", f"trained {pattern} so far; here it is dense"))
+        table.append(("attention", f"trained {pattern}; here it is dense, which costs loss"))
     if last.get("loss") is not None:
         table.append(("training loss", f"{last['loss']:.4f}"))
     if validated:

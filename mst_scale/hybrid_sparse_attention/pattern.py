@@ -33,6 +33,9 @@ class Pattern:
         if not isinstance(self.stride, int) or isinstance(self.stride, bool) or self.stride < 1:
             raise ValueError(f"attention stride {self.stride!r} must be a whole number of at least 1")
 
+    def __str__(self) -> str:
+        return "dense" if self.kind == "dense" else f"{self.kind} (stride {self.stride})"
+
     def is_dense(self, length: int) -> bool:
         """Whether the pattern holds every (causal) pair at this length, so that dense kernels compute the same."""
         return self.kind == "dense" or self.stride == 1 or self.stride >= length

@@ -60,9 +60,14 @@ class TopologyConfig:
         )
 
     @property
-    def reads_dense_gradients(self) -> bool:
-        """Whether a topology step needs gradients of weights that are masked."""
+    def grows_by_dense_gradients(self) -> bool:
+        """Whether a topology step that grows needs gradients of weights that are masked."""
         return self.chosen.grows_by_gradient or self.grown_moments == "seeded"
+
+    def reads_dense_gradients(self, update_fraction: float, denser: bool) -> bool:
+        """Whether a topology step with this share of swaps does; `denser`: its target is above what is alive."""
+        grows = denser or (self.chosen.swaps and update_fraction > 0)
+        return grows and self.grows_by_dense_gradients
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

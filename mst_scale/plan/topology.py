@@ -311,7 +311,8 @@ def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> Topol
     peak = gpu.peak(s.precision)
     here = seconds(found.all, s.ranks // s.pipeline, 1, machine)
     reads = READ_BYTES * share / (gpu.bandwidth * e.memory)
-    read = experiment.mst.topology.reads_dense_gradients
+    point, before = experiment.schedule.at(step), experiment.schedule.at(step - 1)
+    read = experiment.mst.topology.reads_dense_gradients(point.update_fraction, point.sparsity < before.sparsity)
     dense_gradients = 2 * tokens * skipped / (peak * e.matmul) if read else 0.0
     count = sum(1 for _ in experiment.schedule.topology_steps())
     return TopologyStep(
