@@ -1,6 +1,6 @@
 """A loop with Lightning's Fabric and its DeepSpeed strategy, and one line that makes it sparse.
 
-python examples/fabric_loop.py --out runs/fabric && mst report runs/fabric
+python examples/fabric_loop.py --out runs/fabric && mst report runs/fabric     # needs a GPU: Lightning's strategy does
 """
 
 from __future__ import annotations

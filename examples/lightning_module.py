@@ -1,6 +1,6 @@
 """A LightningModule with the DeepSpeed strategy, and one line that makes it sparse; phases follow `max_steps`.
 
-python examples/lightning_module.py --out runs/lightning
+python examples/lightning_module.py --out runs/lightning     # needs a GPU: Lightning's strategy does
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Pieces laid end to end over [0, total_steps), resolved to integer steps."""
+    """Phases laid end to end over [0, total_steps), resolved to integer steps."""
 
     total_steps: int
     interval: int

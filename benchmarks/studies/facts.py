@@ -124,12 +124,13 @@ def rates_of(plan: Plan, cell: Cell, rows: Mapping[str, Row], data: str) -> list
 def losses_of(
     plan: Plan, cell: Cell, rates: Iterable[float], rows: Mapping[str, Row], data: str
 ) -> dict[float, float | None]:
-    """Of the first seed at each rate: None where the run is to come, infinite where it has diverged."""
+    """Of the first seed at each rate: None where the run is to come or to be tried again, infinite where it has
+    diverged."""
     losses: dict[float, float | None] = {}
     for rate in rates:
         row = rows.get(job(plan, cell, rate, plan.seeds_of(cell)[0], data).digest)
         loss = val_loss(row)
-        losses[rate] = None if row is None else math.inf if loss is None else loss
+        losses[rate] = math.inf if row is not None and row["status"] == DIVERGED else loss
     return losses
 
 

@@ -36,6 +36,12 @@ BEST = {
     "largest": ["mst-best"],
 }
 """By study: the variants that are `mst-best`, of whatever width and length."""
+TO_THE_END = {
+    "main": ["mst-best-to-the-end"],
+    "longer": ["mst-best-to-the-end", "mst-best-large-to-the-end"],
+    "larger": ["mst-best-to-the-end"],
+}
+"""The same with attention that stays sparse to the end of the run, and in use."""
 AGAINST = {"same model": True, "all sizes": False}
 WORTHS = (0.7, 1.0, 1.5, 2.0)
 BOUNDS = {"": "", AT_LEAST: ", at least", AT_MOST: ", at most"}
@@ -46,6 +52,8 @@ class Setting:
     """A model trained for a length with `mst-best`, and what its FLOPs were worth by accounting and rivals."""
 
     study: str
+    attention: str
+    """What it has at the end: dense, or sparse."""
     weights: int
     tokens: float
     flops: float
@@ -64,7 +72,8 @@ def settings(results: Path) -> list[Setting]:
     """In the order of model and length; those that no run of has finished are left out."""
     rows = facts.known(results)
     found = []
-    for name, variants in BEST.items():
+    for name, best in BEST.items():
+        variants = dict.fromkeys(best, "dense") | dict.fromkeys(TO_THE_END.get(name, []), "sparse")
         plan = read_plan(name)
         data = plan.config["data"]["dir"]
         cells = outcomes(plan, rows, data)
@@ -79,18 +88,25 @@ def settings(results: Path) -> list[Setting]:
                 for rivals, same in AGAINST.items()
             }
             its = {key: value for key, value in read.items() if value is not None}
-            found.append(Setting(name, experiment.model.weights, law.tokens(experiment), one.flops, its))
-    return sorted(found, key=lambda one: (one.weights, one.tokens))
+            weights, tokens = experiment.model.weights, law.tokens(experiment)
+            found.append(Setting(name, variants[one.cell.variant], weights, tokens, one.flops, its))
+    return sorted(found, key=lambda one: (one.attention, one.weights, one.tokens))
 
 
 def written(results: Path) -> Path:
     """overview.md, and its figure in light and dark."""
     found = settings(results)
-    head = ["parameters", "tokens a parameter", "FLOPs", "study"]
+    head = ["parameters", "tokens a parameter", "attention at the end", "FLOPs", "study"]
     columns = [(accounting, rivals) for accounting in ACCOUNTINGS for rivals in AGAINST]
     head += [f"{rivals}{'' if accounting == 'paper' else ', causal'}" for accounting, rivals in columns]
     lines = [
-        [one.size, f"{one.tokens_per_weight:.0f}", f"{one.flops:.2g}", f"[`{one.study}`]({one.study}.md)"]
+        [
+            one.size,
+            f"{one.tokens_per_weight:.0f}",
+            one.attention,
+            f"{one.flops:.2g}",
+            f"[`{one.study}`]({one.study}.md)",
+        ]
         + [str(one.worth.get(key, "–")) for key in columns]
         for one in found
     ]
@@ -124,7 +140,8 @@ def drawn(found: Sequence[Setting]) -> Plot:
     caption = (
         "Worth: the FLOPs that dense training needs for the loss of `mst-best`, divided by those that it spent, "
         "against the same model trained for a shorter time and against the best of dense models of several sizes. "
-        "Above the line it pays. Numbers are tokens a parameter bars 95 % intervals over seeds."
+        "Above the line it pays. Numbers are tokens a parameter, bars 95 % intervals over seeds. "
+        "Hollow: attention stays sparse to the end."
     )
     return Plot("overview", caption, draw, 3.9)
 
@@ -138,7 +155,8 @@ def _panel(axes: Axes, found: Sequence[Setting], rivals: str, looks: dict[str, d
         x, look = one.flops / 1e12, looks[one.size]
         if read.low is not None and read.high is not None:
             axes.plot([x, x], [read.low, read.high], color=look["color"], linewidth=1.2)
-        axes.plot([x], [read.value], markersize=6, **look)
+        face = look["color"] if one.attention == "dense" else theme.paper
+        axes.plot([x], [read.value], markersize=6, markerfacecolor=face, **look)
         axes.annotate(
             f"{one.tokens_per_weight:.0f}{BOUNDS[read.bound]}", (x, read.value), (5, 3),
             textcoords="offset points", fontsize=7, color=theme.axis,

@@ -304,7 +304,7 @@ def seal_alone(draft: Path, final: Path, about: dict[str, Any]) -> None:
 def set_aside(folder: Path, step: int) -> None:
     """Take the checkpoints after `step`, to which a run was set back, out of its way: they are of another course.
 
-    Or they are damaged. They stay as `<tag>.aside` until the run has come by their step again.
+    Or they are damaged. They stay as `<tag>.aside` until the run passes that step.
     """
     later = [tag for tag in list_tags(folder) if _step_of(folder / tag) > step]
     for tag in later:

@@ -2,12 +2,14 @@
 
 `ledger` knows our models by their config. Of another model the first training forward tells how many rows each matrix
 multiplies for a token of the input, and every later one how many tokens there were. Formulas and accountings are those
-of `flops`. Attention is counted where it is ours or reached by transformers' attention interface.
+of `flops`. Attention is counted where it is ours or reached by transformers' attention interface; the head of our
+models, which may be a product without a module (a tied one's weight is the embedding's), by what their last norm gives.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,22 +43,29 @@ class Product:
 class ModelLedger:
     """Follows a model's training forwards on this rank; `add` ends a step."""
 
-    def __init__(self, model: nn.Module, optimizer: float = 0.0):
-        """`optimizer`: this rank's part of the FLOPs that it adds to every step."""
-        self.optimizer = optimizer
+    def __init__(self, model: nn.Module, optimizer: float = 0.0, parts: int = 1):
+        """`optimizer`: this rank's part of the FLOPs that it adds to every step. `parts`: of how many a sequence is
+        made, of which a forward here has one."""
+        self.optimizer, self.parts = optimizer, parts
         self.attention = [found for layer in model.modules() if (found := _attention(layer)) is not None]
         self.products: dict[int, Product] = {}
         self.inputs: list[tuple[int, int]] = []  # (tokens, their sequences' length) of each micro-batch of the step
+        self.begun: float | None = None  # when the first of them went forward, by time.monotonic()
         keys = ("tokens", *KEYS.values(), *DENSE_KEYS.values(), *((OPTIMIZER_KEY,) if optimizer else ()))
         self.spent = dict.fromkeys(keys, 0.0)
         self.training = False  # a training forward is under way
         names = {id(p): name for name, p in named_parameters(model)}
+        heads = {id(head[0]): head for module in model.modules() if (head := _head(module)) is not None}
         self.measuring = []
         for module in model.modules():
             weight = getattr(module, "weight", None)
-            if id(weight) in names and _multiplies(module):
+            if id(weight) in names and id(weight) not in heads and _multiplies(module):
                 product = self.products.setdefault(id(weight), Product(names[id(weight)]))
                 self.measuring.append(module.register_forward_hook(self._measure(product)))
+        for weight, norm in heads.values():
+            outputs, inputs = shape_of(weight)
+            product = self.products[id(weight)] = Product(names[id(weight)], outputs, inputs)
+            self.measuring.append(norm.register_forward_hook(self._measure_head(product)))
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 
@@ -65,7 +74,10 @@ class ModelLedger:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.training = model.training and torch.is_grad_enabled()
         if self.training:
-            self.inputs.append(_size(tree_leaves((args, named))))
+            if not self.inputs:
+                self.begun = time.monotonic()
+            tokens, length = _size(tree_leaves((args, named)))
+            self.inputs.append((tokens, length * self.parts))
 
     def _measure(self, product: Product) -> Any:
         def look(module: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -74,9 +86,20 @@ class ModelLedger:
                 sliced = output.shape[-1] == cut.local_matrix[0]
                 product.outputs = cut.matrix[0] if sliced else output.shape[-1]
                 product.inputs = math.prod(cut.shape) // product.outputs
-                product.rows += output.numel() / output.shape[-1] / max(1, self.inputs[-1][0])
+                product.rows += self._rows(output)
 
         return look
+
+    def _measure_head(self, product: Product) -> Any:
+        def look(norm: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
+            if self.training:
+                product.rows += self._rows(output)
+
+        return look
+
+    def _rows(self, output: torch.Tensor) -> float:
+        """How many a token of the input has."""
+        return output.numel() / output.shape[-1] / max(1, self.inputs[-1][0])
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.training:
@@ -86,17 +109,23 @@ class ModelLedger:
 
     # --- what a step has cost ---
 
-    def add(self, pattern: Pattern, densities: Mapping[str, float]) -> None:
+    def add(
+        self, pattern: Pattern, densities: Mapping[str, float], gradients: Mapping[str, float] | None = None
+    ) -> None:
         """An optimizer step with these shares of active weights and this attention, on what forwards have held since
-        the one before."""
+        the one before. `gradients`: `gradient_density` of `flops.step_flops`."""
         inputs, self.inputs = self.inputs, []
         tokens = sum(count for count, _ in inputs)
         self.spent["tokens"] += tokens
-        for shares, keys, seen in ((densities, KEYS, pattern), ({}, DENSE_KEYS, DENSE)):
-            matrices = tokens * sum(_row(product) * shares.get(product.name, 1.0) for product in self.products.values())
+        of_weights = densities if gradients is None else gradients
+        for shares, last, keys, seen in ((densities, of_weights, KEYS, pattern), ({}, {}, DENSE_KEYS, DENSE)):
+            matrices = tokens * sum(
+                _row(product) * (2 * shares.get(product.name, 1.0) + last.get(product.name, 1.0))
+                for product in self.products.values()
+            )
             for accounting in ACCOUNTINGS:
                 pairs = sum(self._pairs(seen, accounting, *one) for one in inputs)
-                self.spent[keys[accounting]] += 3 * (matrices + pairs) + self.optimizer
+                self.spent[keys[accounting]] += matrices + 3 * pairs + self.optimizer
         if self.optimizer:
             self.spent[OPTIMIZER_KEY] += self.optimizer
 
@@ -137,6 +166,15 @@ def _multiplies(module: nn.Module) -> bool:
     """Whether a module's `weight` is a matrix that is multiplied with what comes in."""
     table = isinstance(module, TABLES)
     return not table and sum(side > 1 for side in shape_of(module.weight)) == 2  # type: ignore[arg-type]
+
+
+def _head(module: Any) -> tuple[nn.Parameter, nn.Module] | None:
+    """(weight, what gives the rows that it multiplies) of the head of one of our models; of a pipeline's stage nothing
+    is known."""
+    norm = getattr(module, "ln_h", getattr(module, "ln_f", None))
+    if norm is None or not hasattr(module, "head_product"):
+        return None
+    return module.get_output_embeddings().weight, norm
 
 
 def _size(inputs: Iterable[Any]) -> tuple[int, int]:

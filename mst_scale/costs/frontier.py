@@ -96,8 +96,8 @@ def needed(loss: float, points: Iterable[Point]) -> Needed:
 
 def multiplier(method: Mapping[int, Point], dense: Sequence[Mapping[int, Point]]) -> Multiplier:
     """`method` and each of the dense runs by seed. Seeds that all have are compared one by one (of dense runs those
-    that have several; the one of another is read by all); where there are none, or one of them lies outside of its
-    dense runs, the means over seeds are."""
+    that have several, and the one of another is read by all; where none has several, those that all of them have);
+    where there are none, or one of them lies outside of its dense runs, the means over seeds are."""
     means = [mean(run.values()) for run in dense]
     several = [run for run in dense if len(run) > 1]
     shared = set(method).intersection(*(several or dense)) if dense else set()
@@ -110,11 +110,10 @@ def multiplier(method: Mapping[int, Point], dense: Sequence[Mapping[int, Point]]
         found = needed(mine.loss, means)
         return Multiplier(found.flops / mine.flops, found.bound, seeds=len(method))
     logs = [math.log(found.flops / spent) for spent, found in each]
-    centre = fmean(logs)
-    if len(logs) == 1:
-        return Multiplier(math.exp(centre))
-    reach = STUDENT[min(len(logs) - 1, len(STUDENT)) - 1] * stdev(logs) / math.sqrt(len(logs))
-    return Multiplier(math.exp(centre), "", math.exp(centre - reach), math.exp(centre + reach), len(logs))
+    value, reach = math.exp(fmean(logs)), interval(logs)
+    if reach is None:
+        return Multiplier(value)
+    return Multiplier(value, "", math.exp(reach[0]), math.exp(reach[1]), len(logs))
 
 
 def mean(points: Iterable[Point]) -> Point:

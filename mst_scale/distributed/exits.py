@@ -23,9 +23,8 @@ def end(error: BaseException, alike: bool = False) -> NoReturn:
     """Say on one line what a user did wrong or what the machine refused; anything else is ours, with a traceback.
 
     Before the ranks have met, each finds the same mistake for itself and rank 0 says it; afterwards, too, where they
-    are `alike`. Leaves at once: a rank that
-    unwinds slowly, waiting for collectives, would hang the others. Only who leaves it to another rank to speak lets
-    that one go first, or the launcher might end it before it has spoken.
+    are `alike`. Leaves at once: a rank that unwinds slowly, waiting for collectives, would hang the others. Only a rank
+    that leaves it to another to speak lets that one go first, or the launcher might end it before it has spoken.
     """
     if exit_code(error) == 2:
         tell_launcher("MST_REFUSED")

@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from mst_scale import zero_shards
-from mst_scale.config import Experiment, load, read, states
+from mst_scale.config import RECIPES, Experiment, load, read, states
 from mst_scale.config.parallel import KEYS, refuse_in_pipeline, sizes_of
 from mst_scale.config.support import refuse_unsupported
 from mst_scale.distributed import logger, speak
@@ -145,5 +145,8 @@ def _refuse_two_schedules(
             "the config has two schedules of the learning rate, training.lr_schedule and DeepSpeed's scheduler: remove "
             "training.lr_schedule, which mst_scale.pretrain alone follows"
         )
+    of_recipe = RECIPES.get(str(read(config)[1].get("recipe")), {}).get("training", {})
+    unread += [key for key in of_recipe if key not in unread]
     names = ", ".join(f"training.{key}" for key in unread)
-    return [f"{names}: read by mst_scale.pretrain alone; this loop is yours"] if unread else []
+    rate = "; the learning rate is your loop's (docs/own_loop.md)" if "lr_schedule" in unread else ""
+    return [f"{names}: read by mst_scale.pretrain alone; this loop is yours{rate}"] if unread else []

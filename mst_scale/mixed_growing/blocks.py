@@ -96,7 +96,8 @@ class Blocks:
         for what in sorted(reads):
             _read_scores(what, work, peaks[what], exchange)
         for view in work:
-            view.protect(policy.prune.score(*(view.norms[what] for what in policy.prune.reads)))
+            score = policy.prune.score(*(view.norms[what] for what in policy.prune.reads))
+            view.protect(score.abs())  # as pruning ranks them
         changes = elements.evolve(
             [view.blocks() for view in views],
             policy=policy,

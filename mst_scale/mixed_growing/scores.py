@@ -47,6 +47,8 @@ class Scores:
 
 def peak_keys(scores: Sequence[Scores], exchange: Exchange) -> list[int]:
     """Bit pattern of each layer's largest |score|; a NaN anywhere in a layer is refused on all ranks alike."""
+    if not scores:
+        return []
     local = []
     for layer in scores:
         peak = 0

@@ -36,9 +36,9 @@ from itertools import chain
 
 from mst_scale.config import Experiment
 from mst_scale.costs.stretches import grid_of
-from mst_scale.mixed_growing.config import BlockGranularity
+from mst_scale.mixed_growing.config import BlockGranularity, TopologyConfig
 from mst_scale.mixed_growing.distribution import Plan, active_counts, plan
-from mst_scale.mixed_growing.policies import BY_GRADIENT, Policy
+from mst_scale.mixed_growing.policies import BY_GRADIENT
 from mst_scale.plan.clock import seconds
 from mst_scale.plan.gpus import Machine
 from mst_scale.plan.held import held
@@ -49,7 +49,7 @@ from mst_scale.plan.skipping import skips
 from mst_scale.plan.traffic import Call
 from mst_scale.sparsity_variation import Schedule
 
-# Of mixed_growing/{selection,chance,refinement,scores}.py, which a test holds these to.
+# Of mixed_growing/{top_k,random_k,refinement,scores}.py, which a test holds these to.
 SAMPLE, SAMPLE_BINS, SIGMAS, SLACK = 1 << 14, 128, 6.0, 16
 DIGIT_BITS, ROUND_BYTES = (6, 12), 1 << 14
 KEY_BITS = 31
@@ -140,11 +140,14 @@ def calls(
         certain += [16 * missed for missed in again]
         rounds += [_round(rows, _count_bytes(everything)) for rows in opened or ()]
     for together in _updates(experiment, s, everything):
+        topology = experiment.mst.topology
+        if topology.grown_moments == "living":  # their largest gradient and their sum of squares
+            certain += 2 * [8 * len(together)]
         if in_blocks:
-            certain += _in_blocks(together, experiment.mst.topology.chosen)
+            certain += _in_blocks(together, topology)
             continue
         changing = [layer for layer in together if layer.changes]
-        certain += _in_weights(changing, experiment.mst.topology.chosen)
+        certain += _in_weights(changing, topology)
         if opened is None:
             rounds += [size for which in ("prune", "grow", "random") for size in _expected(changing, which)]
     certain.append(16 * len(everything))
@@ -175,11 +178,12 @@ def _updates(experiment: Experiment, s: Setting, everything: Sequence[Layer]) ->
             yield here
 
 
-def _in_weights(changing: Sequence[Layer], chosen: Policy) -> list[int]:
+def _in_weights(changing: Sequence[Layer], topology: TopologyConfig) -> list[int]:
     if not changing:
         return []
     count, plans = _count_bytes(changing), [layer.plan for layer in changing]
-    read = {BY_GRADIENT}
+    chosen, seeded = topology.chosen, topology.grown_moments == "seeded"
+    read = {BY_GRADIENT} if seeded else set()
     read |= {chosen.prune} if any(x.prune for x in plans) else set()
     read |= {chosen.grow} if any(x.by_score for x in plans) else set()
     sizes = [8 * len(read) * len(changing)]
@@ -188,17 +192,18 @@ def _in_weights(changing: Sequence[Layer], chosen: Policy) -> list[int]:
         if which != "random":
             sizes += 2 * [count * SAMPLE_BINS * sum(layer.elements > LISTED_WHOLE for layer in choosing)]
         sizes.append(16 * len(choosing))
-    return [*sizes, 8 * sum(x.grow > 0 for x in plans), 24 * len(changing)]
+    return [*sizes, 8 * seeded * sum(x.grow > 0 for x in plans), 24 * len(changing)]
 
 
-def _in_blocks(together: Sequence[Layer], chosen: Policy) -> list[int]:
+def _in_blocks(together: Sequence[Layer], topology: TopologyConfig) -> list[int]:
+    chosen, seeded = topology.chosen, topology.grown_moments == "seeded"
     changing = [layer for layer in together if layer.changes]
     read = set(chosen.prune.reads)
     if any(layer.plan.by_score for layer in changing):
         read |= set(chosen.grow.reads)
     blocks = sum(layer.elements for layer in changing)
-    peaks, norms = 8 * len(read | {"gradient"}) * len(changing), [8 * blocks] * len(read)
-    return [4 * sum(layer.elements for layer in together), peaks, *norms, 8 * len(changing)]
+    peaks = 8 * len(read | ({"gradient"} if seeded else set())) * len(changing)
+    return [4 * sum(layer.elements for layer in together), peaks, *[8 * blocks] * len(read), 8 * seeded * len(changing)]
 
 
 def _all_reduces(sizes: Sequence[int]) -> list[Call]:

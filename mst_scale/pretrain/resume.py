@@ -74,7 +74,7 @@ def replicas_at_first(out: Path, ranks: Ranks, sizes: Sizes) -> int:
 
 
 def refuse_another_model(out: Path, experiment: Experiment) -> None:
-    """A run goes on with the model it began with."""
+    """A run goes on with the model and the method it began with."""
     path = out / "config.json"
     if not store.list_tags(out / "checkpoints") or not path.exists():
         return
@@ -82,6 +82,9 @@ def refuse_another_model(out: Path, experiment: Experiment) -> None:
     for block in SAME_ON_RESUME:
         if before.get(block) != now[block]:
             raise ValueError(f"{path}: the run in {out} has another {block!r} block: choose another --out")
+    methods = [told.get("mst", {}).get("method") or "dense" for told in (before, now)]
+    if methods[0] != methods[1]:
+        raise ValueError(f"{path}: the run in {out} is of method {methods[0]}, not {methods[1]}: choose another --out")
 
 
 def with_shape_of(experiment: Experiment, init: str, out: Path) -> Experiment:

@@ -74,16 +74,23 @@ def compared(groups: Sequence[Group]) -> list[Method]:
             for accounting, key in ACCOUNTINGS.items()
         }
         first = group.first
-        known = METHODS.get(first.method)
-        more = known is not None and (known.function is not None or known.growth is not None)
-        masked = (
-            first.setting("mst", "sparsity", "variation") != "dense" and first.setting("mst", "sparsity", "max") != 0
-        )
-        dense = not masked and not more
-        methods.append(Method(group.name, first.method, json.dumps(first.setting("model")), dense, points))
+        model = json.dumps(first.setting("model"))
+        methods.append(Method(group.name, first.method, model, _is_dense(first), points))
     if not any(method.dense for method in methods):
         raise ValueError("--frontier: no finished dense run is among them: train some of several lengths")
     return methods
+
+
+def _is_dense(run: Run) -> bool:
+    """Whether it is a rival: dense weights and attention from its first step, by Adam."""
+    if run.experiment is None:
+        return run.method == "dense"
+    mst, attention = run.experiment.mst, run.experiment.attention_schedule
+    known = METHODS.get(run.method)
+    more = known is not None and (known.function is not None or known.growth is not None)
+    sparse = any(pattern.kind != "dense" for _, pattern in attention.pieces)
+    muon = str(run.experiment.deepspeed.get("optimizer", {}).get("type")).lower() == "muon"
+    return mst.stays_dense and not (more or sparse or muon)
 
 
 def _beside(run: Run) -> float | None:

@@ -50,7 +50,7 @@ class Record:
         self.monitor, self.first = monitor, first
         self.layers = layers
         self.disk = OptionalWrites()
-        self.window, self.window_tokens, self.window_start = step, tokens, time.monotonic()
+        self.restart(step, tokens)
         if first:
             self.metrics = MetricsFile(out / "metrics.jsonl", step)
             self.started = time.monotonic() - self.metrics.seconds
@@ -66,9 +66,14 @@ class Record:
                 now[count] += before.get(count, 0)
             self.layers[change.name] = now
 
-    def pace(self, step: int, tokens: int) -> Row:
-        """Tokens so far, time a step since the last row, and memory."""
-        seconds = time.monotonic() - self.window_start
+    def restart(self, step: int, tokens: int, since: float | None = None) -> None:
+        """The next `pace` counts from this step on, which ended at `since` (now, if None)."""
+        self.window, self.window_tokens = step, tokens
+        self.window_start = time.monotonic() if since is None else since
+
+    def pace(self, step: int, tokens: int, until: float | None = None) -> Row:
+        """Tokens so far, time a step since the last `restart`, and memory; the step ended at `until` (now, if None)."""
+        seconds = (time.monotonic() if until is None else until) - self.window_start
         return {
             "tokens": tokens,
             "tokens_per_s": (tokens - self.window_tokens) / seconds,
@@ -77,6 +82,11 @@ class Record:
         }
 
     def write(self, row: Row) -> None:
+        """Write the row of the step just taken; the next pace counts from now on."""
+        self.put(row)
+        self.restart(row["step"], row["tokens"])
+
+    def put(self, row: Row) -> None:
         """Write a row, with the sums over the topology steps since the last row."""
         if self.layers:
             row["layers"], self.layers = self.layers, {}
@@ -85,7 +95,6 @@ class Record:
             self.disk.attempt("metrics.jsonl", lambda: self.metrics.write(row))
             self.disk.attempt("TensorBoard's numbers", lambda: self._monitor(row))
             self.line.show(row)
-        self.window, self.window_tokens, self.window_start = row["step"], row["tokens"], time.monotonic()
 
     def _monitor(self, row: Row) -> None:
         samples = row["step"] * self.batch
@@ -105,7 +114,7 @@ class Record:
         """The run goes back to `step`: what was written after it goes."""
         if self.first:
             self.metrics = MetricsFile(self.out / "metrics.jsonl", step)
-        self.window, self.window_tokens, self.window_start = step, tokens, time.monotonic()
+        self.restart(step, tokens)
 
     def say(self, message: str) -> None:
         self.line.say(message)
@@ -121,8 +130,8 @@ class Record:
         for row in read(path) if path.exists() else ():
             last, validated = row, row if "val_loss" in row else validated
         rows = [
-            ("train loss", f"{last['loss']:.4f}" if last else "–"),
-            ("validation loss", f"{validated['val_loss']:.4f}" if validated else "–"),
+            ("train loss", _told(last.get("loss"))),
+            ("validation loss", _told(validated.get("val_loss"))),
             ("tokens", f"{last.get('tokens', 0):,} in {step:,} steps"),
             ("time", clock(seconds) + (f" (since step {first_step})" if first_step else "")),
             ("metrics", str(path)),
@@ -132,6 +141,11 @@ class Record:
         ]
         rows[2:2] = beside(last) if "val_loss" in last else []
         return table(rows)
+
+
+def _told(loss: float | None) -> str:
+    """A loss for people; a row has None where it was not finite."""
+    return "–" if loss is None else f"{loss:.4f}"
 
 
 def peak_memory() -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import math
 import socket
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ class Recording:
         self.steps: int = self.mst.schedule.total_steps
         self.group = zero_shards.groups_of(engine).replicas
         self.first = engine.global_rank == 0
-        self.ledger = any_model.ModelLedger(engine.module, self._optimizer_flops())
+        parts = int(engine.sequence_parallel_size)
+        self.ledger = any_model.ModelLedger(engine.module, self._optimizer_flops(), parts)
         self.before = dict.fromkeys(self.ledger.spent, 0.0)  # by all ranks, in starts before this one
         self.layers: dict[str, Row] = {}
         self.loss = torch.zeros((), device=engine.device)  # of the step under way
@@ -65,6 +67,7 @@ class Recording:
         self.record: Record | None = None  # from the first step on: a checkpoint may be loaded before
         self.run_file: RunFile | None = None
         self.step = -1
+        self.paced: Row = {}  # of the newest row
         self.newest: Row | None = None  # row, which what is noted joins …
         self.waits = False  # … as long as it is not written
         self.saved_row: Row | None = None  # what waited when the loaded checkpoint was saved
@@ -83,7 +86,7 @@ class Recording:
 
     def _compute_with_these(self) -> None:
         """Masks, pattern and rate of the next step; when it is over, those of the one after hold."""
-        self.densities = self.mst.densities()
+        self.densities, self.gradients = self.mst.densities(), self.mst.gradient_densities()
         self.pattern = self.mst.pattern if self.mst.attended else DENSE
         self.rate = self._rate()
 
@@ -93,7 +96,7 @@ class Recording:
         assert self.record is not None
         self._flush()
         self.step = mst.step
-        self.ledger.add(self.pattern, self.densities)
+        self.ledger.add(self.pattern, self.densities, self.gradients)
         self.record.gather(mst)
         if self.engine.lr_scheduler is None:
             self.rate = self._rate()
@@ -101,6 +104,7 @@ class Recording:
         self.last = (self.loss / (self.losses if self.divided else 1) if self.losses else None, self.rate)
         self.loss, self.losses = torch.zeros_like(self.loss), 0
         self._compute_with_these()
+        self.ended = time.monotonic()
         if self.every and (self.step % self.every == 0 or self.step == self.steps):
             self.row()
 
@@ -113,6 +117,7 @@ class Recording:
         if self.record is not None:
             self.record.layers = self.layers
             self.record.rewind(kept, tokens)
+            self.record.restart(step, tokens, self.ledger.begun)
             return
         if self.first:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -124,22 +129,32 @@ class Recording:
             monitor=_Board(self.out if self.tensorboard and self.first else None), first=self.first,
             layers=self.layers, shows=self.shows,
         )  # fmt: skip
+        self.record.restart(step, tokens, self.ledger.begun)
 
     # --- rows ---
 
     def row(self, **known: Any) -> Row:
-        """A row for the step just taken. Call it on every rank; `known` goes before what is seen here."""
+        """A row for the step just taken. Call it on every rank; `known` goes before what is seen here. It is written a
+        step later, and the pace of the next counts from here on."""
+        return self._row(None, **known)
+
+    def _row(self, until: float | None, **known: Any) -> Row:
+        """`until`: when the step ended; None: now."""
         assert self.record is not None, "no optimizer step has been taken"
         loss, rate = self.last
         spent = self._spent()
+        mean = None if loss is None else self._mean(loss)  # waits for the device
+        if self.record.window < self.step:  # else it is a second row of this step
+            self.paced = self.record.pace(self.step, int(spent["tokens"]), until)
+            self.record.restart(self.step, self.paced["tokens"], until)
         row = {
             "step": self.step,
-            "loss": None if loss is None else self._mean(loss),
+            "loss": mean,
             "lr": rate,
             "grad_norm": self.norm,
             **state_of(self.mst),
             **any_model.row(spent),
-            **self.record.pace(self.step, int(spent["tokens"])),
+            **self.paced,
             **known,
         }
         self.newest, self.waits = row, True
@@ -151,12 +166,14 @@ class Recording:
             raise ValueError("note() speaks of the step just taken, and there has been none")
         row = self.newest
         if row is None or row["step"] != self.step:
-            row = self.row()
+            row = self._row(self.ended)
         row |= values
+        if not self.ledger.inputs:  # since the step it was the loop's own time, an evaluation's say
+            self.record.restart(self.step, self.record.window_tokens)
 
     def _flush(self) -> None:
         if self.waits and self.newest is not None and self.record is not None:
-            self.record.write(self.newest)
+            self.record.put(self.newest)
         self.waits = False
 
     def close(self) -> None:

@@ -31,6 +31,8 @@ def _told(
         return f"{told} over {rival.eval_sequences} sequences; this run took {eval_sequences}: not comparable"
     if abs(flops / rival.flops - 1) > SAME_FLOPS:
         return f"{told} with {rival.flops:.4g} FLOPs; this run spent {flops:.4g}: not comparable"
+    if last["val_loss"] is None:
+        return f"{told} with as many FLOPs ({rival.flops:.4g}); this run's last one is not finite: not comparable"
     less = rival.val_loss - last["val_loss"]
     how = "the same within that"
     if abs(less) > rival.spread:

@@ -142,6 +142,8 @@ def test_the_first_seed_chooses_the_rate_and_the_others_run_at_it(folder):
     low, high = (job(plan, cell, rate, 1, "c") for rate in (1e-3, 1e-2))
     rows = {low.digest: row(low, 2.0)}
     assert facts.best_rate(plan, cell, rows, "c") is None, "the other rate has not run"
+    rows[high.digest] = row(high, 1.0, facts.FAILED)
+    assert facts.best_rate(plan, cell, rows, "c") is None, "it will be tried again, and may be better"
     rows[high.digest] = row(high, 9.0, facts.DIVERGED)
     assert facts.best_rate(plan, cell, rows, "c") == 1e-3
     assert job(plan, cell, 1e-3, 2, "c") in facts.wanted(plan, rows, "c")[0]

@@ -96,7 +96,7 @@ def test_recipes():
     best = load({**MINIMAL, "recipe": "mst-best"})
     assert (best.mst.method, best.mst.sparsity.max, best.mst.topology.random_ratio) == ("mst", 0.8, 1.0)
     assert (best.training.lr_schedule, best.training.decay) == ("wsd", 0.4)
-    assert not best.mst.topology.reads_dense_gradients
+    assert not best.mst.topology.grows_by_dense_gradients
     assert best.mst.attention.stride * 4 == best.model.context, "as in the paper, whatever the context"
     for more in (["recipe=mst-best"], ["mst.sparsity.warmup=0.1", "recipe=mst-best"]):  # laid over what a file says
         over = load("gpt2_small", more)
@@ -348,3 +348,18 @@ def test_validation_sequences_may_be_the_same_whatever_the_seed():
     own, same = ({"training": {"seed": seed}} for seed in (1, 2)), {"eval_seed": 0}
     assert [load(raw).eval_seed for raw in own] == [1, 2]
     assert [load({"training": {"seed": seed, **same}}).eval_seed for seed in (1, 2)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("mst", "last"),
+    [
+        ({}, "dense"),
+        ({"attention": {"dense_from": 1.0}}, "strided"),  # to the end, and evaluated so
+        ({"sparsity": {"ultra": 0.857143}}, "strided"),  # restoration takes the last step
+        ({"sparsity": {"variation": "sparse"}}, "strided"),
+    ],
+)
+def test_after_the_last_step_attention_is_what_it_was(mst, last):
+    experiment = load({"training": {"steps": 140}, "mst": {"method": "mst", "attention": {"stride": 64}, **mst}})
+    attention = experiment.attention_schedule
+    assert attention.pattern_at(140) == attention.pattern_at(139) and attention.pattern_at(140).kind == last

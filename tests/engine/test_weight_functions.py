@@ -189,6 +189,28 @@ def test_the_loss_does_not_notice_that_weights_become_dense(name, stage):
         assert set(densities.values()) == {1.0}
 
 
+def sparse_to_the_end(rank: int, world: int, name: str, folder: str):
+    """A run whose schedule ends sparse: after its last step, its layers, and the weights in its file."""
+    raw = config(name, 1, world)
+    raw["mst"]["sparsity"] = {"variation": "sparse", "max": 0.5}
+    engine, *_ = mst_scale.initialize(model=model(), config=raw)
+    advance(engine, rank, world, 0, STEPS)
+    functions = engine.mst.functions
+    engine.save_checkpoint(folder, tag="end")
+    held = all(product.function is not None for product in functions.products.values())
+    return held, engine.mst.sparsity, sorted(functions.targets)
+
+
+@pytest.mark.parametrize("name", ["sr-ste", "top-kast", "spartan"])
+def test_a_run_that_ends_sparse_ends_with_its_functions(name, tmp_path):
+    """What evaluates and exports it multiplies with the weights that it trained, half of them zero."""
+    held, sparsity, targets = pool.run(sparse_to_the_end, 2, name, str(tmp_path))[0]
+    assert held and sparsity == pytest.approx(0.5, abs=0.01)
+    weights = multiplied_weights_of(tmp_path / "end")
+    zeros = torch.cat([(weights.read(name) == 0).flatten() for name in targets])
+    assert float(zeros.float().mean()) == pytest.approx(0.5, abs=0.01)
+
+
 def first_update(rank: int, world: int, stage: int, clip: float):
     """By how much the first dense step moves weights, in learning rates; clipping cuts its gradient `clip` short."""
     raw = config("monarch", stage, world) | {"gradient_clipping": clip}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from mst_scale.mixed_growing.blocks import Blocks
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
-from mst_scale.mixed_growing.policies import POLICIES, policy
+from mst_scale.mixed_growing.policies import POLICIES, Criterion, Policy, policy
 from mst_scale.shard import Shard
 from tests.mixed_growing import block_oracle, oracle
 from tests.mixed_growing.cases import CPU, KINDS, scores
@@ -35,9 +35,9 @@ def one_layer(mask: Any, weight: Any, gradient: Any, target: int) -> Layer:
     return Layer(layer, target, *(torch.tensor(x, dtype=torch.float32).view(-1) for x in (weight, gradient)))
 
 
-def step(layer: Layer, blocks: Blocks, zeta: float, **others: Any) -> Change:
+def step(layer: Layer, blocks: Blocks, zeta: float, policy: Policy = POLICIES["rigl"], **others: Any) -> Change:
     (change,) = blocks.evolve(
-        [layer], policy=POLICIES["rigl"], update_fraction=zeta, seed=1, step=100, exchange=Exchange(), **others
+        [layer], policy=policy, update_fraction=zeta, seed=1, step=100, exchange=Exchange(), **others
     )
     return change
 
@@ -66,6 +66,17 @@ def test_a_block_row_keeps_its_least():
         layer = one_layer(mask, weight, weight, 3)
         step(layer, Blocks(1, least), 0.0)
         assert layer.mask.flags().int().tolist() == alive
+
+
+def test_scores_of_either_sign_are_ranked_by_their_size():
+    """What stays for a row's or a column's sake is the largest too, whatever sign a policy of one's own gives."""
+    found = []
+    for sign in (1, -1):
+        own = replace(POLICIES["rigl"], prune=Criterion(lambda w, sign=sign: sign * w, ("weight",)))
+        layer = one_layer([[1] * 3] * 3, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], [[0] * 3] * 3, 4)
+        step(layer, Blocks(1, 1), 0.0, own)
+        found.append(layer.mask.flags().tolist())
+    assert found[0] == found[1]
 
 
 def test_where_the_least_is_more_than_the_target():

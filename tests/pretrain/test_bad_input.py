@@ -97,6 +97,12 @@ def another_model_in_out(folder):
     return arguments(folder, "--steps", "3", model={"n_embd": 32})
 
 
+def another_method_in_out(folder):
+    done = arguments(folder, "--steps", "2", "--method", "static", "--set", 'mst.targets.include=["*"]')
+    assert pool.run(attempt, 2, done) == [(0, "")] * 2
+    return arguments(folder, "--steps", "2", "--method", "dense")
+
+
 def run_exists_and_resume_never(folder):
     done = arguments(folder, "--steps", "2")
     assert pool.run(attempt, 2, done) == [(0, "")] * 2
@@ -196,6 +202,7 @@ LATE = [  # refused by one rank, for all
     (truncated_corpus, 2, "damaged or was replaced"),
     (no_data_at_all, 2, "no data: give --data DIR"),
     (another_model_in_out, 2, "has another 'model' block"),
+    (another_method_in_out, 2, "is of method static, not dense: choose another --out"),
     (run_exists_and_resume_never, 2, "holds a run already"),
     (lambda f: arguments(f, "--resume", "step00000009"), 2, "no checkpoint 'step00000009'"),
     (all_checkpoints_damaged, 1, "no checkpoint in"),

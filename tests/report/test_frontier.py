@@ -52,6 +52,12 @@ def test_no_two_methods_look_alike_and_others_than_dense_are_not_dense(tmp_path)
     found = frontier.compared(grouped([reader.run for reader in readers]))
     methods = {method.kind: method.dense for method in found}
     assert methods == {"dense": True, "powerprop": False}
+    for setting in (
+        {"mst": {"method": "mst", "sparsity": {"variation": "dense"}, "attention": {"stride": 4, "dense_from": 0.5}}},
+        {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}},
+    ):
+        run = replace(readers[0].run, experiment=load({**readers[0].run.config, **setting}))
+        assert not frontier._is_dense(run), setting
     whole = found[0].points["paper"][1].flops
     del readers[0].run.config["model"]
     (told,) = frontier.notes([reader.run for reader in readers])

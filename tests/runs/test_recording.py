@@ -1,16 +1,21 @@
 """A loop of one's own is recorded as `mst_scale.pretrain` records: rows, FLOPs, run.json, and on through a resume."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import mst_scale
 from mst_scale.config import ModelConfig
+from mst_scale.costs import any_model
 from mst_scale.costs.any_model import ModelLedger, row
-from mst_scale.costs.flops import step_flops
+from mst_scale.costs.flops import dense_step_flops, step_flops
+from mst_scale.costs.ledger import Ledger
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
-from tests.support import pool
+from mst_scale.models import BERT, GPT
+from mst_scale.runs import record, recording
+from tests.support import cut_sequences, pool
 from tests.support.toy_engine import mst_config
 from tests.support.toys import toy, toy_batch
 
@@ -52,6 +57,116 @@ def test_a_loop_of_ones_own(tmp_path, method, stage):
     assert list((tmp_path / "tensorboard").glob("events*"))
     happened = found[0][1]
     assert happened == found[1][1] and bool(happened) == (method == "rigl")
+
+
+VALIDATED = (2, 4, 5)
+
+
+def paced(rank, world, folder, every):
+    """Steps of 100 ms, of a run that is stopped after the third and resumed; validations and starts take longer."""
+    now = [0.0]
+
+    def steps(count, load):
+        engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(1, world))
+        recorded = mst_scale.record(engine, folder, every=every)
+        if load:
+            engine.load_checkpoint(f"{folder}/saved")
+        now[0] += 60  # before the first step
+        for step in range(engine.mst.step, count):
+            loss = engine(*toy_batch(step, rank))
+            now[0] += 0.1
+            engine.backward(loss)
+            engine.step()
+            if step + 1 in VALIDATED:
+                now[0] += 7
+                recorded.note(val_loss=1.5)
+        engine.save_checkpoint(f"{folder}/saved")
+        recorded.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (record, recording, any_model):
+            patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        steps(3, load=False)
+        steps(8, load=True)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_pace_is_that_of_the_steps(tmp_path, every):
+    """Nothing else counts: no validation that is noted, and no start."""
+    pool.run(paced, 1, str(tmp_path), every)
+    written = rows(tmp_path)
+    assert [one["step"] for one in written] == sorted({*VALIDATED, *range(every, 9, every)})
+    for one in written:
+        assert one["step_ms"] == pytest.approx(100), one["step"]
+        assert one["tokens_per_s"] == pytest.approx(80), one["step"]
+
+
+def test_two_rows_of_a_step_have_one_pace(tmp_path):
+    first, second = pool.run(twice, 1, str(tmp_path))[0]
+    assert first["tokens_per_s"] > 0 and first | {"loss": 2.5} == second
+
+
+def twice(rank, world, folder):
+    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(1, world))
+    recording = mst_scale.record(engine, folder, every=10)
+    engine.backward(engine(*toy_batch(0, rank)))
+    engine.step()
+    return recording.row(), recording.row(loss=2.5)
+
+
+def beside_the_ledger(rank, world, folder, mst):
+    """Trains a GPT whose sequences are cut over all ranks; what our own ledger says after each step."""
+    with cut_sequences.mesh_of(world) as mesh:
+        raw = cut_sequences.config(1, mesh, "fp32", 8, **mst)
+        engine, *_ = mst_scale.initialize(model=cut_sequences.model(), mpu=mesh, config=raw)
+        ledger = Ledger(ModelConfig(**cut_sequences.SHAPE), cut_sequences.BATCH)
+        recording = mst_scale.record(engine, folder, every=1)
+        told = []
+        for step in range(8):
+            ledger.add(engine.mst.pattern, engine.mst.densities(), engine.mst.gradient_densities())
+            batch = cut_sequences.batch(step, cut_sequences.SHAPE["context"])
+            engine.backward(engine(*cut_sequences.mine(mesh, *batch)))
+            engine.step()
+            told.append(ledger.row())
+        recording.close()
+        return told
+
+
+OF_FUNCTIONS = {"sparsity": {"variation": "sd", "warmup": 2, "ultra": 4, "max": 0.5}, "topology": {}, "attention": {}}
+
+
+@pytest.mark.parametrize(
+    ("world", "mst"),
+    [
+        (1, {}),
+        (2, {}),  # a half of each sequence on a rank
+        *((1, {"method": name, **OF_FUNCTIONS}) for name in ("sr-ste", "s-ste", "top-kast", "spartan")),
+    ],
+)
+def test_a_model_of_ours_costs_what_our_ledger_says(tmp_path, world, mst):
+    """With its tied head, the pattern of whole sequences, and gradients of weights as the method counts them."""
+    told = pool.run(beside_the_ledger, world, str(tmp_path), mst)[0]
+    assert told[-1]["reduction"] > 1.05
+    for one, expected in zip(rows(tmp_path), told, strict=True):
+        assert {key: one[key] for key in expected} == pytest.approx(expected), one["step"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("arch", ["gpt", "bert"])
+def test_the_head_of_our_models_is_counted(arch, tied):
+    """It is a product without a module where it is tied, and BERT's always; of masked positions alone there."""
+    config = ModelConfig(arch=arch, n_layer=1, n_head=2, n_embd=16, context=20, vocab_size=64, tied_head=tied)
+    model = {"gpt": GPT, "bert": BERT}[arch](config)
+    ledger = ModelLedger(model)
+    tokens = torch.randint(64, (3, 20))
+    targets = tokens.clone()
+    targets[:, config.predicted :] = -1
+    for _ in range(2):
+        model(tokens, targets).backward()
+    head = "wte.weight" if tied else "lm_head.weight"
+    ledger.add(Pattern("dense"), {head: 0.25})
+    assert ledger.spent["flops_dense"] == pytest.approx(6 * dense_step_flops(config).total)
+    assert ledger.spent["flops"] == pytest.approx(6 * step_flops(config, {head: 0.25}).total)
 
 
 def test_flops_are_those_of_the_formula():

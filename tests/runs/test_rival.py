@@ -38,6 +38,13 @@ def test_a_loss_over_other_sequences_is_not_compared():
     assert beside(rival, last, 0.0, ["0a"], 256)[0][1].endswith("0.1000 better")
 
 
+def test_a_loss_that_is_not_finite_is_not_compared():
+    ((_, said),) = beside(RIVAL, {"val_loss": None, "flops": 1e12}, 0.0, ["0a"], 256)
+    assert said == (
+        "1.8000 (seeds ± 0.0100) with as many FLOPs (1e+12); this run's last one is not finite: not comparable"
+    )
+
+
 def test_a_rival_has_flops_and_a_loss():
     with pytest.raises(ValueError, match=r"training\.rival\.flops must be above 0"):
         RivalConfig("dense-short", val_loss=1.8)
