@@ -27,6 +27,9 @@ def apex_kernel() -> Kernel | None:
     try:
         import fused_layer_norm_cuda  # type: ignore[import-not-found]  # noqa: F401  (the compiled half)
         from apex.normalization.fused_layer_norm import fused_layer_norm_affine
+    except ModuleNotFoundError:
+        log.info("LayerNorm: torch's (NVIDIA's apex, which has a fused one, is not installed)")
+        return None
     except Exception as error:  # the unrelated package called apex can fail in any way: then there is no apex kernel
         log.info("LayerNorm: torch's (NVIDIA apex is not in use: %s: %s)", type(error).__name__, error)
         return None
