@@ -32,7 +32,7 @@ from mst_scale.hybrid_sparse_attention.dispatch import choose
 
 from . import memory
 from .machine import machine
-from .page import Row, outputs, tell
+from .page import Row, outputs, tell, unmeasured
 from .timing import Run, for_seconds, middle_half, versus
 
 Compute = Callable[..., torch.Tensor]
@@ -149,7 +149,7 @@ def run(device: str = "all", seconds: float = 20.0, quick: bool = False) -> list
             else:
                 why = "not measured: no CUDA device"
                 case = _case("forward + backward", dtype, length, "cuda")
-                rows += [{**case, **_unmeasured(rival, why)} for rival in (SDPA, FLEX, WINDOW, NATTEN)]
+                rows += [{**case, **unmeasured(rival, why)} for rival in (SDPA, FLEX, WINDOW, NATTEN)]
     return rows
 
 
@@ -166,10 +166,6 @@ def _case(what: str, dtype: str, length: int, device: str) -> Row:
         "backend": choose(device, getattr(torch, dtype), HEAD_DIM, dense=False, small=False)[0],
         "ceiling": round(Pattern().pairs(length) / pattern.pairs(length), 2),
     }
-
-
-def _unmeasured(rival: str, why: str) -> Row:
-    return {"ours_ms": None, "rival": rival, "rival_ms": None, "speedup": None, "why": why}
 
 
 def compare(dtype: str, length: int, device: str, seconds: float) -> list[Row]:
@@ -207,7 +203,7 @@ def against(
         mine, theirs = alternate([way(ours), way(build())], seconds, device)
     except Exception as error:  # whatever stops the rival is reported in its row, and must not stop ours
         reason = (str(error).splitlines() or ["no message"])[0]
-        return _unmeasured(rival, f"not measured: {type(error).__name__}: {reason[:160]}")
+        return unmeasured(rival, f"not measured: {type(error).__name__}: {reason[:160]}")
     return versus(mine, rival, theirs, middle_half)
 
 

@@ -26,7 +26,7 @@ import torch
 
 from mst_scale.distributed.parser import Parser, at_least
 
-from .page import Row, outputs, tell
+from .page import NO_DEVICE, Row, outputs, tell
 from .timing import Run, in_rounds
 
 SIDES = (16, 32, 64, 128)
@@ -35,7 +35,6 @@ WIDTHS = (768, 1600, 4096, 5120)
 TOKENS = 8192
 TUNED_AT = (0.99, 0.96, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)  # from sparse to dense
 RIVAL = "cuBLAS dense bfloat16"
-NO_DEVICE = "not measured: no CUDA device"
 PRODUCTS = ("y", "dx", "dw")
 
 Rates = dict[str, float]

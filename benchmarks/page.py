@@ -51,6 +51,24 @@ def tell(
         print(table)
 
 
+NO_DEVICE = "not measured: no CUDA device"
+
+
+def unmeasured(rival: str, why: str = NO_DEVICE) -> Row:
+    """What a row has whose times could not be had."""
+    return {"ours_ms": None, "rival": rival, "rival_ms": None, "speedup": None, "why": why}
+
+
+def tell_unmeasured(options: argparse.Namespace, rows: Sequence[Row], about: Row) -> None:
+    """Rows without times: what each would have been about, and why there is nothing."""
+    if options.json:
+        print(json.dumps({"machine": about, "rows": rows}))
+        return
+    without = unmeasured("")
+    for row in rows:
+        print(f"{', '.join(f'{key} {value}' for key, value in row.items() if key not in without)}: {row['why']}")
+
+
 def page(doc: str | None, command: str, about: Row, table: str) -> str:
     """`doc` is the program's own: its first line is the title, what follows its usage says what was measured."""
     title, _, text = (doc or "").partition("\n")

@@ -7,7 +7,8 @@
 Two DeepSpeed engines of the same config stand side by side, method dense and the config's own, and step in turns on the
 same micro-batch of random tokens (one a step, no accumulation). MST's is taken to the middle of each phase of its
 schedule by real topology steps. `ours_ms` and `rival_ms` are medians of whole steps without instruments, ranges the
-middle half; `speedup` is the median of the ratios of neighbouring steps. Compute follows mst.compute.backend.
+middle half; `speedup` is their ratio, `paired_speedup` the median of the ratios of neighbouring steps, `speedup_range`
+the middle half of those. Compute follows mst.compute.backend.
 
     parts       forward, backward, communication (DeepSpeed's collectives), optimizer, masking (gradients, weights);
                 measured on further steps with instruments, which wait at every part: they add up to a little more

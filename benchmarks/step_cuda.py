@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from mst_scale.distributed.parser import Parser, at_least
 
 from .machine import machine
-from .page import Row, grid, outputs, tell
-
-NO_DEVICE = "not measured: no CUDA device"
+from .page import NO_DEVICE, Row, grid, outputs, tell
 
 
 @dataclass(frozen=True)

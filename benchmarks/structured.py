@@ -18,12 +18,13 @@ from mst_scale.distributed.parser import Parser, at_least
 from mst_scale.methods import METHODS
 
 from .machine import machine
-from .page import Row, grid, outputs, tell
+from .page import Row, grid, outputs, tell, tell_unmeasured, unmeasured
 from .timing import Run, for_seconds, middle_half, versus
 
 NAMES = ("monarch", "pixelfly")
 SHAPES = ((3072, 768), (768, 3072), (2304, 768), (6400, 1600))  # (outputs, inputs)
 TOKENS = 2048
+DENSE = "dense, F.linear"
 
 
 def both_ways(name: str | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> tuple[Run, float]:
@@ -58,7 +59,7 @@ def measure(shapes: Sequence[tuple[int, int]], dtypes: Sequence[str], device: st
             dense, *others = for_seconds([run for run, _ in layers], seconds, least=5, device=where)
             for name, times, (_, density) in zip(NAMES, others, layers[1:], strict=True):
                 about = {"method": name, "dtype": dtype, "layer": f"{shape[1]}→{shape[0]}", "density": density}
-                rows.append({**about, **versus(times, "dense, F.linear", dense, middle_half)})
+                rows.append({**about, **versus(times, DENSE, dense, middle_half)})
     return rows
 
 
@@ -85,9 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="768→3072 only")
     outputs(parser)
     options = parser.parse_args(arguments)
+    shapes = SHAPES[:1] if options.quick else SHAPES
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: no CUDA device is here")
-    rows = measure(SHAPES[:1] if options.quick else SHAPES, options.dtype, options.device, options.seconds)
+        cases = [(dtype, f"{i}→{o}") for dtype in options.dtype for o, i in shapes]
+        rows = [{"dtype": dtype, "layer": layer, **unmeasured(DENSE)} for dtype, layer in cases]
+        tell_unmeasured(options, rows, machine())
+        return 0
+    rows = measure(shapes, options.dtype, options.device, options.seconds)
     command = f"mst bench structured --device {options.device} --dtype {' '.join(options.dtype)}"
     tell(options, rows, table(rows), about=machine(), doc=__doc__, command=command)
     return 0

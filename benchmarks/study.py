@@ -34,6 +34,8 @@ from typing import Any
 from mst_scale.distributed.parser import Parser, at_least, refuse_no_folder
 from mst_scale.runs.out_lock import OutLock
 
+from .machine import machine
+from .page import LOSSES
 from .studies import facts
 from .studies.line import Line, Stopped
 from .studies.plan import FOLDER, read_plan
@@ -79,7 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = facts.known(options.results)
     path = written(plan, rows, str(data), options.results)
     found: dict[str, Any] = answers(plan, rows, str(data))
-    print(json.dumps(found) if options.json else f"{path}: {found['done']} of {found['runs']} runs")
+    if options.json:
+        print(json.dumps({"machine": machine(), "rows": [{**LOSSES, **cell} for cell in found["cells"]], **found}))
+    else:
+        print(f"{path}: {found['done']} of {found['runs']} runs")
     return ended
 
 

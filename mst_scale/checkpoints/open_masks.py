@@ -77,6 +77,9 @@ def of_source(source: Path) -> Named:
 
 
 def _of_checkpoint(checkpoint: Path) -> Named:
+    manifest = store.head(checkpoint)
+    if manifest is not None and not any(name.startswith(f"{mask_files.FOLDER}/") for name in manifest["files"]):
+        return  # of a run without masks
     found = mask_files.read_all(checkpoint)
     for name in found.head["names"]:
         shards = found.shards(name)

@@ -76,6 +76,12 @@ def check(experiment: Experiment) -> None:
     """Everything that can be refused without knowing the number of ranks."""
     experiment.mst.require_method()
     ds = experiment.deepspeed
+    training = experiment.training
+    if ds.get("optimizer") and training.min_lr > (peak := peak_learning_rate(ds)):
+        raise ValueError(
+            f"training.min_lr = {training.min_lr:g} is above optimizer.params.lr = {peak:g}, and the rate would rise: "
+            "set training.min_lr below it"
+        )
     for key in ("zero_optimization", "optimizer", *PRECISIONS, "data_types"):
         if not isinstance(ds.get(key, {}), dict):
             raise ValueError(f"{key} must be an object, not {shown(ds[key])}")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -125,6 +126,8 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
     for key in deepspeed:
         near = difflib.get_close_matches(key, [*known_keys(), *ours_at_top], n=1, cutoff=0.8)
         near = near or [name for name in ours_at_top if sorted(name) == sorted(key.lower())]  # "mts", "MST"
+        if key not in known_keys():
+            near = [path for path in _paths() if path.rpartition(".")[2] == key] or near  # a block is missing before it
         if near and near[0] != key:
             raise ValueError(f"{where}: unknown key {shown(key)}: did you mean {near[0]!r}?")
     ours: dict[str, Any] = {name: raw.get(name, {}) for name in BLOCKS}
@@ -150,6 +153,21 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
     return Experiment(**blocks, deepspeed=deepspeed)
 
 
+@functools.cache
+def _paths() -> tuple[str, ...]:
+    """Every key of our blocks, with those around it, and of the optimizer the rate; short ones first."""
+
+    def below(cls: Any, path: str) -> Iterator[str]:
+        for name, hint in typing.get_type_hints(cls).items():
+            yield f"{path}.{name}"
+            for option in (hint, *typing.get_args(hint)):
+                if dataclasses.is_dataclass(option):
+                    yield from below(option, f"{path}.{name}")
+
+    ours = [key for name, cls in BLOCKS.items() for key in below(cls, name)]
+    return tuple(sorted([*ours, "optimizer.params.lr"], key=lambda key: key.count(".")))
+
+
 def _stride_in_tokens(mst: dict[str, Any], context: int, where: str) -> dict[str, Any]:
     """A stride may be stated as a share of the context; of 1,024 tokens where the model is not ours to state."""
     attention = mst.get("attention")
@@ -171,8 +189,9 @@ def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
     arguments = {}
     for key, value in values.items():
         if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
-            cure = f"the nearest valid one is '{path}.{near[0]}'" if near else f"{path} has none here"
+            deeper = [own for own in _paths() if own.startswith(f"{path}.") and own.rpartition(".")[2] == key]
+            near = deeper or [f"{path}.{name}" for name in difflib.get_close_matches(key, hints, n=1, cutoff=0.0)]
+            cure = f"the nearest valid one is '{near[0]}'" if near else f"{path} has none here"
             raise ValueError(f"{where}: unknown key {shown(f'{path}.{key}')}: {cure}")
         arguments[key] = _typed(hints[key], value, f"{path}.{key}", where)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,6 +28,7 @@ zero_shards.check_versions()
 _deepspeeds_own = deepspeed.initialize  # before anybody puts another in its place (doors.integrate)
 
 READ = ("steps", "seed")  # of the block `training`
+FIRST = ("args", "model", "optimizer", "model_parameters")
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
 
@@ -45,6 +47,13 @@ def initialize(
     The config may also be `config_params` or `args.deepspeed_config`, as there. Returns (engine, optimizer, loader,
     lr_scheduler); `engine.mst` is the controller.
     """
+    if more:  # what DeepSpeed's order gives a name
+        given = inspect.signature(_deepspeeds_own).bind(args, model, optimizer, model_parameters, *more).arguments
+        named = {key: value for key, value in given.items() if key not in FIRST}
+        if twice := sorted(named.keys() & (others.keys() | _stated(config=config, config_params=config_params))):
+            raise TypeError(f"mst_scale.initialize got {twice[0]} twice: once by its place, once by its name")
+        config, config_params = named.pop("config", config), named.pop("config_params", config_params)
+        others, more = {**named, **others}, ()
     of_args = getattr(args, "deepspeed_config", None)
     configs = [given for given in (config, config_params, of_args) if given is not None]
     if model is None or len(configs) != 1:
@@ -62,9 +71,9 @@ def initialize(
     if isinstance(model, deepspeed.PipelineModule):
         refuse_in_pipeline(experiment.deepspeed)
     if not experiment.mst.stays_dense or experiment.mst.function is not None:
-        zero_shards.refuse_arguments(model, *more, **others)
+        zero_shards.refuse_arguments(model, **others)
     speak()
-    cut_sequences(model, *more, **others)
+    cut_sequences(model, **others)
     for note in notes:
         logger.warning("%s", note)
     zero_shards.hasten()
@@ -74,7 +83,6 @@ def initialize(
             model,
             optimizer,
             model.parameters() if model_parameters is None else model_parameters,
-            *more,
             config=experiment.deepspeed,
             **others,
         )
@@ -84,6 +92,10 @@ def initialize(
     zero_shards.install(engine, controller)
     controller.begin()
     return engine, made, loader, scheduler
+
+
+def _stated(**values: Any) -> set[str]:
+    return {key for key, value in values.items() if value is not None}
 
 
 def _refuse_unread_sizes(model: torch.nn.Module, experiment: Experiment, others: dict[str, Any]) -> None:

@@ -7,11 +7,10 @@ been another from an earlier step on is refused, with what would make it the sam
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 from mst_scale.checkpoints import store
-from mst_scale.config import Experiment, in_steps, load
+from mst_scale.config import Experiment, in_steps, load, read
 from mst_scale.distributed import Ranks, logger
 from mst_scale.pretrain.course import masks_part, rates_part
 
@@ -91,7 +90,7 @@ def _none_kept(both: Common) -> str:
 def _shorter(out: Path, experiment: Experiment) -> Experiment | None:
     """The run in OUT as it was begun, if it was to end earlier; another method is another course anyway."""
     path = out / "config.json"
-    if not path.is_file() or json.loads(path.read_text())["training"]["steps"] >= experiment.training.steps:
+    if not path.is_file() or read(path)[1].get("training", {}).get("steps", 0) >= experiment.training.steps:
         return None
     before = load(path)
     return before if before.mst.method == experiment.mst.method else None

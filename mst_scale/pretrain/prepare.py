@@ -164,7 +164,8 @@ def begin_story(
         store.sweep(out / "checkpoints")
         store.set_aside(out / "checkpoints", step)
         config = to_dict(experiment)
-        store.write_if_possible(out / "config.json", json.dumps(config, indent=2) + "\n")
+        if step < experiment.training.steps or not (out / "config.json").exists():  # else nothing will be trained
+            store.write_if_possible(out / "config.json", json.dumps(config, indent=2) + "\n")
         seed = experiment.training.seed
         start = run_file.about(
             from_step=step,

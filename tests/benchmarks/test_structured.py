@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from mst_scale.benchmarks import structured
+from mst_scale.benchmarks import long, structured
 
 
 def test_rows_and_page(capsys, monkeypatch):
@@ -19,7 +19,14 @@ def test_rows_and_page(capsys, monkeypatch):
     assert all(0 < row["density"] < 1 and row["speedup"] > 0 and row["rival"] == "dense, F.linear" for row in rows)
     assert structured.main(["--dtype", "float32", "--seconds", "0.01", "--markdown"]) == 0
     assert "| float32 | 64→96 | monarch |" in capsys.readouterr().out
-    if torch.cuda.is_available():
-        return
-    with pytest.raises(ValueError, match="no CUDA device is here"):
-        structured.main(["--device", "cuda"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is measured here")
+@pytest.mark.parametrize("bench", [structured, long])
+def test_without_a_gpu_rows_say_why_they_have_no_times(bench, capsys):
+    assert bench.main(["--device", "cuda", "--quick", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["machine"] and told["rows"]
+    assert all(row["speedup"] is None and row["why"] == "not measured: no CUDA device" for row in told["rows"])
+    assert bench.main(["--device", "cuda", "--quick"]) == 0
+    assert capsys.readouterr().out.count("not measured: no CUDA device") == len(told["rows"])

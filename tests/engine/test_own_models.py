@@ -93,6 +93,9 @@ def called_as_deepspeed_is(rank, world, folder):
         lambda: mst_scale.initialize(args=args, model=model, model_parameters=model.parameters()),
         lambda: mst_scale.initialize(plain, model, None, model.parameters(), data, config=path),
         lambda: mst_scale.initialize(model=model, training_data=data, config_params=config),
+        lambda: mst_scale.initialize(
+            None, model, None, model.parameters(), data, None, 29500, None, None, None, config
+        ),
     ]
     found = []
     for call in calls:
@@ -103,17 +106,28 @@ def called_as_deepspeed_is(rank, world, folder):
     for wrong in (lambda: mst_scale.initialize(args, model, config=config), lambda: mst_scale.initialize(model=model)):
         with pytest.raises(ValueError, match="needs one config"):
             wrong()
+    with pytest.raises(TypeError, match="got training_data twice"):
+        mst_scale.initialize(None, model, None, model.parameters(), data, training_data=data, config=config)
     return found
 
 
 def test_it_takes_deepspeeds_arguments_in_their_order(tmp_path):
     (found,) = pool.run(called_as_deepspeed_is, 1, str(tmp_path))
     # to within one weight per matrix
-    assert found == [(pytest.approx(0.5, abs=2 / 481), loader) for loader in (False, True, True)]
+    assert found == [(pytest.approx(0.5, abs=2 / 481), loader) for loader in (False, True, True, True)]
 
 
 def test_norms_biases_and_embeddings_are_never_targets():
     assert chosen(toy()) == ["up.weight", "down.weight", "out.weight"]
+
+
+def test_nor_are_those_that_no_layer_has():
+    """Biases of more than one dimension, and bare parameters, are told by their names."""
+    model = nn.ModuleDict({"experts": nn.Module(), "embeddings": nn.Module(), "mlp": nn.Linear(8, 4)})
+    for name in ("gate_up", "gate_up_bias", "bias", "relative_position_bias_table", "norm_scale"):
+        model["experts"].register_parameter(name, nn.Parameter(torch.ones(4, 8)))
+    model["embeddings"].register_parameter("position_embeddings", nn.Parameter(torch.ones(1, 9, 8)))
+    assert chosen(model) == ["experts.gate_up", "mlp.weight"]
 
 
 def test_a_tied_head_is_one_target_when_asked_for():

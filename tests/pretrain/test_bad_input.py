@@ -103,6 +103,13 @@ def another_method_in_out(folder):
     return arguments(folder, "--steps", "2", "--method", "dense")
 
 
+def broken_config_in_out(folder):
+    done = arguments(folder, "--steps", "2")
+    assert pool.run(attempt, 2, done) == [(0, "")] * 2
+    (folder / "out" / "config.json").write_text("{broken")
+    return arguments(folder, "--steps", "3")
+
+
 def run_exists_and_resume_never(folder):
     done = arguments(folder, "--steps", "2")
     assert pool.run(attempt, 2, done) == [(0, "")] * 2
@@ -129,6 +136,7 @@ def loop(folder):
 
 
 EARLY = [  # refused by each process for itself, before it looks for others
+    (lambda f: arguments(f, training={"min_lr": 0.5}), 2, "training.min_lr = 0.5 is above optimizer.params.lr = 0.01"),
     (without_config, 2, "no such config file"),
     (broken_json, 2, "not valid JSON"),
     (list_config, 2, "a config is a JSON object"),
@@ -202,6 +210,7 @@ LATE = [  # refused by one rank, for all
     (truncated_corpus, 2, "damaged or was replaced"),
     (no_data_at_all, 2, "no data: give --data DIR"),
     (another_model_in_out, 2, "has another 'model' block"),
+    (broken_config_in_out, 2, "out/config.json: not valid JSON"),
     (another_method_in_out, 2, "is of method static, not dense: choose another --out"),
     (run_exists_and_resume_never, 2, "holds a run already"),
     (lambda f: arguments(f, "--resume", "step00000009"), 2, "no checkpoint 'step00000009'"),

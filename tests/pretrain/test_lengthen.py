@@ -41,7 +41,9 @@ def test_a_lengthened_run_is_the_longer_one(tmp_path, mst, decay, from_step):
     out, whole = tmp_path / "out", tmp_path / "whole"
     assert run(tmp_path, "whole", "--steps", "16", **blocks)[:2] == (0, "")
     assert run(tmp_path, "out", **blocks)[:2] == (0, "")
-    code, _, (line, _) = run(tmp_path, "out", **blocks)
+    resolved = (out / "config.json").read_bytes()
+    code, _, (line, _) = run(tmp_path, "out", "--set", "gradient_clipping=0.5", **blocks)
+    assert (out / "config.json").read_bytes() == resolved, "nothing was trained as that says"
     decayed = ", as the learning rate decays from step 9 on" if decay else ""
     assert code == 0 and line == f"{out} is finished, at step 12; more --steps go on from step {from_step}{decayed}"
     shutil.copytree(out / "checkpoints", tmp_path / "kept")
