@@ -174,6 +174,12 @@ class Ledger:
             self.dense[a] += self._dense_step[a]
         self.spent_by_optimizer += self.optimizer
 
+    @property
+    def seen(self) -> int:
+        """Sequences so far, also where a run has gone on with another batch: what dense steps of them would have cost
+        says how many there were."""
+        return round((self.dense["paper"] - self.spent_by_optimizer) / dense_step_flops(self.model).total)
+
     def row(self) -> dict[str, float]:
         """For the metrics: FLOPs spent, their dense equivalent, and the reduction so far."""
         return {

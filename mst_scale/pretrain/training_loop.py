@@ -196,7 +196,7 @@ class Run:
         self.record.write(row)
 
     def _tokens(self) -> int:
-        return self.step * self.batch * self.experiment.model.context
+        return self.ledger.seen * self.experiment.model.context
 
     def _mean(self, loss: torch.Tensor) -> float:
         mean = loss.double().cpu()

@@ -11,6 +11,7 @@ from mst_scale.costs.flops import dense_step_flops, step_flops
 from mst_scale.costs.ledger import Ledger, forecast, tiny_flops, topology_flops
 from mst_scale.costs.stretches import sparse_matrices, stretches
 from mst_scale.engine.targets import choose_targets
+from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.models import GPT
 
@@ -142,6 +143,20 @@ def test_the_ledger_continues_to_the_bit(tmp_path):
     assert add(second, states[23:]).row() == add(whole, states).row()
     with pytest.raises(ValueError, match="does not say flops_causal, flops_dense_causal"):
         second.load({"flops": 1.0, "flops_dense": 2.0, "step": 3})
+
+
+def test_sequences_are_counted_across_batches():
+    """Of 4, then of 6 a step; an optimizer of its own, and what a smaller run has spent, are no sequences."""
+    model = load(RAW).model
+    first, second = Ledger(model, 4, optimizer=1e9), Ledger(model, 6, optimizer=1e9)
+    first.begin({"paper": 1e12, "causal": 1e12})
+    assert first.seen == 0
+    for _ in range(3):
+        first.add(Pattern("dense"), {})
+    second.load(first.state())
+    for _ in range(2):
+        second.add(Pattern("strided", 4), {})
+    assert (first.seen, second.seen) == (12, 24)
 
 
 def test_topology_steps_by_hand():
