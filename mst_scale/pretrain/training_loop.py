@@ -39,6 +39,7 @@ from mst_scale.runs.record import Record, state_of
 from mst_scale.runs.starting import Starting
 
 FAILED_SAVES = 3  # in a row, after which a run stops
+FURTHER = 0.05  # from a target than rounding to whole weights, or blocks, explains
 
 
 class StopRequest:
@@ -99,6 +100,18 @@ class Run:
         while self.step < self.training.steps:
             self.advance()
         self.record.close()
+        self._say_if_sparser()
+
+    def _say_if_sparser(self) -> None:
+        """A topology step waits for an update that is taken, and where the last ones were skipped none has come."""
+        mst = self.engine.mst
+        found, target = mst.sparsity, mst.point.sparsity
+        if self.ranks.first and found > target + FURTHER:
+            logger.warning(
+                "the run ends %.0f %% sparse, and its schedule at %.0f %%: %d of %d updates were skipped, as gradients "
+                "were not finite: lower the learning rate, or clip gradients",
+                100 * found, 100 * target, self.engine.skipped_steps, self.step,
+            )  # fmt: skip
 
     def advance(self) -> None:
         """One optimizer step, and what is due after it: a logged row, an evaluation, a checkpoint, the end."""

@@ -14,7 +14,7 @@ import pytest
 from mst_scale import distributed
 from mst_scale.pretrain import start, training_loop
 from tests.support import pool, tiny_run
-from tests.support.whole_runs import attempt
+from tests.support.whole_runs import MST, attempt, logged_attempt
 
 
 def arguments(folder: Path, *more: str, **blocks) -> list[str]:
@@ -433,3 +433,11 @@ def test_under_mpirun_too_one_rank_speaks(words, said):
     )  # fmt: skip
     assert child.returncode == 2 and child.stderr.count("mst_scale: ") == 1 and said in child.stderr
     assert "usage:" not in child.stderr and "Traceback" not in child.stderr
+
+
+def test_a_run_whose_updates_were_skipped_says_that_it_ends_sparser_than_its_schedule(tmp_path):
+    """Gradients overflow while the loss is still a number: no mask goes any more."""
+    optimizer = {"type": "AdamW", "params": {"lr": 1e4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
+    blocks = {"optimizer": optimizer, "gradient_clipping": 0.0, "mst": MST, "training": {"stop_after_nonfinite": 99}}
+    code, text = pool.run(logged_attempt, 1, arguments(tmp_path, "--steps", "12", **blocks))[0]
+    assert code == 0 and "% sparse, and its schedule at 0 %" in text and "of 12 updates were skipped" in text
