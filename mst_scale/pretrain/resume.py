@@ -74,7 +74,8 @@ def replicas_at_first(out: Path, ranks: Ranks, sizes: Sizes) -> int:
 
 
 def refuse_another_model(out: Path, experiment: Experiment) -> None:
-    """A run goes on with the model and the method it began with."""
+    """A run goes on with the model it began with, and to the steps that it was to have with its method too: more may
+    be of another, dense ones after sparse ones say."""
     path = out / "config.json"
     if not store.list_tags(out / "checkpoints") or not path.exists():
         return
@@ -83,7 +84,8 @@ def refuse_another_model(out: Path, experiment: Experiment) -> None:
         if before.get(block) != now[block]:
             raise ValueError(f"{path}: the run in {out} has another {block!r} block: choose another --out")
     methods = [told.get("mst", {}).get("method") or "dense" for told in (before, now)]
-    if methods[0] != methods[1]:
+    more = now["training"]["steps"] > before.get("training", {}).get("steps", 0)
+    if methods[0] != methods[1] and not more:
         raise ValueError(f"{path}: the run in {out} is of method {methods[0]}, not {methods[1]}: choose another --out")
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForMaskedLM
 from mst_scale.config import ModelConfig
 from mst_scale.costs.flops import dense_step_flops
 from mst_scale.hugging_face.export import export, open_source
+from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
 from tests.data.texts import jsonl, make
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, attempt
@@ -98,8 +99,11 @@ def test_a_run_is_exported_with_its_logits(tmp_path, tied):
     theirs = AutoModelForMaskedLM.from_pretrained(tmp_path / "theirs").eval()
     source = open_source(tmp_path / "out" / "checkpoints" / "step00000008", causal=False)
     ids = torch.randint(65, (3, tiny_run.CONTEXT), generator=torch.Generator().manual_seed(1))
+    ours = source.model()
+    assert source.pattern.kind == "strided"
+    set_pattern(ours, Pattern("dense"), "auto")  # as transformers computes
     with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, source.model()(ids), rtol=0, atol=1e-5)
+        torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-5)
     card = (tmp_path / "theirs" / "README.md").read_text()
     assert "AutoModelForMaskedLM" in card and "[MASK] is the tokenizer's, or id 64" in card
     pruned = export(tmp_path / "out", tmp_path / "pruned", prune=0.9)
