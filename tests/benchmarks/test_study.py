@@ -265,7 +265,7 @@ def test_the_overview_is_of_the_runs_that_are_kept(tmp_path):
         shutil.copy(path, tmp_path)
     assert overview.written(tmp_path).read_text() == (FOLDER / "overview.md").read_text()
     found = overview.settings(tmp_path)
-    (of_main,) = [one for one in found if one.study == "main"]
+    of_main = next(one for one in found if one.study == "main" and one.attention == "dense")
     assert f"{of_main.worth['paper', 'all sizes']}" in (FOLDER / "main.md").read_text()
     assert all(one.worth.keys() == found[0].worth.keys() for one in found) and len(found[0].worth) == 4
 
