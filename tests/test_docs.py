@@ -64,6 +64,19 @@ def test_questions_and_half_sentences_are_seen():
     assert not states_something("No end")
 
 
+ONE_FILE_EACH = ("cli", "methods")  # named by what users name: a verb, a method
+
+
+@pytest.mark.parametrize(
+    "package", sorted(p.parent for p in (ROOT / "mst_scale").glob("*/__init__.py")), ids=lambda p: p.name
+)
+def test_a_package_says_what_its_modules_are_for(package: Path):
+    modules = [path.stem for path in package.glob("*.py") if not path.stem.startswith("__")]
+    if package.name not in ONE_FILE_EACH and len(modules) > 1:
+        text = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+        assert [name for name in modules if not re.search(rf"\b{name}\b", text)] == []
+
+
 def test_the_public_surface_is_documented():
     from mst_scale.engine.types import MST
 

@@ -2,6 +2,8 @@
 
 store         atomic folders, digested and sealed; which is the newest whole one
 mask_files    masks at rest, written and read beside DeepSpeed's own files
+open_masks    masks as a file that other tools read and write
+multiplied    the weights that layers multiply with, where a method makes them a function of what is stored
 mask_report   what a checkpoint's masks are like (mst inspect)
 reshape       a copy for any number of ranks and any ZeRO stage (mst reshape)
 warm_start    weights, masks and step without optimizer states

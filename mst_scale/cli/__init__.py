@@ -1,5 +1,7 @@
 """The `mst` command: what can be done with data, configs and runs.
 
+One file a verb; plan_text is how `mst plan` speaks.
+
 Exit codes: 0 done, 1 it failed, 2 used wrongly. A user's mistake is one line; MST_TRACEBACK=1 shows where it arose.
 """
 

@@ -1,4 +1,14 @@
-"""Reads the JSON file of an experiment: a DeepSpeed config with four blocks of ours."""
+"""Reads the JSON file of an experiment: a DeepSpeed config with four blocks of ours.
+
+load          a file → an experiment; ready: the file that a name means
+blocks        the four blocks; method and targets: those inside `mst`
+presets       model shapes and recipes by name
+limits        values that no experiment can have
+check         experiments that cannot run, or not on so many ranks
+parallel      over how many ranks layers, sequences and the model are cut; placement: on which nodes
+growth        the smaller run that a model grows out of
+support       whether sparse training is exact with a key of DeepSpeed; support_page: the table of it in the docs
+"""
 
 from mst_scale.config.blocks import (
     RATE_DURATIONS,

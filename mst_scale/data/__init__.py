@@ -9,6 +9,7 @@ prepare     a recipe → a corpus folder, on all cores, in bounded memory (`mst 
   sources     what a source is, and which documents are for validation; with text_files, json_lines, tables
   cutting     where a long text may be cut without changing its ids
   tokenizer   text → ids: `byte`, tiktoken's encodings, a local rank file, BERT's word pieces
+  word_pieces, tokenizer_files  BERT's; any of them as files that transformers reads
   pool        one function over many chunks on all cores, results in order
   partial     how the folder appears all at once, though a run may be killed at any moment
   reporting   the progress that is shown meanwhile

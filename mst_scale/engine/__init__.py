@@ -1,9 +1,15 @@
 """Mixed Sparsity Training beside a DeepSpeed engine: the three parts joined in its optimizer step.
 
 api             `initialize`; types: what it returns
-targets         which parameters become sparse
-controller      `engine.mst`: the run's place on its schedule, and its attention pattern
-sparse          the same with masks: the order of one training step
-moved_weights   inactive weights stay 0, or the run stops
-second_moments  what a grown weight starts with
+targets           which parameters become sparse
+controller        `engine.mst`: the run's place on its schedule, and its attention pattern
+sparse            the same with masks: the order of one optimizer step, as a list
+topology_step     one topology step: prune, grow, start what has grown
+second_moments    what a grown weight starts with
+first_masks       masks of weights that have none yet; given_masks: those of a file, or of the weights' zeros
+moved_weights     inactive weights stay 0, or the run stops
+weight_functions  layers multiply with a function of what is stored
+stages            who shares which layers
+sequences         the parts of sequences that are cut over ranks
+words             what a run says of itself
 """

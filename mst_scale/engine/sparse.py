@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,34 +32,18 @@ from mst_scale.config import Experiment
 from mst_scale.dead_units.kinds import Tally
 from mst_scale.dead_units.live import LiveUnits
 from mst_scale.distributed import SharedMistake
-from mst_scale.engine import moved_weights, second_moments, words
+from mst_scale.engine import first_masks, moved_weights, topology_step, words
 from mst_scale.engine.controller import Controller
-from mst_scale.engine.given_masks import GivenMasks
 from mst_scale.engine.stages import Stages, exchanges_of
 from mst_scale.engine.targets import choose_targets
+from mst_scale.engine.topology_step import TopologyStep
 from mst_scale.mixed_growing.blocks import granularity_of
 from mst_scale.mixed_growing.distribution import active_counts
-from mst_scale.mixed_growing.evolve import Change, Layer
+from mst_scale.mixed_growing.evolve import Change
 from mst_scale.mixed_growing.exchange import Exchange
-from mst_scale.mixed_growing.gradient_size import living_mean_squares
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
 from mst_scale.sparse_linear import Product, SparseLayers
 from mst_scale.sparsity_variation import Point
-
-
-@dataclass
-class TopologyStep:
-    """A topology step under way: what it goes by, and what it has done so far."""
-
-    step: int
-    targets: list[int]
-    """How many elements of each parameter shall be active."""
-    update_fraction: float
-    reads_dense_gradients: bool
-    """Whether growth or moments read gradients of weights that are masked."""
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    """This rank's, in true units, by parameter; of masked weights too where growth or moments read them."""
-    changes: list[Change] = field(default_factory=list)
 
 
 class SparseController(Controller):
@@ -110,17 +94,14 @@ class SparseController(Controller):
         self.updated = False  # at the step under way: an overflow leaves it so
         self.settled = 0  # the last step whose topology work is done
         self.initial = mst.sparsity.initial
-        self.given = self._given(mst.masks)
-        if self.given is not None:
-            self._take_given(self.given)
-        elif self.schedule.at(0).sparsity:
-            self._make_sparse(self.schedule.at(0).sparsity, self.initial)
+        self.given = first_masks.read_given(self, mst.masks)
+        first_masks.begin(self)
         self.digests = self.masks.digests(self.exchange)
         self.active = self._active()
         self.woken_now: Tally = {}
         self.layers = self._layers(targets, mst.compute.backend)
         self._compute_with_masks()
-        words.warn_of_few_blocks(self, self._counts(self.schedule.max_sparsity))
+        words.warn_of_few_blocks(self, self.counts(self.schedule.max_sparsity))
 
     def _layers(self, targets: dict[str, torch.nn.Parameter], backend: str) -> SparseLayers:
         shapes = {s.name: s.cut.local_shape for s in self.shards.slices}
@@ -137,21 +118,6 @@ class SparseController(Controller):
 
     def _products(self) -> dict[str, Product]:
         return self.layers.products
-
-    def _all_names(self) -> list[str]:
-        """Of every parameter of the model."""
-        return list(self.stages.joined({name: None for name, _ in zero_shards.named_parameters(self.engine.module)}))
-
-    def _given(self, stated: str | None) -> GivenMasks | None:
-        if stated is None:
-            return None
-        given, error, names = None, None, self._all_names()
-        try:
-            given = GivenMasks(stated, names, self.numels)
-        except (ValueError, OSError) as met:  # of a file that this host does not have, say
-            error = met
-        self.everyone.raise_first(error)
-        return given
 
     # --- one step ---
 
@@ -223,7 +189,7 @@ class SparseController(Controller):
                 if self.topology.rezero and self.masks_states:
                     masks[i].retain_(*self.shards.states(i).values())
             if self.under_way is not None:
-                self.under_way.changes += self._evolve(self.under_way, here)
+                self.under_way.changes += topology_step.evolve(self, self.under_way, here)
 
     def after_step(self) -> None:
         with self.span("masking" if self.under_way is None else "topology"):
@@ -260,17 +226,17 @@ class SparseController(Controller):
 
     def _begin(self, step: int) -> TopologyStep:
         point = self.schedule.at(step)
-        return TopologyStep(step, self._counts(point.sparsity), point.update_fraction, self._reads_dense(step))
+        return TopologyStep(step, self.counts(point.sparsity), point.update_fraction, self._reads_dense(step))
 
     def _reads_dense(self, step: int) -> bool:
         """Of the topology step that so many steps end with."""
         point = self.schedule.at(step)
-        counts = zip(self.masks, self._counts(point.sparsity), strict=True)
+        counts = zip(self.masks, self.counts(point.sparsity), strict=True)
         most = self.elements.side**2  # weights of an element; at the edges of a matrix it has fewer
         denser = any(count > -(-mask.active // most) for mask, count in counts)
         return self.topology.reads_dense_gradients(point.update_fraction, denser)
 
-    def _counts(self, sparsity: float) -> list[int]:
+    def counts(self, sparsity: float) -> list[int]:
         """Active elements of this rank's layers, out of a budget over the whole model."""
         counts = active_counts(list(self.shapes.values()), sparsity, self.distribution)
         of = dict(zip(self.shapes, counts, strict=True))
@@ -280,75 +246,6 @@ class SparseController(Controller):
         pairs = zip(self.masks, under_way.targets, strict=True)
         full = {mask.name for mask, count in pairs if count == math.prod(self.shapes[mask.name])}
         self.units.plan_waking(under_way.step, full, {mask.name for mask in self.masks if not mask.dense})
-
-    def _evolve(self, under_way: TopologyStep, here: list[int]) -> list[Change]:
-        """Prune and grow these parameters to the target of the step that is being taken."""
-        masks = list(self.masks)
-        states = {i: self.shards.states(i) for i in here}
-        layers = [
-            Layer(
-                masks[i],
-                under_way.targets[i],
-                *self._ranked(i, states[i].get("exp_avg"), under_way.gradients[i]),
-            )
-            for i in here
-        ]
-        found: dict[int, Change] = {}
-        usual: dict[int, float | None] = {}  # g² that a grown weight starts with
-        for exchange, together in self.exchange.grouped(here):
-            if self.topology.grown_moments == "living":
-                living = [(masks[i], under_way.gradients[i]) for i in together]
-                usual |= zip(together, living_mean_squares(living, exchange), strict=True)
-            changes = self.elements.evolve(
-                [layers[here.index(i)] for i in together],
-                policy=self.policy,
-                update_fraction=under_way.update_fraction,
-                seed=self.seed,
-                step=under_way.step,
-                exchange=exchange,
-                regrow=self.topology.regrow,
-                gradient_size=self.topology.grown_moments == "seeded",
-            )
-            found |= zip(together, changes, strict=True)
-        for i in here:
-            change = found[i]
-            masks[i].retain_(self.shards.weight(i))
-            if self.masks_states:
-                masks[i].retain_(*states[i].values())
-                if self.topology.grown_moments != "zero" and "exp_avg_sq" in states[i]:
-                    size = usual.get(i, change.gradient_mean_square)
-                    self._seed_moments(i, change, under_way.gradients[i], size)
-                if self.topology.fresh_momentum and masks[i].dense and "exp_avg" in states[i]:
-                    states[i]["exp_avg"].zero_()
-            self.units.wake(change.name)
-        return [found[i] for i in here]
-
-    def _ranked(
-        self, i: int, momentum: torch.Tensor | None, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """What criteria read: a weight, its gradient and momentum, not those of what stands for it."""
-        weight = self.shards.weight(i)
-        if self.functions is None:
-            return weight, gradient, momentum
-        name = self.masks.names[i]
-        slope = self.functions.slope(name, weight)
-        return self.functions.weight(name, weight), gradient, None if momentum is None else momentum / slope
-
-    def _seed_moments(self, i: int, change: Change, gradient: torch.Tensor, usual: float | None) -> None:
-        """What wakes starts like what grows. `usual`: the layer's g²."""
-        if usual is None or not change.by_score + change.by_random:
-            return
-        grown = change.grown_indices()
-        if (woken := self.units.starting(change.name)).numel():
-            grown = torch.cat([grown, woken]).unique()
-        if grown.numel():
-            size = torch.full_like(gradient[grown], usual)
-            if self.topology.grown_moments == "seeded":
-                size = torch.maximum(size, gradient[grown].square())
-            if self.functions is not None:
-                size *= self.functions.slope(change.name, self.shards.weight(i)[grown]).square()
-            clip_factor = zero_shards.clip_factor(self.engine)
-            second_moments.seed(self.shards, i, grown, size=size, clip_factor=clip_factor)
 
     def _at_rest(self, change: Change) -> Change:
         """The counts stay, the bits (two a weight) go."""
@@ -400,15 +297,10 @@ class SparseController(Controller):
         mask_files.restore(checkpoint, self, mask_files.read(mask_files.file_of(checkpoint, 0))[0])
 
     def begin_with_these_weights(self) -> None:
-        """Those of a start follow mst.sparsity.initial, later ones keep the largest weights, which training has
-        sorted."""
         for mask in self.masks:
             mask.forget()
         self.settled = self.step
-        if self.given is not None:
-            self._take_given(self.given)
-        elif self.point.sparsity:
-            self._make_sparse(self.point.sparsity, "magnitude" if self.step else self.initial)
+        first_masks.begin(self)
         self.digests = self.masks.digests(self.exchange)
         self.masks_replaced()
         super().begin_with_these_weights()
@@ -426,32 +318,6 @@ class SparseController(Controller):
                 mask.retain_(*self.shards.states(i).values())
         self._compute_with_masks()
         self._follow_pattern()
-
-    def _make_sparse(self, sparsity: float, how: str) -> None:
-        """A topology for weights that have none, in master weights and in what the forward reads."""
-        counts = self._counts(sparsity)
-        layers = [Layer(m, counts[i], self.shards.weight(i)) for i, m in enumerate(self.masks)]
-        for exchange, here in self.exchange.grouped():
-            self.elements.sparsify([layers[i] for i in here], how=how, seed=self.seed, exchange=exchange)
-        self._zero_inactive()
-
-    def _take_given(self, given: GivenMasks) -> None:
-        """The masks that the run keeps, in place of what a schedule asks for."""
-        flags, error = [], None
-        try:
-            flags = [given.of(self.shards, i) for i in range(len(self.masks))]
-        except (ValueError, OSError) as met:
-            error = met
-        self.everyone.raise_first(error)
-        active = self.exchange.sum(torch.tensor([int(f.sum()) for f in flags], dtype=torch.int64)).tolist()
-        for mask, kept, count in zip(self.masks, flags, active, strict=True):
-            mask.set_flags(kept, count)
-        self._zero_inactive()
-
-    def _zero_inactive(self) -> None:
-        for i, mask in enumerate(self.masks):
-            mask.retain_(self.shards.weight(i))
-            zero_shards.zero_inactive(self.shards, i, mask.flags())
 
     def check_drift(self) -> None:
         """Stop on all ranks if a mask is no longer what the last topology step left. One small all-reduce."""

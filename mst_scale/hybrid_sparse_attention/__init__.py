@@ -1,4 +1,16 @@
-"""PART 3, Hybrid Sparse Attention: exact attention over a pattern of pairs, at the cost of the pairs it keeps."""
+"""PART 3, Hybrid Sparse Attention: exact attention over a pattern of pairs, at the cost of the pairs it keeps.
+
+config         what a user can say of it
+pattern        which keys a query sees
+schedule       which pattern a step uses
+definition     attention over a pattern in a few lines that are easy to check
+dispatch       which kernel computes it
+  blocked        torch operators alone; cpp: the compiled CPU kernel; triton_kernel: on GPUs, by the tiles of tiles
+  custom_op      a hand-written forward and backward as one operator
+module         the self-attention layer
+parts          sequences that are cut over ranks
+hugging_face   the same for models of transformers
+"""
 
 from __future__ import annotations
 

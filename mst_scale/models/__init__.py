@@ -1,4 +1,11 @@
-"""The models: GPT-2's architecture and BERT's, their loss, and their names in the Hugging Face world."""
+"""The models: GPT-2's architecture and BERT's, and their loss.
+
+gpt, bert        one module each; pipelined_gpt: the GPT in stages
+initial_weights  what they begin with
+layer_norm       torch's or apex's
+cross_entropy    the loss, with little memory
+recompute        a block computed again in backward
+"""
 
 from torch import nn
 

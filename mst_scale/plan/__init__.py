@@ -12,6 +12,7 @@ exchange      and between ranks that share a model
 clock         seconds: a roofline for compute, an α–β model for collectives, a pipeline's bubble
 links         what a GPU sends over which link
 roofline      seconds of a product with a mask of blocks, and of attention over a pattern
+phases        the length of each phase, what it saves in FLOPs and in time
 expected      seconds of sparse steps by that roofline, of every phase, by the side of blocks
 expected_page the table of it in the docs
 skipping      which layers skip what is masked

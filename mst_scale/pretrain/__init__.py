@@ -7,7 +7,9 @@ refusals        what DeepSpeed, torch or the machine would refuse later
 prepare         token files, first weights, the engine
 resume          from which checkpoint a run continues, on which batch
 lengthen        more steps than a run was begun with
+growing         a smaller run's weights as this one's first
 branch          a decay from another run's checkpoint
+batches         micro-batches through DeepSpeed's engine, or its pipeline's
 course          up to which step two runs train the same
 learning_rate   the rate of a step
 spikes          spikes of the loss

@@ -2,6 +2,8 @@
 
 metrics           metrics.jsonl, a row a logged step
 record            a row into metrics.jsonl, TensorBoard and the progress line; the table at the end
+recording         an engine in a loop of somebody else's
+starting          what a start is busy with
 rival             how a run that has ended stands to a recorded one
 progress          the line on the terminal
 observer          looks at weights and masks while a model trains: histograms, pictures, snapshots

@@ -1,4 +1,13 @@
-"""Linear layers that skip what is masked: the weight stays dense, the compute touches only what the mask keeps."""
+"""Linear layers that skip what is masked: the weight stays dense, the compute touches only what the mask keeps.
+
+config           what a user can say of it
+definition       what a sparse linear layer computes
+layers           a model's sparse layers, and the masks they follow
+dispatch         which backend multiplies; crossovers: from which sparsity on it is faster than a dense product
+  cpu              single weights on CPUs: cpp, the compiled kernel, or mkl
+  block            B × B blocks on GPUs, by the tiles of tiles
+  semi_structured  two of four on GPUs
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ step          the optimizer step: where it is hooked, its norm and loss scale, w
 slices        for every sparse parameter this rank's slice, with live views of its master weight, reduced gradient
               and optimizer states, at every stage; what cannot be right is refused
 muon          Muon in one place at every stage
+powers        Adam's powers of its betas on a CPU, from the count of updates alone
 saving        saves that fail together, loads that carry masks, universal checkpoints at every stage
 safe_load     checkpoints are data, and run nothing
 weight_files  where a checkpoint's weights lie on disk

@@ -5,7 +5,7 @@ import torch
 
 import mst_scale
 from mst_scale import zero_shards
-from mst_scale.engine import second_moments
+from mst_scale.engine import second_moments, topology_step
 from tests.mixed_growing import oracle
 from tests.support import pool
 from tests.support.toy_engine import OFFLOAD, STAGES, full, mst_config, read_by_forward, train
@@ -155,16 +155,17 @@ def seeds(rank, world, stage):
     config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.6}
     engine, *_ = mst_scale.initialize(model=model, model_parameters=groups, config=config)
     controller, found = engine.mst, {}
-    seed = controller._seed_moments
+    start = topology_step.start_grown
 
-    def spied(i, change, gradient, mean_square):
-        seed(i, change, gradient, mean_square)
+    def spied(mst, i, change, gradient, mean_square):
+        start(mst, i, change, gradient, mean_square)
         grown = change.grown_indices()
         usual = gradient[grown].square().clamp(min=change.gradient_mean_square)
         found[change.name] = (controller.shards.states(i)["exp_avg_sq"][grown] / usual).tolist()
 
-    controller._seed_moments = spied
-    train(engine, rank, world, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology_step, "start_grown", spied)
+        train(engine, rank, world, 2)
     return {name: found[name] for name in betas}, zero_shards.updates_of(controller.shards, 0)
 
 
@@ -185,23 +186,24 @@ def living_means(rank, world, stage, granularity, at_random):
     config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.6}
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     controller, found, asked = engine.mst, {}, []
-    seed, ask = controller._seed_moments, controller.layers.dense_gradients
+    start, ask = topology_step.start_grown, controller.layers.dense_gradients
     controller.layers.dense_gradients = lambda wanted: (asked.append(wanted), ask(wanted))
     before = {mask.name: (mask.flags(), mask.active) for mask in controller.masks}
 
-    def spied(i, change, gradient, mean_square):
+    def spied(mst, i, change, gradient, mean_square):
         sizes = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(second_moments, "seed", lambda *_, size, **__: sizes.append(size))
-            seed(i, change, gradient, mean_square)
+            start(mst, i, change, gradient, mean_square)
         lived, active = before[change.name]
         assert bool(gradient[~lived].any()) == (at_random < 1 and bool((~lived).any())), "growth alone reads the others"
         mean_squares = {float(value) for size in sizes for value in size}
         assert len(mean_squares) <= 1
         found[change.name] = (mean_squares, float(gradient[lived].double().square().sum()), active)
 
-    controller._seed_moments = spied
-    train(engine, rank, world, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology_step, "start_grown", spied)
+        train(engine, rank, world, 2)
     assert controller.changed_at == 2
     return found, asked
 
