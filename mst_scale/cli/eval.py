@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mst_scale.distributed.parser import refuse_no_folder
 from mst_scale.hugging_face.hub import offline_unless_reachable
 
 ABOUT = """\
@@ -72,6 +73,10 @@ def run(args: argparse.Namespace) -> int:
     tasks = choose(args.tasks)
     if args.batch_size < 1:
         raise ValueError(f"--batch-size {args.batch_size}: it must be at least 1")
+    if args.out:
+        if Path(args.out).is_dir():
+            raise ValueError(f"--out {args.out!r} is a folder: name a file in it")
+        refuse_no_folder("--out", Path(args.out).parent)
     if args.json:
         logging.getLogger("mst_scale").setLevel(logging.WARNING)
     if args.device in (None, "cpu"):

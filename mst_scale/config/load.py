@@ -66,7 +66,7 @@ def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return "config", copy.deepcopy(config)
     path = config_file(config)
     try:
-        raw = json.loads(path.read_text(), object_pairs_hook=_without_repeats)
+        raw = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=_without_repeats)
     except FileNotFoundError:
         raise ValueError(refusal(config)) from None
     except (OSError, UnicodeDecodeError) as error:

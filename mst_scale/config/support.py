@@ -109,6 +109,12 @@ def row_of(key: str, value: Any, stage: int, precision: str) -> Row | None:
     return next((row for row in own if row.speaks_of(value, stage, precision)), None)
 
 
+def precision_of(deepspeed: Mapping[str, Any]) -> str:
+    """In which forward and backward compute."""
+    low = (name for name in ("bf16", "fp16") if dict(deepspeed.get(name) or {}).get("enabled"))
+    return next(low, "fp32")
+
+
 def stated(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """(key, value) of all that a config states. `null` and "auto" state nothing."""
     for name, value in block.items():
@@ -133,8 +139,7 @@ def refuse_unsupported(deepspeed: Mapping[str, Any], mst: MSTConfig) -> list[str
     if mst.stays_dense:
         return []
     allowed = mst.allow_unclassified
-    low = (name for name in ("bf16", "fp16") if dict(deepspeed.get(name) or {}).get("enabled"))
-    precision = next(low, "fp32")
+    precision = precision_of(deepspeed)
     notes = []
     for key, value in stated(deepspeed):
         row, here = row_of(key, value, stage, precision), f"{key} = {json.dumps(value, default=str)}"

@@ -9,6 +9,7 @@ from typing import Any
 from mst_scale.config import Experiment
 from mst_scale.config.check import batch_shape
 from mst_scale.config.parallel import sizes_of
+from mst_scale.config.support import precision_of
 from mst_scale.distributed import Sizes
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -91,7 +92,7 @@ def setting_of(experiment: Experiment, ranks: int) -> Setting:
     _, micro, accumulation = batch_shape(ds, sizes.data(ranks))
     zero: dict[str, Any] = ds.get("zero_optimization", {})
     stage = int(zero.get("stage", 0))
-    precision = next((name for name in ("bf16", "fp16") if ds.get(name, {}).get("enabled")), "fp32")
+    precision = precision_of(ds)
     accumulate = ds.get("data_types", {}).get("grad_accum_dtype") or precision
     if accumulate not in BYTES:
         raise ValueError(f"data_types.grad_accum_dtype must be one of {', '.join(BYTES)}, not {accumulate!r}")

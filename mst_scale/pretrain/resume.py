@@ -19,6 +19,7 @@ from mst_scale.checkpoints.store import MANIFEST, UNIVERSAL
 from mst_scale.config import Experiment, read, to_dict
 from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
+from mst_scale.config.support import precision_of
 from mst_scale.distributed import Ranks, Sizes, logger
 from mst_scale.runs import run_file
 
@@ -74,8 +75,8 @@ def replicas_at_first(out: Path, ranks: Ranks, sizes: Sizes) -> int:
 
 
 def refuse_another_model(out: Path, experiment: Experiment) -> None:
-    """A run goes on with the model it began with, and to the steps that it was to have with its method too: more may
-    be of another, dense ones after sparse ones say."""
+    """A run goes on with the model and the precision it began with, and to the steps that it was to have with its
+    method too: more may be of another, dense ones after sparse ones say."""
     path = out / "config.json"
     if not store.list_tags(out / "checkpoints") or not path.exists():
         return
@@ -83,6 +84,11 @@ def refuse_another_model(out: Path, experiment: Experiment) -> None:
     for block in SAME_ON_RESUME:
         if before.get(block) != now[block]:
             raise ValueError(f"{path}: the run in {out} has another {block!r} block: choose another --out")
+    precisions = [precision_of(told) for told in (before, now)]
+    if precisions[0] != precisions[1]:
+        raise ValueError(
+            f"{path}: the run in {out} trains in {precisions[0]}, not {precisions[1]}: choose another --out"
+        )
     methods = [told.get("mst", {}).get("method") or "dense" for told in (before, now)]
     more = now["training"]["steps"] > before.get("training", {}).get("steps", 0)
     if methods[0] != methods[1] and not more:

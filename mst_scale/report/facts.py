@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mst_scale.config.support import precision_of
 from mst_scale.report.groups import Group
 from mst_scale.report.page import Table
 from mst_scale.report.reading import Run, moment, plan
@@ -55,7 +56,7 @@ def recipe(run: Run) -> Facts:
         ),
         "optimizer": _words(of("optimizer", "type"), *_parameters(of("optimizer", "params"))),
         "gradient clipping": _words(of("gradient_clipping")),
-        "precision": next((kind for kind in ("bf16", "fp16") if of(kind, "enabled")), "fp32") if run.config else None,
+        "precision": precision_of(run.config) if run.config else None,
         "ZeRO stage": _words(of("zero_optimization", "stage")),
         "seed": None if run.seed is None else str(run.seed),
         "initial weights": _words(of("training", "init"), ("grown from", of("mst", "grow_from"))),

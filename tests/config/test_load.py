@@ -231,6 +231,12 @@ def test_unreadable_files(tmp_path, text, message):
         load(path)
 
 
+def test_a_file_that_begins_with_a_byte_order_mark_is_read(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(MINIMAL), "utf-8-sig")
+    assert load(path) == load(MINIMAL)
+
+
 @pytest.mark.parametrize("override", ["mst", "=3", "mst..max=1", "train_batch_size.x=1"])
 def test_malformed_overrides(override):
     with pytest.raises(ValueError, match="--set"):

@@ -26,6 +26,9 @@ def test_wrong_use_is_one_line(run, data, capsys, tmp_path, monkeypatch):
     assert "was trained with tokenizer 'byte', not 'gpt2'" in wrong
     assert "--stride 65" in refused(capsys, str(run), "--tasks", "lambada", *there, "--stride", "65")
     assert "--shots -1" in refused(capsys, str(run), "--tasks", "rte", *there, "--shots", "-1")
+    assert f"--out '{tmp_path}' is a folder" in refused(capsys, str(run), "--tasks", "lambada", "--out", str(tmp_path))
+    under_file = str(data / "wikitext2.txt" / "eval.json")
+    assert "is no folder; choose another" in refused(capsys, str(run), "--tasks", "lambada", "--out", under_file)
     broken = tmp_path / "broken"
     (broken).mkdir()
     (broken / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')

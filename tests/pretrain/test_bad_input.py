@@ -103,6 +103,12 @@ def another_method_in_out(folder):
     return arguments(folder, "--steps", "2", "--method", "dense")
 
 
+def another_precision_in_out(folder):
+    done = arguments(folder, "--steps", "2")
+    assert pool.run(attempt, 2, done) == [(0, "")] * 2
+    return arguments(folder, "--steps", "3", bf16={"enabled": True})
+
+
 def broken_config_in_out(folder):
     done = arguments(folder, "--steps", "2")
     assert pool.run(attempt, 2, done) == [(0, "")] * 2
@@ -211,6 +217,7 @@ LATE = [  # refused by one rank, for all
     (no_data_at_all, 2, "no data: give --data DIR"),
     (another_model_in_out, 2, "has another 'model' block"),
     (broken_config_in_out, 2, "out/config.json: not valid JSON"),
+    (another_precision_in_out, 2, "trains in fp32, not bf16: choose another --out"),
     (another_method_in_out, 2, "is of method static, not dense: choose another --out"),
     (run_exists_and_resume_never, 2, "holds a run already"),
     (lambda f: arguments(f, "--resume", "step00000009"), 2, "no checkpoint 'step00000009'"),
