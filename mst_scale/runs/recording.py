@@ -66,7 +66,10 @@ class Recording:
         self.losses, self.divided = 0, True
         self.record: Record | None = None  # from the first step on: a checkpoint may be loaded before
         self.run_file: RunFile | None = None
-        self.step = -1
+        self.step = -1  # the one just taken; what is known of it:
+        self.last: tuple[torch.Tensor | None, float] = (None, 0.0)
+        self.norm: float | None = None
+        self.ended = 0.0
         self.paced: Row = {}  # of the newest row
         self.newest: Row | None = None  # row, which what is noted joins …
         self.waits = False  # … as long as it is not written
