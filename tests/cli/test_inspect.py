@@ -38,6 +38,9 @@ def test_a_dense_checkpoint(tmp_path, capsys):
     assert main(["inspect", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["phase"], found["sparsity"], found["layers"]) == ("dense", 0, [])
+    assert main(["masks", str(folder), str(tmp_path / "m.safetensors")]) == 2
+    assert "has no masks: it was trained without sparsity" in capsys.readouterr().err
+    assert not (tmp_path / "m.safetensors").exists()
 
 
 def test_bad_input_is_one_line_and_damage_is_no_wrong_use(tmp_path, capsys):
