@@ -306,6 +306,8 @@ def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
     path = facts.path_of("queue", folder)
     lines = path.read_text().splitlines()
     assert code == 1 and told["done"] == 2 and len(lines) == 3
+    assert {"gpu", "torch"} <= told["machine"].keys() and len(told["rows"]) == len(told["cells"]) >= 2
+    assert all({"variant", "val_loss", "flops"} <= row.keys() for row in told["rows"])
     rows = {found["variant"]: found for found in map(json.loads, lines)}
     assert rows["wrong"]["status"] == facts.FAILED and "optimizer.params.nonsense" in rows["wrong"]["reason"]
     assert rows["dense"]["steps_run"] == 60 - 45 + (45 - 22), "a branch of a trunk that stood at the shorter one's"
