@@ -1,9 +1,9 @@
-"""Writes what `mst-best` is worth over all studies by the size of the model and the length of the run (overview.md).
+"""Writes what the best recipes are worth over all studies by the size of the model and the length of the run.
 
     python -m mst_scale.benchmarks.studies.overview
 
-It reads what the studies' runs have reached and runs nothing. A setting is a cell of a study, measured against that
-study's dense runs, as on its page.
+It reads what the studies' runs have reached, and runs nothing; the page is overview.md. A setting is a cell of a study,
+measured against that study's dense runs, as on its page.
 """
 
 from __future__ import annotations
@@ -28,32 +28,40 @@ from . import facts, law
 from .outcome import outcomes
 from .plan import FOLDER, job, read_plan
 
-BEST = {
-    "main": ["mst-best"],
-    "longer": ["mst-best", "mst-best-short", "mst-best-large"],
-    "larger": ["mst-best", "mst-best-middle", "mst-best-small"],
-    "confirm": ["mst-best"],
-    "largest": ["mst-best"],
+BEST, TO_THE_END, LEAN = "mst-best", "mst-best, sparse attention", "mst-lean"
+RECIPES = {
+    BEST: {
+        "main": ["mst-best"],
+        "longer": ["mst-best", "mst-best-short", "mst-best-large"],
+        "larger": ["mst-best", "mst-best-middle", "mst-best-small"],
+        "confirm": ["mst-best"],
+        "largest": ["mst-best"],
+    },
+    TO_THE_END: {
+        "main": ["mst-best-to-the-end"],
+        "longer": ["mst-best-to-the-end", "mst-best-large-to-the-end"],
+        "larger": ["mst-best-to-the-end"],
+        "confirm": ["mst-best-to-the-end"],
+    },
+    LEAN: {
+        "how-far": ["4x-longer-to-the-end"],
+        "longer": ["4x-longer-large-to-the-end"],
+        "confirm": ["4x-longer-to-the-end"],
+    },
 }
-"""By study: the variants that are `mst-best`, of whatever width and length."""
-TO_THE_END = {
-    "main": ["mst-best-to-the-end"],
-    "longer": ["mst-best-to-the-end", "mst-best-large-to-the-end"],
-    "larger": ["mst-best-to-the-end"],
-}
-"""The same with attention that stays sparse to the end of the run, and in use."""
+"""By recipe and study the variants that are it, of whatever width and length."""
+FILLED = {BEST: "full", TO_THE_END: "none", LEAN: "left"}
 AGAINST = {"same model": True, "all sizes": False}
-WORTHS = (0.7, 1.0, 1.5, 2.0)
+WORTHS = (0.7, 1.0, 1.5, 2.0, 3.0)
 BOUNDS = {"": "", AT_LEAST: ", at least", AT_MOST: ", at most"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A model trained for a length with `mst-best`, and what its FLOPs were worth by accounting and rivals."""
+    """A model trained for a length by a recipe, and what its FLOPs were worth by accounting and rivals."""
 
     study: str
-    attention: str
-    """What it has at the end: dense, or sparse."""
+    recipe: str
     weights: int
     tokens: float
     flops: float
@@ -69,17 +77,17 @@ class Setting:
 
 
 def settings(results: Path) -> list[Setting]:
-    """In the order of model and length; those that no run of has finished are left out."""
+    """In the order of recipe, model and length; those that no run of has finished are left out."""
     rows = facts.known(results)
     found = []
-    for name, best in BEST.items():
-        variants = dict.fromkeys(best, "dense") | dict.fromkeys(TO_THE_END.get(name, []), "sparse")
+    for name in dict.fromkeys(study for variants in RECIPES.values() for study in variants):
+        recipes = {variant: recipe for recipe, of in RECIPES.items() for variant in of.get(name, [])}
         plan = read_plan(name)
         data = plan.config["data"]["dir"]
         cells = outcomes(plan, rows, data)
         methods = [one.method for one in cells]
         for one in cells:
-            if one.cell.variant not in variants or not one.runs:
+            if one.cell.variant not in recipes or not one.runs:
                 continue
             experiment = job(plan, one.cell, one.rate, plan.seeds_of(one.cell)[0], data).experiment
             read = {
@@ -89,21 +97,21 @@ def settings(results: Path) -> list[Setting]:
             }
             its = {key: value for key, value in read.items() if value is not None}
             weights, tokens = experiment.model.weights, law.tokens(experiment)
-            found.append(Setting(name, variants[one.cell.variant], weights, tokens, one.flops, its))
-    return sorted(found, key=lambda one: (one.attention, one.weights, one.tokens))
+            found.append(Setting(name, recipes[one.cell.variant], weights, tokens, one.flops, its))
+    return sorted(found, key=lambda one: (list(RECIPES).index(one.recipe), one.weights, one.tokens))
 
 
 def written(results: Path) -> Path:
     """overview.md, and its figure in light and dark."""
     found = settings(results)
-    head = ["parameters", "tokens a parameter", "attention at the end", "FLOPs", "study"]
+    head = ["recipe", "parameters", "tokens a parameter", "FLOPs", "study"]
     columns = [(accounting, rivals) for accounting in ACCOUNTINGS for rivals in AGAINST]
     head += [f"{rivals}{'' if accounting == 'paper' else ', causal'}" for accounting, rivals in columns]
     lines = [
         [
+            one.recipe,
             one.size,
             f"{one.tokens_per_weight:.0f}",
-            one.attention,
             f"{one.flops:.2g}",
             f"[`{one.study}`]({one.study}.md)",
         ]
@@ -112,11 +120,11 @@ def written(results: Path) -> Path:
     ]
     plot = drawn(found)
     path = results / "overview.md"
+    shown = picture(plot, results / plot.key, "Worth of the best recipes over the FLOPs of a run, by size of the model")
     path.write_text(
-        "# What mst-best is worth, by size and length\n\n"
+        "# What Mixed Sparsity Training is worth, by recipe, size and length\n\n"
         "`python -m mst_scale.benchmarks.studies.overview`, which reads the studies' runs and makes none.\n\n"
-        f"{picture(plot, results / plot.key, 'Worth of mst-best over the FLOPs of a run, by size of the model')}\n\n"
-        f"{plot.caption}\n\n{grid(head, lines)}\n"
+        f"{shown}\n\n{plot.caption}\n\n{grid(head, lines)}\n"
     )
     return path
 
@@ -138,10 +146,11 @@ def drawn(found: Sequence[Setting]) -> Plot:
         legend(figure, [Line2D([], [], label=size, **look) for size, look in looks.items()], columns=len(sizes))
 
     caption = (
-        "Worth: the FLOPs that dense training needs for the loss of `mst-best`, divided by those that it spent, "
+        "Worth: the FLOPs that dense training needs for the loss that was reached, divided by those that were spent, "
         "against the same model trained for a shorter time and against the best of dense models of several sizes. "
         "Above the line it pays. Numbers are tokens a parameter, bars 95 % intervals over seeds. "
-        "Hollow: attention stays sparse to the end."
+        "Full: `mst-best`. Hollow: with attention that stays sparse to the end, and in use. Half: `mst-lean`, which "
+        "is sparse from the first step too."
     )
     return Plot("overview", caption, draw, 3.9)
 
@@ -155,8 +164,7 @@ def _panel(axes: Axes, found: Sequence[Setting], rivals: str, looks: dict[str, d
         x, look = one.flops / 1e12, looks[one.size]
         if read.low is not None and read.high is not None:
             axes.plot([x, x], [read.low, read.high], color=look["color"], linewidth=1.2)
-        face = look["color"] if one.attention == "dense" else theme.paper
-        axes.plot([x], [read.value], markersize=6, markerfacecolor=face, **look)
+        axes.plot([x], [read.value], markersize=6, fillstyle=FILLED[one.recipe], markerfacecoloralt=theme.paper, **look)
         axes.annotate(
             f"{one.tokens_per_weight:.0f}{BOUNDS[read.bound]}", (x, read.value), (5, 3),
             textcoords="offset points", fontsize=7, color=theme.axis,
@@ -168,7 +176,7 @@ def _panel(axes: Axes, found: Sequence[Setting], rivals: str, looks: dict[str, d
     ratio_axis(axes.xaxis, min(spent), max(spent))
     axes.set_yticks(WORTHS, [f"{value:g}" for value in WORTHS])
     axes.set_yticks([], minor=True)
-    axes.set_ylim(0.6, 2.6)
+    axes.set_ylim(0.6, 3.5)
     axes.set_xlabel("training FLOPs (TFLOP)")
     axes.set_title(f"Against {'the same model' if AGAINST[rivals] else 'all sizes'}")
 

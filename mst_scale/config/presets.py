@@ -23,8 +23,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"n_layer": 6, "n_head": 12, "n_embd": 384},  # the paper's small dense model; as a method: methods.tiny
 }
 
-# Whole recipes: `mst` with the paper's learning rate, with one that stays high until the weights return, and what has
-# reached the lowest loss of what was tried (docs/does-it-work.md).
+# Whole recipes: `mst` with the paper's learning rate, with one that stays high until the weights return, and what is
+# worth most of what was tried (docs/does-it-work.md): with attention that is dense in the end, and with one that never
+# is, with weights that are sparse from the first step almost to the last.
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"mst": {"method": "mst"}, "training": {"lr_schedule": "cosine"}},
     "mst-wsd": {"mst": {"method": "mst"}, "training": {"lr_schedule": "wsd"}},
@@ -34,6 +35,15 @@ RECIPES: dict[str, dict[str, Any]] = {
             "sparsity": {"max": 0.8},
             "topology": {"random_ratio": 1.0, "grown_moments": "living"},
             "attention": {"stride": 0.25},
+        },
+        "training": {"lr_schedule": "wsd", "decay": 0.4},
+    },
+    "mst-lean": {
+        "mst": {
+            "method": "mst",
+            "sparsity": {"max": 0.8, "warmup": 0, "ultra": 0.928571, "restore": 0.035714},
+            "topology": {"random_ratio": 1.0, "grown_moments": "living"},
+            "attention": {"stride": 0.25, "dense_from": 1.0},
         },
         "training": {"lr_schedule": "wsd", "decay": 0.4},
     },

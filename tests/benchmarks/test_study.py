@@ -259,13 +259,31 @@ def test_the_same_model_is_one_of_its_shape(folder):
     assert len({models[name] for name in ("mst", "dense-small", "dense-large")}) == 3
 
 
+@pytest.mark.parametrize(
+    ("recipe", "name", "variant"),
+    [(overview.BEST, "main", "mst-best"), (overview.LEAN, "how-far", "4x-longer-to-the-end")],
+)
+def test_a_recipe_is_what_was_measured(recipe, name, variant):
+    plan = read_plan(name)
+    (cell,) = [cell for cell in plan.cells() if cell.variant == variant]
+    measured = job(plan, cell, 0.016, 1, "c").experiment
+    own = {"steps": measured.training.steps, "warmup": measured.training.warmup}
+    model = {"context": measured.model.context}
+    named = load({"optimizer": plan.config["optimizer"], "recipe": recipe, "model": model, "training": own})
+    for what in ("schedule", "attention_schedule"):
+        assert getattr(named, what) == getattr(measured, what)
+    assert named.mst.topology == measured.mst.topology and named.mst.targets == measured.mst.targets
+    decays = {in_steps(e.training.decay, e.training.steps) for e in (named, measured)}
+    assert len(decays) == 1 and named.training.lr_schedule == measured.training.lr_schedule == "wsd"
+
+
 def test_the_overview_is_of_the_runs_that_are_kept(tmp_path):
     """The committed page is what its runs come to, and its numbers are those of the studies' pages."""
     for path in FOLDER.glob("*.jsonl"):
         shutil.copy(path, tmp_path)
     assert overview.written(tmp_path).read_text() == (FOLDER / "overview.md").read_text()
     found = overview.settings(tmp_path)
-    of_main = next(one for one in found if one.study == "main" and one.attention == "dense")
+    of_main = next(one for one in found if one.study == "main" and one.recipe == overview.BEST)
     assert f"{of_main.worth['paper', 'all sizes']}" in (FOLDER / "main.md").read_text()
     assert all(one.worth.keys() == found[0].worth.keys() for one in found) and len(found[0].worth) == 4
 

@@ -98,6 +98,12 @@ def test_recipes():
     assert (best.training.lr_schedule, best.training.decay) == ("wsd", 0.4)
     assert not best.mst.topology.grows_by_dense_gradients
     assert best.mst.attention.stride * 4 == best.model.context, "as in the paper, whatever the context"
+    lean = load({**MINIMAL, "recipe": "mst-lean", "training": {"steps": 280}})
+    points = [lean.schedule.at(step) for step in (0, 259, 270, 279)]
+    assert [point.phase for point in points] == ["ultra", "ultra", "dense", "dense"]
+    assert [point.sparsity for point in points] == [0.8, 0.8, 0.0, 0.0]
+    assert {lean.attention_schedule.pattern_at(step).kind for step in (0, 279, 280)} == {"strided"}
+    assert (lean.mst.topology, lean.training.decay) == (best.mst.topology, best.training.decay)
     for more in (["recipe=mst-best"], ["mst.sparsity.warmup=0.1", "recipe=mst-best"]):  # laid over what a file says
         over = load("gpt2_small", more)
         assert (over.mst.sparsity.max, over.mst.topology.random_ratio) == (0.8, 1.0)
