@@ -21,6 +21,7 @@ from mst_scale.checkpoints import store
 from mst_scale.data.tokenizer import chosen, is_missing, load_tokenizer, trained_with
 from mst_scale.distributed import logger
 from mst_scale.hugging_face.export import open_source, tokenizer_of
+from mst_scale.hybrid_sparse_attention import Pattern, attach
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -128,6 +129,11 @@ def _transformers(name: str, folder: Path | None, tokenizer: str | None, device:
                 f"model {name!r} is no folder here, and cannot be had from the hub ({type(error).__name__}: {what})"
             ) from None
         raise ValueError(f"{name} is no causal language model that transformers can load: {what}") from None
+    if trained := about.get("attention"):
+        pattern = Pattern(**trained)
+        if reason := attach(model, pattern):
+            raise ValueError(f"{name} was trained with {pattern} attention, and here it stays dense: {reason}")
+        logger.info("%s attends as it was trained: %s", name, pattern)
     config = model.config
     context = getattr(config, "n_positions", None) or getattr(config, "max_position_embeddings", None)
     if not context:

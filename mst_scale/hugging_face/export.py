@@ -122,6 +122,7 @@ def export(
             "bias": experiment.model.bias,
             "method": experiment.mst.method,
             **({"pruned": pruned.about} if pruned.about else {}),
+            **({"attention": asdict(source.pattern)} if source.pattern.kind != "dense" else {}),
         }
         _write_json(draft / "config.json", {**raw, "dtype": dtype, "mst_scale": about})
         done = Exported(
@@ -138,7 +139,7 @@ def export(
             pruning=pruned.about,
         )
         told = {**done.to_dict(), "dead_units": in_words(done.dead_units), "pruned": pruned.words}
-        card = model_card.text(experiment, source.run, told, tokenizer_note)
+        card = model_card.text(experiment, source.run, told, source.pattern, tokenizer_note)
         (draft / "README.md").write_text(card)
         os.rename(draft, out)
     except BaseException:
@@ -148,10 +149,11 @@ def export(
         logger.warning("%s", tokenizer_note)
     if source.pattern.kind != "dense":
         logger.warning(
-            "%s was trained with %s attention; transformers' model attends to everything, and loses by it: let "
+            "%s was trained with %s attention; transformers' model attends to everything, and loses by it: %s, or let "
             "attention turn dense before the end (mst.attention.dense_from)",
             source.checkpoint,
             source.pattern,
+            "attach it as README.md there says" if experiment.model.causal else "use the checkpoint",
         )
     return done
 

