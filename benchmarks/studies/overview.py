@@ -46,6 +46,8 @@ RECIPES = {
     LEAN: {
         "how-far": ["4x-longer-to-the-end"],
         "longer": ["4x-longer-large-to-the-end"],
+        "larger": ["mst-lean"],
+        "largest": ["mst-lean"],
         "confirm": ["4x-longer-to-the-end"],
     },
 }
