@@ -15,7 +15,7 @@ column, as `block_floor.must_stay` says. Where that takes more blocks than the t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -27,7 +27,7 @@ from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.block_floor import must_stay
 from mst_scale.mixed_growing.block_grid import CPU, BlockedShard, Grid, l1_norms
 from mst_scale.mixed_growing.config import BlockGranularity, fewest, grid_shape
-from mst_scale.mixed_growing.distribution import plan
+from mst_scale.mixed_growing.distribution import Plan, plan
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
@@ -85,21 +85,22 @@ class Blocks:
         """`evolve.evolve` in blocks. Targets and the counts of what changed are blocks, bits are of weights."""
         if not layers:  # the optimizer has updated vectors alone
             return []
-        views = [_View(layer, self) for layer in layers]
-        _read_masks(views, exchange)
+        views = _views(layers, self.side, exchange)
         zeta = update_fraction if policy.swaps else 0.0
-        work = [view for view in views if view.changes(zeta, policy)]
+        plans = [view.plan(zeta, policy.random_share) for view in views]
+        changing = [view for view, its in zip(views, plans, strict=True) if its.prune or its.grow]
         reads = set(policy.prune.reads)
-        if any(view.plan.by_score for view in work):
+        if any(its.by_score for its in plans):
             reads.update(policy.grow.reads)
-        peaks = _peaks(work, reads, gradient_size, exchange)
-        for what in sorted(reads):
-            _read_scores(what, work, peaks[what], exchange)
-        for view in work:
-            score = policy.prune.score(*(view.norms[what] for what in policy.prune.reads))
-            view.protect(score.abs())  # as pruning ranks them
+        peaks = _peaks(changing, reads, gradient_size, exchange)
+        norms = [_norms(what, changing, peaks[what], exchange) for what in sorted(reads)]
+        blocks = {view.name: view.unchanging() for view in views}
+        for i, view in enumerate(changing):
+            own = dict(zip(sorted(reads), (of_all[i] for of_all in norms), strict=True))
+            score = policy.prune.score(*(own[what] for what in policy.prune.reads))
+            blocks[view.name] = view.competing(score.abs(), self.least, own)  # as pruning ranks them
         changes = elements.evolve(
-            [view.blocks() for view in views],
+            list(blocks.values()),
             policy=policy,
             update_fraction=update_fraction,
             seed=seed,
@@ -108,28 +109,27 @@ class Blocks:
             regrow=regrow,
             gradient_size=False,
         )
-        sizes = _gradient_sizes(work, peaks, exchange) if gradient_size else {}
+        sizes = _gradient_sizes(changing, peaks, exchange) if gradient_size else {}
         return [view.commit(change, sizes.get(change.name)) for view, change in zip(views, changes, strict=True)]
 
     def sparsify(self, layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange) -> list[Change]:
         """`evolve.sparsify` in blocks."""
-        views = [_View(layer, self) for layer in layers]
-        assert all(view.layer.mask.dense for view in views), "initial masks start from dense ones"
-        for view in views:
-            view.mask = view.new_mask()
+        assert all(layer.mask.dense for layer in layers), "initial masks start from dense ones"
+        slices = [_sliced(layer, self.side) for layer in layers]
+        views = [_View(layer, its, _dense(layer, its.grid)) for layer, its in zip(layers, slices, strict=True)]
+        blocks = []
         if how == "magnitude":
             peaks = peak_keys([view.scores("weight") for view in views], exchange)
-            _read_scores("weight", views, peaks, exchange)
-        for view in views:
-            if how == "magnitude":
-                view.protect(BY_WEIGHT.score(view.norms["weight"]))
-            else:  # the last places go first
-                order = Permutation(view.grid.numel, "start", seed, view.mask.name, device=CPU)
-                view.protect(-order.place(torch.arange(view.grid.numel)))
-        changes = elements.sparsify([view.blocks() for view in views], how=how, seed=seed, exchange=ALONE)
-        for view in views:
-            if view.layer.mask.ever is not None:
-                view.layer.mask.ever.zero_()
+            for view, norm in zip(views, _norms("weight", views, peaks, exchange), strict=True):
+                blocks.append(view.competing(BY_WEIGHT.score(norm), self.least, {"weight": norm}))
+        else:
+            for view in views:  # the last places go first
+                order = Permutation(view.grid.numel, "start", seed, view.name, device=CPU)
+                blocks.append(view.competing(-order.place(torch.arange(view.grid.numel)), self.least, {}))
+        changes = elements.sparsify(blocks, how=how, seed=seed, exchange=ALONE)
+        for layer in layers:
+            if layer.mask.ever is not None:
+                layer.mask.ever.zero_()
         return [view.commit(change, None) for view, change in zip(views, changes, strict=True)]
 
 
@@ -138,99 +138,112 @@ def granularity_of(stated: Literal["element"] | BlockGranularity) -> Elements | 
     return Elements() if isinstance(stated, str) else Blocks(stated.block, stated.min_blocks)
 
 
+@dataclass(frozen=True)
 class _View:
     """A layer seen as its blocks, on the CPU, the same on every rank."""
 
-    def __init__(self, layer: Layer, blocks: Blocks):
-        mask = layer.mask
-        self.layer, self.least = layer, blocks.least
-        self.grid = Grid.of(mask.shape, blocks.side)
-        self.blocked = BlockedShard(self.grid, mask.shard, mask.device)
-        self.target = layer.target
-        self.norms: dict[str, Tensor] = {}
-        self.protected: Tensor | None = None
-        self.mask: LayerMask
+    layer: Layer
+    sliced: BlockedShard
+    mask: LayerMask
+    """Of blocks."""
 
-    def new_mask(self) -> LayerMask:
-        mask = LayerMask(Shard.whole(self.layer.mask.name, self.grid.shape), CPU)
-        if self.layer.mask.ever is not None:
-            mask.track_ever()
-        return mask
+    @property
+    def name(self) -> str:
+        return self.mask.name
 
-    def counts(self) -> Tensor:
-        """Weights alive in the slice's part of each block, and 2^16 times those that ever were."""
-        mask = self.layer.mask
-        counts = self.blocked.count(mask.bits)
-        if mask.ever is not None:
-            counts += self.blocked.count(mask.ever) << 16
-        return counts.to(torch.int32)  # a block has at most 2^14 weights
+    @property
+    def grid(self) -> Grid:
+        return self.sliced.grid
 
-    def take(self, counts: Tensor) -> None:
-        """The block mask, from `counts` summed over ranks."""
-        sizes = self.grid.sizes()
-        self.mask = self.new_mask()
-        for what, count in (("mask", counts & 0xFFFF), ("coverage", counts >> 16)):
-            if not ((count == 0) | (count == sizes)).all():
-                raise RuntimeError(
-                    f"{self.mask.name}: its {what} does not consist of whole {self.grid.side} × {self.grid.side} "
-                    "blocks: it was trained in another granularity, or it is damaged; resume from the last checkpoint"
-                )
-        alive = (counts & 0xFFFF) > 0
-        if self.mask.ever is not None:
-            self.mask.ever = bitwise.pack((counts >> 16) > 0)
-        self.mask.set_flags(alive, int(alive.sum()))
-
-    def changes(self, zeta: float, policy: Policy) -> bool:
-        self.plan = plan(self.grid.numel, self.mask.active, self.target, zeta, policy.random_share, True)
-        return bool(self.plan.prune or self.plan.grow)
+    def plan(self, zeta: float, random_share: float) -> Plan:
+        return plan(self.grid.numel, self.mask.active, self.layer.target, zeta, random_share, True)
 
     def scores(self, what: str) -> Scores:
         """The slice's weights, gradient or momentum, to find the largest."""
         tensor = getattr(self.layer, what)
         if tensor is None:
-            raise ValueError(f"{self.mask.name}: this policy ranks weights by {what} and none was given")
-        return Scores(self.mask.name, (tensor,))
+            raise ValueError(f"{self.name}: this policy ranks weights by {what} and none was given")
+        return Scores(self.name, (tensor,))
 
-    def protect(self, score: Tensor) -> None:
-        """Keep from pruning what rows and columns need, and no fewer than that."""
-        stays = must_stay(score, self.mask.flags(), self.grid.shape, self.least)
-        self.protected = bitwise.pack(stays)
-        self.protected_count = int(stays.sum())
-        self.target = max(self.target, self.protected_count)
+    def unchanging(self) -> Layer:
+        return Layer(self.mask, self.mask.active, torch.empty(self.grid.numel))
 
-    def blocks(self) -> Layer:
-        if self.protected is None:  # nothing changes
-            return Layer(self.mask, self.mask.active, torch.empty(self.grid.numel))
-        norms = {what: self.norms.get(what) for what in ("gradient", "momentum")}
-        weight = self.norms.get("weight", torch.empty(self.grid.numel))
+    def competing(self, score: Tensor, least: int, norms: Mapping[str, Tensor]) -> Layer:
+        """The layer of blocks. By `score` those are kept that rows and columns need, and no fewer than these."""
+        stays = must_stay(score, self.mask.flags(), self.grid.shape, least)
+        count = int(stays.sum())
         return Layer(
-            self.mask, self.target, weight, protected=self.protected, protected_count=self.protected_count, **norms
+            self.mask,
+            max(self.layer.target, count),
+            norms.get("weight", torch.empty(self.grid.numel)),
+            norms.get("gradient"),
+            norms.get("momentum"),
+            protected=bitwise.pack(stays),
+            protected_count=count,
         )
 
     def commit(self, change: Change, gradient_mean_square: float | None) -> Change:
         """Give the weights' mask the blocks' bits."""
+        length = self.sliced.shard.length
         if change.pruned_bits is None or change.grown_bits is None:
-            return replace(change, length=self.blocked.shard.length)
-        mask, flags = self.layer.mask, self.mask.flags()
-        mask.set_bits(self._spread(flags), int(self.grid.sizes()[flags].sum()))
+            return replace(change, length=length)
+        flags = self.mask.flags()
+        self.layer.mask.set_bits(self.sliced.spread(flags), int(self.grid.sizes()[flags].sum()))
         return replace(
             change,
-            length=self.blocked.shard.length,
-            pruned_bits=self._spread(bitwise.unpack(change.pruned_bits, self.grid.numel)),
-            grown_bits=self._spread(bitwise.unpack(change.grown_bits, self.grid.numel)),
+            length=length,
+            pruned_bits=self.sliced.spread(bitwise.unpack(change.pruned_bits, self.grid.numel)),
+            grown_bits=self.sliced.spread(bitwise.unpack(change.grown_bits, self.grid.numel)),
             gradient_mean_square=gradient_mean_square if change.by_score + change.by_random else None,
         )
 
-    def _spread(self, flags: Tensor) -> Tensor:
-        return self.blocked.spread(flags)
+
+def _sliced(layer: Layer, side: int) -> BlockedShard:
+    return BlockedShard(Grid.of(layer.mask.shape, side), layer.mask.shard, layer.mask.device)
 
 
-def _read_masks(views: Sequence[_View], exchange: Exchange) -> None:
-    if not views:
-        return
-    counts = exchange.sum(torch.cat([view.counts() for view in views])).split([view.grid.numel for view in views])
-    for view, count in zip(views, counts, strict=True):
-        view.take(count)
+def _dense(layer: Layer, grid: Grid) -> LayerMask:
+    """A mask of the layer's blocks, all of them alive."""
+    mask = LayerMask(Shard.whole(layer.mask.name, grid.shape), CPU)
+    if layer.mask.ever is not None:
+        mask.track_ever()
+    return mask
+
+
+def _views(layers: Sequence[Layer], side: int, exchange: Exchange) -> list[_View]:
+    """The layers as blocks, whose masks are those of the weights of all ranks."""
+    slices = [_sliced(layer, side) for layer in layers]
+    counts = torch.cat([_counts(layer.mask, sliced) for layer, sliced in zip(layers, slices, strict=True)])
+    of_each = exchange.sum(counts).split([sliced.grid.numel for sliced in slices])
+    return [
+        _View(layer, sliced, _block_mask(layer, sliced.grid, count))
+        for layer, sliced, count in zip(layers, slices, of_each, strict=True)
+    ]
+
+
+def _counts(mask: LayerMask, sliced: BlockedShard) -> Tensor:
+    """Weights alive in the slice's part of each block, and 2^16 times those that ever were."""
+    counts = sliced.count(mask.bits)
+    if mask.ever is not None:
+        counts += sliced.count(mask.ever) << 16
+    return counts.to(torch.int32)  # a block has at most 2^14 weights
+
+
+def _block_mask(layer: Layer, grid: Grid, counts: Tensor) -> LayerMask:
+    """From `_counts`, summed over ranks."""
+    sizes = grid.sizes()
+    mask = _dense(layer, grid)
+    for what, count in (("mask", counts & 0xFFFF), ("coverage", counts >> 16)):
+        if not ((count == 0) | (count == sizes)).all():
+            raise RuntimeError(
+                f"{mask.name}: its {what} does not consist of whole {grid.side} × {grid.side} blocks: it was trained "
+                "in another granularity, or it is damaged; resume from the last checkpoint"
+            )
+    alive = (counts & 0xFFFF) > 0
+    if mask.ever is not None:
+        mask.ever = bitwise.pack((counts >> 16) > 0)
+    mask.set_flags(alive, int(alive.sum()))
+    return mask
 
 
 def _peaks(views: Sequence[_View], reads: set[str], gradient_size: bool, exchange: Exchange) -> dict[str, list[int]]:
@@ -243,13 +256,12 @@ def _peaks(views: Sequence[_View], reads: set[str], gradient_size: bool, exchang
     return {what: found[i * len(views) : (i + 1) * len(views)] for i, what in enumerate(names)}
 
 
-def _read_scores(what: str, views: Sequence[_View], peaks: Sequence[int], exchange: Exchange) -> None:
+def _norms(what: str, views: Sequence[_View], peaks: Sequence[int], exchange: Exchange) -> list[Tensor]:
+    """L1 norm of each block's weights, gradient or momentum, by layer."""
     if not views:
-        return
+        return []
     values = [getattr(view.layer, what) for view in views]
-    norms = l1_norms([view.blocked for view in views], values, peaks, exchange)
-    for view, norm in zip(views, norms, strict=True):
-        view.norms[what] = norm
+    return l1_norms([view.sliced for view in views], values, peaks, exchange)
 
 
 def _gradient_sizes(views: Sequence[_View], peaks: dict[str, list[int]], exchange: Exchange) -> dict[str, float]:
@@ -258,4 +270,4 @@ def _gradient_sizes(views: Sequence[_View], peaks: dict[str, list[int]], exchang
         return {}
     gradients = [gradient for view in views if (gradient := view.layer.gradient) is not None]
     means = mean_squares(gradients, [view.layer.mask.numel for view in views], peaks["gradient"], exchange)
-    return {view.mask.name: mean for view, mean in zip(views, means, strict=True)}
+    return {view.name: mean for view, mean in zip(views, means, strict=True)}

@@ -128,37 +128,36 @@ def evolve(
         plan(x.mask.numel, x.mask.active, x.target, zeta, policy.random_share, regrow, x.protected_count)
         for x in layers
     ]
-    work = [_Work(layer, plan) for layer, plan in zip(layers, plans, strict=True) if plan.prune or plan.grow]
-    if not work:
+    tasks = [_Task(layer, plan) for layer, plan in zip(layers, plans, strict=True) if plan.prune or plan.grow]
+    if not tasks:
         return [_unchanged(layer) for layer in layers]
-    peaks = _peaks(work, policy, gradient_size, exchange)
+    peaks = _peaks(tasks, policy, gradient_size, exchange)
 
-    requests = [w.request(policy.prune, *w.prunable(), w.plan.prune) for w in work]
-    pruned = select(requests, largest=False, exchange=exchange, peaks=peaks.get(policy.prune))
-    for w, bits in zip(work, pruned, strict=True):
-        w.prune(bits, regrow)
+    requests = [task.request(policy.prune, *task.prunable(), task.plan.prune) for task in tasks]
+    gone = select(requests, largest=False, exchange=exchange, peaks=peaks.get(policy.prune))
+    pruned = [task.without(bits, regrow) for task, bits in zip(tasks, gone, strict=True)]
 
-    requests = [w.request(policy.grow, w.free, w.free_count, w.plan.by_score) for w in work]
-    for w, bits in zip(
-        work, select(requests, largest=True, exchange=exchange, peaks=peaks.get(policy.grow)), strict=True
-    ):
-        w.grow(bits, w.plan.by_score)
+    requests = [x.request(policy.grow, x.task.plan.by_score) for x in pruned]
+    grown = select(requests, largest=True, exchange=exchange, peaks=peaks.get(policy.grow))
+    for x, bits in zip(pruned, grown, strict=True):
+        x.grow(bits, x.task.plan.by_score)
 
-    requests = [w.request(None, w.free, w.free_count, w.plan.by_random) for w in work]
-    for w, bits in zip(work, select_at_random(requests, key=("grow", seed, step), exchange=exchange), strict=True):
-        w.grow(bits, w.plan.by_random)
+    requests = [x.request(None, x.task.plan.by_random) for x in pruned]
+    grown = select_at_random(requests, key=("grow", seed, step), exchange=exchange)
+    for x, bits in zip(pruned, grown, strict=True):
+        x.grow(bits, x.task.plan.by_random)
 
-    sizes = _gradient_sizes(work, peaks, exchange) if gradient_size else {}
-    totals = exchange.sum(torch.tensor([w.local_counts() for w in work], dtype=torch.int64).view(-1, 3)).tolist()
-    changes = {x.mask.name: _unchanged(x) for x in layers}
-    for w, (alive, _, _) in zip(work, totals, strict=True):
-        if alive != w.layer.target:
+    sizes = _gradient_sizes(tasks, peaks, exchange) if gradient_size else {}
+    totals = exchange.sum(torch.tensor([x.local_counts() for x in pruned], dtype=torch.int64).view(-1, 3)).tolist()
+    changes = {layer.mask.name: _unchanged(layer) for layer in layers}
+    for task, (alive, _, _) in zip(tasks, totals, strict=True):
+        if alive != task.layer.target:
             raise RuntimeError(
-                f"{w.layer.mask.name}: {alive} weights are alive after the step instead of {w.layer.target}: the mask "
-                "is not what the last topology step left; resume from the last checkpoint"
+                f"{task.name}: {alive} weights are alive after the step instead of {task.layer.target}: the mask is "
+                "not what the last topology step left; resume from the last checkpoint"
             )
-    for w, (_, regrown, ever) in zip(work, totals, strict=True):
-        changes[w.layer.mask.name] = w.commit(regrown, ever, sizes.get(w.layer.mask.name))
+    for x, (_, regrown, ever) in zip(pruned, totals, strict=True):
+        changes[x.task.name] = x.commit(regrown, ever, sizes.get(x.task.name))
     return list(changes.values())
 
 
@@ -166,39 +165,38 @@ def sparsify(layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange
     """Sparsity before the first step: dense masks keep `target` weights, the largest ("magnitude") or "random" ones."""
     if how not in ("magnitude", "random"):
         raise ValueError(f"initial masks {how!r} are unknown: choose magnitude or random")
-    work = [_Work(layer, Plan(layer.mask.numel - layer.target, 0, 0)) for layer in layers]
-    assert all(w.layer.mask.dense for w in work), "initial masks start from dense ones"
+    tasks = [_Task(layer, Plan(layer.mask.numel - layer.target, 0, 0)) for layer in layers]
+    assert all(layer.mask.dense for layer in layers), "initial masks start from dense ones"
     criterion = BY_WEIGHT if how == "magnitude" else None
-    requests = [w.request(criterion, *w.prunable(), w.layer.target - w.layer.protected_count) for w in work]
+    requests = [x.request(criterion, *x.prunable(), x.layer.target - x.layer.protected_count) for x in tasks]
     if how == "magnitude":
         kept = select(requests, largest=True, exchange=exchange)
     else:
         kept = select_at_random(requests, key=("start", seed), exchange=exchange)
     changes = []
-    for w, bits in zip(work, kept, strict=True):
-        stays = bits if w.layer.protected is None else bits | w.layer.protected
-        w.prune(bitwise.complement(stays, w.layer.mask.length), regrow=True)
-        if w.layer.mask.ever is not None:
-            w.layer.mask.ever.zero_()  # the dense start was never trained
-        changes.append(w.commit(regrown=0, ever=w.layer.target, gradient_mean_square=None))
+    for task, bits in zip(tasks, kept, strict=True):
+        mask, protected = task.layer.mask, task.layer.protected
+        stays = bits if protected is None else bits | protected
+        pruned = task.without(bitwise.complement(stays, mask.length), regrow=True)
+        if mask.ever is not None:
+            mask.ever.zero_()  # the dense start was never trained
+        changes.append(pruned.commit(regrown=0, ever=task.layer.target, gradient_mean_square=None))
     return changes
 
 
-@dataclass
-class _Work:
-    """A layer on its way from one mask to the next. Packed bits of this rank's slice."""
+@dataclass(frozen=True)
+class _Task:
+    """A layer that changes, and by how many weights."""
 
     layer: Layer
     plan: Plan
-    pruned: Tensor = field(init=False)
-    alive: Tensor = field(init=False)
-    free: Tensor = field(init=False)
-    """What may still grow …"""
-    free_count: int = 0
-    """… and how many of these all ranks have together."""
+
+    @property
+    def name(self) -> str:
+        return self.layer.mask.name
 
     def request(self, criterion: Criterion | None, bits: Tensor | None, candidates: int, want: int) -> Request:
-        """A selection from this layer; no criterion: at random."""
+        """A selection among this slice's `bits`, of `candidates` on all ranks; no criterion: at random."""
         mask = self.layer.mask
         return Request(
             shard=mask.shard,
@@ -216,12 +214,30 @@ class _Work:
             return mask.bits, mask.active
         return mask.packed() & ~protected, mask.active - self.layer.protected_count
 
-    def prune(self, bits: Tensor, regrow: bool) -> None:
+    def without(self, bits: Tensor, regrow: bool) -> _Pruned:
+        """The layer after the prune, which took `bits`; with `regrow` these may grow again."""
         mask = self.layer.mask
-        self.pruned = bits
-        self.alive = mask.packed() & ~bits
-        self.free = bitwise.complement(self.alive if regrow else mask.packed(), mask.length)
-        self.free_count = mask.numel - mask.active + (self.plan.prune if regrow else 0)
+        alive = mask.packed() & ~bits
+        free = bitwise.complement(alive if regrow else mask.packed(), mask.length)
+        return _Pruned(self, bits, alive, free, mask.numel - mask.active + (self.plan.prune if regrow else 0))
+
+
+@dataclass
+class _Pruned:
+    """A layer on its way from the prune to its new mask. Packed bits of this rank's slice."""
+
+    task: _Task
+    gone: Tensor
+    """What the prune took."""
+    alive: Tensor
+    free: Tensor
+    """What may still grow …"""
+    free_count: int
+    """… and how many of these all ranks have together."""
+
+    def request(self, criterion: Criterion | None, want: int) -> Request:
+        """What shall grow; no criterion: at random."""
+        return self.task.request(criterion, self.free, self.free_count, want)
 
     def grow(self, bits: Tensor, count: int) -> None:
         self.alive |= bits
@@ -230,59 +246,59 @@ class _Work:
 
     def local_counts(self) -> list[int]:
         """Alive, regrown, ever alive in this rank's slice."""
-        ever = self.layer.mask.ever
+        ever = self.task.layer.mask.ever
         return [
             bitwise.count(self.alive),
-            bitwise.count(self.pruned & self.alive),
+            bitwise.count(self.gone & self.alive),
             0 if ever is None else bitwise.count(ever | self.alive),
         ]
 
     def commit(self, regrown: int, ever: int, gradient_mean_square: float | None) -> Change:
         """Make the new mask the layer's mask. `regrown` and `ever` are counts over all ranks."""
-        mask, before = self.layer.mask, self.layer.mask.active
-        grown = self.alive & ~mask.packed()
-        mask.set_bits(self.alive, self.layer.target)
+        mask, plan = self.task.layer.mask, self.task.plan
+        before, grown = mask.active, self.alive & ~mask.packed()
+        mask.set_bits(self.alive, self.task.layer.target)
         return Change(
             name=mask.name,
             numel=mask.numel,
             before=before,
             active=mask.active,
-            pruned=self.plan.prune - regrown,
-            grown=self.plan.grow - regrown,
+            pruned=plan.prune - regrown,
+            grown=plan.grow - regrown,
             regrown=regrown,
-            by_score=self.plan.by_score,
-            by_random=self.plan.by_random,
+            by_score=plan.by_score,
+            by_random=plan.by_random,
             ever_active=None if mask.ever is None else ever,
             length=mask.length,
-            pruned_bits=self.pruned & ~self.alive,
+            pruned_bits=self.gone & ~self.alive,
             grown_bits=grown,
             gradient_mean_square=gradient_mean_square,
         )
 
 
 def _peaks(
-    work: Sequence[_Work], policy: Policy, gradient_size: bool, exchange: Exchange
+    tasks: Sequence[_Task], policy: Policy, gradient_size: bool, exchange: Exchange
 ) -> dict[Criterion, list[int]]:
     """Key of the largest score of each layer, by criterion; refuses NaN before anything is changed."""
     wanted = []
-    if any(w.plan.prune for w in work):
+    if any(task.plan.prune for task in tasks):
         wanted.append(policy.prune)
-    if any(w.plan.by_score for w in work):
+    if any(task.plan.by_score for task in tasks):
         wanted.append(policy.grow)
-    if gradient_size and any(w.layer.gradient is not None for w in work):
+    if gradient_size and any(task.layer.gradient is not None for task in tasks):
         wanted.append(BY_GRADIENT)
     wanted = list(dict.fromkeys(wanted))
-    scores = [Scores(w.layer.mask.name, w.layer.inputs(c), c.score) for c in wanted for w in work]
+    scores = [Scores(task.name, task.layer.inputs(c), c.score) for c in wanted for task in tasks]
     found = peak_keys(scores, exchange)
-    return {criterion: found[i * len(work) : (i + 1) * len(work)] for i, criterion in enumerate(wanted)}
+    return {criterion: found[i * len(tasks) : (i + 1) * len(tasks)] for i, criterion in enumerate(wanted)}
 
 
-def _gradient_sizes(work: Sequence[_Work], peaks: dict[Criterion, list[int]], exchange: Exchange) -> dict[str, float]:
+def _gradient_sizes(tasks: Sequence[_Task], peaks: dict[Criterion, list[int]], exchange: Exchange) -> dict[str, float]:
     """Mean g² of the layers that grow."""
-    growing = [i for i, w in enumerate(work) if w.plan.grow and w.layer.gradient is not None]
+    growing = [i for i, task in enumerate(tasks) if task.plan.grow and task.layer.gradient is not None]
     if not growing:
         return {}
-    layers = [work[i].layer for i in growing]
+    layers = [tasks[i].layer for i in growing]
     means = mean_squares(
         [gradient for layer in layers if (gradient := layer.gradient) is not None],
         [layer.mask.numel for layer in layers],
