@@ -37,7 +37,7 @@ def _rank(rank: int, ranks: int, port: int, work: Callable[..., Any], arguments:
 
     try:
         found = work(*arguments)
-    except distributed.Elsewhere:
+    except distributed.FailedElsewhere:
         return  # another rank says why
     except Exception as error:
         if not distributed.is_plain(error):

@@ -39,8 +39,8 @@ Wanted = Mapping[str, Shard]
 """Shards of parameters, by name."""
 
 
-class Rider(Protocol):
-    """Whose masks are saved and restored: what of a controller goes with them."""
+class Keeper(Protocol):
+    """Keeps the masks of a run: the controller, as far as it is saved and restored with them."""
 
     masks: MaskSet
     everyone: Exchange
@@ -83,44 +83,44 @@ class Gathered:
     """Of this rank's; None: its shards are another's too."""
 
 
-def save(checkpoint: Path, rider: Rider) -> dict[str, Any]:
+def save(checkpoint: Path, keeper: Keeper) -> dict[str, Any]:
     """Write the masks into a checkpoint's folder, on all ranks together; the head, for its client_state."""
-    gathered = rider.gathered()
-    head = describe(rider, gathered)
+    gathered = keeper.gathered()
+    head = describe(keeper, gathered)
     failure = None
     if gathered.number is not None:
         try:
-            write(checkpoint, rider, gathered.number, head)
+            write(checkpoint, keeper, gathered.number, head)
         except (OSError, SafetensorError) as error:
             failure = OSError(f"cannot write {file_of(checkpoint, gathered.number)}: {error}")
-    rider.everyone.raise_first(failure)
+    keeper.everyone.raise_first(failure)
     return head
 
 
-def describe(rider: Rider, gathered: Gathered) -> dict[str, Any]:
+def describe(keeper: Keeper, gathered: Gathered) -> dict[str, Any]:
     """The head; the same on every rank, which all ask for it together."""
-    point = rider.point
+    point = keeper.point
     return {
         "format": FORMAT,
-        "step": rider.step,
-        "settled": rider.settled,
+        "step": keeper.step,
+        "settled": keeper.settled,
         "phase": str(point.phase),
         "target_sparsity": point.sparsity,
-        "seed": rider.seed,
-        "schedule": _in_the_files_words(rider.schedule),
-        "granularity": rider.granularity,
+        "seed": keeper.seed,
+        "schedule": _in_the_files_words(keeper.schedule),
+        "granularity": keeper.granularity,
         "files": gathered.files,
         "names": list(gathered.digests),
         "digests": list(gathered.digests.values()),
-        "units": {kind: list(counts) for kind, counts in rider.dead_units().items()},
+        "units": {kind: list(counts) for kind, counts in keeper.dead_units().items()},
     }
 
 
-def write(checkpoint: Path, rider: Rider, rank: int, head: Mapping[str, Any]) -> None:
+def write(checkpoint: Path, keeper: Keeper, rank: int, head: Mapping[str, Any]) -> None:
     """This rank's file under the head of all."""
     tensors: dict[str, torch.Tensor] = {}
     entries: dict[str, Any] = {}
-    for name, mask in rider.masks.stored().items():
+    for name, mask in keeper.masks.stored().items():
         entries[name] = {
             "shape": list(mask.shard.shape),
             "start": mask.shard.start,
@@ -166,28 +166,28 @@ class Masks:
         return [shards[name] for shards in self.ranks if name in shards]  # a stage of a pipeline has its layers only
 
 
-def restore(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None) -> None:
+def restore(checkpoint: Path, keeper: Keeper, state: Mapping[str, Any] | None) -> None:
     """Take the masks of a checkpoint, re-sliced to this rank; `state` is what its client_state says of them."""
-    failure, names = None, rider.gathered().digests
+    failure, names = None, keeper.gathered().digests
     try:
-        found = _fitting(checkpoint, rider, state, names)
-        mine = set(rider.masks.names)  # of a pipeline's masks those of this stage
-        rider.masks.load([{name: mask for name, mask in shards.items() if name in mine} for shards in found.ranks])
+        found = _fitting(checkpoint, keeper, state, names)
+        mine = set(keeper.masks.names)  # of a pipeline's masks those of this stage
+        keeper.masks.load([{name: mask for name, mask in shards.items() if name in mine} for shards in found.ranks])
     except (ValueError, OSError) as error:
         failure = error
-    rider.everyone.raise_first(failure)
+    keeper.everyone.raise_first(failure)
     assert state is not None
-    rider.settled = int(state["settled"])
-    rider.digests = rider.digests_of(rider.masks)
+    keeper.settled = int(state["settled"])
+    keeper.digests = keeper.digests_of(keeper.masks)
     saved, wrong = dict(zip(state["names"], state["digests"], strict=True)), None
-    for name, now in zip(rider.masks.names, rider.digests, strict=True):
+    for name, now in zip(keeper.masks.names, keeper.digests, strict=True):
         if now != saved[name] and wrong is None:
             what = "is not the one this checkpoint was saved with"
             wrong = ValueError(f"{checkpoint / FOLDER}: the mask of {name} {what}")
-    rider.everyone.raise_first(wrong)
+    keeper.everyone.raise_first(wrong)
 
 
-def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None, names: Collection[str]) -> Masks:
+def _fitting(checkpoint: Path, keeper: Keeper, state: Mapping[str, Any] | None, names: Collection[str]) -> Masks:
     """The masks of a checkpoint, if they are this run's."""
     if state is None:
         raise ValueError(
@@ -196,16 +196,16 @@ def _fitting(checkpoint: Path, rider: Rider, state: Mapping[str, Any] | None, na
             "continue it with method dense"
         )
     source = _with_masks(checkpoint, state)
-    found = read_all(source, {mask.name: mask.shard for mask in rider.masks})
+    found = read_all(source, {mask.name: mask.shard for mask in keeper.masks})
     if found.head != dict(state):
         raise ValueError(f"{checkpoint / FOLDER} holds the masks of another checkpoint: copy it again with its own")
     if sorted(found.head["names"]) != sorted(names):
         raise ValueError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
     before = {"granularity": "element", **found.head}  # files from before there were blocks do not say
     same = {
-        "schedule": _same_course(before["schedule"], rider.schedule, int(found.head["step"])),
-        "seed": before["seed"] == rider.seed,
-        "granularity": before["granularity"] == rider.granularity,
+        "schedule": _same_course(before["schedule"], keeper.schedule, int(found.head["step"])),
+        "seed": before["seed"] == keeper.seed,
+        "granularity": before["granularity"] == keeper.granularity,
     }
     for what, fits in same.items():
         if not fits:

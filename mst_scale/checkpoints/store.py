@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mst_scale.distributed import Damaged, Elsewhere, Ranks, Sizes, logger
+from mst_scale.distributed import Damaged, FailedElsewhere, Ranks, Sizes, logger
 
 PARTIAL = ".partial"
 ASIDE = ".aside"
@@ -63,7 +63,7 @@ def save(
         ranks.on_first(lambda: None)  # every rank has read its share back
         saved = layout(ranks.world_size, int(engine.zero_optimization_stage()), sizes)
         _seal(draft, final, digests, ranks, {"tag": tag, "step": step, "batch": batch, "micro": micro, **saved})
-    except (OSError, Elsewhere):
+    except (OSError, FailedElsewhere):
         if ranks.first:
             shutil.rmtree(draft, ignore_errors=True)
         raise

@@ -23,13 +23,13 @@ class Damaged(ValueError):
     """A file is not what was written: nobody has used anything wrongly, and still one line says it all."""
 
 
-class Elsewhere(Exception):
+class FailedElsewhere(Exception):
     """Another rank has failed and says why; this one ends with the same exit code, in silence."""
 
 
 def exit_code(error: BaseException) -> int:
     """2: used wrongly, 1: it failed."""
-    if isinstance(error, Elsewhere):
+    if isinstance(error, FailedElsewhere):
         return int(error.args[0])
     if isinstance(error, OSError):
         return 2 if error.errno in WRONG_PATHS else 1

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mst_scale.distributed.errors import Elsewhere, SharedMistake, exit_code, is_plain, one_line
+from mst_scale.distributed.errors import FailedElsewhere, SharedMistake, exit_code, is_plain, one_line
 from mst_scale.distributed.launch import launched_rank
 from mst_scale.distributed.messages import logger
 
@@ -28,7 +28,7 @@ def end(error: BaseException, alike: bool = False) -> NoReturn:
     """
     if exit_code(error) == 2:
         tell_launcher("MST_REFUSED")
-    silent = isinstance(error, Elsewhere) or (isinstance(error, SharedMistake) and launched_rank() != 0)
+    silent = isinstance(error, FailedElsewhere) or (isinstance(error, SharedMistake) and launched_rank() != 0)
     if silent or (launched_rank() != 0 and (alike or not _met())):
         _linger(exit_code(error))
         silent = silent or os.environ.get("LOCAL_RANK") != "0"  # still here: this machine's mistake, and not rank 0's

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
-from mst_scale.distributed.errors import Elsewhere, exit_code, one_line
+from mst_scale.distributed.errors import FailedElsewhere, exit_code, one_line
 from mst_scale.distributed.launch import complete_environment
 from mst_scale.distributed.messages import logger, speak
 
@@ -97,7 +97,7 @@ class Ranks:
     def _fail(self, error: Exception, rank: int) -> NoReturn:
         if rank == self.rank:
             raise error
-        raise Elsewhere(exit_code(error))
+        raise FailedElsewhere(exit_code(error))
 
 
 def init() -> Ranks:

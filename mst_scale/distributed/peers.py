@@ -25,7 +25,7 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from mst_scale.distributed.errors import Elsewhere
+from mst_scale.distributed.errors import FailedElsewhere
 from mst_scale.distributed.group import Ranks
 from mst_scale.distributed.messages import logger
 
@@ -80,7 +80,7 @@ class Watch:
         """
         if self.ranks is None:
             return
-        if isinstance(error, Elsewhere):
+        if isinstance(error, FailedElsewhere):
             self._tell("bye")
             return
         deadline = time.monotonic() + (LATE_NEWS_SECONDS if LOST_PEER.search(str(error)) else NEWS_SECONDS)

@@ -27,7 +27,7 @@ from mst_scale.sparse_linear import Product, SparseLayers
 
 
 @dataclass
-class Of:
+class LayerFunction:
     """The function of one layer, as its products call it."""
 
     function: WeightFunction
@@ -53,19 +53,19 @@ class Pulled(torch.autograd.Function):
     """What is stored; on the way back its gradient gets this pass's part of the pull."""
 
     @staticmethod
-    def forward(ctx: Any, stored: torch.Tensor, of: Of) -> torch.Tensor:
+    def forward(ctx: Any, stored: torch.Tensor, layer: LayerFunction) -> torch.Tensor:
         ctx.save_for_backward(stored)
-        ctx.of = of
+        ctx.layer = layer
         return stored.view_as(stored)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (stored,), of = ctx.saved_tensors, ctx.of
-        pull = of.function.pull(stored, of.kept, of.scale)
+        (stored,), layer = ctx.saved_tensors, ctx.layer
+        pull = layer.function.pull(stored, layer.kept, layer.scale)
         if pull is None:
             return gradients[0], None
-        of.pulls += 1
-        return gradients[0] + of.share() * pull, None
+        layer.pulls += 1
+        return gradients[0] + layer.share() * pull, None
 
 
 class WeightFunctions:
@@ -101,7 +101,9 @@ class WeightFunctions:
         self.shards = zero_shards.shards_of(engine, self.targets)
         groups = zero_shards.groups_of(engine)
         self.zero, self.replicas = Exchange(groups.zero, engine.device), groups.replicas
-        self.layers = {name: Of(function, math.prod(shape), 1.0, self._share) for name, shape in self.shapes.items()}
+        self.layers = {
+            name: LayerFunction(function, math.prod(shape), 1.0, self._share) for name, shape in self.shapes.items()
+        }
         self.products: dict[str, Product] = {}
         self.reseed = False
         self.first_squares: dict[int, torch.Tensor] = {}  # by layer, while the first step after `end` is under way
@@ -159,7 +161,7 @@ class WeightFunctions:
         if not self.hold_at(step):
             return
 
-        def stored(layer: Of, weight: torch.Tensor) -> torch.Tensor:
+        def stored(layer: LayerFunction, weight: torch.Tensor) -> torch.Tensor:
             made, layer.scale = self.function.begin(weight)
             return made
 

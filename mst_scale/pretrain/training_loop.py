@@ -282,7 +282,7 @@ class Run:
                 sizes=Sizes() if self.mesh is None else self.mesh.sizes,
             )  # fmt: skip
             self.failed_saves = 0
-        except (OSError, distributed.Elsewhere) as error:
+        except (OSError, distributed.FailedElsewhere) as error:
             self.failed_saves += 1
             if final or self.failed_saves >= FAILED_SAVES:
                 raise

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass
-class Rider:
+class Keeper:
     """A controller's stand-in: no engine, no process group."""
 
     masks: MaskSet
@@ -60,14 +60,14 @@ def whole(seed: int) -> dict[str, torch.Tensor]:
     return flags
 
 
-def riders(flags: dict[str, torch.Tensor], cuts: list[list[int]], **changes) -> list[Rider]:
-    """One rider per rank; `cuts` holds each layer's ascending boundaries, in weights."""
+def keepers(flags: dict[str, torch.Tensor], cuts: list[list[int]], **changes) -> list[Keeper]:
+    """One keeper per rank; `cuts` holds each layer's ascending boundaries, in weights."""
     ranks = len(cuts[0]) - 1
     everything = masks_of(flags, [[0, mask.numel()] for mask in flags.values()], 0)
     digests = everything.digests(Exchange())
     alone = Exchange()
     return [
-        Rider(masks_of(flags, cuts, rank), alone, alone, digests, number=rank, files=ranks, **changes)
+        Keeper(masks_of(flags, cuts, rank), alone, alone, digests, number=rank, files=ranks, **changes)
         for rank in range(ranks)
     ]
 
@@ -89,14 +89,14 @@ def even(ranks: int) -> list[list[int]]:
 
 def save(folder, flags, cuts, **changes) -> dict:
     """Write all ranks' files; the head that goes into client_state."""
-    everyone = riders(flags, cuts, **changes)
-    for rank, rider in enumerate(everyone):
-        mask_files.write(folder, rider, rank, mask_files.describe(rider, rider.gathered()))
+    everyone = keepers(flags, cuts, **changes)
+    for rank, keeper in enumerate(everyone):
+        mask_files.write(folder, keeper, rank, mask_files.describe(keeper, keeper.gathered()))
     return mask_files.describe(everyone[0], everyone[0].gathered())
 
 
-def ranges(rider: Rider) -> dict[str, Shard]:
-    return {mask.name: mask.shard for mask in rider.masks}
+def ranges(keeper: Keeper) -> dict[str, Shard]:
+    return {mask.name: mask.shard for mask in keeper.masks}
 
 
 @st.composite
@@ -114,9 +114,9 @@ def test_any_cut_comes_back_as_any_other(tmp_path_factory, saved, loaded, seed):
     state = save(folder, flags, saved)
     found = mask_files.read_all(folder)
     for rank in range(len(loaded[0]) - 1):
-        rider = riders(whole(seed + 1), loaded)[rank]
-        rider.masks.load(mask_files.read_all(folder, ranges(rider)).ranks)
-        for mask, (name, expected) in zip(rider.masks, flags.items(), strict=True):
+        keeper = keepers(whole(seed + 1), loaded)[rank]
+        keeper.masks.load(mask_files.read_all(folder, ranges(keeper)).ranks)
+        for mask, (name, expected) in zip(keeper.masks, flags.items(), strict=True):
             assert torch.equal(mask.flags(), expected[mask.shard.start : mask.shard.stop])
             assert mask.active == int(expected.sum()) and mask.dense == (name == "c.weight")
             assert torch.equal(unpack(mask.ever, mask.length), mask.flags()), "coverage is cut alike"
@@ -128,21 +128,21 @@ def test_a_rank_reads_the_files_that_hold_its_slices_and_no_others(tmp_path, mon
     save(tmp_path, whole(1), even(4))
     opened, read = [], mask_files.read
     monkeypatch.setattr(mask_files, "read", lambda path: opened.append(path.stem) or read(path))
-    for rank, rider in enumerate(riders(whole(2), even(4))):
-        mask_files.read_all(tmp_path, ranges(rider))
+    for rank, keeper in enumerate(keepers(whole(2), even(4))):
+        mask_files.read_all(tmp_path, ranges(keeper))
         assert opened == ["rank_00000", f"rank_{rank:05d}"][: 1 + (rank > 0)]
         opened.clear()
-    mask_files.read_all(tmp_path, ranges(riders(whole(2), even(2))[1]))
+    mask_files.read_all(tmp_path, ranges(keepers(whole(2), even(2))[1]))
     assert opened == ["rank_00000", "rank_00002", "rank_00003"]
 
 
 def test_restore_takes_masks_steps_and_digests(tmp_path):
     state = save(tmp_path, whole(1), even(3))
-    (rider,) = riders(whole(2), even(1))
-    rider.settled = 0
-    expected = riders(whole(1), even(1))[0].digests
-    mask_files.restore(tmp_path, rider, state)
-    assert rider.settled == 40 and rider.digests == expected
+    (keeper,) = keepers(whole(2), even(1))
+    keeper.settled = 0
+    expected = keepers(whole(1), even(1))[0].digests
+    mask_files.restore(tmp_path, keeper, state)
+    assert keeper.settled == 40 and keeper.digests == expected
 
 
 def test_the_bits_of_a_mask_are_on_disk_as_numpy_packs_them(tmp_path):
@@ -154,10 +154,10 @@ def test_the_bits_of_a_mask_are_on_disk_as_numpy_packs_them(tmp_path):
 
 
 def test_stage_0_writes_one_file(tmp_path):
-    rider = riders(whole(1), even(1))[0]
+    keeper = keepers(whole(1), even(1))[0]
     for number in (0, None, None):  # three replicas
-        rider.number = number
-        mask_files.save(tmp_path, rider)
+        keeper.number = number
+        mask_files.save(tmp_path, keeper)
     assert [path.name for path in (tmp_path / "mst").iterdir()] == ["rank_00000.safetensors"]
 
 
@@ -165,21 +165,21 @@ def test_stage_0_writes_one_file(tmp_path):
 
 
 def refusal(folder, state, flags=None) -> str:
-    (rider,) = riders(whole(2) if flags is None else flags, even(1))
+    (keeper,) = keepers(whole(2) if flags is None else flags, even(1))
     with pytest.raises(ValueError) as caught:
-        mask_files.restore(folder, rider, state)
+        mask_files.restore(folder, keeper, state)
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     return message
 
 
 def restored_where_rank_1_cannot_read(rank: int, world: int, folder: str, state: dict) -> str:
-    rider = riders(whole(2), even(world))[rank]
-    rider.exchange = rider.everyone = Exchange(dist.group.WORLD)
+    keeper = keepers(whole(2), even(world))[rank]
+    keeper.exchange = keeper.everyone = Exchange(dist.group.WORLD)
     if rank == 1:
         folder += "-not-mounted"
     try:
-        mask_files.restore(Path(folder), rider, state)
+        mask_files.restore(Path(folder), keeper, state)
     except ValueError as error:
         return str(error)
     return "restored"
@@ -210,10 +210,10 @@ class Engine:
 
 
 def saved_where_rank_1_has_no_space(rank: int, world: int, folder: str) -> str:
-    engine, rider = Engine(rank), riders(whole(1), even(world))[rank]
-    rider.exchange = rider.everyone = Exchange(dist.group.WORLD)
-    rider.saving = lambda folder: mask_files.save(folder, rider)
-    carry_along(engine, rider)
+    engine, keeper = Engine(rank), keepers(whole(1), even(world))[rank]
+    keeper.exchange = keeper.everyone = Exchange(dist.group.WORLD)
+    keeper.saving = lambda folder: mask_files.save(folder, keeper)
+    carry_along(engine, keeper)
     engine.save_checkpoint(folder, "first")
     if rank == 1:
         mask_files.file_of(Path(folder) / "second", 1).mkdir(parents=True)  # nothing can be written there
@@ -320,9 +320,9 @@ def test_the_schedule_stands_in_files_as_it_always_has(tmp_path):
     same = SparsityConfig(max=0.8).schedule(42, TopologyConfig(interval=3))
     state = save(tmp_path, whole(1), even(1), schedule=same)
     assert state["schedule"] == OLD
-    (rider,) = riders(whole(2), even(1), schedule=same)
-    mask_files.restore(tmp_path, rider, state)
-    (other,) = riders(whole(2), even(1), schedule=SparsityConfig(max=0.8).schedule(43, TopologyConfig(interval=3)))
+    (keeper,) = keepers(whole(2), even(1), schedule=same)
+    mask_files.restore(tmp_path, keeper, state)
+    (other,) = keepers(whole(2), even(1), schedule=SparsityConfig(max=0.8).schedule(43, TopologyConfig(interval=3)))
     with pytest.raises(ValueError, match="another schedule of sparsity"):
         mask_files.restore(tmp_path, other, state)
 
@@ -333,8 +333,8 @@ def test_masks_are_those_of_a_longer_run_that_was_the_same_up_to_them(tmp_path):
 
     assert str(of(42)) != str(of(60))
     state = save(tmp_path, whole(1), even(1), schedule=of(42))
-    (longer,) = riders(whole(2), even(1), schedule=of(60))
+    (longer,) = keepers(whole(2), even(1), schedule=of(60))
     mask_files.restore(tmp_path, longer, state)
-    (other,) = riders(whole(2), even(1), schedule=of(60, warmup=4))
+    (other,) = keepers(whole(2), even(1), schedule=of(60, warmup=4))
     with pytest.raises(ValueError, match="another schedule of sparsity"):
         mask_files.restore(tmp_path, other, state)
