@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from mst_scale.costs.beside import UPDATE
+from mst_scale.costs.flops import KEYS
 from mst_scale.costs.frontier import Point
-from mst_scale.report.frontier import ACCOUNTINGS, Method
+from mst_scale.report.frontier import Method
 
 from . import facts
 from .facts import FINISHED, Row
@@ -62,7 +63,7 @@ def _method(plan: Plan, cell: Cell, runs: Mapping[int, Row]) -> Method:
     variant = plan.variants[cell.variant]
     points = {
         accounting: {seed: Point(spent(row, key), row["val_loss"]) for seed, row in runs.items()}
-        for accounting, key in ACCOUNTINGS.items()
+        for accounting, key in KEYS.items()
     }
     size = model_of(plan, cell)
     model = f"{cell.size}, {size.n_layer} × {size.n_embd}, context {size.context}"

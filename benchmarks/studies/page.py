@@ -8,7 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from mst_scale.costs.beside import UPDATE
-from mst_scale.report.frontier import ACCOUNTINGS, HEAD, Method, line, loss_over_flops, worth_of_each
+from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
+from mst_scale.report.frontier import HEAD, Method, line, loss_over_flops, worth_of_each
 from mst_scale.report.frontier import rows as method_rows
 
 from ..page import grid, picture

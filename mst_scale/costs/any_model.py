@@ -18,15 +18,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from mst_scale.costs.flops import DENSE, DENSE_KEYS, KEYS
 from mst_scale.costs.ledger import OPTIMIZER_KEY
 from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.hybrid_sparse_attention.hugging_face import is_attention
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
 from mst_scale.zero_shards import TABLES, cut_of, named_parameters, shape_of
-
-KEYS = {"paper": "flops", "causal": "flops_causal"}
-DENSE_KEYS = {"paper": "flops_dense", "causal": "flops_dense_causal"}
-DENSE = Pattern("dense")
 
 
 @dataclass

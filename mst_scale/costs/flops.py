@@ -31,6 +31,10 @@ from mst_scale.config.blocks import ModelConfig
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
 
 DENSE = Pattern("dense")
+KEYS = {"paper": "flops", "causal": "flops_causal"}
+"""Under which metrics and checkpoints hold what was spent, by accounting …"""
+DENSE_KEYS = {"paper": "flops_dense", "causal": "flops_dense_causal"}
+"""… and what dense training would have."""
 
 
 @dataclass(frozen=True)

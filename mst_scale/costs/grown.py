@@ -12,10 +12,8 @@ from pathlib import Path
 from mst_scale.checkpoints import store
 from mst_scale.config import Experiment, ModelConfig
 from mst_scale.config.growth import OPTION, folder_of, smaller_model
-from mst_scale.costs.flops import dense_step_flops
+from mst_scale.costs.flops import KEYS, dense_step_flops
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
-
-KEYS = {"paper": "flops", "causal": "flops_causal"}  # in a checkpoint, as the ledger has written them
 
 
 @dataclass(frozen=True)

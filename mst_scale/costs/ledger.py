@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from mst_scale.config import METHODS, Experiment, ModelConfig
-from mst_scale.costs.flops import Flops, dense_step_flops, step_flops
+from mst_scale.costs.flops import DENSE_KEYS, KEYS, Flops, dense_step_flops, step_flops
 from mst_scale.costs.muon import share_of_a_sequence
 from mst_scale.costs.stretches import Stretch, stretches
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
@@ -190,16 +190,13 @@ class Ledger:
 
     def state(self) -> dict[str, float]:
         return {
-            "flops": self.spent["paper"],
-            "flops_dense": self.dense["paper"],
-            "flops_causal": self.spent["causal"],
-            "flops_dense_causal": self.dense["causal"],
+            **{key: of[a] for a in ACCOUNTINGS for key, of in ((KEYS[a], self.spent), (DENSE_KEYS[a], self.dense))},
             **({OPTIMIZER_KEY: self.spent_by_optimizer} if self.optimizer else {}),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         if missing := self.state().keys() - state.keys() - {OPTIMIZER_KEY}:
             raise ValueError(f"the checkpoint does not say {', '.join(sorted(missing))}: an older version has saved it")
-        self.spent = {"paper": state["flops"], "causal": state["flops_causal"]}
-        self.dense = {"paper": state["flops_dense"], "causal": state["flops_dense_causal"]}
+        self.spent = {a: state[key] for a, key in KEYS.items()}
+        self.dense = {a: state[key] for a, key in DENSE_KEYS.items()}
         self.spent_by_optimizer = state.get(OPTIMIZER_KEY, 0.0)

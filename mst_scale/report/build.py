@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 from mst_scale.report import facts, frontier, table
 from mst_scale.report.curves import comparing
 from mst_scale.report.groups import Group, grouped
@@ -99,7 +100,7 @@ class Report:
         section = Section("Worth of their FLOPs")
         section.tables.append(Table("", *frontier.cells(compared)))
         section.notes += frontier.notes(self.runs)
-        for accounting in frontier.ACCOUNTINGS:
+        for accounting in ACCOUNTINGS:
             say(f"figure of the {accounting} accounting")
             plots = (frontier.loss_over_flops(compared, accounting), frontier.worth_of_each(compared, accounting))
             for plot in filter(None, plots):

@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
 
 from mst_scale.costs.beside import beside
+from mst_scale.costs.flops import KEYS
 from mst_scale.costs.frontier import AT_LEAST, AT_MOST, Multiplier, Point, frontier, interval, mean, multiplier
 from mst_scale.methods import METHODS
 from mst_scale.report.groups import Group
@@ -24,7 +25,6 @@ from mst_scale.runs.progress import flops_unit
 MARKERS = "osD^vP*X"
 CROWD = 10  # kinds of methods that a legend can tell apart
 BOUND_MARKERS = {"": "o", AT_LEAST: ">", AT_MOST: "<"}
-ACCOUNTINGS = {"paper": "flops", "causal": "flops_causal"}
 """The column of the metrics for each."""
 
 
@@ -71,7 +71,7 @@ def compared(groups: Sequence[Group]) -> list[Method]:
             accounting: {
                 seed: Point(run.last[key] + extra[seed], run.last_val_loss or 0.0) for seed, run in runs.items()
             }
-            for accounting, key in ACCOUNTINGS.items()
+            for accounting, key in KEYS.items()
         }
         first = group.first
         model = json.dumps(first.setting("model"))
@@ -102,7 +102,7 @@ def _beside(run: Run) -> float | None:
 
 def _counted(run: Run) -> bool:
     """Whether it is a point: it has ended, and tells its loss and FLOPs."""
-    return run.finished and run.last_val_loss is not None and all(run.last.get(key) for key in ACCOUNTINGS.values())
+    return run.finished and run.last_val_loss is not None and all(run.last.get(key) for key in KEYS.values())
 
 
 def _refuse_two_texts(runs: Sequence[Run]) -> None:
@@ -135,7 +135,7 @@ def rows(methods: Sequence[Method]) -> list[dict[str, Any]]:
             "name": method.name, "dense": method.dense, "seeds": sorted(method.points["paper"]),
             "val_loss": fmean(method.losses), "interval": interval(method.losses),
         }  # fmt: skip
-        for accounting, key in ACCOUNTINGS.items():
+        for accounting, key in KEYS.items():
             told[key] = mean(method.points[accounting].values()).flops
             for name, same in (("same_model", True), ("all_sizes", False)):
                 read = worth(method, methods, accounting, same)
@@ -159,7 +159,7 @@ def line(method: Method, methods: Sequence[Method]) -> list[str]:
     reach = interval(method.losses)
     loss = f"{fmean(method.losses):.4f}" + (f" ± {(reach[1] - reach[0]) / 2:.4f}" if reach else "")
     told = [str(len(method.losses)), loss]
-    for accounting in ACCOUNTINGS:
+    for accounting in KEYS:
         told.append(f"{mean(method.points[accounting].values()).flops:.3g}")
         reads = [worth(method, methods, accounting, same) for same in (True, False)]
         told += ["–" if read is None else str(read) for read in reads]

@@ -43,7 +43,7 @@ def test_the_frontier_says_what_a_method_is_worth(tmp_path, capsys):
 def test_no_two_methods_look_alike_and_others_than_dense_are_not_dense(tmp_path):
     looks = [(i % 8, frontier.marker_of(i, 8)) for i in range(40)]
     assert len(set(looks)) == 40
-    points = {a: {1: Point(1e12, 2.0)} for a in frontier.ACCOUNTINGS}
+    points = {a: {1: Point(1e12, 2.0)} for a in frontier.KEYS}
     assert frontier.worth_of_each([frontier.Method("d", "dense", "m", True, points)], "paper") is None
     made = [ending(runs.write(tmp_path / name, name, steps=100, seed=1), 0.1) for name in ("dense", "powerprop")]
     readers = [Reader(path) for path in made]
@@ -97,7 +97,7 @@ def test_many_methods_are_named_beside_their_points(tmp_path):
     losses = [2.0 + 0.01 * i for i in range(24)]
     methods = [
         frontier.Method(f"m{i}, tiny", f"m{i}", "m", i == 0, {a: {s: Point(1e12, loss + 0.1 * s) for s in (1, 2, 3)}
-                        for a in frontier.ACCOUNTINGS})
+                        for a in frontier.KEYS})
         for i, loss in enumerate(losses)
     ]  # fmt: skip
     figure = render(frontier.loss_over_flops(methods, "paper"), LIGHT)
