@@ -3,7 +3,7 @@
     python -m mst_scale.benchmarks.studies.overview
 
 It reads what the studies' runs have reached, and runs nothing; the page is overview.md. A setting is a cell of a study,
-measured against that study's dense runs, as on its page.
+measured against the dense runs that its page measures it against.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from mst_scale.report.style import Plot, Theme, legend, ratio_axis
 
 from ..page import grid, picture
 from . import facts, law
-from .outcome import outcomes
+from .outcome import outcomes, rivals_elsewhere
 from .plan import FOLDER, job, read_plan
 
 BEST, TO_THE_END, LEAN = "mst-best", "mst-best, sparse attention", "mst-lean"
@@ -88,7 +89,7 @@ def settings(results: Path) -> list[Setting]:
         plan = read_plan(name)
         data = plan.config["data"]["dir"]
         cells = outcomes(plan, rows, data)
-        methods = [one.method for one in cells]
+        methods = [*(one.method for one in cells), *chain(*rivals_elsewhere(plan, cells, rows).values())]
         for one in cells:
             if one.cell.variant not in recipes or not one.runs:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,24 +16,25 @@ from mst_scale.report.frontier import rows as method_rows
 from ..page import grid, picture
 from . import against, facts, law
 from .facts import FINISHED, Row
-from .outcome import Outcome, outcomes
+from .outcome import Outcome, outcomes, rivals_elsewhere
 from .plan import Cell, Plan, job
 
 HEAD_OF_CELLS = ["variant", "rate", *HEAD]
+Others = Mapping[str, list[Method]]  # rivals of other studies
 WITHOUT_DENSE = ("seeds", "validation loss", "FLOPs", "FLOPs, causal")  # of HEAD, where nothing can be compared
 
 
 def answers(plan: Plan, rows: Mapping[str, Row], data: str) -> dict[str, Any]:
     """The page's numbers, for machines."""
     found = outcomes(plan, rows, data)
+    each = method_rows([one.method for one in found], [*chain(*rivals_elsewhere(plan, found, rows).values())])
     sure, guessed = facts.wanted(plan, rows, data)
     return {
         "study": plan.name,
         "runs": len(sure) + len(guessed),
         "done": sum(one.digest in rows and rows[one.digest]["status"] == FINISHED for one in sure),
         "cells": [
-            {**vars(one.cell), "rate": one.rate, "edge": one.edge, **row}
-            for one, row in zip(found, method_rows([one.method for one in found]), strict=True)
+            {**vars(one.cell), "rate": one.rate, "edge": one.edge, **row} for one, row in zip(found, each, strict=True)
         ],
         "against_reference": [
             {"size": size, "budget": budget, **vars(one), "counts": one.counts}
@@ -45,10 +47,11 @@ def answers(plan: Plan, rows: Mapping[str, Row], data: str) -> dict[str, Any]:
 def written(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path) -> Path:
     """NAME.md, and beside it a figure for each accounting in light and dark."""
     found = outcomes(plan, rows, data)
+    others = rivals_elsewhere(plan, found, rows)
     parts = [f"# {plan.question}", f"`mst bench study {plan.name}`", f"**Success, as planned:** {plan.success}"]
     if found:
-        parts += [_about(found, plan), *_figures(plan, found, folder), *_tables(plan, found)]
-        parts += [*against.section(plan, found, folder), _notes(found)]
+        parts += [_about(found, plan), *_figures(plan, found, others, folder), *_tables(plan, found, others)]
+        parts += [*against.section(plan, found, folder), _notes(found, others)]
         parts += _law(plan, found, data)
     else:
         parts.append("No run has finished yet.")
@@ -63,27 +66,31 @@ def _about(found: list[Outcome], plan: Plan) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
     commits = sorted({(row["commit"] or "unknown")[:10] for one in found for row in one.runs.values()})
     return (
-        f"{versions}, float32 on a CPU, one process, commit {', '.join(commits)}; corpus {last['corpus']}. "
+        f"{versions}, {_precision(plan)} on a CPU, one process, commit {', '.join(commits)}; corpus {last['corpus']}. "
         "What is not there yet is not in the tables."
     )
 
 
-def _figures(plan: Plan, found: list[Outcome], folder: Path) -> list[str]:
+def _precision(plan: Plan) -> str:
+    return "bfloat16" if plan.config.get("bf16", {}).get("enabled") else "float32"
+
+
+def _figures(plan: Plan, found: list[Outcome], others: Others, folder: Path) -> list[str]:
     pictures = []
-    methods = [one.method for one in found]
+    methods, elsewhere = [one.method for one in found], [*chain(*others.values())]
     for accounting in ACCOUNTINGS if any(method.dense for method in methods) else ():
         over_flops = "Validation loss over FLOPs: the dense frontier as a line, methods as points"
-        drawings = {f"{plan.name}-{accounting}": (over_flops, loss_over_flops(methods, accounting))}
-        if (each := worth_of_each(methods, accounting)) is not None:
+        drawings = {f"{plan.name}-{accounting}": (over_flops, loss_over_flops(methods, accounting, elsewhere))}
+        if (each := worth_of_each(methods, accounting, elsewhere)) is not None:
             drawings[f"{plan.name}-worth-{accounting}"] = ("What the FLOPs of each method are worth", each)
         for name, (alt, plot) in drawings.items():
             pictures.append(picture(plot, folder / name, f"{alt}, {accounting} accounting"))
     return pictures
 
 
-def _tables(plan: Plan, found: list[Outcome]) -> list[str]:
+def _tables(plan: Plan, found: list[Outcome], others: Others) -> list[str]:
     parts = []
-    methods = [one.method for one in found]
+    methods = [*(one.method for one in found), *chain(*others.values())]
     for size, budget in dict.fromkeys((cell.size, cell.budget) for cell in plan.cells()):
         mine = [one for one in found if (one.cell.size, one.cell.budget) == (size, budget)]
         if mine:
@@ -99,7 +106,7 @@ def _line(one: Outcome, methods: list[Method]) -> list[str]:
     return [one.name, f"{one.rate:g}{'*' if one.edge else ''}", *line(one.method, methods)]
 
 
-def _notes(found: list[Outcome]) -> str:
+def _notes(found: list[Outcome], others: Others) -> str:
     said = [
         "± and intervals are Student's t at 95 % over seeds (with one seed there is none). FLOPs are all of a run's, "
         f"the optimizer's {UPDATE} a weight and step too, but for what functions of weights compute of themselves (the "
@@ -111,6 +118,12 @@ def _notes(found: list[Outcome]) -> str:
             "convex hull of the dense runs in the logarithms of both, seed by seed, a dense run of one seed by all; "
             "where a seed lies outside of its dense runs, means are compared and there is no interval. ≥ and ≤ are "
             "bounds: no dense run there was worse, or better."
+        )
+    if others:
+        said.append(
+            "Dense runs of other studies that read the same text with the same seeds are among the rivals: of "
+            + ", ".join(f"[`{name}`]({name}.md)" for name in others)
+            + "."
         )
     if any(one.edge for one in found):
         said.append("\\* the best rate is the least or the greatest of the grid: beyond it may lie a better one.")

@@ -4,7 +4,8 @@
 
 Dense runs of several lengths (and sizes) give points of FLOPs and loss. The frontier is their lower convex hull in the
 logarithms of both: between two of its points log loss is linear in log FLOPs, as for a power law, and a dense run above
-it (a length, a size or a seed that was no good choice) does not make dense training look costlier. Outside of the
+it (a length, a size or a seed that was no good choice) does not make dense training look costlier. Of points whose
+FLOPs are within 1 % the best stands for all: a line between them would be as steep as chance has it. Outside of the
 points nothing is extrapolated: the answer is a bound then, at least (≥) or at most (≤). A convex curve lies below its
 chords, so dense is still read a little too costly between points far apart: budgets a factor of two apart keep that
 small.
@@ -22,6 +23,7 @@ from itertools import pairwise
 from statistics import fmean, stdev
 
 AT_LEAST, AT_MOST = "≥", "≤"
+ALIKE = 1.01  # FLOPs that differ by less are the same
 # Student's t, 97.5 %, by degrees of freedom from 1; beyond them that of 30 is wide enough by 0.08.
 STUDENT = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
@@ -70,6 +72,8 @@ def frontier(points: Iterable[Point]) -> list[Point]:
     for point in sorted(points, key=lambda p: (p.flops, p.loss)):
         if kept and point.loss >= kept[-1].loss:
             continue
+        if kept and point.flops <= ALIKE * kept[-1].flops:
+            kept.pop()
         while len(kept) > 1 and _slope(kept[-2], point) <= _slope(kept[-2], kept[-1]):
             kept.pop()
         kept.append(point)

@@ -127,8 +127,8 @@ def notes(runs: Sequence[Run]) -> list[str]:
     return told
 
 
-def rows(methods: Sequence[Method]) -> list[dict[str, Any]]:
-    """For machines."""
+def rows(methods: Sequence[Method], others: Sequence[Method] = ()) -> list[dict[str, Any]]:
+    """For machines; `others` are rivals that have no row."""
     found = []
     for method in methods:
         told: dict[str, Any] = {
@@ -138,7 +138,7 @@ def rows(methods: Sequence[Method]) -> list[dict[str, Any]]:
         for accounting, key in KEYS.items():
             told[key] = mean(method.points[accounting].values()).flops
             for name, same in (("same_model", True), ("all_sizes", False)):
-                read = worth(method, methods, accounting, same)
+                read = worth(method, [*methods, *others], accounting, same)
                 told[f"worth_{name}_{accounting}"] = None if read is None else vars(read)
         found.append(told)
     return found
@@ -171,9 +171,10 @@ def marker_of(i: int, colours: int) -> str:
     return MARKERS[(i + i // colours) % len(MARKERS)]
 
 
-def worth_of_each(methods: Sequence[Method], accounting: str) -> Plot | None:
+def worth_of_each(methods: Sequence[Method], accounting: str, others: Sequence[Method] = ()) -> Plot | None:
     """A row a method, the best on top: how many times its FLOPs it is worth. None where nothing can be compared."""
-    reads = [(method, worth(method, methods, accounting, same_model=False)) for method in methods]
+    rivals = [*methods, *others]
+    reads = [(method, worth(method, rivals, accounting, same_model=False)) for method in methods]
     found = sorted(((read, method) for method, read in reads if read is not None), key=lambda pair: pair[0].value)
     if not found:
         return None
@@ -206,9 +207,11 @@ def worth_of_each(methods: Sequence[Method], accounting: str) -> Plot | None:
     return Plot(f"worth-{accounting}", caption, draw, 1.4 + 0.24 * len(found))
 
 
-def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
+def loss_over_flops(methods: Sequence[Method], accounting: str, others: Sequence[Method] = ()) -> Plot:
     """The frontier through dense runs as a line, these as small circles, every other method as a point with its
-    interval over seeds; where there are many, names and numbers stand beside the points."""
+    interval over seeds; where there are many, names and numbers stand beside the points. `others` are dense runs too,
+    shown as far as the axes reach, which follow from `methods`."""
+    elsewhere = [(method, mean(method.points[accounting].values())) for method in others]
     means = [(method, mean(method.points[accounting].values())) for method in methods]
     kinds = list(dict.fromkeys(method.kind for method in methods if not method.dense))
     crowded = len(kinds) > CROWD
@@ -216,15 +219,15 @@ def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
         unit, name = flops_unit(max(point.flops for _, point in means))
-        dense = [(method, Point(p.flops / unit, p.loss)) for method, p in means if method.dense]
-        others = [(method, Point(p.flops / unit, p.loss)) for method, p in means if not method.dense]
+        dense = [(method, Point(p.flops / unit, p.loss)) for method, p in [*means, *elsewhere] if method.dense]
+        shown = [(method, Point(p.flops / unit, p.loss)) for method, p in means if not method.dense]
         handles = _draw_dense(axes, dense, theme)
         for i, kind in enumerate(kinds):
             look: dict[str, Any] = {
                 "color": theme.series[i % len(theme.series)],
                 "marker": marker_of(i, len(theme.series)),
             }
-            for method, point in others:
+            for method, point in shown:
                 if method.kind != kind:
                     continue
                 reach = interval(method.losses)
@@ -232,10 +235,13 @@ def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
                     axes.plot([point.flops] * 2, reach, color=look["color"], linewidth=1.2)
                 axes.plot([point.flops], [point.loss], markersize=6, **look)
             handles.append(Line2D([], [], label=kind, linestyle="none", **look))
-        flops, losses = [p.flops for _, p in dense + others], [p.loss for _, p in dense + others]
+        flops, losses = [p.flops / unit for _, p in means], [p.loss for _, p in means]
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.margins(0.08)
+        if elsewhere:
+            axes.set_xlim(*_around(flops))
+            axes.set_ylim(*_around(losses))
         ratio_axis(axes.xaxis, min(flops), max(flops))
         axes.yaxis.set_major_formatter("{x:.3g}")
         axes.yaxis.set_minor_formatter(NullFormatter() if max(losses) > 3 * min(losses) else "{x:.3g}")
@@ -243,7 +249,7 @@ def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
         axes.set_ylabel("validation loss (nats a token)")
         axes.set_title("Loss over FLOPs")
         if crowded:
-            _name_beside(axes, others, theme)
+            _name_beside(axes, shown, theme)
             handles = handles[:2]
         legend(figure, handles, columns=4)
 
@@ -253,6 +259,13 @@ def loss_over_flops(methods: Sequence[Method], accounting: str) -> Plot:
         "t). A point below the line pays: as far as it lies to the left of it, so many times are its FLOPs worth."
     )
     return Plot(f"frontier-{accounting}", caption, draw, max(4.4, 1.1 + 0.2 * len(kinds)) if crowded else 4.4)
+
+
+def _around(values: Sequence[float]) -> tuple[float, float]:
+    """Limits of an axis in logarithms, with a margin."""
+    low, high = min(values), max(values)
+    margin = (high / low) ** 0.08
+    return low / margin, high * margin
 
 
 def _draw_dense(axes: Axes, dense: Sequence[tuple[Method, Point]], theme: Theme) -> list[Any]:
@@ -276,8 +289,8 @@ def _draw_dense(axes: Axes, dense: Sequence[tuple[Method, Point]], theme: Theme)
 
 
 def _short(methods: Sequence[Method]) -> dict[str, str]:
-    """Names without the size and budget that all runs of a study share, which follow the first comma."""
-    same = len({method.name.partition(",")[2] for method in methods}) == 1
+    """Names without the size and budget that all runs of a study share, which follow the first comma, if any."""
+    same = len({method.name.partition(",")[2] for method in methods if "," in method.name}) == 1
     return {method.name: method.name.partition(",")[0] if same else method.name for method in methods}
 
 

@@ -21,6 +21,7 @@ from mst_scale.costs.beside import UPDATE
 from mst_scale.data.corpus import FORMAT
 from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
+from mst_scale.report import frontier
 
 TINY = {
     "question": "Is it quick?",
@@ -217,6 +218,45 @@ def test_the_page_says_what_a_method_is_worth(folder):
     text = page.written(plan, rows, "c", folder).read_text()
     assert "1.25 (1.25 to 1.25)" in text and "0.01*" in text and text.count("| finished |") == 11
     assert (folder / "tiny-paper.svg").read_text() != (folder / "tiny-paper-dark.svg").read_text()
+
+
+def test_dense_runs_of_other_studies_are_rivals_where_they_can_be_compared(folder):
+    """Of the same text and seeds, at a known rate; a run that both studies have counts once."""
+    plan = read_plan("tiny", folder)
+    rows = everything(plan, lambda one: 10 * one.flops**-0.05)
+    found = outcome.outcomes(plan, rows, "c")
+    assert outcome.rivals_elsewhere(plan, found, rows, folder) == {}, "there is no other study"
+
+    other = {
+        **TINY,
+        "variants": {"dense": {}, "dense-slow": {"set": {"training.decay": 0.5}}, "mst": {"method": "mst"}},
+    }
+    (folder / "other.json").write_text(json.dumps(other))
+    theirs = read_plan("other", folder)
+    more = {**rows, **everything(theirs, lambda one: 9 * one.flops**-0.05)}
+
+    def rivals(rows, plan=plan):
+        return {s: [m.name for m in its] for s, its in outcome.rivals_elsewhere(plan, found, rows, folder).items()}
+
+    assert rivals(more) == {"other": ["dense-slow (other)"]}, "the other dense run is the plan's own"
+    lacks = next(one for one in facts.wanted(theirs, more, "c")[0] if one.cell.variant == "dense-slow")
+    assert rivals({digest: row for digest, row in more.items() if digest != lacks.digest}) == {}, "a rate is to come"
+    texts = {digest: {**row, "corpus": "other"} if digest not in rows else row for digest, row in more.items()}
+    assert rivals(texts) == {}
+    (folder / "other.json").write_text(json.dumps({**other, "seeds": [2, 3]}))
+    assert rivals({**more, **everything(read_plan("other", folder), lambda one: 1.0)}) == {}
+    (folder / "other.json").write_text(
+        json.dumps({**other, "config": {**TINY["config"], "training": {**TINY["config"]["training"], "eval_seed": 0}}})
+    )
+    assert rivals({**more, **everything(read_plan("other", folder), lambda one: 1.0)}) == {}
+
+    def worth(its):
+        each = frontier.rows([one.method for one in found], its)
+        return next(row for row in each if row["name"].startswith("mst"))["worth_all_sizes_paper"]["value"]
+
+    (folder / "other.json").write_text(json.dumps(other))
+    elsewhere = outcome.rivals_elsewhere(plan, found, more, folder)["other"]
+    assert worth(elsewhere) < worth([]), "a better rival makes a method worth less"
 
 
 def test_what_differs_from_the_reference_by_more_than_its_noise_counts(folder):

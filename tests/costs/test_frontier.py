@@ -48,6 +48,15 @@ def test_only_the_best_dense_runs_count():
     assert needed(1.9, points) == Needed(4.0, "≥")
 
 
+def test_of_dense_runs_of_nearly_the_same_flops_the_best_stands_for_all():
+    """Between them the line would be as steep as chance has it: a loss between theirs is outside."""
+    points = [Point(1.0, 3.0), Point(1.004, 2.8), Point(2.0, 2.0)]
+    assert frontier(points) == points[1:]
+    assert needed(2.9, points) == Needed(1.004, "≤")
+    assert frontier([Point(1.0, 2.8), Point(1.004, 3.0), Point(2.0, 2.0)]) == [Point(1.0, 2.8), Point(2.0, 2.0)]
+    assert len(frontier([Point(1.0, 3.0), Point(1.02, 2.8), Point(2.0, 2.7)])) == 3
+
+
 def test_the_interval_over_seeds_is_students_t_of_the_logarithms():
     """Seeds shift dense and method alike: pairing takes that out, and what is left is 1.5, 2 and 8/3 (by hand)."""
     shifts, worths = {1: 0.9, 2: 1.0, 3: 1.2}, {1: 1.5, 2: 2.0, 3: 8 / 3}
