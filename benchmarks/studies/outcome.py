@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -103,12 +102,13 @@ def _judged(plan: Plan, cell: Cell) -> tuple[Any, ...]:
 
 
 def _method(plan: Plan, cell: Cell, runs: Mapping[int, Row]) -> Method:
-    """Cells are one model where their shape and first weights are, whatever they see of the text."""
+    """Cells are one model where their shape is, whatever their first weights and their batches."""
     points = {
         accounting: {seed: Point(spent(row, key), row["val_loss"]) for seed, row in runs.items()}
         for accounting, key in KEYS.items()
     }
-    model = json.dumps(asdict(model_of(plan, cell)))
+    size = model_of(plan, cell)
+    model = f"{size.n_layer} × {size.n_embd}, {size.n_head} heads, context {size.context}"
     return Method(str(cell), cell.variant, model, _is_dense(plan.variants[cell.variant]), points)
 
 
