@@ -105,6 +105,10 @@ class LiveUnits:
             waking.widest = dict(zip(names, self._widest(names), strict=True))
             self.waking = waking
 
+    def starts(self, name: str) -> bool:
+        """Whether some weights of a matrix have their first gradient after this step; the same on every rank."""
+        return self.waking is not None and name in self.waking.started and bool(self.waking.started[name].any())
+
     def starting(self, name: str) -> Tensor:
         """Places in this rank's slice whose weights have their first gradient after this step; few, or none."""
         lines = None if self.waking is None else self.waking.started.get(name)

@@ -56,15 +56,21 @@ def evolve(mst: SparseController, under_way: TopologyStep, here: list[int]) -> l
             gradient_size=mst.topology.grown_moments == "seeded",
         )
         found |= zip(together, changes, strict=True)
+        if mst.topology.grown_moments == "seeded":
+            usual |= {i: change.gradient_mean_square for i, change in zip(together, changes, strict=True)}
+            # of a matrix that was dense before, and so has not grown, some lines may wake
+            waking = [i for i in together if usual[i] is None and mst.units.starts(masks[i].name)]
+            living = [(masks[i], under_way.gradients[i]) for i in waking]
+            usual |= zip(waking, living_mean_squares(living, exchange), strict=True)
     for i in here:
         change = found[i]
+        becomes_dense = masks[i].dense and change.before < change.numel
         masks[i].retain_(mst.shards.weight(i))
         if mst.masks_states:
             masks[i].retain_(*states[i].values())
             if mst.topology.grown_moments != "zero" and "exp_avg_sq" in states[i]:
-                size = usual.get(i, change.gradient_mean_square)
-                start_grown(mst, i, change, under_way.gradients[i], size)
-            if mst.topology.fresh_momentum and masks[i].dense and "exp_avg" in states[i]:
+                start_grown(mst, i, change, under_way.gradients[i], usual[i])
+            if mst.topology.fresh_momentum and becomes_dense and "exp_avg" in states[i]:
                 states[i]["exp_avg"].zero_()
         mst.units.wake(change.name)
     return [found[i] for i in here]
@@ -84,7 +90,7 @@ def _ranked(
 
 def start_grown(mst: SparseController, i: int, change: Change, gradient: torch.Tensor, usual: float | None) -> None:
     """Seed the second moments of what has grown, and of what wakes, which starts alike. `usual`: the layer's g²."""
-    if usual is None or not change.by_score + change.by_random:
+    if usual is None:
         return
     grown = change.grown_indices()
     if (woken := mst.units.starting(change.name)).numel():

@@ -54,3 +54,24 @@ def test_momentum_is_forgotten_where_a_dense_phase_begins(stage):
         turns = [now[0] for before, now in pairwise(found) if before[1] and not now[1]]
         assert turns == [7, 13]
         assert all((momentum == 0) == (step in turns) for step, _, momentum in found)
+
+
+def momenta_of_matrices_that_become_dense_one_after_another(rank: int, world: int):
+    """By layer and topology step: whether it becomes dense in it, whether it was before, its first moments' sum."""
+    config = mst_config(1, world, steps=12, topology={"fresh_momentum": True, "interval": 2})
+    config["mst"]["sparsity"] = {"max": 0.8, "warmup": 2, "ultra": 2, "restore": 6, "stages": 3}
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    found = []
+    for step in range(12):
+        before = [mask.dense for mask in engine.mst.masks]
+        train(engine, rank, world, 1, first=step)
+        for i, mask in enumerate(engine.mst.masks):
+            if engine.mst.changed_at == step + 1 and mask.dense:
+                found.append((before[i], float(engine.mst.shards.states(i)["exp_avg"].abs().sum())))
+    return found
+
+
+def test_a_matrix_that_was_dense_before_keeps_its_momentum():
+    for found in pool.run(momenta_of_matrices_that_become_dense_one_after_another, 1):
+        assert {was_dense for was_dense, _ in found} == {True, False}
+        assert all((momentum > 0) == was_dense for was_dense, momentum in found)
