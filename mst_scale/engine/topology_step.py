@@ -60,8 +60,9 @@ def evolve(mst: SparseController, under_way: TopologyStep, here: list[int]) -> l
             usual |= {i: change.gradient_mean_square for i, change in zip(together, changes, strict=True)}
             # of a matrix that was dense before, and so has not grown, some lines may wake
             waking = [i for i in together if usual[i] is None and mst.units.starts(masks[i].name)]
-            living = [(masks[i], under_way.gradients[i]) for i in waking]
-            usual |= zip(waking, living_mean_squares(living, exchange), strict=True)
+            if waking:
+                living = [(masks[i], under_way.gradients[i]) for i in waking]
+                usual |= zip(waking, living_mean_squares(living, exchange), strict=True)
     for i in here:
         change = found[i]
         becomes_dense = masks[i].dense and change.before < change.numel

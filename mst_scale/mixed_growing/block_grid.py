@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.config import grid_shape
 from mst_scale.mixed_growing.exchange import Exchange
-from mst_scale.mixed_growing.scores import INFINITY_KEY
+from mst_scale.mixed_growing.scores import INFINITY_KEY, Scores
 from mst_scale.shard import Shard
 
 CPU = torch.device("cpu")
@@ -125,26 +125,26 @@ class BlockedShard:
 
         return self._totals(numbers)
 
-    def size(self, values: Tensor, exponent: int) -> Tensor:
-        """Σ trunc(2^exponent · |value|) in the slice's part of each block."""
+    def size(self, scores: Scores, exponent: int) -> Tensor:
+        """Σ trunc(2^exponent · |score|) in the slice's part of each block."""
 
         def numbers(a: int, b: int) -> Tensor:
-            sizes = values[a:b].to(torch.float32).abs().clamp_(max=LARGEST)
+            sizes = scores.values(slice(a, b)).abs().clamp_(max=LARGEST)
             return (sizes.to(torch.float64) * 2.0**exponent).to(torch.int64)  # exact: 24 bits, times a power of 2
 
         return self._totals(numbers)
 
 
 def l1_norms(
-    shards: Sequence[BlockedShard], values: Sequence[Tensor], peaks: Sequence[int], exchange: Exchange
+    shards: Sequence[BlockedShard], scores: Sequence[Scores], peaks: Sequence[int], exchange: Exchange
 ) -> list[Tensor]:
-    """Σ|value| of every block, float32, the same bits for any cut over ranks; one all-reduce of 8 bytes a block.
+    """Σ|score| of every block, float32, the same bits for any cut over ranks; one all-reduce of 8 bytes a block.
 
-    Each |value| is truncated to a grid of 2^-46 of the layer's largest one (`peaks`: from `peak_keys`), which leaves
+    Each |score| is truncated to a grid of 2^-46 of the layer's largest one (`peaks`: from `peak_keys`), which leaves
     whatever is above 2^-23 of it as it is; the sum is exact and rounded at its end. An infinity counts as the largest
     finite float32.
     """
     exponents = [PEAK_BIT + 127 - (min(peak, INFINITY_KEY - 1) >> 23) for peak in peaks]
-    sums = [part.size(value, e) for part, value, e in zip(shards, values, exponents, strict=True)]
+    sums = [part.size(its, e) for part, its, e in zip(shards, scores, exponents, strict=True)]
     totals = exchange.sum(torch.cat(sums)).split([part.grid.numel for part in shards])
     return [(total.to(torch.float64) * 2.0**-e).to(torch.float32) for total, e in zip(totals, exponents, strict=True)]

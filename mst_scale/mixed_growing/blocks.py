@@ -1,11 +1,12 @@
 """The topology's step in blocks of B × B weights.
 
-It is the step in weights: a layer's blocks are the weights of a smaller matrix, and their scores are L1 norms, Σ|w| to
-prune and Σ|g| to grow, where g is the mean gradient of the whole batch. `evolve` then prunes and grows blocks by the
-same rules: counts (targets are numbers of blocks), ties to the lower block, random growth keyed by (seed, step, layer).
-A narrow block at a ragged edge competes with the norm it has: its product costs as much as that of a full one.
+It is the step in weights: a layer's blocks are the weights of a smaller matrix, and a block's score is the sum of its
+weights' scores: L1 norms, Σ|w| to prune and Σ|g| to grow, of the mean gradient of the whole batch; Σ|w·g| where a
+policy ranks by |w·g|. `evolve` then prunes and grows blocks by the same rules: counts (targets are numbers of blocks),
+ties to the lower block, random growth keyed by (seed, step, layer). A narrow block at a ragged edge competes with the
+norm it has: its product costs as much as that of a full one.
 
-Norms are summed over ranks as integers, for a block may lie on several; from there on every rank holds all of them and
+Scores are summed over ranks as integers, for a block may lie on several; from there on every rank holds all of them and
 takes the step alone. One step sends 4 bytes a block for what is alive, and 8 a block and score of the layers that
 change: 20 in all for `mst`. That grows with the model, by 20/B² bytes a weight: 10 MB for GPT-2 small in blocks of 16.
 
@@ -33,7 +34,7 @@ from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.permutation import Permutation
-from mst_scale.mixed_growing.policies import BY_WEIGHT, Policy
+from mst_scale.mixed_growing.policies import BY_GRADIENT, BY_WEIGHT, Criterion, Policy
 from mst_scale.mixed_growing.scores import Scores, peak_keys
 from mst_scale.shard import Shard
 
@@ -89,19 +90,18 @@ class Blocks:
         zeta = update_fraction if policy.swaps else 0.0
         plans = [view.plan(zeta, policy.random_share) for view in views]
         changing = [view for view, its in zip(views, plans, strict=True) if its.prune or its.grow]
-        reads = set(policy.prune.reads)
-        if any(its.by_score for its in plans):
-            reads.update(policy.grow.reads)
-        peaks = _peaks(changing, reads, gradient_size, exchange)
-        norms = [_norms(what, changing, peaks[what], exchange) for what in sorted(reads)]
+        ranking = [policy.prune]
+        if any(its.by_score for its in plans) and policy.grow != policy.prune:
+            ranking.append(policy.grow)
+        peaks = _peaks(changing, ranking, gradient_size, exchange)
+        norms = {criterion: _norms(criterion, changing, peaks[criterion], exchange) for criterion in ranking}
         blocks = {view.name: view.unchanging() for view in views}
         for i, view in enumerate(changing):
-            own = dict(zip(sorted(reads), (of_all[i] for of_all in norms), strict=True))
-            score = policy.prune.score(*(own[what] for what in policy.prune.reads))
-            blocks[view.name] = view.competing(score.abs(), self.least, own)  # as pruning ranks them
+            grow = norms[policy.grow][i] if policy.grow in norms else None
+            blocks[view.name] = view.competing(norms[policy.prune][i], self.least, grow)
         changes = elements.evolve(
             list(blocks.values()),
-            policy=policy,
+            policy=replace(policy, prune=BY_WEIGHT, grow=BY_GRADIENT),  # what the layers of blocks hold
             update_fraction=update_fraction,
             seed=seed,
             step=step,
@@ -119,13 +119,13 @@ class Blocks:
         views = [_View(layer, its, _dense(layer, its.grid)) for layer, its in zip(layers, slices, strict=True)]
         blocks = []
         if how == "magnitude":
-            peaks = peak_keys([view.scores("weight") for view in views], exchange)
-            for view, norm in zip(views, _norms("weight", views, peaks, exchange), strict=True):
-                blocks.append(view.competing(BY_WEIGHT.score(norm), self.least, {"weight": norm}))
+            peaks = peak_keys([view.scores(BY_WEIGHT) for view in views], exchange)
+            for view, norm in zip(views, _norms(BY_WEIGHT, views, peaks, exchange), strict=True):
+                blocks.append(view.competing(norm, self.least))
         else:
             for view in views:  # the last places go first
                 order = Permutation(view.grid.numel, "start", seed, view.name, device=CPU)
-                blocks.append(view.competing(-order.place(torch.arange(view.grid.numel)), self.least, {}))
+                blocks.append(view.competing(-order.place(torch.arange(view.grid.numel)), self.least))
         changes = elements.sparsify(blocks, how=how, seed=seed, exchange=ALONE)
         for layer in layers:
             if layer.mask.ever is not None:
@@ -158,29 +158,20 @@ class _View:
     def plan(self, zeta: float, random_share: float) -> Plan:
         return plan(self.grid.numel, self.mask.active, self.layer.target, zeta, random_share, True)
 
-    def scores(self, what: str) -> Scores:
-        """The slice's weights, gradient or momentum, to find the largest."""
-        tensor = getattr(self.layer, what)
-        if tensor is None:
-            raise ValueError(f"{self.name}: this policy ranks weights by {what} and none was given")
-        return Scores(self.name, (tensor,))
+    def scores(self, criterion: Criterion) -> Scores:
+        """Of the slice's weights."""
+        return Scores(self.name, self.layer.inputs(criterion), criterion.score)
 
     def unchanging(self) -> Layer:
         return Layer(self.mask, self.mask.active, torch.empty(self.grid.numel))
 
-    def competing(self, score: Tensor, least: int, norms: Mapping[str, Tensor]) -> Layer:
-        """The layer of blocks. By `score` those are kept that rows and columns need, and no fewer than these."""
-        stays = must_stay(score, self.mask.flags(), self.grid.shape, least)
+    def competing(self, prune: Tensor, least: int, grow: Tensor | None = None) -> Layer:
+        """The layer of blocks, ranked by `prune` and `grow`. Those are kept that rows and columns need, no fewer."""
+        stays = must_stay(prune, self.mask.flags(), self.grid.shape, least)
         count = int(stays.sum())
-        return Layer(
-            self.mask,
-            max(self.layer.target, count),
-            norms.get("weight", torch.empty(self.grid.numel)),
-            norms.get("gradient"),
-            norms.get("momentum"),
-            protected=bitwise.pack(stays),
-            protected_count=count,
-        )
+        target = max(self.layer.target, count)
+        kept = bitwise.pack(stays)
+        return Layer(self.mask, target, prune.to(torch.float32), grow, protected=kept, protected_count=count)
 
     def commit(self, change: Change, gradient_mean_square: float | None) -> Change:
         """Give the weights' mask the blocks' bits."""
@@ -246,28 +237,30 @@ def _block_mask(layer: Layer, grid: Grid, counts: Tensor) -> LayerMask:
     return mask
 
 
-def _peaks(views: Sequence[_View], reads: set[str], gradient_size: bool, exchange: Exchange) -> dict[str, list[int]]:
-    """Key of the largest magnitude of each layer, by what is read; refuses NaN before anything is changed."""
-    wanted = set(reads)
-    if gradient_size and any(view.layer.gradient is not None for view in views):
-        wanted.add("gradient")
-    names = sorted(wanted)
-    found = peak_keys([view.scores(what) for what in names for view in views], exchange)
-    return {what: found[i * len(views) : (i + 1) * len(views)] for i, what in enumerate(names)}
+def _peaks(
+    views: Sequence[_View], ranking: Sequence[Criterion], gradient_size: bool, exchange: Exchange
+) -> dict[Criterion, list[int]]:
+    """Key of the largest score of each layer, by criterion; refuses NaN before anything is changed."""
+    wanted = list(ranking)
+    if gradient_size and any(view.layer.gradient is not None for view in views) and BY_GRADIENT not in wanted:
+        wanted.append(BY_GRADIENT)
+    found = peak_keys([view.scores(criterion) for criterion in wanted for view in views], exchange)
+    return {criterion: found[i * len(views) : (i + 1) * len(views)] for i, criterion in enumerate(wanted)}
 
 
-def _norms(what: str, views: Sequence[_View], peaks: Sequence[int], exchange: Exchange) -> list[Tensor]:
-    """L1 norm of each block's weights, gradient or momentum, by layer."""
+def _norms(criterion: Criterion, views: Sequence[_View], peaks: Sequence[int], exchange: Exchange) -> list[Tensor]:
+    """Each block's score by layer: the sum of its weights' scores."""
     if not views:
         return []
-    values = [getattr(view.layer, what) for view in views]
-    return l1_norms([view.sliced for view in views], values, peaks, exchange)
+    return l1_norms([view.sliced for view in views], [view.scores(criterion) for view in views], peaks, exchange)
 
 
-def _gradient_sizes(views: Sequence[_View], peaks: dict[str, list[int]], exchange: Exchange) -> dict[str, float]:
+def _gradient_sizes(
+    views: Sequence[_View], peaks: Mapping[Criterion, list[int]], exchange: Exchange
+) -> dict[str, float]:
     """Mean g² of each layer's weights."""
-    if "gradient" not in peaks:
+    if BY_GRADIENT not in peaks:
         return {}
     gradients = [gradient for view in views if (gradient := view.layer.gradient) is not None]
-    means = mean_squares(gradients, [view.layer.mask.numel for view in views], peaks["gradient"], exchange)
+    means = mean_squares(gradients, [view.layer.mask.numel for view in views], peaks[BY_GRADIENT], exchange)
     return {view.name: mean for view, mean in zip(views, means, strict=True)}

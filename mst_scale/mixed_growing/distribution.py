@@ -99,7 +99,7 @@ def plan(  # noqa: PLR0917
 ) -> Plan:
     """The equations of `evolve`, in integers; what is protected is not there to be pruned."""
     if target == numel:
-        return Plan(0, numel - active, 0)
+        return Plan(0, 0, numel - active)  # all of it, so that nothing is ranked
     prune = min(max(share_of(update_fraction, active), active - target), active - protected)
     if not regrow:
         prune = min(prune, numel - target)  # more would leave too few dead weights to grow

@@ -198,12 +198,13 @@ def _in_weights(changing: Sequence[Layer], topology: TopologyConfig) -> list[int
 def _in_blocks(together: Sequence[Layer], topology: TopologyConfig) -> list[int]:
     chosen, seeded = topology.chosen, topology.grown_moments == "seeded"
     changing = [layer for layer in together if layer.changes]
-    read = set(chosen.prune.reads)
+    ranking = {chosen.prune}
     if any(layer.plan.by_score for layer in changing):
-        read |= set(chosen.grow.reads)
+        ranking.add(chosen.grow)
     blocks = sum(layer.elements for layer in changing)
-    peaks = 8 * len(read | ({"gradient"} if seeded else set())) * len(changing)
-    return [4 * sum(layer.elements for layer in together), peaks, *[8 * blocks] * len(read), 8 * seeded * len(changing)]
+    peaks = 8 * len(ranking | ({BY_GRADIENT} if seeded else set())) * len(changing)
+    norms = [8 * blocks] * len(ranking)
+    return [4 * sum(layer.elements for layer in together), peaks, *norms, 8 * seeded * len(changing)]
 
 
 def _all_reduces(sizes: Sequence[int]) -> list[Call]:

@@ -91,7 +91,7 @@ def evolve(
     if not regrow:
         n_prune = min(n_prune, n - target)
     n_grow = n_prune + target - active
-    n_rand = 0 if target == n else floor_share(random_share, n_grow)
+    n_rand = n_grow if target == n else floor_share(random_share, n_grow)
     pruned = smallest(prune_score, mask, n_prune)
     alive = mask & ~pruned
     free = ~alive if regrow else ~mask
