@@ -57,6 +57,8 @@ def _keep_given(mst: SparseController, given: GivenMasks) -> None:
     mst.everyone.raise_first(error)
     active = mst.exchange.sum(torch.tensor([int(f.sum()) for f in flags], dtype=torch.int64)).tolist()
     for mask, kept, count in zip(mst.masks, flags, active, strict=True):
+        if mask.ever is not None:
+            mask.ever.zero_()  # what is given away was never trained
         mask.set_flags(kept, count)
     _zero_inactive(mst)
 

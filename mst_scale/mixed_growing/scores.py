@@ -59,5 +59,8 @@ def peak_keys(scores: Sequence[Scores], exchange: Exchange) -> list[int]:
     peaks = exchange.max(torch.tensor(local, dtype=torch.int64)).tolist()
     for layer, peak in zip(scores, peaks, strict=True):
         if peak > INFINITY_KEY:
-            raise ValueError(f"{layer.name}: a score is NaN, so its weights cannot be ranked: skip this step")
+            raise ValueError(
+                f"{layer.name}: a score is NaN, so its weights cannot be ranked: the run has diverged; "
+                "resume from a checkpoint before that, with a lower learning rate"
+            )
     return peaks

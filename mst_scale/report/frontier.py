@@ -25,7 +25,6 @@ from mst_scale.runs.progress import flops_unit
 MARKERS = "osD^vP*X"
 CROWD = 10  # kinds of methods that a legend can tell apart
 BOUND_MARKERS = {"": "o", AT_LEAST: ">", AT_MOST: "<"}
-"""The column of the metrics for each."""
 
 
 @dataclass(frozen=True)

@@ -9,55 +9,17 @@ import os
 import shutil
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from mst_scale.benchmarks.studies import against, corpus, facts, law, line, outcome, overview, page
+from mst_scale.benchmarks.studies import corpus, facts, line, outcome, overview
 from mst_scale.benchmarks.studies.plan import FOLDER, Cell, digest_of, job, read_plan
 
 from mst_scale.benchmarks import study
 from mst_scale.config import METHODS, in_steps, load
-from mst_scale.costs.beside import UPDATE
 from mst_scale.data.corpus import FORMAT
 from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
-from mst_scale.report import frontier
-
-TINY = {
-    "question": "Is it quick?",
-    "success": "It ends.",
-    "config": {
-        "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {"stage": 0}, "tensorboard": {"enabled": False},
-        "model": {"n_head": 2, "context": 32, "vocab_size": 257, "vocab_multiple": 1}, "data": {"dir": "corpus"},
-        "training": {"lr_schedule": "wsd", "warmup": 2, "decay": 0.25, "eval_sequences": 4, "look_every": 0},
-        "mst": {"method": "dense"},
-    },
-    "seeds": [1, 2], "rates": [1e-3, 1e-2], "tokens_per_parameter": [1],
-    "sizes": {"tiny": {"model": {"n_layer": 1, "n_embd": 16}, "small": {"n_embd": 8}}},
-    "variants": {
-        "dense": {"shares": [0.5, 1.0]},
-        "dense-short": {"as_long_as": "mst"},
-        "mst": {"method": "mst", "set": {"mst.sparsity.max": 0.5, "mst.attention.pattern": "dense"}, "rates": [1e-2]},
-    },
-}  # fmt: skip
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
-    return tmp_path
-
-
-def row(one, loss: float, status: str = facts.FINISHED, **more):
-    """A run that has spent `one.flops` in all, a tenth of it in topology steps."""
-    flops = one.flops
-    counted = 0.9 * flops - UPDATE * one.experiment.model.weights * one.steps
-    told = {"val_loss": loss, "flops": counted, "flops_causal": counted - 0.1 * flops, "flops_dense": 2 * flops}
-    versions = {"python": "3", "torch": "2", "deepspeed": "0"}
-    same = {"corpus": "c", "commit": None, "versions": versions, "flops_topology": 0.1 * flops}
-    return {**facts.about(one, status), "seconds": 20.0, "steps_run": one.steps, **told, **same, **more}
+from tests.benchmarks.tiny_study import TINY, row
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.json")))
@@ -108,32 +70,6 @@ def test_a_digest_is_of_what_a_loss_depends_on():
     assert len({digest, *(digest_of(load(raw, [words])) for words in other)}) == 5
 
 
-def test_the_page_says_how_far_a_setting_lies_from_the_law_of_average_weights(folder):
-    """Dense runs of four sizes obey one; MST learns 0.05 more than its active weights and tokens explain."""
-    shares = [0.5, 1.0, 2.0]
-    variants = {"dense": {"shares": shares}, "dense-small": {"small": True, "shares": shares}}
-    variants["mst"] = TINY["variants"]["mst"]
-    sizes = {**TINY["sizes"], "mid": {"model": {"n_layer": 2, "n_embd": 32}, "small": {"n_embd": 24}}}
-    (folder / "tiny.json").write_text(json.dumps({**TINY, "variants": variants, "sizes": sizes}))
-    plan, rows = read_plan("tiny", folder), {}
-    true = law.Law(least=1.0, of_weights=100.0, of_tokens=400.0, alpha=0.5, beta=0.6)
-    for cell in plan.cells():
-        one = job(plan, cell, 1e-2, 1, "c")
-        weights, tokens = law.active_weights(one.experiment), law.tokens(one.experiment)
-        assert tokens == one.steps * 4 * 32
-        less = 0.05 if cell.variant == "mst" else 0.0
-        rows[one.digest] = row(one, true.loss(weights, tokens) - less)
-    text = page.written(plan, rows, "c", folder).read_text()
-    of_dense = text.partition("## The law of average weights")[2]
-    assert "N^0.5" in of_dense and "D^0.6" in of_dense
-    lines = [line.split("|") for line in of_dense.partition("## All runs")[0].splitlines()]
-    told = {cells[1].strip(): cells[5].strip() for cells in lines if len(cells) > 5}
-    assert told["mst, tiny, 1 tokens a parameter"] == told["mst, mid, 1 tokens a parameter"] == "-0.0500"
-    assert told["dense × 2, mid, 1 tokens a parameter"] in ("+0.0000", "-0.0000")
-    without = {digest: kept for digest, kept in rows.items() if (kept["size"], kept["variant"]) == ("tiny", "dense")}
-    assert "average weights" not in page.written(plan, without, "c", folder).read_text()
-
-
 def test_the_first_seed_chooses_the_rate_and_the_others_run_at_it(folder):
     plan = read_plan("tiny", folder)
     sure, guessed = facts.wanted(plan, {}, "c")
@@ -170,17 +106,6 @@ def test_a_grid_goes_on_until_its_best_rate_is_inside(folder, best, tried):
     assert not found.edge and set(found.runs) == {1, 2}
 
 
-def test_another_optimizer_is_a_method_of_its_own(folder):
-    """It does not bend the line that methods with the plan's optimizer are read off."""
-    sgd = {"set": {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}, "zero_optimization.stage": 1}}
-    (folder / "tiny.json").write_text(json.dumps({**TINY, "variants": {**TINY["variants"], "muon": sgd}}))
-    plan = read_plan("tiny", folder)
-    rows = everything(plan, lambda one: 1.0 if one.cell.variant == "muon" else 10 * one.flops**-0.05)
-    cells = {(cell["variant"], cell["share"]): cell for cell in page.answers(plan, rows, "c")["cells"]}
-    assert not cells["muon", 1.0]["dense"] and cells["muon", 1.0]["worth_all_sizes_paper"]["bound"] == "≥"
-    assert cells["mst", 1.0]["worth_all_sizes_paper"]["value"] == pytest.approx(1.0)
-
-
 def test_the_last_line_of_a_run_counts_and_a_torn_one_does_not(tmp_path):
     path = facts.path_of("a", tmp_path)
     facts.append(path, {"digest": "1", "status": facts.FAILED})
@@ -189,114 +114,6 @@ def test_the_last_line_of_a_run_counts_and_a_torn_one_does_not(tmp_path):
     facts.append(path, {"digest": "1", "status": facts.FINISHED})
     facts.append(facts.path_of("b", tmp_path), {"digest": "1", "status": facts.FAILED})
     assert facts.known(tmp_path) == {"1": {"digest": "1", "status": facts.FINISHED}}
-
-
-def everything(plan, losses):
-    """Rows of every run that the plan comes to want."""
-    rows = {}
-    while todo := [one for one in facts.wanted(plan, rows, "c")[0] if one.digest not in rows]:
-        rows |= {one.digest: row(one, losses(one)) for one in todo}
-    return rows
-
-
-def test_the_page_says_what_a_method_is_worth(folder):
-    """Loss = 10 · C^-0.05 for dense runs at the better rate; MST reaches what 1.25 times its FLOPs buy."""
-    plan = read_plan("tiny", folder)
-
-    def loss(one):
-        worth = 1.25 if one.cell.variant == "mst" else 1.0
-        return 10 * (worth * one.flops) ** -0.05 + (0.5 if one.rate == 1e-3 else 0)
-
-    rows = everything(plan, loss)
-    assert len(rows) == 11
-    found = page.answers(plan, rows, "c")
-    (mst,) = [cell for cell in found["cells"] if cell["variant"] == "mst"]
-    assert mst["worth_all_sizes_paper"]["value"] == pytest.approx(1.25)
-    assert mst["worth_same_model_causal"]["value"] == pytest.approx(1.25)
-    of_mst = [one.flops for one in facts.wanted(plan, rows, "c")[0] if one.cell.variant == "mst"]
-    assert mst["flops"] == pytest.approx(sum(of_mst) / len(of_mst)), "all that was spent"
-    text = page.written(plan, rows, "c", folder).read_text()
-    assert "1.25 (1.25 to 1.25)" in text and "0.01*" in text and text.count("| finished |") == 11
-    assert (folder / "tiny-paper.svg").read_text() != (folder / "tiny-paper-dark.svg").read_text()
-
-
-def test_dense_runs_of_other_studies_are_rivals_where_they_can_be_compared(folder):
-    """Of the same text and seeds, at a known rate; a run that both studies have counts once."""
-    plan = read_plan("tiny", folder)
-    rows = everything(plan, lambda one: 10 * one.flops**-0.05)
-    found = outcome.outcomes(plan, rows, "c")
-    assert outcome.rivals_elsewhere(plan, found, rows, folder) == {}, "there is no other study"
-
-    other = {
-        **TINY,
-        "variants": {"dense": {}, "dense-slow": {"set": {"training.decay": 0.5}}, "mst": {"method": "mst"}},
-    }
-    (folder / "other.json").write_text(json.dumps(other))
-    theirs = read_plan("other", folder)
-    more = {**rows, **everything(theirs, lambda one: 9 * one.flops**-0.05)}
-
-    def rivals(rows, plan=plan):
-        return {s: [m.name for m in its] for s, its in outcome.rivals_elsewhere(plan, found, rows, folder).items()}
-
-    assert rivals(more) == {"other": ["dense-slow (other)"]}, "the other dense run is the plan's own"
-    lacks = next(one for one in facts.wanted(theirs, more, "c")[0] if one.cell.variant == "dense-slow")
-    assert rivals({digest: row for digest, row in more.items() if digest != lacks.digest}) == {}, "a rate is to come"
-    texts = {digest: {**row, "corpus": "other"} if digest not in rows else row for digest, row in more.items()}
-    assert rivals(texts) == {}
-    (folder / "other.json").write_text(json.dumps({**other, "seeds": [2, 3]}))
-    assert rivals({**more, **everything(read_plan("other", folder), lambda one: 1.0)}) == {}
-    (folder / "other.json").write_text(
-        json.dumps({**other, "config": {**TINY["config"], "training": {**TINY["config"]["training"], "eval_seed": 0}}})
-    )
-    assert rivals({**more, **everything(read_plan("other", folder), lambda one: 1.0)}) == {}
-
-    def worth(its):
-        each = frontier.rows([one.method for one in found], its)
-        return next(row for row in each if row["name"].startswith("mst"))["worth_all_sizes_paper"]["value"]
-
-    (folder / "other.json").write_text(json.dumps(other))
-    elsewhere = outcome.rivals_elsewhere(plan, found, more, folder)["other"]
-    assert worth(elsewhere) < worth([]), "a better rival makes a method worth less"
-
-
-def test_what_differs_from_the_reference_by_more_than_its_noise_counts(folder):
-    """Seeds lie 0.5 apart, so that means alone would say nothing; what spends other FLOPs is not set beside it."""
-    means = {"dense-short": 3.0, "slow": 3.2, "fast": 3.001}
-    noise = {"dense-short": [0.0, 0.0], "slow": [0.01, -0.01], "fast": [0.01, -0.01]}
-    more = {name: {"as_long_as": "mst", "set": {"training.decay": x}} for name, x in (("slow", 0.5), ("fast", 0.1))}
-    variants = {**TINY["variants"], **more}
-    (folder / "tiny.json").write_text(json.dumps({**TINY, "variants": variants, "reference": "dense-short"}))
-    plan = read_plan("tiny", folder)
-
-    def loss(one):
-        its = one.cell.variant
-        return means.get(its, 4.0) + 0.5 * one.seed + noise.get(its, [0.0, 0.0])[one.seed - 1]
-
-    rows = everything(plan, loss)
-    told = {one["name"]: one for one in page.answers(plan, rows, "c")["against_reference"]}
-    assert set(told) == {"slow", "fast"}
-    assert told["slow"]["mean"] == pytest.approx(0.2) and told["slow"]["error"] == pytest.approx(0.01)
-    assert told["slow"]["counts"] and not told["fast"]["counts"]
-    text = page.written(plan, rows, "c", folder).read_text()
-    assert "| slow | +0.2000 | 0.0100 | 2 | worse |" in text
-    assert "| fast | +0.0010 | 0.0100 | 2 | within the noise |" in text
-    assert "tiny-against.svg" in text and (folder / "tiny-against-dark.svg").is_file()
-    assert against.difference("one seed", {1: 1.0}, {1: 2.0}) is None
-
-
-def test_the_same_model_is_one_of_its_shape(folder):
-    """Dense runs of a smaller model, or of one that a variant makes larger, are rivals on the frontier alone."""
-    more = {
-        "dense-small": {"small": True},
-        "dense-large": {"set": {"model.n_embd": 32}},
-        "dense-slow": {"set": {"training.decay": 0.4}},
-    }
-    (folder / "tiny.json").write_text(json.dumps({**TINY, "variants": {**TINY["variants"], **more}}))
-    plan = read_plan("tiny", folder)
-    rows = everything(plan, lambda one: 5.0 - (one.experiment.model.n_embd == 32))
-    models = {one.cell.variant: one.method.model for one in outcome.outcomes(plan, rows, "c")}
-    assert models["mst"] == models["dense"] == models["dense-slow"] == models["dense-short"]
-    assert len({models[name] for name in ("mst", "dense-small", "dense-large")}) == 3
 
 
 @pytest.mark.parametrize(
@@ -315,17 +132,6 @@ def test_a_recipe_is_what_was_measured(recipe, name, variant):
     assert named.mst.topology == measured.mst.topology and named.mst.targets == measured.mst.targets
     decays = {in_steps(e.training.decay, e.training.steps) for e in (named, measured)}
     assert len(decays) == 1 and named.training.lr_schedule == measured.training.lr_schedule == "wsd"
-
-
-def test_the_overview_is_of_the_runs_that_are_kept(tmp_path):
-    """The committed page is what its runs come to, and its numbers are those of the studies' pages."""
-    for path in FOLDER.glob("*.jsonl"):
-        shutil.copy(path, tmp_path)
-    assert overview.written(tmp_path).read_text() == (FOLDER / "overview.md").read_text()
-    found = overview.settings(tmp_path)
-    of_main = next(one for one in found if one.study == "main" and one.recipe == overview.BEST)
-    assert f"{of_main.worth['paper', 'all sizes']}" in (FOLDER / "main.md").read_text()
-    assert all(one.worth.keys() == found[0].worth.keys() for one in found) and len(found[0].worth) == 4
 
 
 def test_the_time_left_follows_what_runs_took(folder):

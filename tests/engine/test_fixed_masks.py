@@ -55,6 +55,8 @@ def trained(rank, world, stage, masks, made):
         now = shards.weight(i)
         wrong += int((now[~flags] != 0).sum())
         still += int((now[flags] == before[flags]).sum())
+    for mask in engine.mst.masks:
+        assert mask.ever is None or torch.equal(mask.ever, mask.packed()), "no weight that is given away was ever alive"
     return digests(engine), engine.mst.sparsity, engine.mst.point.sparsity, wrong, still, float(loss.detach())
 
 

@@ -68,6 +68,14 @@ def test_a_block_row_keeps_its_least():
         assert layer.mask.flags().int().tolist() == alive
 
 
+def test_a_block_is_ranked_by_the_sum_of_its_weights_scores():
+    """Of w · g, block 0 has 0 and block 1 has 2; the product of their norms would say 16 and 4."""
+    own = replace(POLICIES["rigl"], prune=Criterion(lambda w, g: w * g, ("weight", "gradient")))
+    layer = one_layer([[1] * 4] * 2, [[4, 0, 1, 0], [0, 0, 1, 0]], [[0, 4, 1, 0], [0, 0, 1, 0]], 1)
+    step(layer, Blocks(2, 0), 0.0, own)
+    assert layer.mask.flags().view(2, 4).int().tolist() == [[0, 0, 1, 1]] * 2
+
+
 def test_scores_of_either_sign_are_ranked_by_their_size():
     """What stays for a row's or a column's sake is the largest too, whatever sign a policy of one's own gives."""
     found = []
