@@ -36,8 +36,17 @@ def sparsity_in_words(mst: SparseController) -> str:
     return (
         f"{len(mst.numels)} matrices with {weights:,} of {trained:,} parameters become up to "
         f"{100 * mst.schedule.max_sparsity:.3g} % sparse{in_blocks} by policy {mst.policy.name}; "
-        f"{phases_in_words(mst.schedule)}; masks take {sum(m.length for m in mst.masks) * bits // 8:,} bytes a rank"
+        f"{phases_in_words(mst.schedule)}{_first_masks_in_words(mst)}; masks take {sum(m.length for m in mst.masks) * bits // 8:,} bytes a rank"
     )
+
+
+def _first_masks_in_words(mst: SparseController) -> str:
+    """Of runs that start sparse. Whether their weights are trained already, nobody here can tell."""
+    if not mst.schedule.at(0).sparsity:
+        return ""
+    if mst.initial == "magnitude":
+        return "; the first masks keep the largest weights"
+    return "; the first masks are random (for weights that are trained already: mst.sparsity.initial = magnitude)"
 
 
 def warn_of_few_blocks(mst: SparseController, counts: list[int]) -> None:

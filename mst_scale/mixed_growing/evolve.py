@@ -8,8 +8,9 @@ Mixed-Growing (Algorithm 2 of the paper, as meant). A of a layer's n weights are
     grow the N_grad largest |g| among what is dead after the prune, then N_rand of the rest at random
 
 g is the dense gradient of the whole batch, reduced over ranks, before masking. A just-pruned weight may grow back (an
-option, on by default); it is then reported neither as pruned nor as grown: it keeps its value and its moments. A layer
-whose target is full becomes dense: everything grows and nothing is pruned.
+option, on by default); it is then reported neither as pruned nor as grown: it keeps its value and its moments. Where it
+may not, N_prune is at most n − A', so that there is enough to grow; what is protected is never pruned. A layer whose
+target is full becomes dense: everything grows and nothing is pruned. `distribution.plan` has the numbers.
 
 The new masks are a function of (weights, gradients, seed, step, layer name) alone, bit for bit the same for any number
 of ranks. Weights are read, never written: the caller zeroes what was pruned and starts what was grown from 0.

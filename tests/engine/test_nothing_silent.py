@@ -244,6 +244,14 @@ def test_one_line_on_rank_0_says_what_was_chosen():
     ]
 
 
+@pytest.mark.parametrize(("initial", "says"), [("random", "are random"), ("magnitude", "keep the largest weights")])
+def test_a_run_that_starts_sparse_says_what_its_first_masks_keep(initial, says):
+    config = mst_config(1, 1, steps=140)
+    config["mst"]["sparsity"] = {"max": 0.8, "warmup": 0, "initial": initial}
+    ((said, _),) = pool.run(what_is_said, 1, toy, config)
+    assert f"of 140; the first masks {says}" in said[0]
+
+
 def test_attention_of_a_transformers_model_in_a_users_module_is_sparse_or_the_line_says_why_not():
     config = {**deepspeed_config(1, 1), "training": {"steps": 14}}
     config["mst"] = {"method": "mst", "attention": {"stride": 4}, "targets": {"include": ["inner.transformer.h.*"]}}
