@@ -53,14 +53,12 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
         shutil.rmtree(draft)
     draft.mkdir(parents=True)
     try:
-        universal.convert(source, draft)
+        step = universal.convert(source, draft)
         if (source / mask_files.FOLDER).is_dir():
             shutil.copytree(source / mask_files.FOLDER, draft / mask_files.FOLDER)
         manifest = store.head(source) or {}
-        about: dict[str, Any] = {
-            key: manifest[key] for key in ("tag", "step", "batch", "micro", "ranks") if key in manifest
-        }
-        store.seal_alone(draft, target, {**about, "universal": True})
+        about: dict[str, Any] = {key: manifest[key] for key in ("tag", "batch", "micro", "ranks") if key in manifest}
+        store.seal_alone(draft, target, {**about, "step": step, "universal": True})
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise

@@ -329,11 +329,19 @@ def _remove(checkpoint: Path) -> None:
     """Renamed first: a removal that is killed half-way leaves no folder that looks whole."""
     doomed = checkpoint.with_name(f"{checkpoint.name}.old{PARTIAL}")
     os.rename(checkpoint, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """A folder, a file, or a link, whose target is somebody else's."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sweep(folder: Path) -> None:
     """Remove what killed saves have left behind."""
     if folder.is_dir():
         for leftover in folder.glob("*" + PARTIAL):
-            shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink()
+            _delete(leftover)

@@ -58,6 +58,7 @@ def add(subparsers: Any) -> None:
     option("--tasks", required=True, metavar="A,B", help="names separated by commas, or all")
     option("--data-dir", metavar="DIR", help="read the tasks' documents from files there, not from the hub")
     option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: the model's own)")
+    option("--config", metavar="FILE", help="the experiment, for a checkpoint that lies apart from its run")
     option("--stride", type=int, metavar="N", help="tokens that a window moves on (default: half the context)")
     option("--shots", type=int, default=5, metavar="N", help="examples in the prompts of rte and mrpc (default: 5)")
     option("--batch-size", type=int, default=8, metavar="N", help="windows a forward (default: 8)")
@@ -142,7 +143,7 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
         device = device_of(args.device, 0 if ranks is None else ranks.local_rank)
         harness.load()
         docs = read_documents(tasks, settings)
-        model, text = open_model(args.model, args.tokenizer, device)
+        model, text = open_model(args.model, args.tokenizer, device, Path(args.config) if args.config else None)
         settings.stride_of(model.context)
         refuse_single_tokens(docs, tasks, text)
         return docs, model, text

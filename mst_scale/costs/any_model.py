@@ -4,6 +4,7 @@
 multiplies for a token of the input, and every later one how many tokens there were. Formulas and accountings are those
 of `flops`. Attention is counted where it is ours or reached by transformers' attention interface; the head of our
 models, which may be a product without a module (a tied one's weight is the embedding's), by what their last norm gives.
+Convolutions are not counted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from mst_scale.costs.flops import DENSE, DENSE_KEYS, KEYS
@@ -160,9 +162,9 @@ def _row(product: Product) -> float:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a module's `weight` is a matrix that is multiplied with what comes in."""
-    table = isinstance(module, TABLES)
-    return not table and sum(side > 1 for side in shape_of(module.weight)) == 2  # type: ignore[arg-type]
+    """Whether a module's `weight` is a matrix that is multiplied with what comes in, once a row."""
+    other = isinstance(module, (*TABLES, _ConvNd))
+    return not other and sum(side > 1 for side in shape_of(module.weight)) == 2  # type: ignore[arg-type]
 
 
 def _head(module: Any) -> tuple[nn.Parameter, nn.Module] | None:
@@ -188,7 +190,8 @@ def _size(inputs: Iterable[Any]) -> tuple[int, int]:
 def _attention(layer: Any) -> tuple[int, bool] | None:
     """(width of all heads, whether causal) of an attention layer."""
     if isinstance(layer, SelfAttention):
-        return layer.n_head * layer.head_dim, layer.causal
+        whole: Any = layer.proj.weight  # a rank may have some of the heads
+        return shape_of(whole)[1], layer.causal
     if not is_attention(layer):
         return None
     heads = getattr(getattr(layer, "config", None), "num_attention_heads", None)

@@ -81,13 +81,15 @@ class LiveUnits:
         return self._look(self.units).tally()
 
     def plan_waking(self, step: int, becoming: Collection[str], masked: Collection[str]) -> None:
-        """Choose what this step wakes. `becoming`: the matrices that are dense after it; `masked`: those not yet dense.
+        """Choose what this step wakes: units whose last masks go. `becoming`: the masked matrices that are dense after
+        it; `masked`: those not yet dense.
 
         Before the update: a matrix that becomes dense is not pruned, and zero weights without moments stay zero, so
         that the same units are dead after it. ZeRO-3 updates some of a unit's matrices before it updates others.
         """
         self.waking = None
-        units = [u for u in self.units if set(becoming).issuperset(u.matrices) and set(masked).intersection(u.matrices)]
+        dense, here = set(becoming), set(masked)
+        units = [u for u in self.units if (still := here.intersection(u.matrices)) and still <= dense]
         if not units:
             return
         nonzero = self._look(units).nonzero

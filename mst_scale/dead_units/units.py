@@ -145,6 +145,8 @@ def _like_gpt2(module: Any, factor: MakeFactor) -> list[Units]:
     if _has(module, "c_attn", "c_proj", "num_heads"):
         if getattr(module, "is_cross_attention", False):
             raise _LeftOut("cross-attention has its projections in other places")
+        if not _transposed(module.c_attn):  # GPTBigCode's
+            raise _LeftOut("its c_attn is no Conv1D, so that q, k and v may lie head by head")
         return _packed_attention(module.c_attn, module.c_proj, factor)
     return []
 

@@ -1,14 +1,15 @@
 """`mst_scale.integrate()`: one line, after which `deepspeed.initialize` makes engines that train sparsely.
 
 Trainer, Accelerate, Lightning and Fabric look `deepspeed.initialize` up when they call it, as most scripts do; so what
-stands there then decides. An engine whose config has an `mst` block is ours; one without, or one that does not train,
-is DeepSpeed's, unchanged.
+stands there then decides. An engine whose config has an `mst` block or a recipe is ours; one without, or one that does
+not train, is DeepSpeed's, unchanged.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import json
 import sys
 import weakref
@@ -49,12 +50,18 @@ class Door:
         **others: Any,
     ) -> Any:
         """`deepspeed.initialize`, its arguments in its order."""
+        if more:  # what that order gives a name
+            given = inspect.signature(self.plain).bind(args, model, optimizer, model_parameters, *more).arguments
+            named = {key: value for key, value in given.items() if key not in api.FIRST}
+            stated = {"config": config, "config_params": config_params}
+            others |= {key: value for key, value in stated.items() if value is not None}
+            return self.initialize(args, model, optimizer, model_parameters, **named, **others)
         stated = config if config is not None else config_params
         raw = _read(stated if stated is not None else getattr(args, "deepspeed_config", None))
         trains = optimizer is not None or raw is None or "optimizer" in raw
-        if raw is not None and self.mst is not None:
+        if raw is not None and self.mst is not None and "recipe" not in raw:
             raw = {"mst": self.mst, **raw}
-        if raw is None or "mst" not in raw or not trains:
+        if raw is None or raw.keys().isdisjoint(("mst", "recipe")) or not trains:
             if trains and not self.told_dense:
                 why = "is no dict and no JSON file" if raw is None else "has no mst block"
                 logger.warning("deepspeed.initialize: the config %s, so this engine trains dense", why)
@@ -62,7 +69,7 @@ class Door:
             if raw is not None and stated is not None and not trains:  # an engine for evaluation, say
                 config, config_params = _without_ours(raw), None
             return self.plain(
-                args, model, optimizer, model_parameters, *more, config=config, config_params=config_params, **others
+                args, model, optimizer, model_parameters, config=config, config_params=config_params, **others
             )
         self._refuse_second(model)
         asked, self.trainer = self.trainer, None
@@ -71,7 +78,7 @@ class Door:
             raw["training"] = {"seed": asked.seed, **raw["training"]}
         if getattr(args, "deepspeed_config", None) is not None:
             args = None
-        made = api.initialize(args, model, optimizer, model_parameters, *more, config=raw, **others)
+        made = api.initialize(args, model, optimizer, model_parameters, config=raw, **others)
         _look_like_an_optimizer(made[0])
         self.made = weakref.ref(made[0])
         self.recorded = None
@@ -165,7 +172,7 @@ def _look_like_an_optimizer(engine: Any) -> None:
 
 
 def _without_ours(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in BLOCKS}
+    return {key: value for key, value in config.items() if key not in (*BLOCKS, "recipe")}
 
 
 def _say_mistakes_in_one_line(door: Door) -> None:

@@ -130,6 +130,8 @@ class SparseController(Controller):
         with self.span("masking"):
             step = self.step + 1
             if self.given is not None and self.dense and self.step < self.schedule.sparse_until:
+                if (file := self.given.file) is not None:
+                    raise SharedMistake(f"{file.path} masks no weight of the matrices that mst.targets chooses")
                 raise SharedMistake(
                     "method fixed keeps the zeros that the weights have, and they have none: load a pruned model "
                     "before the first step, or name a file with mst.masks"

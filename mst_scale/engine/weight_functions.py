@@ -194,7 +194,9 @@ class WeightFunctions:
     def seed_moments(self) -> None:
         """No overflow has come of those gradients, and what clipping makes of them is known."""
         for i, square in self.first_squares.items():
-            self.shards.states(i)["exp_avg_sq"].copy_(square * zero_shards.clip_factor(self.engine) ** 2)
+            beta2 = zero_shards.group_of(self.shards, i)["betas"][1]
+            warm = 1.0 - beta2 ** zero_shards.updates_of(self.shards, i)  # as `second_moments` says
+            self.shards.states(i)["exp_avg_sq"].copy_(square * (warm * zero_shards.clip_factor(self.engine) ** 2))
         self.first_squares, self.reseed = {}, False
 
     def _replace(self, new: Any) -> bool:

@@ -36,7 +36,8 @@ def sparsity_in_words(mst: SparseController) -> str:
     return (
         f"{len(mst.numels)} matrices with {weights:,} of {trained:,} parameters become up to "
         f"{100 * mst.schedule.max_sparsity:.3g} % sparse{in_blocks} by policy {mst.policy.name}; "
-        f"{phases_in_words(mst.schedule)}{_first_masks_in_words(mst)}; masks take {sum(m.length for m in mst.masks) * bits // 8:,} bytes a rank"
+        f"{phases_in_words(mst.schedule)}{_first_masks_in_words(mst)}; "
+        f"masks take {sum(m.length for m in mst.masks) * bits // 8:,} bytes a rank"
     )
 
 

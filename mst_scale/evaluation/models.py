@@ -51,14 +51,19 @@ class Text:
     end_of_text: int | None
 
 
-def open_model(name: str, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
-    """The model and its tokenizer; what is no model, and a tokenizer that does not fit, are refused in one line."""
+def open_model(
+    name: str, tokenizer: str | None, device: torch.device, config: Path | None = None
+) -> tuple[Model, Text]:
+    """The model and its tokenizer; what is no model, and a tokenizer that does not fit, are refused in one line.
+
+    `config`: of a checkpoint of ours that lies apart from its run.
+    """
     path = Path(name)
     if is_transformers(path):
         return _transformers(name, path, tokenizer, device)
     if on_hub(name):
         return _transformers(name, None, tokenizer, device)
-    return _ours(path, tokenizer, device)
+    return _ours(path, tokenizer, device, config)
 
 
 def on_hub(name: str) -> bool:
@@ -88,14 +93,14 @@ def our_text(name: str, vocab_size: int) -> Text:
     return Text(name, found.encode, found.end_of_text)
 
 
-def _ours(path: Path, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
+def _ours(path: Path, tokenizer: str | None, device: torch.device, experiment: Path | None) -> tuple[Model, Text]:
     if not path.is_dir():
         raise ValueError(f"{path} is a file: give a run's folder, a checkpoint, or a model's folder")
     try:
         store.locate(path)
     except ValueError as error:
         raise ValueError(f"{error}; nor is it a model of transformers (no config.json with a model_type)") from None
-    source = open_source(path)
+    source = open_source(path, experiment)
     named = chosen(tokenizer, tokenizer_of(source.experiment), str(path))
     if named is None:
         raise ValueError(f"{path} does not say which tokenizer made its corpus: name it with --tokenizer")

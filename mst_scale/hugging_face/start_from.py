@@ -29,7 +29,7 @@ FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 SAME = ("activation_function", "layer_norm_epsilon", "scale_attn_weights")
 NEVER = ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention", "quantization_config")
 # The keys of the `model` block that the weights decide.
-SHAPE = ("n_layer", "n_head", "n_embd", "d_ffw", "context", "vocab_size", "bias", "tied_head")
+SHAPE = ("n_layer", "n_head", "n_embd", "d_ffw", "context", "vocab_size", "bias", "tied_head", "vocab_multiple")
 
 
 def folder_of(name: str) -> Path:

@@ -129,7 +129,8 @@ def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
 ) -> tuple[torch.Tensor, None]:
     """q (batch, heads, length, head_dim), k and v likewise with as many or fewer heads → (batch, length, heads, …)."""
     for name in UNKNOWN:
-        if others.get(name):
+        asked = others.get(name)
+        if torch.is_tensor(asked) or asked:
             raise ValueError(f"{type(module).__name__} asks for {name}, which sparse attention does not know")
     if not query.shape[1]:  # a rank of more than there are heads
         return (query + key + value).transpose(1, 2), None

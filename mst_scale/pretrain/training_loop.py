@@ -239,7 +239,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean validation loss over sequences that stay the same, on any number of ranks.
+        """Mean validation loss over sequences that stay the same, on any number of ranks with this micro-batch.
 
         Micro-batches are dealt out in turn; a rank without one left runs an idle forward, because under ZeRO-3 every
         forward is a collective.

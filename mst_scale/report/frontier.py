@@ -17,7 +17,7 @@ from mst_scale.costs.beside import beside
 from mst_scale.costs.flops import KEYS
 from mst_scale.costs.frontier import AT_LEAST, AT_MOST, Multiplier, Point, frontier, interval, mean, multiplier
 from mst_scale.methods import METHODS
-from mst_scale.report.groups import Group
+from mst_scale.report.groups import Group, model_of
 from mst_scale.report.reading import Run
 from mst_scale.report.style import Plot, Theme, legend, ratio_axis
 from mst_scale.runs.progress import flops_unit
@@ -73,7 +73,7 @@ def compared(groups: Sequence[Group]) -> list[Method]:
             for accounting, key in KEYS.items()
         }
         first = group.first
-        model = json.dumps(first.setting("model"))
+        model = json.dumps(model_of(first))
         methods.append(Method(group.name, first.method, model, _is_dense(first), points))
     if not any(method.dense for method in methods):
         raise ValueError("--frontier: no finished dense run is among them: train some of several lengths")

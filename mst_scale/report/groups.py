@@ -53,8 +53,17 @@ def grouped(runs: list[Run]) -> list[Group]:
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """The config by dotted keys, without seeds and without what does not touch the training."""
-    return {k: v for k, v in dotted(run.config).items() if k not in SEEDS and not k.startswith(ELSEWHERE)}
+    """The config by dotted keys, without seeds and without what does not touch the training. Where a loop of somebody
+    else's has made model and optimizer: what its first start says of them."""
+    said = dotted(run.config)
+    if "model" not in run.config and run.starts:
+        said |= dotted({key: run.starts[0][key] for key in ("model", "optimizer") if key in run.starts[0]})
+    return {k: v for k, v in said.items() if k not in SEEDS and not k.startswith(ELSEWHERE)}
+
+
+def model_of(run: Run) -> Any:
+    """What tells its model from others: the config's block, or what the first start says of it."""
+    return run.config.get("model") or (run.starts[0].get("model") if run.starts else None)
 
 
 def dotted(node: dict[str, Any], path: str = "") -> dict[str, Any]:

@@ -46,7 +46,7 @@ def record(engine: Engine, out: str | Path, *, every: int = 10, tensorboard: boo
 
 
 class Recording:
-    """Every rank has one; the first rank writes. `every` 0: rows are written when `row` is called, and only then."""
+    """Every rank has one; the first rank writes. `every` 0: rows are written when `row` is called, and at the end."""
 
     def __init__(self, engine: Any, out: Path, *, every: int, tensorboard: bool, shows: bool):
         if not hasattr(engine, "mst"):
@@ -73,6 +73,7 @@ class Recording:
         self.paced: Row = {}  # of the newest row
         self.newest: Row | None = None  # row, which what is noted joins …
         self.waits = False  # … as long as it is not written
+        self.closed = False  # no step will come that writes it
         self.saved_row: Row | None = None  # what waited when the loaded checkpoint was saved
         self._compute_with_these()
         zero_shards.watch_losses(engine, self._see)
@@ -98,7 +99,7 @@ class Recording:
             self._begin(mst.step - 1)
         assert self.record is not None
         self._flush()
-        self.step = mst.step
+        self.step, self.closed = mst.step, False
         self.ledger.add(self.pattern, self.densities, self.gradients)
         self.record.gather(mst)
         if self.engine.lr_scheduler is None:
@@ -108,7 +109,7 @@ class Recording:
         self.loss, self.losses = torch.zeros_like(self.loss), 0
         self._compute_with_these()
         self.ended = time.monotonic()
-        if self.every and (self.step % self.every == 0 or self.step == self.steps):
+        if self.step == self.steps or (self.every and self.step % self.every == 0):
             self.row()
 
     def _begin(self, step: int) -> None:
@@ -170,9 +171,15 @@ class Recording:
         row = self.newest
         if row is None or row["step"] != self.step:
             row = self._row(self.ended)
+        elif not self.waits:  # it is written: the one with these takes its place
+            self.record.rewind(self.step - 1, self.record.window_tokens)
+            self.record.restart(self.step, self.record.window_tokens)
+            self.waits = True
         row |= values
         if not self.ledger.inputs:  # since the step it was the loop's own time, an evaluation's say
             self.record.restart(self.step, self.record.window_tokens)
+        if self.closed:
+            self._flush()
 
     def _flush(self) -> None:
         if self.waits and self.newest is not None and self.record is not None:
@@ -182,6 +189,7 @@ class Recording:
     def close(self) -> None:
         """Write what waits; a run that has taken all its steps is finished."""
         self._flush()
+        self.closed = True
         if self.record is not None:
             self.record.close()
         if self.run_file is not None:
@@ -194,6 +202,13 @@ class Recording:
 
     def _rate(self) -> float:
         return float(zero_shards.base_optimizer(self.engine).param_groups[0]["lr"])
+
+    def _optimizer(self) -> dict[str, Any]:
+        """What of it the config may not say, since the loop has made it."""
+        optimizer = zero_shards.base_optimizer(self.engine)
+        group = optimizer.param_groups[0]
+        rate, decay = group.get("initial_lr", group["lr"]), group.get("weight_decay")
+        return {"class": type(optimizer).__name__, "lr": float(rate), "weight_decay": decay}
 
     def _optimizer_flops(self) -> float:
         """This rank's part of each step's."""
@@ -256,6 +271,7 @@ class Recording:
                 "accumulation": engine.gradient_accumulation_steps(),
             },
             model={"class": type(engine.module).__name__, "parameters": parameters},
+            optimizer=self._optimizer(),
         )
 
 

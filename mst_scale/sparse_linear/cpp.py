@@ -191,6 +191,8 @@ class _CrossEntropy(torch.autograd.Function):
         targets = targets.reshape(-1).to(torch.int64).contiguous()
         if len(targets) != len(flat) or (len(targets) and int(targets.max()) >= index.shape[0]):
             raise ValueError(f"{len(flat)} tokens need as many targets below {index.shape[0]}")
+        if len(targets) and int(targets.min()) < -1:
+            raise ValueError(f"a target is {int(targets.min())}: -1 is what does not count")
         counted = targets >= 0
         total = counted.sum() if count is None else count
         weights = counted.to(wide) / total

@@ -27,8 +27,8 @@ WARM = "mst_scale.warm_start(engine, CHECKPOINT) takes its weights and masks, wi
 GLOBAL = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")  # what an optimizer keeps beside its groups
 
 
-def convert(source: Path, draft: Path) -> None:
-    """Weights and optimizer of `source` into the universal layout, fit for every layout of ranks."""
+def convert(source: Path, draft: Path) -> int:
+    """Weights and optimizer of `source` into the universal layout, fit for every layout of ranks. Returns its step."""
     files = [some[0] for some in model_files(source)]
     states = [opened(path) for path in files]
     common = _common_state(source, states[0])
@@ -58,6 +58,7 @@ def convert(source: Path, draft: Path) -> None:
     rest.pop(LAYOUT, None)
     torch.save(rest, draft / "mp_rank_00_model_states.pt")
     shutil.copyfile(draft / "mp_rank_00_model_states.pt", draft / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    return int(rest["global_steps"])
 
 
 def _common_state(source: Path, state: dict[str, Any]) -> dict[str, Any]:

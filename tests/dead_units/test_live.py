@@ -136,9 +136,11 @@ def test_counts_and_woken_weights_are_bit_identical_on_any_ranks_and_stage():
     assert counts[0] == DEAD and counts[DENSE_FROM - 1] == counts[-1] == {kind: (0, n) for kind, (_, n) in DEAD.items()}
 
 
-def around_waking(rank, world, stage, precision, wake):
+def around_waking(rank, world, stage, precision, wake, dense=()):  # noqa: PLR0917
     """(dead units, loss on one batch) before the step that makes all dense, after it and at the end."""
-    engine, *_ = mst_scale.initialize(model=model(), config=config(stage, world, precision, wake=wake))
+    raw = config(stage, world, precision, wake=wake)
+    raw["mst"]["targets"] |= {"exclude": list(dense)}
+    engine, *_ = mst_scale.initialize(model=model(), config=raw)
     groups = engine.optimizer.param_groups
     advance(engine, rank, 0, DENSE_FROM - 1)
     found, rate = [measured(engine)], groups[0]["lr"]
@@ -169,6 +171,12 @@ def test_a_run_through_restoration_wakes_all_that_is_dead_and_the_loss_does_not_
     assert not any(dead(after[0]).values()) and not any(dead(end[0]).values())
     assert after[1] == before[1], "bit for bit"
     assert end[1] != after[1]
+
+
+def test_what_wakes_may_have_a_matrix_that_was_never_sparse():
+    before, after, _ = pool.run(around_waking, 2, 2, "fp32", True, ["*.mlp.down.*"])[0]
+    assert all(count >= 6 for count in dead(before[0]).values())
+    assert not any(dead(after[0]).values()) and after[1] == before[1]
 
 
 def test_without_waking_they_stay_dead():

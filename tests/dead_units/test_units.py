@@ -6,7 +6,14 @@ All of a dead unit's gradients are exactly zero; filling what `to_fill` says cha
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.dead_units.kinds import in_words
@@ -140,6 +147,9 @@ def test_what_cannot_be_counted_is_left_out_with_the_reason():
     units, left_out = find_units(model)
     assert {u.kind for u in units} == {"value", "query_key"} and "frozen" in left_out[0]
     assert find_units(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))) == ([], [])
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 6, "vocab_size": 17}
+    units, left_out = find_units(GPTBigCodeForCausalLM(GPTBigCodeConfig(**shape, multi_query=False)))
+    assert {u.kind for u in units} == {"mlp"} and "head by head" in left_out[0]
 
 
 def test_any_cut_shows_the_same_lines():

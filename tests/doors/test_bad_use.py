@@ -93,15 +93,20 @@ def lengths(rank, world):
         ({}, {**open_config, "scheduler": scheduler}),
         ({"steps": 20}, SPARSE),
         ({"mst": {"method": "rigl"}, "steps": 9}, PLAIN),
+        ({"mst": {"method": "rigl"}, "steps": 9}, {**PLAIN, "recipe": "mst-best"}),
     ]:
         with opened(**given):
             engine = deepspeed.initialize(model=toy(), config=config)[0]
             found.append((engine.mst.method, engine.mst.schedule.total_steps))
+    with opened():  # the config by its place
+        engine = deepspeed.initialize(None, toy(), None, None, None, None, 29500, None, None, None, SPARSE)[0]
+        found.append((engine.mst.method, engine.mst.schedule.total_steps))
     return found
 
 
 def test_the_length_is_that_of_whoever_knows_it():
-    assert pool.run(lengths, 1) == [[("rigl", 20), ("rigl", 30), ("rigl", 8), ("rigl", 9)]]
+    expected = [("rigl", 20), ("rigl", 30), ("rigl", 8), ("rigl", 9), ("mst", 9), ("rigl", 8)]
+    assert pool.run(lengths, 1) == [expected]
 
 
 def stays_deepspeeds(rank, world):

@@ -200,3 +200,15 @@ def test_the_report_reads_a_trainers_folder(tmp_path):
 def reported(rank, world, folder):
     with opened():
         trained(folder, 1, "llama", eval_strategy="steps", eval_steps=6)[0].save_model()
+
+
+def logged_seldom(rank, world, folder):
+    with opened():
+        trainer, *_ = trained(folder, 1, "gpt2", logging_steps=5, per_device_eval_batch_size=4)
+        loss = trainer.evaluate()["eval_loss"]
+    return loss, without_times(folder)
+
+
+def test_the_last_step_has_a_row_and_an_evaluation_after_training_joins_it(tmp_path):
+    ((loss, rows),) = pool.run(logged_seldom, 1, str(tmp_path))
+    assert [(row["step"], row.get("val_loss")) for row in rows] == [(5, None), (10, None), (12, loss)]

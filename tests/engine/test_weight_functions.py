@@ -211,9 +211,10 @@ def test_a_run_that_ends_sparse_ends_with_its_functions(name, tmp_path):
     assert float(zeros.float().mean()) == pytest.approx(0.5, abs=0.01)
 
 
-def first_update(rank: int, world: int, stage: int, clip: float):
+def first_update(rank: int, world: int, stage: int, clip: float, beta2: float = 0.95):
     """By how much the first dense step moves weights, in learning rates; clipping cuts its gradient `clip` short."""
     raw = config("monarch", stage, world) | {"gradient_clipping": clip}
+    raw["optimizer"]["params"]["betas"] = [0.9, beta2]
     engine, *_ = mst_scale.initialize(model=model(), config=raw)
     advance(engine, rank, world, 0, TURN)
     before = weights(engine)
@@ -227,6 +228,12 @@ def test_the_first_dense_update_is_as_large_whatever_clipping_makes_of_gradients
     """Adam divides by the size of what it sees, and so what it begins with has to be clipped too."""
     free, clipped = (pool.run(first_update, 2, stage, clip)[0] for clip in (1e3, 1e-3))
     assert clipped == pytest.approx(free, rel=0.1)  # weights of the steps before are not quite the same
+
+
+def test_the_first_dense_update_is_as_large_whatever_adam_remembers():
+    """Early in a run it divides by 1 - β₂ᵗ, which what it begins with has to hold."""
+    short, long = (pool.run(first_update, 2, 0, 1e3, beta2)[0] for beta2 in (0.9, 0.999))
+    assert long == pytest.approx(short, rel=0.3)
 
 
 def overflow_at_the_turn(rank: int, world: int, stage: int):

@@ -7,6 +7,7 @@ import torch
 
 import mst_scale
 from mst_scale.hybrid_sparse_attention import Pattern, attach, set_pattern
+from mst_scale.hybrid_sparse_attention.hugging_face import hugging_face_attention
 from tests.support import pool
 from tests.support.toys import deepspeed_config
 
@@ -163,6 +164,13 @@ def test_where_it_cannot_it_says_so():
         (line,) = (line for line in said if "attention stays dense" in line)
         assert line.startswith("WARNING ") and "attention stays dense: GPT2Config has attn_pdrop = 0.1" in line
         assert "build the model with attn_pdrop=0.0 in GPT2Config, or in from_pretrained" in line
+
+
+@pytest.mark.parametrize("sinks", [torch.ones(2), torch.zeros(1)])
+def test_what_it_does_not_know_is_refused(sinks):
+    q = torch.ones(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="asks for s_aux, which sparse attention does not know"):
+        hugging_face_attention(torch.nn.Identity(), q, q, q, None, s_aux=sinks)
 
 
 def test_what_is_not_attached_is_left_alone():

@@ -1,6 +1,7 @@
 """A loop of one's own is recorded as `mst_scale.pretrain` records: rows, FLOPs, run.json, and on through a resume."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,13 @@ from mst_scale.costs import any_model
 from mst_scale.costs.any_model import ModelLedger, row
 from mst_scale.costs.flops import dense_step_flops, step_flops
 from mst_scale.costs.ledger import Ledger
+from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.models import BERT, GPT
+from mst_scale.report.groups import grouped, model_of
+from mst_scale.report.reading import Reader
 from mst_scale.runs import record, recording
+from mst_scale.tensor_parallel import TensorGroup
 from tests.support import cut_sequences, pool
 from tests.support.toy_engine import mst_config
 from tests.support.toys import toy, toy_batch
@@ -249,3 +254,59 @@ def test_wrong_use_is_one_line(tmp_path):
     assert (
         "this one has no .mst" in found[0] and "every 1 or more steps" in found[1] and "there has been none" in found[2]
     )
+
+
+def test_convolutions_are_left_out():
+    """Of their outputs' last side nothing follows: it is a width or a length, not their outputs."""
+    convolutions = torch.nn.Sequential(torch.nn.Conv2d(16, 64, 1), torch.nn.Flatten(), torch.nn.Linear(64 * 4, 3))
+    ledger = ModelLedger(convolutions)
+    convolutions(torch.ones(2, 16, 2, 2)).sum().backward()
+    assert [product.name for product in ledger.products.values()] == ["2.weight"]
+
+
+def test_a_rank_with_some_of_the_heads_counts_the_attention_of_all():
+    layers = [SelfAttention(64, 4, tensor=group) for group in (None, TensorGroup(None, 0, 2))]
+    assert [ModelLedger(layer).attention for layer in layers] == [[(64, True)]] * 2
+
+
+def noted_at_the_end(rank, world, folder):
+    """Rows when they are asked for (Trainer's way), and a validation loss after the run is closed."""
+    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(1, world, steps=8))
+    following = recording.Recording(engine, Path(folder), every=0, tensorboard=False, shows=False)
+    for step in range(8):
+        engine.backward(engine(*toy_batch(step, rank)))
+        engine.step()
+        if step == 4:
+            following.row()
+    following.close()
+    following.note(val_loss=2.5)
+    optimizer = json.loads((Path(folder) / "run.json").read_text())["starts"][0]["optimizer"]
+    return rows(folder), optimizer["lr"]
+
+
+def test_the_last_step_has_a_row_and_a_validation_loss_after_the_end_joins_it(tmp_path):
+    ((found, rate),) = pool.run(noted_at_the_end, 1, str(tmp_path))
+    assert [(row["step"], row.get("val_loss")) for row in found] == [(5, None), (8, 2.5)]
+    assert found[1]["tokens"] > found[0]["tokens"] and found[1]["loss"] is not None and rate > 0
+
+
+def of_two_models(rank, world, folder):
+    for name, more in (("small", 0), ("large", 5)):
+        model = torch.nn.ModuleList([toy(), *(torch.nn.Linear(2, 2) for _ in range(more))])
+        model.forward = model[0].forward
+        engine, *_ = mst_scale.initialize(model=model, config=mst_config(0, world, steps=4))
+        with_rows = mst_scale.record(engine, f"{folder}/{name}", every=1)
+        for step in range(4):
+            engine.backward(engine(*toy_batch(step, rank)))
+            engine.step()
+        with_rows.close()
+
+
+def test_recorded_runs_of_two_models_are_two_groups(tmp_path):
+    """Their configs are the same: a loop's model stands in run.json alone."""
+    pool.run(of_two_models, 1, str(tmp_path))
+    readers = [Reader(tmp_path / name) for name in ("small", "large")]
+    for reader in readers:
+        reader.update()
+    groups = grouped([reader.run for reader in readers])
+    assert len(groups) == 2 and len({str(model_of(group.first)) for group in groups}) == 2

@@ -113,6 +113,8 @@ def test_edges():
     for wrong in (targets[:-1], targets.clamp(min=130)):
         with pytest.raises(ValueError, match="as many targets below 130"):
             index.cross_entropy(x, weight, wrong)
+    with pytest.raises(ValueError, match="a target is -100: -1 is what does not count"):
+        index.cross_entropy(x, weight, targets.clone().index_fill_(0, torch.tensor([3]), -100))
 
 
 def test_a_heads_threads_share_a_bounded_scratch(monkeypatch):
