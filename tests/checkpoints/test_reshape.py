@@ -334,6 +334,13 @@ def test_what_would_be_lost_is_refused(tmp_path, stage, kind, message):
     assert not list((tmp_path / "saved").glob("universal*")), "nothing half-made is left"
 
 
+def test_a_dense_loop_of_ones_own_is_carried_too_and_inspect_sees_its_step(tmp_path):
+    pool.run(saves_other, 1, 1, "adam", str(tmp_path))
+    assert reshape(tmp_path / "saved").step == 1
+    report = inspect(tmp_path / "saved" / "universal")
+    assert (report.step, report.phase, report.layers) == (1, "dense", [])
+
+
 def test_bad_input(run, tmp_path):
     shutil.copytree(run / "whole", tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints" / "step00000012"

@@ -319,3 +319,14 @@ def test_the_papers_rows():
     assert list(found) == [*PAPER, "this model, per token", "this model, per word"]
     assert found["this model, per token"] == [60.0, 3.0, *[None] * 6]
     assert found["this model, per word"] == [50.0, 9.0, *[None] * 6]
+
+
+def test_a_checkpoint_apart_from_its_run_is_read_with_its_config(run, data, tmp_path, capsys):
+    (checkpoint,) = [path.parent for path in (run / "checkpoints").glob("*6/manifest.json")]
+    shutil.copytree(checkpoint, tmp_path / "apart")
+    words = [str(tmp_path / "apart"), "--tasks", "wikitext2", "--data-dir", str(data), "--tokenizer", "byte"]
+    assert main(["eval", *words]) == 2 and "name the experiment with --config FILE" in capsys.readouterr().err
+    assert main(["eval", *words, "--config", str(run / "config.json"), "--json"]) == 0
+    there = json.loads(capsys.readouterr().out)["tasks"]["wikitext2"]["metrics"]
+    assert main(["eval", str(run), *words[1:], "--out", str(tmp_path / "eval.json"), "--json"]) == 0
+    assert there == json.loads(capsys.readouterr().out)["tasks"]["wikitext2"]["metrics"]

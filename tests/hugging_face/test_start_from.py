@@ -56,7 +56,8 @@ def test_the_first_step_starts_from_those_weights(tmp_path, gpt2, world, stage):
 
 def test_a_sparse_run_starts_from_a_dense_run_of_ours(tmp_path):
     """--init RUN takes the newest checkpoint's weights: the first loss is that of the run it starts from."""
-    dense = ["--deepspeed_config", str(tiny_run.config(tmp_path, zero_optimization={"stage": 3}))]
+    shape = {"vocab_multiple": 128}  # the rows of the embedding are the other run's too
+    dense = ["--deepspeed_config", str(tiny_run.config(tmp_path, zero_optimization={"stage": 3}, model=shape))]
     assert pool.run(attempt, 2, [*dense, "--out", str(tmp_path / "dense")]) == [(0, "")] * 2
     argv = arguments(tmp_path, tmp_path / "dense", "--method", "mst", "--set", "mst.attention.pattern=dense")
     standing = {"type": "AdamW", "params": {"lr": 1e-12, "weight_decay": 0.0}}
