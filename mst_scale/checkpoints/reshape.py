@@ -57,7 +57,8 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
         if (source / mask_files.FOLDER).is_dir():
             shutil.copytree(source / mask_files.FOLDER, draft / mask_files.FOLDER)
         manifest = store.head(source) or {}
-        about: dict[str, Any] = {key: manifest[key] for key in ("tag", "step", "batch", "micro", "ranks") if key in manifest}
+        kept = ("tag", "step", "batch", "micro", "ranks")
+        about: dict[str, Any] = {key: manifest[key] for key in kept if key in manifest}
         store.seal_alone(draft, target, {"step": step, **about, "universal": True})
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
