@@ -55,6 +55,7 @@ class ModelLedger:
         self.training = False  # a training forward is under way
         names = {id(p): name for name, p in named_parameters(model)}
         heads = {id(head[0]): head for module in model.modules() if (head := _head(module)) is not None}
+        self.convolutions = sum(isinstance(module, _ConvNd) for module in model.modules())  # which are not counted
         self.measuring = []
         for module in model.modules():
             weight = getattr(module, "weight", None)
@@ -142,7 +143,8 @@ class ModelLedger:
         attention = f"{len(self.attention)} attention layers" if self.attention else "no attention layer that is known"
         optimizer = " and of Muon's Newton-Schulz" if self.optimizer else ""
         count = sum(p.rows > 0 for p in self.products.values())
-        return f"FLOPs are those of {count} matrices and of {attention}{optimizer}"
+        without = f"; {self.convolutions} convolutions are not counted" if self.convolutions else ""
+        return f"FLOPs are those of {count} matrices and of {attention}{optimizer}{without}"
 
 
 def row(spent: Mapping[str, float]) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 A unit that was masked away altogether does not come back when its masks go: its weights are alive again, but zero, and
 two zero factors have no gradient. So at the topology step that makes its matrices dense, all its zero factors but the
-outgoing one get random weights. The unit adds exactly as much as before, which is nothing, and its outgoing weights
-have a gradient from then on.
+outgoing one (or one in a matrix that was never sparse) get random weights. The unit adds exactly as much as before,
+which is nothing, and its outgoing weights have a gradient from then on.
 
 The weights are uniform, with the standard deviation of their matrix as a whole (of first weights where all of it is
 zero), so that a woken row is as long as the others are. Each is a hash of (seed, step, name, place in the parameter):
@@ -96,7 +96,8 @@ class LiveUnits:
         waking = Waking(step, {kind: (0, count) for kind, (_, count) in _sizes(self.units).items()})
         for some in units:
             zero = some.zero_factors(nonzero)
-            dead, fill = some.dead(zero), some.to_fill(zero)
+            fill = some.to_fill(zero, torch.tensor([name in dense for name in some.matrices]))
+            dead = some.dead(zero) & ((zero & ~fill).sum(0) == 1)  # others keep two zero factors, which never change
             before, count = waking.counts[some.kind]
             waking.counts[some.kind] = (before + int(dead.sum()), count)
             for factor, mine in zip(some.factors, fill & dead, strict=True):

@@ -89,10 +89,12 @@ class Units:
         return zero.sum(0) >= 2
 
     @staticmethod
-    def to_fill(zero: torch.Tensor) -> torch.Tensor:
-        """bool (factors, units): all zero factors of dead units but the last, which keeps what the unit adds at 0."""
+    def to_fill(zero: torch.Tensor, can: torch.Tensor) -> torch.Tensor:
+        """bool (factors, units): the zero factors of dead units that get weights, among those that `can`. One stays
+        and keeps what the unit adds at 0: the last, where all can."""
         behind = zero.flip(0).cumsum(0).flip(0) - zero.long()  # zero factors further on
-        return zero & (behind > 0)
+        stays = (zero & ~can[:, None]).any(0)
+        return zero & can[:, None] & (stays | (behind > 0))
 
 
 def tally(units: Iterable[Units], nonzero: Mapping[Lines, torch.Tensor]) -> Tally:
@@ -145,8 +147,8 @@ def _like_gpt2(module: Any, factor: MakeFactor) -> list[Units]:
     if _has(module, "c_attn", "c_proj", "num_heads"):
         if getattr(module, "is_cross_attention", False):
             raise _LeftOut("cross-attention has its projections in other places")
-        if not _transposed(module.c_attn):  # GPTBigCode's
-            raise _LeftOut("its c_attn is no Conv1D, so that q, k and v may lie head by head")
+        if hasattr(module, "multi_query"):  # GPTBigCode's
+            raise _LeftOut("q, k and v lie head by head, or share a head")
         return _packed_attention(module.c_attn, module.c_proj, factor)
     return []
 

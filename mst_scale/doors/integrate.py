@@ -63,7 +63,7 @@ class Door:
             raw = {"mst": self.mst, **raw}
         if raw is None or raw.keys().isdisjoint(("mst", "recipe")) or not trains:
             if trains and not self.told_dense:
-                why = "is no dict and no JSON file" if raw is None else "has no mst block"
+                why = "is no dict and no JSON file" if raw is None else "has no mst block and no recipe"
                 logger.warning("deepspeed.initialize: the config %s, so this engine trains dense", why)
                 self.told_dense = True
             if raw is not None and stated is not None and not trains:  # an engine for evaluation, say
@@ -118,10 +118,10 @@ _door: Door | None = None
 
 
 def integrate(mst: dict[str, Any] | None = None, steps: int | None = None) -> None:
-    """From now on `deepspeed.initialize` trains sparsely what its config has an `mst` block for.
+    """From now on `deepspeed.initialize` trains sparsely what its config has an `mst` block or a recipe for.
 
-    `mst`: that block, for configs that have none (of `accelerate config`, say). `steps`: how many optimizer steps the
-    run takes, where neither the config nor the framework says it.
+    `mst`: that block, for configs that have neither (of `accelerate config`, say). `steps`: how many optimizer steps
+    the run takes, where neither the config nor the framework says it.
     """
     global _door  # noqa: PLW0603  (deepspeed.initialize is one for the whole process, and so is what stands there)
     speak()

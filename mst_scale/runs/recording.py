@@ -168,6 +168,11 @@ class Recording:
         """Put what only the loop knows (val_loss=…) beside the step just taken. Call it on every rank."""
         if self.record is None:
             raise ValueError("note() speaks of the step just taken, and there has been none")
+        if self.mst.step != self.step:
+            raise ValueError(
+                f"note() speaks of the step just taken, {self.step}, and the engine stands at step {self.mst.step}: a "
+                "checkpoint has been loaded since, or the step's row is not made yet; call it after engine.step()"
+            )
         row = self.newest
         if row is None or row["step"] != self.step:
             row = self._row(self.ended)

@@ -118,7 +118,8 @@ def test_a_unit_is_dead_exactly_when_none_of_its_gradients_is_nonzero(name):
 
     parameters = dict(model.named_parameters())
     for some in units:
-        fill = some.to_fill(some.zero_factors(found.nonzero)) & some.dead(some.zero_factors(found.nonzero))
+        all_can = torch.ones(len(some.factors), dtype=torch.bool)
+        fill = some.to_fill(some.zero_factors(found.nonzero), all_can) & some.dead(some.zero_factors(found.nonzero))
         for factor, mine in zip(some.factors, fill, strict=True):
             part = factor.weight
             lines = part.spread(mine, parameters[part.name].shape[part.axis]).nonzero().view(-1)

@@ -102,6 +102,23 @@ def test_given_masks_may_go_at_the_end(tmp_path):
         assert other == (densities, said, pytest.approx(loss, rel=1e-5))
 
 
+def refused(rank, world, masks):
+    engine, *_ = mst_scale.initialize(model=toy(), config=config(0, world, masks))
+    engine.backward(engine(*toy_batch(0, 0)))
+    try:
+        engine.step()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_masks_that_keep_everything_are_named(tmp_path):
+    path = tmp_path / "masks.safetensors"
+    open_masks.write(path, ((name, torch.ones_like(kept(name))) for name in SPARSE))
+    assert pool.run(refused, 1, str(path)) == [f"{path} masks no weight of the matrices that mst.targets chooses"]
+    assert "load a pruned model" in pool.run(refused, 1, "zeros")[0]
+
+
 def test_the_open_format_is_what_it_says(tmp_path):
     """Read with nothing of ours: bool, or `numpy.packbits`."""
     for packed in (False, True):

@@ -262,6 +262,7 @@ def test_convolutions_are_left_out():
     ledger = ModelLedger(convolutions)
     convolutions(torch.ones(2, 16, 2, 2)).sum().backward()
     assert [product.name for product in ledger.products.values()] == ["2.weight"]
+    assert ledger.in_words().endswith("; 1 convolutions are not counted")
 
 
 def test_a_rank_with_some_of_the_heads_counts_the_attention_of_all():
@@ -278,8 +279,12 @@ def noted_at_the_end(rank, world, folder):
         engine.step()
         if step == 4:
             following.row()
+            engine.save_checkpoint(f"{folder}/saved")
     following.close()
     following.note(val_loss=2.5)
+    engine.load_checkpoint(f"{folder}/saved")
+    with pytest.raises(ValueError, match="the step just taken, 8, and the engine stands at step 5"):
+        following.note(val_loss=9.0)
     optimizer = json.loads((Path(folder) / "run.json").read_text())["starts"][0]["optimizer"]
     return rows(folder), optimizer["lr"]
 
