@@ -182,7 +182,7 @@ class Line:
         config = folder.with_suffix(".json")
         config.write_text(json.dumps(to_dict(experiment), indent=1))
         words = ["--deepspeed_config", str(config), "--out", str(folder), *more]
-        command = [sys.executable, "-m", "mst_scale.pretrain", *words]
+        command = [sys.executable, "-m", self.plan.program, *words]
         with log.open("w") as file:
             # a session of its own: Ctrl-C reaches the queue alone, which lets the run save
             child = subprocess.Popen(command, stdout=file, stderr=file, env=environment(), start_new_session=True)

@@ -34,6 +34,8 @@ from mst_scale.costs.flops import dense_step_flops
 from mst_scale.costs.grown import of_growth
 from mst_scale.costs.ledger import forecast, topology_flops
 
+from . import channel_method  # noqa: F401  (a method that plans may name)
+
 FOLDER = Path(__file__).parent
 FIRST_LETTERS = 16  # of a digest
 WITHOUT_EFFECT = {
@@ -92,6 +94,8 @@ class Plan:
     last_rate: float = 0.01
     reference: str | None = None
     """The variant that others which spend alike are set against, seed by seed (against)."""
+    program: str = "mst_scale.pretrain"
+    """What makes its runs: a module that takes the same arguments."""
     widen: bool = False
     """Whether a cell whose best rate is at an end of its grid tries another beyond it (facts.rates_of)."""
 

@@ -22,7 +22,7 @@ import math
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -37,7 +37,8 @@ from mst_scale.engine.controller import Controller
 from mst_scale.engine.stages import Stages, exchanges_of
 from mst_scale.engine.targets import choose_targets
 from mst_scale.engine.topology_step import TopologyStep
-from mst_scale.mixed_growing.blocks import granularity_of
+from mst_scale.mixed_growing.blocks import Blocks, Elements, granularity_of
+from mst_scale.mixed_growing.config import BlockGranularity
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.mixed_growing.exchange import Exchange
@@ -65,7 +66,7 @@ class SparseController(Controller):
         self.masks_states = "momentum" not in self.policy.reads  # snfs averages dense gradients in Adam's own moment
         stated = mst.topology.granularity
         self.granularity: dict[str, int] | str = stated if isinstance(stated, str) else asdict(stated)
-        self.elements = granularity_of(stated)
+        self.elements = self._elements(stated)
         targets = choose_targets(engine.module, mst.targets)
         zero_shards.refuse_unoptimized(engine, targets)
         self.shards = zero_shards.shards_of(engine, targets)
@@ -102,6 +103,10 @@ class SparseController(Controller):
         self.layers = self._layers(targets, mst.compute.backend)
         self._compute_with_masks()
         words.warn_of_few_blocks(self, self.counts(self.schedule.max_sparsity))
+
+    def _elements(self, stated: Literal["element"] | BlockGranularity) -> Elements | Blocks:
+        """What lives and dies together."""
+        return granularity_of(stated)
 
     def _layers(self, targets: dict[str, torch.nn.Parameter], backend: str) -> SparseLayers:
         shapes = {s.name: s.cut.local_shape for s in self.shards.slices}
