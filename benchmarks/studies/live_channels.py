@@ -2,7 +2,7 @@
 
     python -m mst_scale.benchmarks.studies.live_channels --deepspeed_config CONFIG --out DIR
 
-It is `mst_scale.pretrain` with one more method, `channels` (channel_method). Neurons of the MLPs, value channels and
+It is `mst_scale.pretrain` with one more method, `channels`. Neurons of the MLPs, value channels and
 query-key channels of each head are alive or not as wholes, the same share of every head and MLP, so that all products,
 those of attention too, are dense ones of that share of the size. The other keys of the `mst` block mean what they mean
 for `mst`: at a topology step a share ζ of the living is pruned and as many are born, R of these drawn at random.
@@ -32,6 +32,7 @@ from mst_scale.dead_units.units import Factor, Units, find_units
 from mst_scale.engine import api
 from mst_scale.engine.sparse import SparseController
 from mst_scale.hybrid_sparse_attention import Pattern
+from mst_scale.methods import Method, register
 from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.blocks import Elements
 from mst_scale.mixed_growing.evolve import Change, Layer
@@ -41,10 +42,33 @@ from mst_scale.pretrain.start import main
 from mst_scale.randomness import counter_hash
 from mst_scale.zero_shards import named_parameters
 
-from .channel_method import NAME
-
+NAME = "channels"
 SCATTERED = 0.5  # of the living weights, where single weights take over
 
+
+@dataclass(frozen=True)
+class Options:
+    weights_from: float = 1.0
+    """The share of the run after which single weights live and die, no longer channels."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weights_from <= 1:
+            raise ValueError(f"mst.options.weights_from must lie in (0, 1], not {self.weights_from}")
+
+
+register(
+    NAME,
+    Method(
+        "whole inner channels live and die: a prototype",
+        {
+            "sparsity": {"initial": "random", "distribution": "uniform"},
+            "topology": {"policy": "mst", "random_ratio": 1.0, "grown_moments": "living", "wake_dead_units": False},
+            "targets": {"lm_head": False},
+            "compute": {"backend": "dense"},
+        },
+        options=Options,
+    ),
+)
 
 Key = tuple[str, int]
 

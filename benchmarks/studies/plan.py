@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,6 @@ from mst_scale.config.check import check, global_batch, peak_learning_rate
 from mst_scale.costs.flops import dense_step_flops
 from mst_scale.costs.grown import of_growth
 from mst_scale.costs.ledger import forecast, topology_flops
-
-from . import channel_method  # noqa: F401  (a method that plans may name)
 
 FOLDER = Path(__file__).parent
 FIRST_LETTERS = 16  # of a digest
@@ -95,7 +94,7 @@ class Plan:
     reference: str | None = None
     """The variant that others which spend alike are set against, seed by seed (against)."""
     program: str = "mst_scale.pretrain"
-    """What makes its runs: a module that takes the same arguments."""
+    """What makes its runs: a module that takes the same arguments. To import it is to know methods that it adds."""
     widen: bool = False
     """Whether a cell whose best rate is at an end of its grid tries another beyond it (facts.rates_of)."""
 
@@ -189,6 +188,8 @@ def read_plan(name: str, folder: Path = FOLDER) -> Plan:
         raise ValueError(f"there is no study {name!r}: choose one of {there}")
     try:
         raw = json.loads(path.read_text())
+        if "program" in raw:
+            import_module(raw["program"])
         plan = Plan(
             **{
                 **raw,
@@ -197,7 +198,7 @@ def read_plan(name: str, folder: Path = FOLDER) -> Plan:
                 "variants": _each(Variant, _alike(raw["variants"])),
             }
         )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, ImportError) as error:
         raise ValueError(f"{path}: not a plan of a study ({error}); see docs/benchmarks.md") from None
     for variant in plan.variants.values():
         if variant.as_long_as is not None and variant.as_long_as not in plan.variants:

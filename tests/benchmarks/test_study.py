@@ -287,7 +287,7 @@ def test_rivals_are_all_there_and_spend_the_flops_of_a_dense_run():
     plan = read_plan("rivals")
     methods = {variant.method for variant in plan.variants.values()}
     others = {"tiny", "dense-short", "fixed", "sparse", "sd", "dsd", "gd"}  # another model, a length, variants of mst
-    assert methods == set(METHODS) - others
+    assert methods == set(METHODS) - others - {"channels"}  # a prototype, once its plan has been read
     jobs = {cell: job(plan, cell, plan.rates_of(cell)[0], 1, "corpora/study") for cell in plan.cells()}
     budget = next(one.flops for cell, one in jobs.items() if (cell.variant, cell.share) == ("dense", 1.0))
     for cell, one in jobs.items():
