@@ -186,14 +186,20 @@ def read_plan(name: str, folder: Path = FOLDER) -> Plan:
     if not path.is_file():
         there = ", ".join(sorted(found.stem for found in folder.glob("*.json")))
         raise ValueError(f"there is no study {name!r}: choose one of {there}")
+    return _plan(path, path.read_text())
+
+
+@functools.cache
+def _plan(path: Path, text: str) -> Plan:
+    """One object for one text, by which its jobs are found again."""
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(text)
         if "program" in raw:
             import_module(raw["program"])
         plan = Plan(
             **{
                 **raw,
-                "name": name,
+                "name": path.stem,
                 "sizes": _each(Size, raw["sizes"]),
                 "variants": _each(Variant, _alike(raw["variants"])),
             }

@@ -124,11 +124,12 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
     deepspeed = {key: value for key, value in raw.items() if key not in BLOCKS and key != "recipe"}
     ours_at_top = [*BLOCKS, "recipe"]
     for key in deepspeed:
-        near = difflib.get_close_matches(key, [*known_keys(), *ours_at_top], n=1, cutoff=0.8)
+        if key in known_keys():
+            continue
+        near = [path for path in _paths() if path.rpartition(".")[2] == key]  # a block is missing before it
+        near = near or difflib.get_close_matches(key, [*known_keys(), *ours_at_top], n=1, cutoff=0.8)
         near = near or [name for name in ours_at_top if sorted(name) == sorted(key.lower())]  # "mts", "MST"
-        if key not in known_keys():
-            near = [path for path in _paths() if path.rpartition(".")[2] == key] or near  # a block is missing before it
-        if near and near[0] != key:
+        if near:
             raise ValueError(f"{where}: unknown key {shown(key)}: did you mean {near[0]!r}?")
     ours: dict[str, Any] = {name: raw.get(name, {}) for name in BLOCKS}
     for name, block in ours.items():
@@ -185,7 +186,7 @@ def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
     """A dict as a frozen dataclass; every key must exist and every value have its type."""
     if not isinstance(values, dict):
         raise ValueError(f"{where}: {path} must be an object, not {shown(values)}")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     arguments = {}
     for key, value in values.items():
         if key not in hints:
@@ -198,6 +199,11 @@ def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
         return cls(**arguments)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def to_dict(experiment: Experiment) -> dict[str, Any]:

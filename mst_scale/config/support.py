@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, KeysView, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,10 @@ def _by_key() -> dict[str, list[Row]]:
     return by_key
 
 
-def known_keys() -> list[str]:
+@functools.cache
+def known_keys() -> KeysView[str]:
     """Top-level keys of a DeepSpeed config."""
-    return list(dict.fromkeys(key.split(".")[0] for key in _by_key()))
+    return dict.fromkeys(key.split(".")[0] for key in _by_key()).keys()
 
 
 def row_of(key: str, value: Any, stage: int, precision: str) -> Row | None:
