@@ -13,6 +13,11 @@ weights. `worth in time` is the time that dense training of the model needs for 
 
 Topology steps are left out: they are one step in a hundred. The wider models say how step times change with the width;
 their losses are not those of the study.
+
+What `mst plan` expects of GPUs stands below: how much faster than dense a whole run with the schedule of `weights` is,
+in blocks by the roofline of their kernels, and in channels, whose products and attention take their share of dense ones
+and whose element-wise passes take no less. It is not measured. Worth in time there is worth in FLOPs, times that, over
+the reduction of FLOPs.
 """
 
 from __future__ import annotations
@@ -30,7 +35,13 @@ from torch import nn
 
 from mst_scale.config import Experiment, load
 from mst_scale.config.check import check
+from mst_scale.costs.flops import dense_step_flops
+from mst_scale.costs.ledger import forecast
 from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.plan import gpus
+from mst_scale.plan.clock import step_seconds
+from mst_scale.plan.phases import phases
+from mst_scale.plan.setting import setting_of
 
 from ..local_ranks import run_on
 from ..machine import machine
@@ -41,6 +52,9 @@ from . import facts
 from .page import answers
 from .plan import FOLDER, Cell, Plan, job, read_plan
 
+CARDS = {"A100": "a100-80gb", "H200": "h200"}
+CONFIGS = ("gpt2_small", "gpt2_xl", "gpt3_6.7b")
+SIDES = (32, 64)
 BLOCKS = {"mst.topology.granularity": {"block": 16, "min_blocks": 2}}
 
 
@@ -184,16 +198,47 @@ def rows_of(plan: Plan, steps: Steps) -> list[dict[str, Any]]:
     return found
 
 
+def expected(plan: Plan) -> list[dict[str, Any]]:
+    """By card and ready config: how many times faster than dense a run is, not measured."""
+    weights = plan.variants["weights"]
+    schedule = {key: value for key, value in weights.set.items() if key.startswith("mst.")}
+    schedule |= {"mst.compute.backend": "block", "mst.attention.stride": 0.25}
+    found = []
+    for card, gpu in CARDS.items():
+        for name in CONFIGS:
+            row: dict[str, Any] = {"gpu": card, "config": name}
+            for side in SIDES:
+                blocks = {**schedule, "mst.topology.granularity": {"block": side, "min_blocks": 2}}
+                settings = [f"{key}={json.dumps(value)}" for key, value in blocks.items()]
+                run = load(name, settings, weights.method)
+                alone = replace(setting_of(run, 8), ranks=1)
+                of_dense = step_seconds(run, alone, gpus.machine(gpu, 1))
+                of_phases = phases(run, of_dense, alone, gpus.machine(gpu, 1))
+                row[f"blocks of {side}"] = faster([(p.steps, p.expected_seconds) for p in of_phases], of_dense.total)
+            head, kept = dense_step_flops(run.model, "causal"), 1 - run.mst.sparsity.max
+            share = (head.head + kept * (head.matrices - head.head)) / head.matrices
+            narrow = of_dense.total - (1 - share) * of_dense.products - (1 - kept) * of_dense.attention
+            of_channels = [(p.steps, narrow if p.sparsity else of_dense.total) for p in of_phases]
+            row["channels"] = faster(of_channels, of_dense.total)
+            row["flop_reduction"] = forecast(run).reduction("causal")
+            found.append(row)
+    return found
+
+
+def faster(parts: Sequence[tuple[int, float]], dense_seconds: float) -> float:
+    return dense_seconds * sum(steps for steps, _ in parts) / sum(steps * seconds for steps, seconds in parts)
+
+
 def _cells(plan: Plan) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = answers(plan, facts.known(FOLDER), plan.config["data"]["dir"])["cells"]
     return found
 
 
-def table(rows: Sequence[Mapping[str, Any]], steps: Sequence[Steps]) -> str:
+def table(rows: Sequence[Mapping[str, Any]], steps: Sequence[Steps], on_gpus: Sequence[Mapping[str, Any]]) -> str:
     def spread(low: Any, high: Any) -> str:
         return "" if low is None else f" ({low:.2f} to {high:.2f})"
 
-    lines = [
+    lines_of_methods = [
         [
             row["variant"],
             f"{row['val_loss']:.4f}",
@@ -211,7 +256,15 @@ def table(rows: Sequence[Mapping[str, Any]], steps: Sequence[Steps]) -> str:
         for (kind, density), of in {("dense", 1.0): found.dense, **found.sparse}.items()
     ]
     kinds = grid(["width", "weights", "sparse", "step ms (middle half)", "faster than dense"], times)
-    return grid(head, lines) + "\n\n" + kinds
+    lines = [[f"{cell:.2f}" if isinstance(cell, float) else cell for cell in row.values()] for row in on_gpus]
+    heads = [
+        "expected, not measured",
+        "config",
+        *(f"blocks of {side}" for side in SIDES),
+        "channels",
+        "FLOPs ÷, causal",
+    ]
+    return "\n\n".join([grid(head, lines_of_methods), kinds, grid(heads, lines)])
 
 
 def _step(of: Sequence[float], dense_ms: Sequence[float]) -> list[str]:
@@ -241,18 +294,12 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     found = run_on(1, here, options)
-    rows = rows_of(read_plan(options.study), found["steps"][0])
+    plan = read_plan(options.study)
+    rows = rows_of(plan, found["steps"][0])
     setting = {"study": options.study, "rounds": options.rounds, "dtype": "float32"}
     command = f"python -m mst_scale.benchmarks.studies.in_time --study {options.study} --rounds {options.rounds}"
-    tell(
-        options,
-        rows,
-        table(rows, found["steps"]),
-        about=found["machine"],
-        doc=__doc__,
-        command=command,
-        setting=setting,
-    )
+    tables, about = table(rows, found["steps"], expected(plan)), found["machine"]
+    tell(options, rows, tables, about=about, doc=__doc__, command=command, setting=setting)
     return 0
 
 
