@@ -318,7 +318,7 @@ class ChannelController(SparseController):
         self.channels = Channels(engine.module, experiment.model.n_head, self.channels_until)
         super().__init__(engine, experiment)
 
-    def _elements(self, stated: Any) -> Channels:  # type: ignore[override]  # it has all that is asked of those
+    def _elements(self, stated: Any, names: list[str]) -> Channels:  # type: ignore[override]  # it has all that is asked of those
         return self.channels
 
     @property

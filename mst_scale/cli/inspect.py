@@ -72,5 +72,6 @@ def table(report: Report) -> str:
     sparsity = f"{report.sparsity:.2%} sparse (target {report.target_sparsity:.2%})"
     blocks = report.granularity if isinstance(report.granularity, dict) else None
     granularity = f", in blocks of {blocks['block']} × {blocks['block']}" if blocks else ""
+    granularity = ", in whole channels" if report.granularity == "channel" else granularity
     dead = [f"dead units: {in_words(report.dead_units)}"] if report.dead_units else []
     return "\n".join([f"{head}, {sparsity}{granularity}", *dead, "", *lines])

@@ -50,9 +50,15 @@ class MSTConfig:
                 'mst.masks names the masks that method fixed keeps, "zeros" or a file: leave it out with '
                 f"{self.method}, or choose method fixed"
             )
-        if self.method == "fixed" and not isinstance(self.topology.granularity, str):
+        if self.method == "fixed" and self.topology.granularity != "element":
             raise ValueError(
                 "method fixed keeps masks as they are, weight by weight: leave mst.topology.granularity out"
+            )
+        if self.topology.granularity == "channel" and not self._draws_channels:
+            raise ValueError(
+                'mst.topology.granularity = "channel" draws which channels live and exchanges none: it goes with '
+                "policy static, random_ratio 1.0, grown_moments living or zero (mst.topology) and with "
+                "mst.sparsity.distribution = uniform"
             )
         if self.like is not None and self.method != "dense-short":
             raise ValueError(f"mst.like goes with method dense-short, not with {self.method}: leave it out")
@@ -71,6 +77,13 @@ class MSTConfig:
                 f"mst.sparsity.max = {self.sparsity.max:g}: what method {self.method} keeps is decided by mst.options; "
                 f"it has to say {function.sparsity:g}"
             )
+
+    @property
+    def _draws_channels(self) -> bool:
+        topology, uniform = self.topology, self.sparsity.distribution == "uniform"
+        return (
+            uniform and self.function is None and topology.policy == "static" and not topology.grows_by_dense_gradients
+        )
 
     @cached_property
     def function(self) -> WeightFunction | None:

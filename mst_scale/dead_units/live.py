@@ -13,7 +13,7 @@ the same on any number of ranks and after a resume.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,9 @@ from mst_scale.randomness import counter_hash
 
 STD_OF_NOTHING = 0.02  # of a matrix that is all zero, so that nothing says how large its weights are
 GRID = 1 << 24  # odd multiples of 2^-24: exact in float32, and never 0
+
+
+Born = Callable[[Units], Tensor]
 
 
 @dataclass
@@ -80,15 +83,20 @@ class LiveUnits:
         """(dead, all) units by kind; {} where there are none."""
         return self._look(self.units).tally()
 
-    def plan_waking(self, step: int, becoming: Collection[str], masked: Collection[str]) -> None:
+    def plan_waking(
+        self, step: int, becoming: Collection[str], masked: Mapping[str, float], born: Born | None = None
+    ) -> None:
         """Choose what this step wakes: units whose last masks go. `becoming`: the masked matrices that are dense after
-        it; `masked`: those not yet dense.
+        it; `masked`: those not yet dense, with the share of them that lives. Where masks are of whole units, `born`
+        says of each whether it lives after the step, and what wakes is as long as the lines that lived before.
 
         Before the update: a matrix that becomes dense is not pruned, and zero weights without moments stay zero, so
         that the same units are dead after it. ZeRO-3 updates some of a unit's matrices before it updates others.
         """
         self.waking = None
         dense, here = set(becoming), set(masked)
+        if born is not None:
+            dense = {name for u in self.units for name in u.matrices}
         units = [u for u in self.units if (still := here.intersection(u.matrices)) and still <= dense]
         if not units:
             return
@@ -98,6 +106,7 @@ class LiveUnits:
             zero = some.zero_factors(nonzero)
             fill = some.to_fill(zero, torch.tensor([name in dense for name in some.matrices]))
             dead = some.dead(zero) & ((zero & ~fill).sum(0) == 1)  # others keep two zero factors, which never change
+            dead &= born(some) if born is not None else True
             before, count = waking.counts[some.kind]
             waking.counts[some.kind] = (before + int(dead.sum()), count)
             for factor, mine in zip(some.factors, fill & dead, strict=True):
@@ -105,7 +114,9 @@ class LiveUnits:
                 self._mark(waking.started, factor.weight, dead)
         if total(waking.counts)[0]:
             names = [name for name, lines in waking.filled.items() if lines.any()]
-            waking.widest = dict(zip(names, self._widest(names), strict=True))
+            shares = [1.0 if born is None else masked[name] for name in names]
+            widest = zip(self._widest(names), shares, strict=True)
+            waking.widest = {name: wide / math.sqrt(share) for name, (wide, share) in zip(names, widest, strict=True)}
             self.waking = waking
 
     def starts(self, name: str) -> bool:

@@ -74,6 +74,8 @@ class Units:
     kind: str
     count: int
     factors: tuple[Factor, ...]
+    groups: int = 1
+    """Heads, in which they lie one after the other."""
 
     @property
     def matrices(self) -> list[str]:
@@ -136,7 +138,7 @@ def _own(module: nn.Module, factor: MakeFactor) -> list[Units]:
     if isinstance(module, MLP):
         return [_neurons(factor(module.up), factor(module.down, inputs=True), _width(module.up))]
     if isinstance(module, SelfAttention):
-        return _packed_attention(module.qkv, module.proj, factor)
+        return _packed_attention(module.qkv, module.proj, int(module.head_dim), factor)
     return []
 
 
@@ -144,12 +146,12 @@ def _like_gpt2(module: Any, factor: MakeFactor) -> list[Units]:
     if _has(module, "c_fc", "c_proj", "act"):
         _check_activation(module.act)
         return [_neurons(factor(module.c_fc), factor(module.c_proj, inputs=True), _width(module.c_fc))]
-    if _has(module, "c_attn", "c_proj", "num_heads"):
+    if _has(module, "c_attn", "c_proj", "head_dim"):
         if getattr(module, "is_cross_attention", False):
             raise _LeftOut("cross-attention has its projections in other places")
         if hasattr(module, "multi_query"):  # GPTBigCode's
             raise _LeftOut("q, k and v lie head by head, or share a head")
-        return _packed_attention(module.c_attn, module.c_proj, factor)
+        return _packed_attention(module.c_attn, module.c_proj, int(module.head_dim), factor)
     return []
 
 
@@ -163,7 +165,7 @@ def _like_llama(module: Any, factor: MakeFactor) -> list[Units]:
         if values % head or read % values:
             raise _LeftOut(f"{read} inputs of o_proj are no whole number of copies of {values} value channels")
         out = factor(module.o_proj, inputs=True, group=read // values, width=head)
-        return [Units("value", values, (factor(module.v_proj), out))]
+        return [Units("value", values, (factor(module.v_proj), out), values // head)]
     return []
 
 
@@ -171,13 +173,14 @@ def _neurons(up: Factor, down: Factor, count: int) -> Units:
     return Units("mlp", count, (up, down))
 
 
-def _packed_attention(qkv: nn.Module, proj: nn.Module, factor: MakeFactor) -> list[Units]:
+def _packed_attention(qkv: nn.Module, proj: nn.Module, head: int, factor: MakeFactor) -> list[Units]:
     """Outputs of `qkv`: all of q, all of k, all of v; no rotary embedding."""
     width = _width(proj, inputs=True)
     if _width(qkv) != 3 * width:
         raise _LeftOut(f"{_width(qkv)} outputs are not three times {width}")
     q, k, v = (factor(qkv, first=part * width) for part in range(3))
-    return [Units("value", width, (v, factor(proj, inputs=True))), Units("query_key", width, (q, k))]
+    heads = width // head
+    return [Units("value", width, (v, factor(proj, inputs=True)), heads), Units("query_key", width, (q, k), heads)]
 
 
 def _has(module: nn.Module, *parts: str) -> bool:

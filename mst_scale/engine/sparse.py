@@ -29,8 +29,10 @@ import torch
 from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files
 from mst_scale.config import Experiment
+from mst_scale.dead_units.channels import Channels
 from mst_scale.dead_units.kinds import Tally
 from mst_scale.dead_units.live import LiveUnits
+from mst_scale.dead_units.units import Units
 from mst_scale.distributed import SharedMistake
 from mst_scale.engine import first_masks, moved_weights, topology_step, words
 from mst_scale.engine.controller import Controller
@@ -66,7 +68,6 @@ class SparseController(Controller):
         self.masks_states = "momentum" not in self.policy.reads  # snfs averages dense gradients in Adam's own moment
         stated = mst.topology.granularity
         self.granularity: dict[str, int] | str = stated if isinstance(stated, str) else asdict(stated)
-        self.elements = self._elements(stated)
         targets = choose_targets(engine.module, mst.targets)
         zero_shards.refuse_unoptimized(engine, targets)
         self.shards = zero_shards.shards_of(engine, targets)
@@ -78,6 +79,7 @@ class SparseController(Controller):
         self.everyone = Exchange(self.groups.everyone, engine.device, of_checks)
         self.stages = Stages(self.groups.stages)
         self.units = LiveUnits(engine, self.seed)
+        self.elements = self._elements(stated, list(targets))
         device = self.shards.weight(0).device if self.shards.slices else engine.device
         self.masks = MaskSet(LayerMask(shard, device) for shard in self.shards.slices)
         self.mask_of = {id(p): mask for p, mask in zip(self.shards.parameters, self.masks, strict=True)}
@@ -104,9 +106,21 @@ class SparseController(Controller):
         self._compute_with_masks()
         words.warn_of_few_blocks(self, self.counts(self.schedule.max_sparsity))
 
-    def _elements(self, stated: Literal["element"] | BlockGranularity) -> Elements | Blocks:
-        """What lives and dies together."""
-        return granularity_of(stated)
+    def _elements(
+        self, stated: Literal["element", "channel"] | BlockGranularity, names: list[str]
+    ) -> Elements | Blocks | Channels:
+        """What lives and dies together; all ranks ask together."""
+        if stated != "channel":
+            return granularity_of(stated)
+        found, error = None, None
+        try:
+            units = self.units.units
+            found = Channels(units, names, self.seed, lambda step: self.schedule.at(step).sparsity, lambda: self.step)
+        except ValueError as met:
+            error = met
+        self.everyone.raise_first(error)
+        assert found is not None
+        return found
 
     def _layers(self, targets: dict[str, torch.nn.Parameter], backend: str) -> SparseLayers:
         shapes = {s.name: s.cut.local_shape for s in self.shards.slices}
@@ -114,7 +128,10 @@ class SparseController(Controller):
         try:
             side, forwards = self.elements.side, zero_shards.FORWARDS
             always = self.functions is not None
-            layers = SparseLayers(self.engine.module, targets, shapes, backend, side, forwards=forwards, always=always)
+            channels = isinstance(self.elements, Channels)
+            layers = SparseLayers(
+                self.engine.module, targets, shapes, backend, side, forwards=forwards, always=always, channels=channels
+            )
         except ValueError as met:  # of this rank's device, say
             error = met
         self.everyone.raise_first(error)
@@ -252,7 +269,15 @@ class SparseController(Controller):
     def _plan_waking(self, under_way: TopologyStep) -> None:
         pairs = zip(self.masks, under_way.targets, strict=True)
         full = {mask.name for mask, count in pairs if count == math.prod(self.shapes[mask.name])}
-        self.units.plan_waking(under_way.step, full, {mask.name for mask in self.masks if not mask.dense})
+        masked = {mask.name: mask.active / mask.numel for mask in self.masks if not mask.dense}
+        born = None
+        if isinstance(channels := self.elements, Channels):
+            sparsity = self.schedule.at(under_way.step).sparsity
+
+            def born(units: Units) -> torch.Tensor:
+                return channels.alive(units, sparsity)
+
+        self.units.plan_waking(under_way.step, full, masked, born)
 
     def _at_rest(self, change: Change) -> Change:
         """The counts stay, the bits (two a weight) go."""
@@ -274,6 +299,7 @@ class SparseController(Controller):
             chosen = ["dense" if one else own for one, own in zip(dense.tolist(), chosen, strict=True)]
         for mask, backend in zip(self.masks, chosen, strict=True):
             self.layers.set_mask(mask.name, None if backend == "dense" else mask.whole(self.local), backend)
+        self.layers.chain()
         self._ask_for_dense_gradients()
 
     def _ask_for_dense_gradients(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mst_scale import zero_shards
 from mst_scale.distributed import logger
-from mst_scale.mixed_growing.blocks import Elements
+from mst_scale.mixed_growing.blocks import Blocks
 from mst_scale.sparsity_variation import Schedule
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ def phases_in_words(schedule: Schedule) -> str:
 
 def sparsity_in_words(mst: SparseController) -> str:
     """All ranks ask together."""
-    side = mst.elements.side
-    in_blocks = "" if isinstance(mst.elements, Elements) else f" in blocks of {side} × {side}"
     named = zero_shards.named_parameters(mst.engine.module)
     trained = sum(mst.stages.joined({name: math.prod(zero_shards.shape_of(p)) for name, p in named}).values())
     weights, bits = sum(mst.numels.values()), 1 + mst.counts_coverage
@@ -35,7 +33,7 @@ def sparsity_in_words(mst: SparseController) -> str:
         )
     return (
         f"{len(mst.numels)} matrices with {weights:,} of {trained:,} parameters become up to "
-        f"{100 * mst.schedule.max_sparsity:.3g} % sparse{in_blocks} by policy {mst.policy.name}; "
+        f"{100 * mst.schedule.max_sparsity:.3g} % sparse{mst.elements.words} by policy {mst.policy.name}; "
         f"{phases_in_words(mst.schedule)}{_first_masks_in_words(mst)}; "
         f"masks take {sum(m.length for m in mst.masks) * bits // 8:,} bytes a rank"
     )
@@ -52,7 +50,7 @@ def _first_masks_in_words(mst: SparseController) -> str:
 
 def warn_of_few_blocks(mst: SparseController, counts: list[int]) -> None:
     """Layers that `min_blocks` keeps denser than the sparsity asked for; `counts` are the blocks it asks for."""
-    if isinstance(mst.elements, Elements):
+    if not isinstance(mst.elements, Blocks):
         return
     least = [mst.elements.at_least(mask.shape) for mask in mst.masks]
     short = [i for i in range(len(counts)) if least[i] > counts[i]]

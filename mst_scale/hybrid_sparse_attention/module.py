@@ -10,6 +10,7 @@ compilation per pattern, then both are kept), and activation checkpointing recom
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -52,12 +53,18 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         # unbind, not three slices: its backward is one stack instead of three zero-filled buffers
-        q, k, v = self.qkv(x).view(batch, length, 3, self.n_head, self.head_dim).unbind(2)
+        q, k, v = self.qkv(x).view(batch, length, 3, self.n_head, -1).unbind(2)
+        if q.shape[-1] != self.head_dim:  # the living channels alone, whose scores are scaled as all would be
+            q = q * math.sqrt(q.shape[-1] / self.head_dim)
         if self.across_ranks is None:
             out = self.attend(q, k, v)
         else:
             out = self.across_ranks(q, k, v)
-        return self.proj(out.reshape(batch, length, self.n_head * self.head_dim))
+        return self.proj(out.reshape(batch, length, -1))
+
+    def chained(self) -> tuple[nn.Linear, nn.Linear, int, int]:
+        """Two layers between which channels stay apart (sparse_linear.narrow): in q, k and v, and in heads."""
+        return self.qkv, self.proj, 3, self.n_head
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention in the layout of the projections, (batch, length, heads, head_dim)."""

@@ -46,6 +46,7 @@ class Elements:
     """Granularity in single weights."""
 
     side: ClassVar[int] = 1
+    words = ""
 
     def grid_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(shape)
@@ -63,6 +64,10 @@ class Blocks:
 
     side: int
     least: int
+
+    @property
+    def words(self) -> str:
+        return f" in blocks of {self.side} × {self.side}"
 
     def grid_shape(self, shape: Sequence[int]) -> tuple[int, int]:
         return grid_shape(shape, self.side)
@@ -133,8 +138,8 @@ class Blocks:
         return [view.commit(change, None) for view, change in zip(views, changes, strict=True)]
 
 
-def granularity_of(stated: Literal["element"] | BlockGranularity) -> Elements | Blocks:
-    """What lives and dies together, as a config states it."""
+def granularity_of(stated: Literal["element", "channel"] | BlockGranularity) -> Elements | Blocks:
+    """What lives and dies together in one matrix, as a config states it."""
     return Elements() if isinstance(stated, str) else Blocks(stated.block, stated.min_blocks)
 
 

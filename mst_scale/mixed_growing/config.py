@@ -35,7 +35,7 @@ class TopologyConfig:
 
     interval: int | None = None  # None: 100 steps, or a fifth of the shortest gradual phase where that is less
     policy: str = "mst"  # mst, rigl, set, mest, snfs, static, gmp, or one that was registered
-    granularity: Literal["element"] | BlockGranularity = "element"
+    granularity: Literal["element", "channel"] | BlockGranularity = "element"  # channel: dead_units/channels.py
     update_fraction: float = 0.3
     update_schedule: Literal["constant", "1-cosine", "2-cosine", "n-cosine", "decay-n-cosine"] = "decay-n-cosine"
     update_decay: float = 0.5

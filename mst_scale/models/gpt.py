@@ -46,6 +46,10 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.gelu(self.up(x), approximate=self.gelu))
 
+    def chained(self) -> tuple[nn.Linear, nn.Linear, int, int]:
+        """Two layers between which neurons stay apart (sparse_linear.narrow), in one stretch and one group."""
+        return self.up, self.down, 1, 1
+
 
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, tensor: TensorGroup | None = None) -> None:

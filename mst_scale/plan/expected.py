@@ -32,10 +32,11 @@ from mst_scale.plan.roofline import (
     dense_product,
     forward,
     input_gradient,
+    narrow,
     weight_gradient,
 )
 from mst_scale.plan.setting import Setting
-from mst_scale.plan.skipping import SIDES, side_of, skips
+from mst_scale.plan.skipping import SIDES, in_channels, side_of, skips
 
 EXPECTED = "expected, not measured"
 ASSUMPTIONS = {
@@ -170,4 +171,7 @@ def _sparse(
         found[Linear(p.shape[0], p.shape[1], each, side, kept, s.precision, s.weight_bytes), block] += s.accumulation
     for (layer, block), times in found.items():
         again = times if block and s.recompute else 0
+        if in_channels(experiment):
+            yield layer, {narrow: 3 * times + again}
+            continue
         yield layer, {forward: times + again, input_gradient: times, weight_gradient: times}

@@ -102,6 +102,19 @@ def input_gradient(layer: Linear, machine: Machine) -> Bounds:
 
 
 @cache
+def narrow(layer: Linear, machine: Machine) -> Bounds:
+    """Any of the three in whole rows and columns: a dense product of what lives, and what it reads and writes besides
+    it, gathered and placed among zeros."""
+    moved = layer.width * (layer.tokens * (layer.inputs + layer.outputs) + layer.inputs * layer.outputs)
+    return Bounds(
+        multiply=layer.density * dense_product(layer, machine),
+        cache=0.0,
+        memory=moved / (machine.gpu.bandwidth * machine.efficiency.memory),
+        launch=3 * machine.latency.launch,
+    )
+
+
+@cache
 def weight_gradient(layer: Linear, machine: Machine) -> Bounds:
     """dW = dyᵀ x of the active blocks, zeros elsewhere."""
     t, side, w = layer.tokens, layer.side, layer.width

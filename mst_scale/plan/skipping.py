@@ -2,8 +2,8 @@
 
 dense    none: masked dense products
 block    all that are sparse
-auto     those of blocks, from the sparsity on that `mst bench linear --device cuda --tune` has measured as faster;
-         without a measurement none
+auto     those of whole channels, whose products are dense ones of what lives; those of blocks, from the sparsity on
+         that `mst bench linear --device cuda --tune` has measured as faster; without a measurement none
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def check_backend(experiment: Experiment) -> None:
         raise ValueError("mst.compute.backend = cpu multiplies CPU tensors: plan with --set mst.compute.backend=auto")
     if mst.compute.backend == "block" and side_of(experiment) not in SIDES:
         made = "single weights" if side_of(experiment) == 1 else f"blocks of {side_of(experiment)}"
+        made = "whole channels" if in_channels(experiment) else made
         raise ValueError(
             f"mst.compute.backend = block multiplies with blocks of {', '.join(map(str, SIDES))}, these masks are made "
             f"of {made}: --set mst.topology.granularity.block=16, or --set mst.compute.backend=auto"
@@ -38,12 +39,17 @@ def skips(experiment: Experiment, precision: str, shape: tuple[int, ...], sparsi
     backend, side = experiment.mst.compute.backend, side_of(experiment)
     if sparsity <= 0 or backend == "dense":
         return False
-    if backend == "block":
+    if backend == "block" or in_channels(experiment):
         return True
     if side not in SIDES or math.prod(shape) < SMALLEST:
         return False
     least = crossover("block", DTYPES[precision], shape, block=side)
     return least is not None and sparsity >= least
+
+
+def in_channels(experiment: Experiment) -> bool:
+    """Whether masks are made of whole rows and columns."""
+    return experiment.mst.topology.granularity == "channel"
 
 
 def side_of(experiment: Experiment) -> int:

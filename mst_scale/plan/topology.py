@@ -45,7 +45,7 @@ from mst_scale.plan.held import held
 from mst_scale.plan.memory import LISTED_WHOLE, sub_groups
 from mst_scale.plan.parameters import Parameter, groups, sparse_parameters
 from mst_scale.plan.setting import Setting
-from mst_scale.plan.skipping import skips
+from mst_scale.plan.skipping import in_channels, skips
 from mst_scale.plan.traffic import Call
 from mst_scale.sparsity_variation import Schedule
 
@@ -135,14 +135,18 @@ def calls(
     here = {p.name for p in held(experiment.model, s)}
     everything = [layer for layer in layers(experiment, step) if layer.parameter.name in here]
     in_blocks = isinstance(experiment.mst.topology.granularity, BlockGranularity)
+    drawn = in_channels(experiment)  # not ranked: all ranks know them
     certain, rounds = [], []
-    if not in_blocks:  # all ranks have all blocks' scores and refine alone
+    if not in_blocks and not drawn:  # all ranks have all blocks' scores and refine alone
         certain += [16 * missed for missed in again]
         rounds += [_round(rows, _count_bytes(everything)) for rows in opened or ()]
     for together in _updates(experiment, s, everything):
         topology = experiment.mst.topology
         if topology.grown_moments == "living":  # their largest gradient and their sum of squares
             certain += 2 * [8 * len(together)]
+        if drawn:
+            certain.append(8 * len(together))
+            continue
         if in_blocks:
             certain += _in_blocks(together, topology)
             continue

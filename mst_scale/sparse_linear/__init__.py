@@ -6,6 +6,7 @@ layers           a model's sparse layers, and the masks they follow
 dispatch         which backend multiplies; crossovers: from which sparsity on it is faster than a dense product
   cpu              single weights on CPUs: cpp, the compiled kernel, or mkl
   block            B × B blocks on GPUs, by the tiles of tiles
+  narrow           whole rows and columns on any device
   semi_structured  two of four on GPUs
 """
 

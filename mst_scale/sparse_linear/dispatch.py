@@ -3,10 +3,12 @@
     dense   F.linear: inactive weights are zeros, so it is the masked dense product; any device
     cpu     compiled kernel over single weights, CPU tensors
     block   Triton kernels over blocks of weights, CUDA tensors, masks made of blocks
+    narrow  dense products of the rows and columns that live, any device, masks made of whole channels
 
-`auto` takes the fastest by the crossovers that `mst bench linear --tune` has measured, and logs each different choice
-once. Without a compiler, `cpu` is MKL's products: half as fast, so they have crossovers of their own ("mkl"). Asking by
-name for a backend that cannot run is an error that says why.
+`auto` takes narrow products where masks are of channels. Else it takes the fastest by the crossovers that `mst bench
+linear --tune` has measured, and logs each different choice once. Without a compiler, `cpu` is MKL's products: half as
+fast, so they have crossovers of their own ("mkl"). Asking by name for a backend that cannot run is an error that says
+why.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mst_scale.sparse_linear.crossovers import SMALLEST, crossover
+from mst_scale.sparse_linear.narrow import NarrowIndex
 
 if TYPE_CHECKING:
     from mst_scale.sparse_linear.layers import Index
@@ -85,6 +88,8 @@ def why_not(backend: str, device: str, dtype: torch.dtype, shape: tuple[int, ...
 
 def build_index(backend: str, active: torch.Tensor, block: int) -> Index:
     """The index of a mask for a backend that can run."""
+    if backend == "narrow":
+        return NarrowIndex(active)
     if backend == "block":
         from mst_scale.sparse_linear import block as block_kernels
 

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mst_scale.sparse_linear import dispatch
+from mst_scale.sparse_linear import dispatch, narrow
 
 
 class Index(Protocol):
@@ -89,10 +89,11 @@ class Product:
         """Check shapes: kernels get addresses, and would read beyond a tensor that does not fit the mask."""
         if tuple(weight.shape) != self.shape:
             raise ValueError(f"{self.name}: the mask is of a {self.shape} weight, this one is {tuple(weight.shape)}")
-        if x.shape[-1:] != self.shape[1:] or (x.dtype, x.device) != (weight.dtype, weight.device):
+        inputs = getattr(self.index, "inputs", self.shape[1])
+        if x.shape[-1] != inputs or (x.dtype, x.device) != (weight.dtype, weight.device):
             raise ValueError(
                 f"{self.name}: x is {_told(x)}, the weight {_told(weight)}: "
-                f"the last dimension must be {self.shape[1]}, dtypes and devices alike"
+                f"the last dimension must be {inputs}, dtypes and devices alike"
             )
         if bias is not None and (bias.shape, bias.dtype, bias.device) != (self.shape[:1], x.dtype, x.device):
             raise ValueError(
@@ -110,7 +111,7 @@ class SparseLayers:
     `parameters` by name; `shapes` are those of the local matrices (a parameter cut by ZeRO-3 is empty in itself);
     `block` is the side of the square blocks that masks are made of, 1 for single weights; `forwards` say what takes the
     place of the forward of other linear layers than torch's: `forward(module, product, x)`, by their type; `always`:
-    install products for the backend "dense" too, which others want.
+    install products for the backend "dense" too, which others want; `channels`: masks are of whole rows and columns.
     """
 
     def __init__(
@@ -123,8 +124,10 @@ class SparseLayers:
         *,
         forwards: Mapping[type, Forward] = NONE,
         always: bool = False,
+        channels: bool = False,
     ):
-        self.backend, self.block = backend, block
+        self.backend, self.block = "narrow" if channels and backend == "auto" else backend, block
+        self.model = model
         self.products: dict[str, Product] = {}
         self.parameters = dict(parameters)
         self.left_dense: list[str] = []
@@ -137,7 +140,7 @@ class SparseLayers:
                 self.left_dense.append(name)
                 continue
             product = self.products[name] = Product(name, tuple(shapes[name]))
-            if backend not in ("auto", "dense"):
+            if self.backend not in ("auto", "dense", "narrow"):
                 reason = dispatch.why_not(backend, parameter.device.type, parameter.dtype, product.shape, block)
                 if reason is not None:
                     raise ValueError(f"mst.compute.backend {backend!r} cannot run here: {reason}")
@@ -169,6 +172,18 @@ class SparseLayers:
         if tuple(active.shape) != product.shape:
             raise ValueError(f"{name} is {product.shape}, this mask {tuple(active.shape)}: it is another layer's")
         product.index = dispatch.build_index(chosen, active.to(self.parameters[name].device), self.block)
+
+    def chain(self) -> None:
+        """Once all masks are set: let layers of our own that follow one another hand on living channels alone."""
+        if self.backend != "narrow":
+            return
+        of = {id(self.parameters[name]): product for name, product in self.products.items()}
+        for module in self.model.modules():
+            if (links := getattr(module, "chained", None)) is not None:
+                first, second, parts, groups = links()
+                one, other = of.get(id(first.weight)), of.get(id(second.weight))
+                if one is not None and other is not None:
+                    narrow.chain(one.index, other.index, parts, groups)
 
     def dense_gradients(self, wanted: bool) -> None:
         """Whether the next backward passes give the gradient of inactive weights too."""

@@ -1,0 +1,91 @@
+"""Multiplies with the rows and columns that a mask keeps whole: dense products of what lives, on any device.
+
+What does not live is zero in y and in dx. Where one layer's rows are the next one's columns, with nothing between them
+but what keeps channels apart (`chain`), zeros are not even written: the first layer's y has the living rows alone, and
+the second takes them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from mst_scale.sparse_linear.layers import Index
+
+
+class NarrowIndex:
+    """Which rows and columns live."""
+
+    def __init__(self, active: torch.Tensor):
+        rows, columns = active.any(1), active.any(0)
+        if not torch.equal(active, rows[:, None] & columns):
+            raise ValueError("this mask is not made of whole rows and columns: it was trained in another granularity")
+        self.rows = None if rows.all() else rows.nonzero().view(-1)
+        self.columns = None if columns.all() else columns.nonzero().view(-1)
+        self.inputs = len(columns)
+        """How many x has."""
+        self.chained_out = self.chained_in = False
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dense_gradient: bool
+    ) -> torch.Tensor:
+        if dense_gradient:  # what is masked is zero
+            if self.chained_out or self.chained_in:
+                raise ValueError("a chain of channels has no gradient of what is not there")
+            return F.linear(x, weight, bias)
+        y: torch.Tensor = _Narrow.apply(x, weight, self)
+        if bias is None:
+            return y
+        return y + (kept(bias, 0, self.rows) if self.chained_out else bias)
+
+
+def chain(first: Index | None, second: Index | None, parts: int = 1, groups: int = 1) -> bool:
+    """Let two layers hand on what lives alone, if the last of the first one's `parts` equal stretches of rows are the
+    second one's columns, and all groups of every stretch have as many."""
+    if not isinstance(first, NarrowIndex) or not isinstance(second, NarrowIndex):
+        return False
+    if first.rows is None or second.columns is None or first.columns is not None or second.rows is not None:
+        return False
+    width = second.inputs
+    of_each = torch.bincount(first.rows // (width // groups), minlength=parts * groups)
+    same = torch.equal(first.rows[first.rows >= (parts - 1) * width] - (parts - 1) * width, second.columns)
+    if not same or len(of_each) != parts * groups or not (of_each == of_each[0]).all():
+        return False
+    first.chained_out = second.chained_in = True
+    second.inputs = len(second.columns)
+    return True
+
+
+def kept(tensor: torch.Tensor, axis: int, which: torch.Tensor | None) -> torch.Tensor:
+    return tensor if which is None else tensor.index_select(axis, which)
+
+
+def placed(tensor: torch.Tensor, axis: int, which: torch.Tensor | None, extent: int) -> torch.Tensor:
+    """The lines in their places among zeros."""
+    if which is None:
+        return tensor
+    shape = list(tensor.shape)
+    shape[axis] = extent
+    return tensor.new_zeros(shape).index_copy_(axis, which, tensor)
+
+
+class _Narrow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, index: NarrowIndex) -> torch.Tensor:
+        rows, columns = index.rows, index.columns
+        x, w = x if index.chained_in else kept(x, -1, columns), kept(kept(weight, 0, rows), 1, columns)
+        ctx.save_for_backward(x, w)
+        ctx.index, ctx.shape = index, weight.shape
+        y = F.linear(x, w)
+        return y if index.chained_out else placed(y, -1, rows, weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x, w), (outputs, inputs), index = ctx.saved_tensors, ctx.shape, ctx.index
+        dy = gradients[0] if index.chained_out else kept(gradients[0], -1, index.rows)
+        dx = dy @ w if index.chained_in else placed(dy @ w, -1, index.columns, inputs)
+        dw = dy.flatten(0, -2).T @ x.flatten(0, -2)
+        return dx, placed(placed(dw, 1, index.columns, inputs), 0, index.rows, outputs), None
