@@ -3,27 +3,24 @@
     python -m mst_scale.benchmarks.studies.in_time [--study channels] [--widths 128 256 512] [--markdown | --json]
 
 A study says how many times its FLOPs a method is worth; FLOPs are not time. Here DeepSpeed engines of the study's model
-step in turns: dense, with sparse single weights, with sparse blocks, and with as many channels as live. A run's time is
-that of its steps: of those that are as sparse as it gets, of dense ones, and between them by the number of living
-weights. `worth in time` is the time that dense training of the model needs for the loss, divided by the run's.
+step in turns: dense, and with sparse single weights, blocks and channels. A run's time is that of its steps: of those
+that are as sparse as it gets, of dense ones, and between them by the number of living weights. `worth in time` is the
+time that dense training of the model needs for the loss, divided by the run's.
 
     weights    mst at that sparsity, its kernels chosen by mst.compute.backend = auto
     blocks     the same in blocks of 16 × 16
-    channels   a model whose MLPs and heads are made with a share of their channels: small dense products
+    channels   the same in whole channels (mst.topology.granularity = channel)
 
 Topology steps are left out: they are one step in a hundred. The wider models say how step times change with the width;
 their losses are not those of the study.
 
-What `mst plan` expects of GPUs stands below: how much faster than dense a whole run with the schedule of `weights` is,
-in blocks by the roofline of their kernels, and in channels, whose products and attention take their share of dense ones
-and whose element-wise passes take no less. It is not measured. Worth in time there is worth in FLOPs, times that, over
-the reduction of FLOPs.
+What `mst plan` expects of GPUs stands below: how much faster than dense a whole run with this schedule is. It is not
+measured. Worth in time there is worth in FLOPs, times that, over the reduction of FLOPs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -31,13 +28,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from mst_scale.config import Experiment, load
 from mst_scale.config.check import check
-from mst_scale.costs.flops import dense_step_flops
 from mst_scale.costs.ledger import forecast
 from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.methods import NoOptions
+from mst_scale.mixed_growing.config import BlockGranularity, TopologyConfig
 from mst_scale.plan import gpus
 from mst_scale.plan.clock import step_seconds
 from mst_scale.plan.phases import phases
@@ -54,8 +51,16 @@ from .plan import FOLDER, Cell, Plan, job, read_plan
 
 CARDS = {"A100": "a100-80gb", "H200": "h200"}
 CONFIGS = ("gpt2_small", "gpt2_xl", "gpt3_6.7b")
-SIDES = (32, 64)
-BLOCKS = {"mst.topology.granularity": {"block": 16, "min_blocks": 2}}
+KINDS: dict[str, dict[str, Any]] = {
+    "weights": {},
+    "blocks of 16": {"granularity": BlockGranularity(16, 2)},
+    "channels": {"granularity": "channel", "policy": "static"},
+}
+ON_GPUS: dict[str, dict[str, Any]] = {
+    "blocks of 32": {"granularity": BlockGranularity(32, 2)},
+    "blocks of 64": {"granularity": BlockGranularity(64, 2)},
+    "channels": KINDS["channels"],
+}
 
 
 @dataclass(frozen=True)
@@ -67,51 +72,43 @@ class Steps:
     sparse: Mapping[tuple[str, float], list[float]]
 
 
-def narrowed(model: nn.Module, density: float) -> nn.Module:
-    """A GPT whose MLPs and heads have a share of their channels."""
-    for block in model.blocks:  # type: ignore[union-attr]
-        attention, mlp = block.attention, block.mlp
-        width, heads = attention.proj.out_features, attention.n_head
-        attention.head_dim = max(1, round(density * attention.head_dim))
-        inner, neurons = heads * attention.head_dim, max(1, round(density * mlp.up.out_features))
-        attention.qkv = nn.Linear(width, 3 * inner, bias=False)
-        attention.proj = nn.Linear(inner, width, bias=False)
-        mlp.up, mlp.down = nn.Linear(width, neurons, bias=False), nn.Linear(neurons, width, bias=False)
-    return model
-
-
-def side(experiment: Experiment, density: float | None = None) -> Side:
-    """An engine at its first step; with `density` one of so many channels, that attends as the first step would."""
+def side(experiment: Experiment) -> Side:
+    """An engine at its first step."""
     import mst_scale
-    from mst_scale.hybrid_sparse_attention import set_pattern
     from mst_scale.models import build
 
     torch.manual_seed(0)
-    model = build(experiment.model)
-    pattern = experiment.attention_schedule.pattern_at(0)
-    if density is not None:
-        model, experiment = narrowed(model, density), dense(experiment)
-    engine = mst_scale.initialize(model=model, config=experiment)[0]
-    if density is not None:
-        set_pattern(engine.module, pattern)
+    engine = mst_scale.initialize(model=build(experiment.model), config=experiment)[0]
     shape = experiment.deepspeed["train_micro_batch_size_per_gpu"], experiment.model.context
     tokens, targets = torch.randint(experiment.model.vocab_size, (2, *shape))
     return Side(engine, (tokens, targets))
 
 
-def dense(experiment: Experiment) -> Experiment:
-    return replace(experiment, mst=load({"model": {}, "mst": {"method": "dense"}}).mst)
-
-
-def measured(width: int, weights: Experiment, blocks: Experiment, densities: Sequence[float], rounds: int) -> Steps:
+def measured(plan: Plan, width: int, rounds: int) -> Steps:
     """All kinds step in turns, each in the sparse steps that its run begins with."""
-    most = weights.mst.sparsity.max
-    sides = {("dense", 1.0): side(dense(weights)), ("weights", round(1 - most, 6)): side(weights)}
-    sides["blocks", round(1 - most, 6)] = side(blocks)
-    sides |= {("channels", density): side(weights, density) for density in densities}
+    sparse = [e for cell in plan.cells() if not (e := _experiment(plan, cell)).mst.stays_dense]
+    first = replace(sparse[0], model=replace(sparse[0].model, n_embd=width))
+    densities = dict.fromkeys(density_of(e) for e in sparse)
+    sides = {("dense", 1.0): side(replace(first, mst=load({"model": {}, "mst": {"method": "dense"}}).mst))}
+    sides |= {(kind, density): side(made(first, KINDS[kind], density)) for kind in KINDS for density in densities}
     times = dict(zip(sides, in_rounds([one.step for one in sides.values()], rounds), strict=True))
     milliseconds = {what: [1e3 * seconds for seconds in found] for what, found in times.items()}
     return Steps(width, milliseconds.pop(("dense", 1.0)), milliseconds)
+
+
+def density_of(experiment: Experiment) -> float:
+    return round(1 - experiment.mst.sparsity.max, 6)
+
+
+def made(like: Experiment, kind: dict[str, Any], density: float) -> Experiment:
+    """That run with masks of this kind, as sparse from its first step."""
+    topology = TopologyConfig(random_ratio=1.0, grown_moments="living", **kind)
+    sparsity = replace(like.mst.sparsity, max=1 - density, distribution="uniform")
+    compute = replace(like.mst.compute, backend="auto")
+    mst = replace(like.mst, method="mst", options=NoOptions(), sparsity=sparsity, topology=topology, compute=compute)
+    found = replace(like, mst=mst)
+    check(found)
+    return found
 
 
 def here(options: argparse.Namespace) -> dict[str, Any]:
@@ -122,36 +119,13 @@ def here(options: argparse.Namespace) -> dict[str, Any]:
 
         ranks = distributed.init()
         plan = read_plan(options.study)
-        found = [_of_width(plan, width, options.rounds) for width in options.widths]
+        found = [measured(plan, width, options.rounds) for width in options.widths]
         ranks.leave()
     return {"machine": machine(threads), "steps": found}
 
 
-def _of_width(plan: Plan, width: int, rounds: int) -> Steps:
-    cells = {cell.variant: cell for cell in plan.cells()}
-    weights = _widened(_experiment(plan, cells["weights"]), width)
-    compute = replace(weights.mst, compute=replace(weights.mst.compute, backend="auto"))
-    weights = replace(weights, mst=compute)
-    blocks = load(_raw(weights), [f"{key}={json.dumps(value)}" for key, value in BLOCKS.items()])
-    for one in (weights, blocks):
-        check(one)
-    channels = [_experiment(plan, cell) for name, cell in cells.items() if name.startswith("channels")]
-    densities = sorted({round(1 - one.mst.sparsity.max, 6) for one in channels})
-    return measured(width, weights, blocks, densities, rounds)
-
-
-def _raw(experiment: Experiment) -> dict[str, Any]:
-    from mst_scale.config import to_dict
-
-    return to_dict(experiment)
-
-
 def _experiment(plan: Plan, cell: Cell) -> Experiment:
     return job(plan, cell, plan.rates_of(cell)[0], plan.seeds[0], plan.config["data"]["dir"]).experiment
-
-
-def _widened(experiment: Experiment, width: int) -> Experiment:
-    return replace(experiment, model=replace(experiment.model, n_embd=width))
 
 
 # --- what follows for the runs ---
@@ -162,9 +136,11 @@ def run_seconds(experiment: Experiment, steps: Steps) -> float:
     sparse, schedule = 1 - experiment.mst.sparsity.max, experiment.schedule
     of_dense, total = statistics.median(steps.dense), 0.0
     weights_from = getattr(experiment.mst.options, "weights_from", 0.0) * experiment.training.steps
+    if experiment.mst.topology.granularity == "channel":
+        weights_from = experiment.training.steps
     for step in range(experiment.training.steps):
         kind = "channels" if step < weights_from else "weights"
-        of_sparse = statistics.median(steps.sparse[kind, round(sparse, 6)])
+        of_sparse = statistics.median(steps.sparse[kind, density_of(experiment)])
         living = 1 - schedule.at(step).sparsity
         total += of_sparse + (of_dense - of_sparse) * max(0.0, living - sparse) / (1 - sparse)
     return total / 1e3
@@ -172,8 +148,9 @@ def run_seconds(experiment: Experiment, steps: Steps) -> float:
 
 def rows_of(plan: Plan, steps: Steps) -> list[dict[str, Any]]:
     """By method; the rival is dense training of the model for as long as it takes to that loss."""
-    told = {row["variant"]: row for row in _cells(plan) if row["share"] == 1}
-    whole, found = told.pop("dense"), []
+    cells, found = _cells(plan), []
+    told = {row["variant"]: row for row in cells if not row["dense"]}
+    whole = next(row["flops"] / row["share"] for row in cells if row["dense"])
     for cell in plan.cells():
         row = told.get(cell.variant)
         worth = None if row is None else row["worth_same_model_paper"]
@@ -182,7 +159,7 @@ def rows_of(plan: Plan, steps: Steps) -> list[dict[str, Any]]:
         experiment = _experiment(plan, cell)
         seconds, of_dense = run_seconds(experiment, steps), statistics.median(steps.dense)
         faster = experiment.training.steps * of_dense / 1e3 / seconds
-        in_time = faster * row["flops"] / whole["flops"]  # FLOPs of dense steps are their time
+        in_time = faster * row["flops"] / whole  # FLOPs of dense steps are their time
         found.append(
             {
                 "variant": cell.variant,
@@ -200,33 +177,27 @@ def rows_of(plan: Plan, steps: Steps) -> list[dict[str, Any]]:
 
 def expected(plan: Plan) -> list[dict[str, Any]]:
     """By card and ready config: how many times faster than dense a run is, not measured."""
-    weights = plan.variants["weights"]
-    schedule = {key: value for key, value in weights.set.items() if key.startswith("mst.")}
-    schedule |= {"mst.compute.backend": "block", "mst.attention.stride": 0.25}
     found = []
+    like = next(e for cell in plan.cells() if not (e := _experiment(plan, cell)).mst.stays_dense)
+    attention = replace(like.mst.attention, stride=256)  # a quarter of the context
     for card, gpu in CARDS.items():
         for name in CONFIGS:
+            ready = load(name)
+            steps = replace(ready.training, steps=like.training.steps)
+            run = replace(ready, training=steps, mst=replace(like.mst, attention=attention))
             row: dict[str, Any] = {"gpu": card, "config": name}
-            for side in SIDES:
-                blocks = {**schedule, "mst.topology.granularity": {"block": side, "min_blocks": 2}}
-                settings = [f"{key}={json.dumps(value)}" for key, value in blocks.items()]
-                run = load(name, settings, weights.method)
-                alone = replace(setting_of(run, 8), ranks=1)
-                of_dense = step_seconds(run, alone, gpus.machine(gpu, 1))
-                of_phases = phases(run, of_dense, alone, gpus.machine(gpu, 1))
-                row[f"blocks of {side}"] = faster([(p.steps, p.expected_seconds) for p in of_phases], of_dense.total)
-            head, kept = dense_step_flops(run.model, "causal"), 1 - run.mst.sparsity.max
-            share = (head.head + kept * (head.matrices - head.head)) / head.matrices
-            narrow = of_dense.total - (1 - share) * of_dense.products - (1 - kept) * of_dense.attention
-            of_channels = [(p.steps, narrow if p.sparsity else of_dense.total) for p in of_phases]
-            row["channels"] = faster(of_channels, of_dense.total)
-            row["flop_reduction"] = forecast(run).reduction("causal")
+            for kind, topology in ON_GPUS.items():
+                one = made(run, topology, density_of(like))
+                if kind != "channels":  # `auto` knows of no crossover of GPUs
+                    one = replace(one, mst=replace(one.mst, compute=replace(one.mst.compute, backend="block")))
+                alone = replace(setting_of(one, 8), ranks=1)
+                of_dense = step_seconds(one, alone, gpus.machine(gpu, 1))
+                of_phases = phases(one, of_dense, alone, gpus.machine(gpu, 1))
+                expected_seconds = sum(p.steps * p.expected_seconds for p in of_phases)
+                row[kind] = of_dense.total * sum(p.steps for p in of_phases) / expected_seconds
+            row["flop_reduction"] = forecast(one).reduction("causal")
             found.append(row)
     return found
-
-
-def faster(parts: Sequence[tuple[int, float]], dense_seconds: float) -> float:
-    return dense_seconds * sum(steps for steps, _ in parts) / sum(steps * seconds for steps, seconds in parts)
 
 
 def _cells(plan: Plan) -> list[dict[str, Any]]:
@@ -257,13 +228,7 @@ def table(rows: Sequence[Mapping[str, Any]], steps: Sequence[Steps], on_gpus: Se
     ]
     kinds = grid(["width", "weights", "sparse", "step ms (middle half)", "faster than dense"], times)
     lines = [[f"{cell:.2f}" if isinstance(cell, float) else cell for cell in row.values()] for row in on_gpus]
-    heads = [
-        "expected, not measured",
-        "config",
-        *(f"blocks of {side}" for side in SIDES),
-        "channels",
-        "FLOPs ÷, causal",
-    ]
+    heads = ["expected, not measured", "config", *ON_GPUS, "FLOPs ÷, causal"]
     return "\n\n".join([grid(head, lines_of_methods), kinds, grid(heads, lines)])
 
 
@@ -282,11 +247,10 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     found.add_argument("--study", default="channels", metavar="NAME", help="(default: %(default)s)")
-    found.add_argument(
-        "--widths", type=at_least(4), nargs="+", default=[128, 256, 512], metavar="W", help="the first is the study's"
-    )
-    found.add_argument("--rounds", type=at_least(2), default=30, help="steps of each (30)")
-    found.add_argument("--threads", type=at_least(1), help="CPU threads (the cores)")
+    option = found.add_argument
+    option("--widths", type=at_least(4), nargs="+", default=[128, 256, 512], metavar="W", help="the study's goes first")
+    option("--rounds", type=at_least(2), default=30, help="steps of each (30)")
+    option("--threads", type=at_least(1), help="CPU threads (the cores)")
     outputs(found)
     return found
 

@@ -13,7 +13,7 @@ from mst_scale.plan.expected_page import table
 from mst_scale.plan.gpus import Latency, machine
 from mst_scale.plan.parameters import sparse_parameters
 from mst_scale.plan.phases import phases
-from mst_scale.plan.roofline import Linear, dense_product, forward, input_gradient, weight_gradient
+from mst_scale.plan.roofline import Linear, dense_product, forward, input_gradient, narrow, weight_gradient
 from mst_scale.plan.setting import setting_of
 from tests.support.tiny_run import ROOT
 
@@ -45,6 +45,25 @@ def test_one_sparse_layer_by_hand(again):
     assert dense.products - found.products == pytest.approx(s.accumulation * saved)
     parts = ("attention", "elementwise", "optimizer", "host", "communication")
     assert [getattr(found, part) for part in parts] == [getattr(dense, part) for part in parts], "all else stays"
+
+
+CHANNELS = (
+    "mst.topology.granularity=channel", "mst.topology.policy=static", "mst.topology.random_ratio=1.0",
+    "mst.topology.grown_moments=living", "mst.sparsity.distribution=uniform", "mst.targets.lm_head=false",
+)  # fmt: skip
+
+
+def test_channels_take_their_share_of_a_dense_product():
+    e = ready("gpt2_xl", *CHANNELS)
+    s = setting_of(e, 8)
+    found = sparse_seconds(e, s, A100, {"blocks.3.mlp.up.weight": 0.25}, DENSE)
+    dense = step_seconds(e, s, A100)
+    layer = Linear(6400, 1600, s.micro * 1024, 1, 0.25, "bf16", 2)
+    assert narrow(layer, A100).seconds == 0.25 * dense_product(layer, A100), "bound by what is multiplied"
+    saved = 3 * 0.75 * dense_product(layer, A100)
+    assert dense.products - found.products == pytest.approx(s.accumulation * saved)
+    of_phases = phases(e, dense, s, A100)
+    assert all(p.best_seconds <= p.expected_seconds < p.dense_seconds for p in of_phases if p.sparsity > 0.5)
 
 
 def test_less_communication_hides_behind_less_compute():
