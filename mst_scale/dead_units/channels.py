@@ -38,7 +38,8 @@ class Channels:
         self, units: Sequence[Units], names: Sequence[str], seed: int, sparsity: Callable[[int], float],
         step: Callable[[], int],
     ):  # fmt: skip
-        self.units, self.seed, self.sparsity, self.step = units, seed, sparsity, step
+        self.seed, self.sparsity, self.step = seed, sparsity, step
+        self._drawn: dict[Units, Tensor] = {}
         ours = {name for some in units for name in some.matrices}
         for name in names:
             if name not in ours:
@@ -65,11 +66,16 @@ class Channels:
         size = units.count // units.groups
         step = EIGHT if size >= WIDE and size % EIGHT == 0 else 1
         kept = step * max(1, math.floor((1 - Fraction(sparsity)) * size / step + Fraction(1, 2)))
-        flags = torch.zeros(units.groups, size, dtype=torch.bool)
-        for group, its in enumerate(flags):
-            order = Permutation(size, "channel", self.seed, units.kind, units.matrices[-1], group, device=CPU)
-            its[order.place(torch.arange(size)).argsort()[:kept]] = True
-        return flags.view(-1)
+        return self._places(units) < kept
+
+    def _places(self, units: Units) -> Tensor:
+        """Of each unit in the order of its group, drawn once."""
+        found = self._drawn.get(units)
+        if found is None:
+            key = ("channel", self.seed, units.kind, units.matrices[-1])
+            places = Permutation(units.count, *key, device=CPU).place(torch.arange(units.count))
+            found = self._drawn[units] = places.view(units.groups, -1).argsort(1).argsort(1).view(-1)
+        return found
 
     def lines(self, name: str, shape: tuple[int, int], sparsity: float) -> tuple[Tensor, Tensor]:
         """bool a row and bool a column of a matrix."""
@@ -95,34 +101,48 @@ class Channels:
         return self._to(layers, self.sparsity(self.step()), exchange)
 
     def _to(self, layers: Sequence[Layer], sparsity: float, exchange: Exchange) -> list[Change]:
-        changes, seen = [], []
+        after = []
         for layer in layers:
-            mask = layer.mask
-            before, was = mask.packed(), mask.active
-            rows, columns = self.lines(mask.name, mask.shard.cut.matrix, sparsity)
-            after = spread(mask.shard, rows, columns, mask.device)
-            mask.set_bits(after, int(rows.sum()) * int(columns.sum()))
-            seen.append(0 if mask.ever is None else bitwise.count(mask.ever))
-            changes.append((mask, was, before & ~after, after & ~before))
-        ever = exchange.sum(torch.tensor(seen, dtype=torch.int64)).tolist() if layers else []
-        return [
-            Change(
-                name=mask.name,
-                numel=mask.numel,
-                before=was,
-                active=mask.active,
-                pruned=max(0, was - mask.active),
-                grown=max(0, mask.active - was),
-                regrown=0,
-                by_score=0,
-                by_random=max(0, mask.active - was),
-                ever_active=None if mask.ever is None else count,
-                length=mask.length,
-                pruned_bits=gone,
-                grown_bits=grown,
+            rows, columns = self.lines(layer.mask.name, layer.mask.shard.cut.matrix, sparsity)
+            bits = spread(layer.mask.shard, rows, columns, layer.mask.device)
+            after.append((layer.mask, layer.mask.packed(), bits, int(rows.sum()) * int(columns.sum())))
+        counts = [
+            (
+                bitwise.count(was & ~bits),
+                bitwise.count(bits & ~was),
+                0 if m.ever is None else bitwise.count(m.ever | bits),
             )
-            for (mask, was, gone, grown), count in zip(changes, ever, strict=True)
+            for m, was, bits, _ in after
         ]
+        totals = exchange.sum(torch.tensor(counts, dtype=torch.int64).view(-1, 3)).tolist()
+        for (mask, *_), (pruned, grown, _) in zip(after, totals, strict=True):
+            if pruned and grown:
+                raise ValueError(
+                    f"{mask.name}: other channels live than this seed has drawn: go on with the training.seed or "
+                    "mst.seed of the run before"
+                )
+        changes = []
+        for (mask, was, bits, active), (pruned, grown, ever) in zip(after, totals, strict=True):
+            before = mask.active
+            mask.set_bits(bits, active)
+            changes.append(
+                Change(
+                    name=mask.name,
+                    numel=mask.numel,
+                    before=before,
+                    active=active,
+                    pruned=pruned,
+                    grown=grown,
+                    regrown=0,
+                    by_score=0,
+                    by_random=grown,
+                    ever_active=None if mask.ever is None else ever,
+                    length=mask.length,
+                    pruned_bits=was & ~bits,
+                    grown_bits=bits & ~was,
+                )
+            )
+        return changes
 
 
 def spread(shard: Shard, rows: Tensor, columns: Tensor, device: torch.device) -> Tensor:

@@ -145,7 +145,7 @@ def calls(
         if topology.grown_moments == "living":  # their largest gradient and their sum of squares
             certain += 2 * [8 * len(together)]
         if drawn:
-            certain.append(8 * len(together))
+            certain.append(24 * len(together))
             continue
         if in_blocks:
             certain += _in_blocks(together, topology)
