@@ -118,7 +118,11 @@ def test_the_last_line_of_a_run_counts_and_a_torn_one_does_not(tmp_path):
 
 @pytest.mark.parametrize(
     ("recipe", "name", "variant"),
-    [(overview.BEST, "main", "mst-best"), (overview.LEAN, "how-far", "4x-longer-to-the-end")],
+    [
+        (overview.BEST, "main", "mst-best"),
+        (overview.LEAN, "how-far", "4x-longer-to-the-end"),
+        ("mst-channels", "channels-256", "channels-lean"),
+    ],
 )
 def test_a_recipe_is_what_was_measured(recipe, name, variant):
     plan = read_plan(name)
