@@ -56,18 +56,15 @@ class Options:
             raise ValueError(f"mst.options.weights_from must lie in (0, 1], not {self.weights_from}")
 
 
-register(
-    NAME,
-    Method(
-        "whole inner channels live and die: a prototype",
-        {
-            "sparsity": {"initial": "random", "distribution": "uniform"},
-            "topology": {"policy": "mst", "random_ratio": 1.0, "grown_moments": "living", "wake_dead_units": False},
-            "targets": {"lm_head": False},
-            "compute": {"backend": "dense"},
-        },
-        options=Options,
-    ),
+METHOD = Method(
+    "whole inner channels live and die: a prototype",
+    {
+        "sparsity": {"initial": "random", "distribution": "uniform"},
+        "topology": {"policy": "mst", "random_ratio": 1.0, "grown_moments": "living", "wake_dead_units": False},
+        "targets": {"lm_head": False},
+        "compute": {"backend": "dense"},
+    },
+    options=Options,
 )
 
 Key = tuple[str, int]
@@ -123,6 +120,7 @@ class Channels:
     """What lives and dies together, in place of `Elements` and `Blocks`. Masks say all of its state."""
 
     side = Elements.side
+    words = " in whole channels, exchanged"
 
     def __init__(self, module: torch.nn.Module, heads: int, weights_from: int) -> None:
         self.module, self.weights_from = module, weights_from
@@ -334,5 +332,6 @@ def _controller(engine: Any, experiment: Experiment) -> SparseController:
 
 
 if __name__ == "__main__":
+    register(NAME, METHOD)
     api.SparseController = _controller  # type: ignore[misc, assignment]
     main()

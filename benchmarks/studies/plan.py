@@ -34,6 +34,7 @@ from mst_scale.config.check import check, global_batch, peak_learning_rate
 from mst_scale.costs.flops import dense_step_flops
 from mst_scale.costs.grown import of_growth
 from mst_scale.costs.ledger import forecast, topology_flops
+from mst_scale.methods import register
 
 FOLDER = Path(__file__).parent
 FIRST_LETTERS = 16  # of a digest
@@ -94,7 +95,7 @@ class Plan:
     reference: str | None = None
     """The variant that others which spend alike are set against, seed by seed (against)."""
     program: str = "mst_scale.pretrain"
-    """What makes its runs: a module that takes the same arguments. To import it is to know methods that it adds."""
+    """What makes its runs: a module that takes the same arguments. It has a METHOD of a NAME."""
     widen: bool = False
     """Whether a cell whose best rate is at an end of its grid tries another beyond it (facts.rates_of)."""
 
@@ -195,7 +196,8 @@ def _plan(path: Path, text: str) -> Plan:
     try:
         raw = json.loads(text)
         if "program" in raw:
-            import_module(raw["program"])
+            program = import_module(raw["program"])
+            register(program.NAME, program.METHOD)
         plan = Plan(
             **{
                 **raw,
