@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -261,7 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = read_plan(options.study)
     rows = rows_of(plan, found["steps"][0])
     setting = {"study": options.study, "rounds": options.rounds, "dtype": "float32"}
-    command = f"python -m mst_scale.benchmarks.studies.in_time --study {options.study} --rounds {options.rounds}"
+    given = [word for word in (sys.argv[1:] if arguments is None else arguments) if word != "--markdown"]
+    command = " ".join(["python -m mst_scale.benchmarks.studies.in_time", *given])
     tables, about = table(rows, found["steps"], expected(plan)), found["machine"]
     tell(options, rows, tables, about=about, doc=__doc__, command=command, setting=setting)
     return 0
