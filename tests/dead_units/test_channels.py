@@ -18,12 +18,13 @@ from mst_scale.dead_units.units import find_units
 from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.models import GPT, build
 from mst_scale.shard import Cut, Shard
+from tests.dead_units.test_live import CONTEXT, VOCAB, advance, batch
 from tests.support import layouts, pool
 from tests.support.layouts import Layout, Recipe
 from tests.support.toy_engine import full, shas
 from tests.support.toys import deepspeed_config
 
-STEPS, CONTEXT, VOCAB = 12, 6, 19
+STEPS = 12
 CHANNELS = {
     "sparsity": {"max": 0.75, "warmup": 0, "ultra": 4, "restore": 6, "stages": 3, "distribution": "uniform"},
     "topology": {
@@ -50,18 +51,6 @@ def config(stage, world, precision="fp32", **mst):
     raw["training"] = {"steps": STEPS, "seed": 3}
     raw["mst"] = {"method": "mst", **CHANNELS, **mst}
     return raw
-
-
-def batch(step, position):
-    generator = torch.Generator().manual_seed(1000 * step + position)
-    tokens = torch.randint(VOCAB, (8, CONTEXT + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def advance(engine, rank, first, stop):
-    for step in range(first, stop):
-        engine.backward(engine(*batch(step, rank)))
-        engine.step()
 
 
 # --- which live ---
@@ -158,7 +147,7 @@ def test_masks_and_births_are_bit_identical_on_any_ranks_and_stage_and_change_no
         found, losses = result
         reference = reference or found
         assert found == reference, f"stage {stage}, {world} ranks"
-        assert max(losses) - min(losses) < 2e-6, "births add nothing"
+        assert max(losses) - min(losses) < 2e-6, "births add nothing"  # but zeros to float32 sums of another length
     sparsities = [sparsity for _, _, sparsity, _ in reference]
     assert sparsities[0] == pytest.approx(0.75, abs=0.06) and sparsities[-1] == 0
     assert len(set(sparsities)) >= 3 and all(a >= b for a, b in pairwise(sparsities))
@@ -211,7 +200,8 @@ def save_and_go_on(rank, world, folder):
     other, *_ = mst_scale.initialize(model=model(), config=config(2, world))
     other.load_checkpoint(folder, tag="here")
     advance(other, rank, 7, STEPS)
-    same = all(torch.equal(a.shards.weight(0), b.shards.weight(0)) for a, b in [(engine.mst, other.mst)])
+    one, two = engine.mst.shards, other.mst.shards
+    same = all(torch.equal(one.weight(i), two.weight(i)) for i in range(len(one.slices)))
     return shas(engine, world) == shas(other, world), same
 
 
