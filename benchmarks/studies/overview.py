@@ -35,6 +35,7 @@ RECIPES = {
     BEST: {
         "main": ["mst-best"],
         "longer": ["mst-best", "mst-best-short", "mst-best-large"],
+        "longest": ["mst-best"],
         "larger": ["mst-best", "mst-best-middle", "mst-best-small"],
         "confirm": ["mst-best"],
         "largest": ["mst-best"],
@@ -47,7 +48,8 @@ RECIPES = {
     },
     LEAN: {
         "how-far": ["4x-longer-to-the-end"],
-        "longer": ["4x-longer-large-to-the-end"],
+        "longer": ["mst-lean", "4x-longer-large-to-the-end"],
+        "longest": ["mst-lean"],
         "larger": ["mst-lean"],
         "largest": ["mst-lean"],
         "confirm": ["4x-longer-to-the-end"],
