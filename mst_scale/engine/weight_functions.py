@@ -111,7 +111,7 @@ class WeightFunctions:
     def install(self, products: dict[str, Product]) -> None:
         """Let these products call the functions; every target has one."""
         for name in self.targets:
-            if name not in products:
+            if name not in products or products[name].across:
                 raise ValueError(
                     f"method {self.method}: {name} is not the weight of an nn.Linear, which would call it: "
                     "exclude it by mst.targets"

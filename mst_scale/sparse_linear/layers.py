@@ -4,6 +4,7 @@ The weight stays the ordinary dense parameter, so ZeRO, checkpoints and export k
 parameter gets a `Product`, which takes the place of `F.linear` in the module that owns it:
 
     nn.Linear whose weight it is               its `forward`; so DeepSpeed's AutoTP layers, for the local matrix
+    transformers' Conv1D (GPT-2's)             its `forward`; it stores the weight as (inputs, outputs)
     our layers cut over ranks                  their `product` (see tensor_parallel)
     a model's `head_product` (see models.gpt)  where the head is the token embedding (tied), or called by its weight
     a model's `head_loss`                      the head and its cross-entropy at once, where the backend has that
@@ -21,6 +22,7 @@ what is not there, of all micro-batches that lead to a topology step.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -50,10 +52,11 @@ class Function(Protocol):
 
 
 class Product:
-    """The product with one sparse parameter, in place of `F.linear`."""
+    """The product with one sparse parameter, in place of `F.linear`; `across`: it is stored as (inputs, outputs)."""
 
-    def __init__(self, name: str, shape: tuple[int, ...]):
-        self.name, self.shape = name, shape
+    def __init__(self, name: str, stored: tuple[int, ...], across: bool = False):
+        self.name, self.stored, self.across = name, stored, across
+        self.shape = stored[::-1] if across else stored
         self.index: Index | None = None
         self.function: Function | None = None
         self.dense_gradient = False
@@ -78,12 +81,12 @@ class Product:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Product:
         """For a copied model: dense, which is right for any weights, because no one updates the copy's masks."""
-        copy = Product(self.name, self.shape)
+        copy = Product(self.name, self.stored, self.across)
         copy.function = self.function
         return copy
 
     def __reduce__(self) -> Any:
-        return Product, (self.name, self.shape)
+        return Product, (self.name, self.stored, self.across)
 
     def _check(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Check shapes: kernels get addresses, and would read beyond a tensor that does not fit the mask."""
@@ -131,15 +134,17 @@ class SparseLayers:
         self.products: dict[str, Product] = {}
         self.parameters = dict(parameters)
         self.left_dense: list[str] = []
-        forwards = {nn.Linear: _forward, **forwards}  # of subclasses, which may do more, not
+        stored_across = _stored_across()
+        forwards = {nn.Linear: _forward, **stored_across, **forwards}  # of subclasses, which may do more, not
         if backend == "dense" and not always:
             return
         for name, parameter in parameters.items():
             places = list(_places(model, parameter, forwards)) if len(shapes[name]) == 2 else []
-            if not places:
+            across = {type(module) in stored_across for module, _ in places}
+            if len(across) != 1:  # no place, or two that read it differently
                 self.left_dense.append(name)
                 continue
-            product = self.products[name] = Product(name, tuple(shapes[name]))
+            product = self.products[name] = Product(name, tuple(shapes[name]), *across)
             if self.backend not in ("auto", "dense", "narrow"):
                 reason = dispatch.why_not(backend, parameter.device.type, parameter.dtype, product.shape, block)
                 if reason is not None:
@@ -148,7 +153,7 @@ class SparseLayers:
                 setattr(module, attribute, _in_place(module, product, attribute, forwards))
         if self.left_dense and backend != "dense":
             dispatch.log.info(
-                "%d of %d sparse parameters are not the weight of an nn.Linear (%s): masked dense products",
+                "%d of %d sparse parameters are not the weight of an nn.Linear or Conv1D (%s): masked dense products",
                 len(self.left_dense),
                 len(parameters),
                 self.left_dense[0],
@@ -169,8 +174,9 @@ class SparseLayers:
         if active is None or chosen == "dense":
             product.index = None
             return
-        if tuple(active.shape) != product.shape:
-            raise ValueError(f"{name} is {product.shape}, this mask {tuple(active.shape)}: it is another layer's")
+        if tuple(active.shape) != product.stored:
+            raise ValueError(f"{name} is {product.stored}, this mask {tuple(active.shape)}: it is another layer's")
+        active = active.T.contiguous() if product.across else active
         product.index = dispatch.build_index(chosen, active.to(self.parameters[name].device), self.block)
 
     def chain(self) -> None:
@@ -221,3 +227,16 @@ def _in_place(module: Any, product: Product, attribute: str, forwards: Mapping[t
 
 def _forward(module: nn.Linear, product: Product, x: torch.Tensor) -> torch.Tensor:
     return product(x, module.weight, module.bias)
+
+
+def _stored_across() -> dict[type, Forward]:
+    """Of transformers' Conv1D, which a model can have only where transformers has been imported."""
+    transformers = sys.modules.get("transformers.pytorch_utils")
+    return {} if transformers is None else {transformers.Conv1D: _across}
+
+
+def _across(module: Any, product: Product, x: torch.Tensor) -> torch.Tensor:
+    if product.index is None:
+        own: torch.Tensor = type(module).forward(module, x)
+        return own
+    return product(x, module.weight.T, module.bias)

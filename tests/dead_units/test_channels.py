@@ -224,11 +224,44 @@ def test_layers_that_are_cut_have_the_same_masks(layout):
         assert found["losses"] == pytest.approx(alone["losses"], rel=1e-4)
 
 
-def test_a_gpt_of_transformers_has_channels_too():
+def of_transformers():
     transformers = pytest.importorskip("transformers")
+    torch.manual_seed(4)
+    shape = {"n_layer": 1, "n_head": 3, "n_embd": 12, "n_positions": CONTEXT, "vocab_size": VOCAB}
     made = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_layer=1, n_head=3, n_embd=12, n_positions=8, vocab_size=VOCAB)
+        transformers.GPT2Config(**shape, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, initializer_range=0.2)
     )
+    for name, parameter in made.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.2)
+    return made
+
+
+def learning_of_transformers(rank, world, stage, backend):
+    raw = config(stage, world, compute={"backend": backend}, targets={"include": ["*.h.*"], "lm_head": False})
+    engine, *_ = mst_scale.initialize(model=of_transformers(), config=raw)
+    losses, narrow, sparsities = [], 0, []
+    for step in range(STEPS):
+        narrow += sum(product.index is not None for product in engine.mst.layers.products.values())
+        tokens = batch(step, rank)[0]
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        sparsities.append(engine.mst.sparsity)
+    return losses, narrow, sparsities
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gpt_of_transformers_multiplies_with_what_lives_too(stage):
+    narrow, dense = (pool.run(learning_of_transformers, 2, stage, backend)[0] for backend in ("auto", "dense"))
+    assert narrow[1] >= 4 * 4 and dense[1] == 0 and narrow[2] == dense[2] and max(dense[2]) > 0.6
+    assert narrow[0] == pytest.approx(dense[0], rel=1e-5)
+    assert narrow[0][-1] < narrow[0][0]
+
+
+def test_a_gpt_of_transformers_has_channels_too():
+    made = of_transformers()
     assert {some.kind: some.groups for some in find_units(made)[0]} == {"mlp": 1, "value": 3, "query_key": 3}
     ours = GPT(ModelConfig(n_layer=1, n_head=3, n_embd=12, context=8, vocab_size=VOCAB))
     assert [some.groups for some in find_units(ours)[0]] == [3, 3, 1]

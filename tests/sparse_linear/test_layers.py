@@ -90,6 +90,41 @@ def test_dense_layers_are_left_alone():
     assert "forward" not in vars(untouched)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "narrow"])
+@pytest.mark.parametrize("again", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_transformers_conv1d_multiplies_with_what_its_mask_keeps(backend, again):
+    """It stores (inputs, outputs): GPT-2's layers, which are no nn.Linear."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    model, x = conv1d(6, 9), torch.randn(5, 9)
+    nn.init.normal_(model.bias)
+    rows, columns = torch.rand(9) < 0.7, torch.rand(6) < 0.7
+    active = rows[:, None] & columns if backend == "narrow" else torch.rand(9, 6) < 0.4
+    model.weight.data[~active] = 0
+    expected = model(x)
+    expected.square().sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    channels = backend == "narrow"
+    found = SparseLayers(
+        model, {"weight": model.weight}, {"weight": (9, 6)}, "auto" if channels else backend, channels=channels
+    )
+    assert torch.equal(model(x), expected)  # its own product, while no mask is set
+    assert found.products["weight"].across and not found.left_dense
+    with pytest.raises(ValueError, match="it is another layer's"):
+        found.set_mask("weight", active.T, backend)
+    found.set_mask("weight", active, backend)
+    for dense in (False, True):
+        found.dense_gradients(dense)
+        model.zero_grad()
+        y = model(x)
+        assert torch.allclose(y, expected, atol=1e-6)  # float32 sums in another order
+        y.square().sum().backward()
+        wanted = gradients[0] if dense else gradients[0].masked_fill(~active, 0)
+        assert torch.allclose(model.weight.grad, wanted, atol=1e-5)
+        assert torch.allclose(model.bias.grad, gradients[1], atol=1e-5)
+    assert torch.allclose(again(model)(x), expected, atol=1e-6)
+
+
 def test_what_is_no_linear_layer_stays_dense_and_is_named(caplog):
     model = nn.ModuleDict({"a": nn.Linear(4, 6), "b": Other()})
     with caplog.at_level(logging.INFO, logger="mst_scale"):
