@@ -208,6 +208,8 @@ def side_table(answer: Plan) -> str:
         ["bound by", *(next(iter(x.decides), "masked dense") for x in found), ""],
     ]
     title = f"expected, not measured: a dense step against one at {100 * answer.sparsest.sparsity:.0f} % sparsity"
+    if answer.experiment.mst.topology.granularity == "channel":  # which is chosen instead of blocks
+        return "\n".join([title, *aligned(rows)])
     how = "to choose: --set mst.compute.backend=block --set mst.topology.granularity.block=16"
     return "\n".join([title, *aligned(rows), how])
 
@@ -219,13 +221,15 @@ def topology_table(answer: Plan) -> str:
     ranks, times = zip(*t.seconds.items(), strict=True)
     rows = [["ranks", *(f"{r:,}" for r in ranks), ""], ["time", *map(duration, times), ""]]
     masks = f" and {t.masks / 1e6:,.1f} MB of masks" if t.masks else ""
+    read = "weights and gradients" if t.reads_gradients else "weights"
+    reads = f"its compute, a bound, not measured: {duration(t.reads_seconds)} or more to read {read}"
     gradients = f"{duration(t.dense_gradient_seconds)} or more for weight gradients of what is masked"
     return "\n".join([
         f"topology step {t.step:,} sends {t.payload / 1e3:,.0f} kB in {t.all_reduces} all-reduces{masks}: "
         f"{duration(t.here)} on {answer.setting.ranks:,} ranks",
         f"  {t.rounds} of them, an assumed number, depend on the weights; a drift check sends "
         f"{t.drift_payload / 1e3:,.1f} kB",
-        f"  its compute, a bound, not measured: {duration(t.reads_seconds)} or more to read weights and gradients",
+        f"  {reads if t.reads_seconds else 'nothing is ranked: no weight or gradient is read'}",
         *([f"  {gradients}"] if t.dense_gradient_seconds else []),
         f"  {t.in_run:,} in the run, {duration(t.run_seconds)} or more in all, on top of the times above",
         *aligned(rows),

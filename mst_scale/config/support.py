@@ -112,8 +112,11 @@ def row_of(key: str, value: Any, stage: int, precision: str) -> Row | None:
 
 def precision_of(deepspeed: Mapping[str, Any]) -> str:
     """In which forward and backward compute."""
-    low = (name for name in ("bf16", "fp16") if dict(deepspeed.get(name) or {}).get("enabled"))
-    return next(low, "fp32")
+    for name in ("bf16", "fp16"):
+        block = deepspeed.get(name)
+        if isinstance(block, Mapping) and block.get("enabled"):
+            return name
+    return "fp32"
 
 
 def stated(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -231,19 +231,25 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
 
 def _corpus(experiment: Experiment) -> str:
     """The folder of the run's corpus."""
-    return experiment.data.dir or f"corpora/{experiment.data.source}"
+    data = experiment.data
+    if data.dir is None and data.source is None:
+        raise ValueError("the config names no text to measure the loss on: give it data.dir, a folder of mst data")
+    return data.dir or f"corpora/{data.source}"
 
 
 def tokenizer_of(experiment: Experiment) -> TrainedWith | None:
     """The tokenizer of the run's corpus; None where nothing names one."""
-    data, folder = experiment.data, Path(_corpus(experiment))
+    data = experiment.data
+    if data.dir is None and data.source is None:
+        return None if data.tokenizer is None else trained_with(data.tokenizer)
+    folder = Path(_corpus(experiment))
     if (folder / META).is_file():
         meta = read_meta(folder)
         before = trained_with(str(meta["tokenizer"]), meta["recipe"].get("tokenizer"))
         moved = data.tokenizer if is_missing(before.name) else None  # the config may say where its file lies now
         return chosen(moved, before, str(folder))
     if data.source is None and data.tokenizer is None:
-        return None
+        return None  # it names a folder that is not there
     return trained_with(data.tokenizer or ("byte" if data.source is not None and is_code(data.source) else "gpt2"))
 
 

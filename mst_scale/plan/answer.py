@@ -23,7 +23,7 @@ from mst_scale.plan.parameters import parameters, sparse_parameters
 from mst_scale.plan.phases import Phase, of_tokens, phases, skips_masked_weights
 from mst_scale.plan.recommend import FREE, Choice, best, by_layout, fewest_gpus, fitting
 from mst_scale.plan.setting import Setting, setting_of
-from mst_scale.plan.skipping import check_backend
+from mst_scale.plan.skipping import check_backend, in_channels
 from mst_scale.plan.topology import TopologyStep, topology_step
 from mst_scale.plan.traffic import traffic
 from mst_scale.plan.why import why
@@ -128,6 +128,8 @@ class Plan:
         """What may be promised about the time of the run."""
         if not self.sparse_parameters:
             return "dense: nothing is skipped"
+        if in_channels(self.experiment):
+            return "not measured on GPUs for whole channels; expected by a roofline of narrow dense products"
         if skips_masked_weights(self.experiment, self.setting.precision):
             return "not measured on GPUs for blocks of weights; expected by a roofline of their kernels"
         return "FLOPs only for the matrix products: masked dense layers take as long as dense ones"

@@ -42,7 +42,7 @@ from mst_scale.mixed_growing.policies import BY_GRADIENT
 from mst_scale.plan.clock import seconds
 from mst_scale.plan.gpus import Machine
 from mst_scale.plan.held import held
-from mst_scale.plan.memory import LISTED_WHOLE, sub_groups
+from mst_scale.plan.memory import FP32, LISTED_WHOLE, sub_groups
 from mst_scale.plan.parameters import Parameter, groups, sparse_parameters
 from mst_scale.plan.setting import Setting
 from mst_scale.plan.skipping import in_channels, skips
@@ -54,7 +54,6 @@ SAMPLE, SAMPLE_BINS, SIGMAS, SLACK = 1 << 14, 128, 6.0, 16
 DIGIT_BITS, ROUND_BYTES = (6, 12), 1 << 14
 KEY_BITS = 31
 RANKS = tuple(4**k for k in range(8))  # 1 … 16,384
-READ_BYTES = 8  # a weight and its gradient, in fp32
 
 
 @dataclass(frozen=True)
@@ -280,7 +279,8 @@ class TopologyStep:
     """On 1, 4, 16 … 16,384 ranks."""
     here: float
     reads_seconds: float
-    """At least: this rank's weights and dense gradients read once."""
+    """At least: this rank's weights, and dense gradients where they are read, once in fp32; channels read neither."""
+    reads_gradients: bool
     dense_gradient_seconds: float
     """At least: weight gradients of what is masked too, where other steps skip them."""
     drift_payload: int
@@ -320,9 +320,10 @@ def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> Topol
     tokens = s.micro * s.accumulation * experiment.model.context / (s.tensor * s.sequence * s.pipeline)
     peak = gpu.peak(s.precision)
     here = seconds(found.all, s.ranks // s.pipeline, 1, machine)
-    reads = READ_BYTES * share / (gpu.bandwidth * e.memory)
     point, before = experiment.schedule.at(step), experiment.schedule.at(step - 1)
     read = experiment.mst.topology.reads_dense_gradients(point.update_fraction, point.sparsity < before.sparsity)
+    read_bytes = 0 if in_channels(experiment) else FP32 * (1 + read)
+    reads = read_bytes * share / (gpu.bandwidth * e.memory)
     dense_gradients = 2 * tokens * skipped / (peak * e.matmul) if read else 0.0
     count = sum(1 for _ in experiment.schedule.topology_steps())
     return TopologyStep(
@@ -334,6 +335,7 @@ def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> Topol
         seconds=by_ranks,
         here=here,
         reads_seconds=reads,
+        reads_gradients=read,
         dense_gradient_seconds=dense_gradients,
         drift_payload=sum(c.payload for c in drift_check(experiment, s)),
         in_run=count,

@@ -38,7 +38,7 @@ def beginning(source: Path | None, out: Path, experiment: Experiment, how: str, 
     both = in_common(before, experiment, out)
     if _step_of(source) <= both.until:
         return source
-    if how != "auto":
+    if how != "auto" and both.until >= 0:
         ranks.refuse(ValueError(f"--resume {how}: {both.why}: name a checkpoint of step {both.until:,} or before"))
     tag = store.newest(source.parent, ranks, before=both.until + 1)
     if tag is None:

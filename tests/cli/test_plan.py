@@ -89,6 +89,12 @@ def test_what_blocks_of_each_side_are_expected_to_gain(capsys):
     assert slow["expected"]["ultra_speedup"] < found["ultra_speedup"] and slow["efficiency"]["l2"] == 0.2
 
 
+def test_channels_are_spoken_of_as_channels(capsys):
+    text = said(capsys, *config("gpt2_small"), "--gpus", "8", "--set", "recipe=mst-channels")
+    assert "not measured on GPUs for whole channels" in text and "nothing is ranked: no weight or gradient" in text
+    assert "to choose: --set" not in text and "blocks of weights" not in text
+
+
 def test_activations_with_and_without_checkpointing(capsys):
     words = [*config("gpt3_1.3b"), "--gpus", "32"]
     both = json.loads(said(capsys, *words, "--json"))["activations"]

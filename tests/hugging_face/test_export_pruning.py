@@ -179,3 +179,12 @@ def test_the_command(run, tmp_path, capsys):
     assert main(["export", str(run), str(tmp_path / "no"), "--prune", "0.5", "--how", "wnada"]) == 2
     refusal = capsys.readouterr().err.splitlines()
     assert refusal == ["mst: --how 'wnada' is unknown: choose one of magnitude, wanda, sparsegpt"]
+
+
+def test_a_config_that_names_no_text_is_refused_by_that(run, tmp_path):
+    raw = json.loads((run / "config.json").read_text())
+    del raw["data"]
+    (tmp_path / "bare.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"names no text to measure the loss on: give it data\.dir"):
+        export(run / "checkpoints" / SAVED, tmp_path / "hf", config=tmp_path / "bare.json", prune=0.5)
+    export(run / "checkpoints" / SAVED, tmp_path / "hf", config=tmp_path / "bare.json")  # which needs none

@@ -99,4 +99,6 @@ def test_phases_that_are_shares_of_the_run_are_refused(tmp_path):
     code, text, (line, _) = *run(tmp_path, "out", "--steps", "20", mst=MST)[:2], run(tmp_path, "out", mst=MST)[2]
     told = "state mst.sparsity, mst.topology.interval and mst.attention.dense_from in steps (integers)"
     assert code == 2 and told in text and text.count("\n") <= 1
+    code, text, _ = run(tmp_path, "out", "--steps", "20", "--resume", "step00000012", mst=MST)
+    assert code == 2 and told in text and "step -" not in text and text.count("\n") <= 1, "there is no step to name"
     assert line.startswith(f"{tmp_path / 'out'} is finished, at step 12; it cannot go on: ") and line.endswith(told)
