@@ -8,7 +8,7 @@ that are as sparse as it gets, of dense ones, and between them by the number of 
 time that dense training of the model needs for the loss, divided by the run's.
 
     weights    mst at that sparsity, its kernels chosen by mst.compute.backend = auto
-    blocks     the same in blocks of 16 × 16
+    blocks     the same in blocks of 16 × 16 and 32 × 32
     channels   the same in whole channels (mst.topology.granularity = channel)
 
 Topology steps are left out: they are one step in a hundred. The wider models say how step times change with the width;
@@ -32,6 +32,7 @@ import torch
 
 from mst_scale.config import Experiment, load
 from mst_scale.config.check import check
+from mst_scale.config.support import precision_of
 from mst_scale.costs.ledger import forecast
 from mst_scale.distributed.parser import Parser, at_least
 from mst_scale.methods import NoOptions
@@ -50,15 +51,17 @@ from . import facts
 from .page import answers
 from .plan import FOLDER, Cell, Plan, job, read_plan
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 CARDS = {"A100": "a100-80gb", "H200": "h200"}
 CONFIGS = ("gpt2_small", "gpt2_xl", "gpt3_6.7b")
 KINDS: dict[str, dict[str, Any]] = {
     "weights": {},
     "blocks of 16": {"granularity": BlockGranularity(16, 2)},
+    "blocks of 32": {"granularity": BlockGranularity(32, 2)},
     "channels": {"granularity": "channel", "policy": "static"},
 }
 ON_GPUS: dict[str, dict[str, Any]] = {
-    "blocks of 32": {"granularity": BlockGranularity(32, 2)},
+    "blocks of 32": KINDS["blocks of 32"],
     "blocks of 64": {"granularity": BlockGranularity(64, 2)},
     "channels": KINDS["channels"],
 }
@@ -137,10 +140,12 @@ def run_seconds(experiment: Experiment, steps: Steps) -> float:
     sparse, schedule = 1 - experiment.mst.sparsity.max, experiment.schedule
     of_dense, total = statistics.median(steps.dense), 0.0
     weights_from = getattr(experiment.mst.options, "weights_from", 0.0) * experiment.training.steps
-    if experiment.mst.topology.granularity == "channel":
+    granularity = experiment.mst.topology.granularity
+    if granularity == "channel":
         weights_from = experiment.training.steps
+    kept = f"blocks of {granularity.block}" if isinstance(granularity, BlockGranularity) else "weights"
     for step in range(experiment.training.steps):
-        kind = "channels" if step < weights_from else "weights"
+        kind = "channels" if step < weights_from else kept
         of_sparse = statistics.median(steps.sparse[kind, density_of(experiment)])
         living = 1 - schedule.at(step).sparsity
         total += of_sparse + (of_dense - of_sparse) * max(0.0, living - sparse) / (1 - sparse)
@@ -261,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = run_on(1, here, options)
     plan = read_plan(options.study)
     rows = rows_of(plan, found["steps"][0])
-    setting = {"study": options.study, "rounds": options.rounds, "dtype": "float32"}
+    setting = {"study": options.study, "rounds": options.rounds, "dtype": DTYPES[precision_of(plan.config)]}
     given = [word for word in (sys.argv[1:] if arguments is None else arguments) if word != "--markdown"]
     command = " ".join(["python -m mst_scale.benchmarks.studies.in_time", *given])
     tables, about = table(rows, found["steps"], expected(plan)), found["machine"]

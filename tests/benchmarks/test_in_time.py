@@ -10,8 +10,8 @@ from mst_scale.benchmarks.studies.plan import job, read_plan
 STEPS = Steps(128, [99.0, 100.0, 101.0], {("channels", 0.2): [40.0], ("weights", 0.2): [70.0, 90.0, 80.0]})
 
 
-def of(name: str):
-    plan = read_plan("channels")
+def of(name: str, study: str = "channels"):
+    plan = read_plan(study)
     cell = next(cell for cell in plan.cells() if cell.variant == name)
     return job(plan, cell, 0.004, 1, "c").experiment
 
@@ -26,6 +26,15 @@ def test_a_run_takes_the_time_of_its_steps():
     assert in_time.run_seconds(of("channels-then-weights"), STEPS) == pytest.approx(mixed / 1e3, rel=1e-3)
     lean = in_time.run_seconds(of("channels-lean"), STEPS)
     assert 40 * steps / 1e3 < lean < in_time.run_seconds(of("channels"), STEPS)
+
+
+@pytest.mark.parametrize(("name", "each"), [("weights", 80), ("blocks-16", 60), ("blocks-32", 50)])
+def test_blocks_take_the_time_of_blocks(name, each):
+    times = {("weights", 0.2): [80.0], ("blocks of 16", 0.2): [60.0], ("blocks of 32", 0.2): [50.0]}
+    experiment = of(name, "granularity-256")
+    steps, sparse = experiment.training.steps, experiment.schedule.sparse_until
+    expected = (each * sparse + 100 * (steps - sparse)) / 1e3
+    assert in_time.run_seconds(experiment, Steps(256, [100.0], times)) == pytest.approx(expected)
 
 
 def test_worth_in_time_is_worth_in_flops_at_the_rate_of_measured_steps(monkeypatch):
