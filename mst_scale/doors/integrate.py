@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
+import io
 import json
 import sys
 import weakref
@@ -183,6 +184,8 @@ def _say_mistakes_in_one_line(door: Door) -> None:
         door.failed = True
         ours = isinstance(error, ValueError) and trace is not None and _raised_here(trace)
         if ours and not hasattr(sys, "ps1"):
+            if isinstance(sys.stderr, io.StringIO):  # torch's hook collects what ours says, to say it once we return
+                sys.stderr = sys.__stderr__
             exits.end(error, alike=True)
         before(kind, error, trace)
 
