@@ -64,6 +64,9 @@ class Controller:
         said = [self.sparsity_in_words(), self.attention_in_words()]
         level = WARNING if self.dense_attention and able else INFO
         logger.log(level, "%s: %s", self.method, "; ".join(part for part in said if part))
+        context = getattr(getattr(self.engine.module, "config", None), "max_position_embeddings", None)  # transformers'
+        if isinstance(context, int) and (told := self.attention.sparse_by_name_alone(context)):
+            logger.warning("%s", told)
 
     def _products(self) -> dict[str, Product]:
         """What calls the functions of weights."""

@@ -31,6 +31,16 @@ class AttentionSchedule:
             raise ValueError(f"step {step} is negative")
         return [pattern for start, pattern in self.pieces if start <= step][-1]
 
+    def sparse_by_name_alone(self, context: int) -> str:
+        """What to say of a pattern that holds every pair of a sequence; "" where none does."""
+        for _, pattern in self.pieces:
+            if pattern.kind != "dense" and pattern.is_dense(context):
+                return (
+                    f"mst.attention.stride = {pattern.stride} leaves out no pair of {context} tokens: attention is "
+                    f"dense; {max(1, context // 4)}, a quarter of the context, is the paper's"
+                )
+        return ""
+
 
 def strides_per_phase(pieces: Sequence[tuple[int, Pattern]]) -> AttentionSchedule:
     """One pattern per phase, given each phase's first step. A phase of no steps (the next starts where it does) is

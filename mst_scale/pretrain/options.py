@@ -12,7 +12,6 @@ from mst_scale.config.check import check
 from mst_scale.config.ready import config_file
 from mst_scale.distributed import logger
 from mst_scale.distributed.parser import Parser, refuse_no_folder
-from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule
 from mst_scale.pretrain import branch, resume
 
 
@@ -72,21 +71,10 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
     if args.branch_decay_from is not None:
         experiment = branch.planned(experiment, args.branch_decay_from, out_of(args, experiment))
     refuse_no_folder("--out", out_of(args, experiment))
-    _warn_of_wide_strides(experiment.attention_schedule, experiment.model.context)  # refuses phases that do not fit
+    schedule = experiment.attention_schedule  # refuses phases that do not fit
+    if told := schedule.sparse_by_name_alone(experiment.model.context):
+        logger.warning("%s", told)
     return experiment
-
-
-def _warn_of_wide_strides(attention: AttentionSchedule, context: int) -> None:
-    """Of a pattern that is sparse by its name alone."""
-    for _, pattern in attention.pieces:
-        if pattern.kind != "dense" and pattern.is_dense(context):
-            logger.warning(
-                "mst.attention.stride = %d leaves out no pair of %d tokens: attention is dense; 0.25, a quarter of the "
-                "context, is the paper's",
-                pattern.stride,
-                context,
-            )
-            return
 
 
 def _fitted(args: argparse.Namespace) -> list[str]:

@@ -232,6 +232,18 @@ def what_is_said(rank, world, model, config):
     return [line for line in said.splitlines() if line.startswith(f"mst_scale: {METHOD}: ")], engine.mst.attended
 
 
+def warnings_of(rank, world, model, config):
+    found = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())
+    logging.getLogger("mst_scale").addHandler(handler)
+    try:
+        mst_scale.initialize(model=model(), config=config)
+    finally:
+        logging.getLogger("mst_scale").removeHandler(handler)
+    return found
+
+
 def test_one_line_on_rank_0_says_what_was_chosen():
     config = mst_config(1, 2, steps=140)
     (first, _), (second, _) = pool.run(what_is_said, 2, toy, config)
@@ -250,6 +262,15 @@ def test_a_run_that_starts_sparse_says_what_its_first_masks_keep(initial, says):
     config["mst"]["sparsity"] = {"max": 0.8, "warmup": 0, "initial": initial}
     ((said, _),) = pool.run(what_is_said, 1, toy, config)
     assert f"of 140; the first masks {says}" in said[0]
+
+
+@pytest.mark.parametrize(("stride", "told"), [(16, 1), (4, 0), (0.25, 1)])
+def test_a_pattern_that_is_sparse_by_its_name_alone_is_warned_of_in_a_transformers_model(stride, told):
+    """A share is of 1,024 tokens where the config has no model; this one's context is 16."""
+    config = {**deepspeed_config(1, 1), "training": {"steps": 14}}
+    config["mst"] = {"method": "mst", "attention": {"stride": stride}, "targets": {"include": ["transformer.h.*"]}}
+    (said,) = pool.run(warnings_of, 1, hugging_face, config)
+    assert sum("leaves out no pair of 16 tokens: attention is dense; 4, a quarter" in line for line in said) == told
 
 
 def test_attention_of_a_transformers_model_in_a_users_module_is_sparse_or_the_line_says_why_not():
