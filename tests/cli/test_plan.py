@@ -95,6 +95,12 @@ def test_channels_are_spoken_of_as_channels(capsys):
     assert "to choose: --set" not in text and "blocks of weights" not in text
 
 
+@pytest.mark.parametrize(("recipe", "read"), [("paper", "weights and gradients"), ("mst-best", "weights")])
+def test_what_a_topology_step_reads_is_what_its_growth_reads(recipe, read, capsys):
+    text = said(capsys, *config("gpt2_small"), "--gpus", "8", "--set", f"recipe={recipe}")
+    assert f"or more to read {read}\n" in text
+
+
 def test_activations_with_and_without_checkpointing(capsys):
     words = [*config("gpt3_1.3b"), "--gpus", "32"]
     both = json.loads(said(capsys, *words, "--json"))["activations"]

@@ -11,6 +11,7 @@ from mst_scale.config import METHODS, MODELS, RECIPES, in_steps, load, to_dict
 from mst_scale.config.check import BATCH_KEYS, batch_shape, check
 from mst_scale.config.limits import LARGEST
 from mst_scale.config.load import BLOCKS
+from mst_scale.config.support import precision_of
 
 READY = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 MINIMAL = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -380,3 +381,13 @@ def test_after_the_last_step_attention_is_what_it_was(mst, last):
     experiment = load({"training": {"steps": 140}, "mst": {"method": "mst", "attention": {"stride": 64}, **mst}})
     attention = experiment.attention_schedule
     assert attention.pattern_at(140) == attention.pattern_at(139) and attention.pattern_at(140).kind == last
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "precision"),
+    [({}, "fp32"), ({"bf16": {"enabled": True}}, "bf16"), ({"bf16": True, "fp16": {"enabled": True}}, "fp16"),
+     ({"bf16": True}, "fp32"), ({"fp16": None}, "fp32")],
+)  # fmt: skip
+def test_a_precision_is_a_block_that_is_enabled(deepspeed, precision):
+    """What is no block is DeepSpeed's to refuse."""
+    assert precision_of(deepspeed) == precision

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero import offload_config
 import mst_scale
 from mst_scale.config import MSTConfig, load
 from mst_scale.config.check import check
-from mst_scale.config.support import TABLE, known_keys, precision_of, refuse_unsupported, row_of, rows
+from mst_scale.config.support import TABLE, known_keys, refuse_unsupported, row_of, rows
 from mst_scale.config.support_page import page
 from tests.support import pool
 from tests.support.toy_engine import mst_config, watched
@@ -442,13 +442,3 @@ def test_every_line_says_why_or_by_which_test_and_every_test_exists():
 
 def test_the_tables_file_is_installed():
     assert "config/*.txt" in (ROOT / "setup.py").read_text() and TABLE.suffix == ".txt"
-
-
-@pytest.mark.parametrize(
-    ("deepspeed", "precision"),
-    [({}, "fp32"), ({"bf16": {"enabled": True}}, "bf16"), ({"bf16": True, "fp16": {"enabled": True}}, "fp16"),
-     ({"bf16": True}, "fp32"), ({"fp16": None}, "fp32")],
-)  # fmt: skip
-def test_a_precision_is_a_block_that_is_enabled(deepspeed, precision):
-    """What is no block is DeepSpeed's to refuse."""
-    assert precision_of(deepspeed) == precision
