@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, attention
 from mst_scale.hybrid_sparse_attention.dispatch import choose
 
@@ -268,7 +269,7 @@ def _peak_cuda(name: str, dtype: str, length: int) -> float:
 
 def _mib(count: int | None) -> float:
     if count is None:
-        raise ValueError("the peak of this process's memory cannot be read here: it takes Linux")
+        raise UserError("the peak of this process's memory cannot be read here: it takes Linux")
     return count / 2**20
 
 

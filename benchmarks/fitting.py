@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from mst_scale.config import Experiment
+from mst_scale.errors import UserError
 from mst_scale.plan.memory import CONTEXT, FRAGMENTS, Memory, memory
 from mst_scale.plan.setting import setting_of
 
@@ -20,7 +21,7 @@ def layers_that_fit(ours: Experiment, rival: Experiment, ranks: int, capacity: f
         peak = max(a.peak + b.held + b.gradients for a, b in (sides, sides[::-1]))
         if peak * (1 + FRAGMENTS) + CONTEXT <= capacity:
             return layers
-    raise ValueError(f"--layers fit: not one layer fits in {capacity / 1e9:.0f} GB: take a smaller --micro")
+    raise UserError(f"--layers fit: not one layer fits in {capacity / 1e9:.0f} GB: take a smaller --micro")
 
 
 def _held(experiment: Experiment, layers: int, ranks: int) -> Memory:
@@ -33,6 +34,6 @@ def capacity_here() -> float:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError("--layers fit needs a CUDA device, whose memory they are to fit into: give a number")
+        raise UserError("--layers fit needs a CUDA device, whose memory they are to fit into: give a number")
     properties: Any = torch.cuda.get_device_properties(0)
     return float(properties.total_memory)

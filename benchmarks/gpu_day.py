@@ -42,6 +42,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mst_scale.distributed.parser import Parser, at_least, refuse_no_folder
+from mst_scale.errors import UserError
 from mst_scale.runs.progress import clock
 
 from .gpu_parts import PARTS, Part, Where
@@ -100,7 +101,7 @@ def refuse_without_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device here: --tiny runs the parts on the CPU, to see that they run")
+        raise UserError("there is no CUDA device here: --tiny runs the parts on the CPU, to see that they run")
 
 
 # --- a part's own process ---

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.errors import UserError
 from mst_scale.sparse_linear import cpp, crossovers
 from mst_scale.sparse_linear.mkl import MKLIndex
 
@@ -198,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if (reason := cpp.why_not()) is not None:
-        raise ValueError(f"the compiled kernel cannot be had: {reason}")
+        raise UserError(f"the compiled kernel cannot be had: {reason}")
     if options.tune:
         tune(options.dtype, options.seconds)
         return 0

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.errors import UserError
 
 from .page import NO_DEVICE, Row, outputs, tell
 from .timing import Run, in_rounds
@@ -176,7 +177,7 @@ def crossover(ours: dict[float, float], dense: float) -> float:
 def tune(sides: Sequence[int], widths: Sequence[int], rounds: int) -> list[Row]:
     """Crossovers of the three products together, into the table; earlier ones that were not measured again stay."""
     if not torch.cuda.is_available():
-        raise ValueError("--tune needs a CUDA device: crossovers are measured, not guessed")
+        raise UserError("--tune needs a CUDA device: crossovers are measured, not guessed")
 
     from mst_scale.sparse_linear import crossovers
 

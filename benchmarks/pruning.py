@@ -28,6 +28,7 @@ from pathlib import Path
 
 from mst_scale.config import ready
 from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.errors import UserError
 
 from .machine import machine
 from .page import LOSSES, Row, aside, grid, outputs, tell
@@ -69,7 +70,7 @@ def steps_to(loss: float, loss_after: Callable[[int], float], longest: int) -> i
     last two that enclose it."""
     tried = {longest: loss_after(longest)}
     if tried[longest] > loss:
-        raise ValueError(f"{longest:,} steps end at {tried[longest]:.4f}, above {loss:.4f}: train more of them")
+        raise UserError(f"{longest:,} steps end at {tried[longest]:.4f}, above {loss:.4f}: train more of them")
     short = longest
     while tried[short] <= loss:
         short //= 2

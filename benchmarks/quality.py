@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.distributed.parser import Parser
+from mst_scale.errors import UserError
 
 from .machine import machine
 from .page import LOSSES, Row, aside, grid, outputs, tell
@@ -172,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only:
         unknown = sorted(set(options.only) - set(variants))
         if unknown:
-            raise ValueError(f"--only {unknown[0]}: the variants are {', '.join(variants)}")
+            raise UserError(f"--only {unknown[0]}: the variants are {', '.join(variants)}")
         variants = {name: variants[name] for name in options.only}
     with aside():
         rows = measure(options, variants)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.errors import UserError
 
 from . import step
 from .machine import machine
@@ -80,7 +81,7 @@ def kind_of(found: Sequence[dict[str, Any]]) -> str:
         return "weak"
     if len({s["sequences_per_rank"] * s["ranks"] for s in settings}) == 1:
         return "strong"
-    raise ValueError("--from: the files have neither the same sequences a rank nor the same global batch")
+    raise UserError("--from: the files have neither the same sequences a rank nor the same global batch")
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -163,9 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for ranks in options.ranks if "strong" in options.kinds and options.config else ():
         if options.micro * max(options.ranks) % ranks:
             whole = options.micro * max(options.ranks)
-            raise ValueError(f"strong scaling: {whole} sequences do not divide into {ranks} ranks: change --micro")
+            raise UserError(f"strong scaling: {whole} sequences do not divide into {ranks} ranks: change --micro")
     if options.plot and Path(options.plot).suffix not in (".png", ".svg"):
-        raise ValueError(f"--plot {options.plot}: the name must end in .png or .svg")
+        raise UserError(f"--plot {options.plot}: the name must end in .png or .svg")
     about = machine(options.threads)
     if options.files:
         found = [json.loads(Path(path).read_text()) for path in options.files]

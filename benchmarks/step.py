@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from mst_scale.distributed.parser import Parser
+from mst_scale.errors import UserError
 
 from . import step_cuda
 from .fitting import capacity_here
@@ -106,7 +107,7 @@ def check_options(options: argparse.Namespace) -> None:
     for name, least in (("rounds", 2), ("ranks", 1), ("micro", 1), ("threads", 1), ("layers", 1)):
         value = getattr(options, name)
         if isinstance(value, int) and value < least:
-            raise ValueError(f"--{name} must be at least {least}, not {value}")
+            raise UserError(f"--{name} must be at least {least}, not {value}")
     experiment = load(options.config, options.set, options.method)
     check(experiment)
     if options.micro is None:
@@ -114,7 +115,7 @@ def check_options(options: argparse.Namespace) -> None:
     known = dict.fromkeys(phase.name for phase in forecast(experiment).phases)
     for name in options.phases or ():
         if name not in known:
-            raise ValueError(f"--phases {name}: this schedule has {', '.join(known)}")
+            raise UserError(f"--phases {name}: this schedule has {', '.join(known)}")
     if options.layers == "fit":
         capacity_here()
     if options.append and not int(os.environ.get("RANK", "0")):
@@ -122,7 +123,7 @@ def check_options(options: argparse.Namespace) -> None:
             with open(options.append, "a"):
                 pass
         except OSError as error:
-            raise ValueError(f"--append {options.append}: {error.strerror}") from None
+            raise UserError(f"--append {options.append}: {error.strerror}") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

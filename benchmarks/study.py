@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.distributed.parser import Parser, at_least, refuse_no_folder
+from mst_scale.errors import UserError
 from mst_scale.runs.out_lock import OutLock
 
 from .machine import machine
@@ -69,13 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = read_plan(options.name)
     data = options.data or Path(plan.config["data"]["dir"])
     if not options.results.is_dir():
-        raise ValueError(f"--results {options.results}: there is no such folder")
+        raise UserError(f"--results {options.results}: there is no such folder")
     ended = 0
     if not options.page:
         out = options.out or Path("runs") / f"study-{plan.name}"
         refuse_no_folder("--out", out)
         if not options.resume and (out / "runs").is_dir():
-            raise ValueError(f"{out} holds runs already: --resume goes on with them, or choose another --out")
+            raise UserError(f"{out} holds runs already: --resume goes on with them, or choose another --out")
         how: dict[str, Any] = {"deadline": _deadline(options.budget), "at_once": options.at_once}
         ended = _run(Line(plan, out, options.results, data, **how))
     rows = facts.known(options.results)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from mst_scale.errors import UserError
+
 if TYPE_CHECKING:  # what a shard says needs no torch, only index tensors do
     from torch import Tensor
 
@@ -140,7 +142,7 @@ class Cut:
             position = 0
             for start, stop in getattr(self, axis):
                 if not position <= start <= stop <= extent:
-                    raise ValueError(f"{axis} {getattr(self, axis)} do not ascend within the {extent} of {self.shape}")
+                    raise UserError(f"{axis} {getattr(self, axis)} do not ascend within the {extent} of {self.shape}")
                 position = stop
 
 
@@ -237,6 +239,6 @@ class Shard:
 
     def __post_init__(self) -> None:
         if self.length and not 0 <= self.start < self.stop <= self.local_numel:
-            raise ValueError(
+            raise UserError(
                 f"{self.name}: slice [{self.start}, {self.stop}) lies outside its {self.local_numel} weights"
             )

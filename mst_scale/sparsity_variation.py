@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
 
+from mst_scale.errors import UserError
+
 Duration = int | float
 """Steps if int, share of the run if float."""
 
@@ -159,7 +161,7 @@ class Schedule:
 
     def _phase(self, step: int) -> Phase:
         if step < 0:
-            raise ValueError(f"step {step} is before the run; steps count from 0")
+            raise UserError(f"step {step} is before the run; steps count from 0")
         return self.phases[bisect_right(self._starts, step) - 1]
 
     def _changes(self, phase: Phase) -> list[int]:
@@ -259,19 +261,19 @@ class SparsityConfig:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.max < 1.0:
-            raise ValueError(f"mst.sparsity.max must lie in [0, 1), not {self.max}")
+            raise UserError(f"mst.sparsity.max must lie in [0, 1), not {self.max}")
         if self.stages < 1:
-            raise ValueError(f"mst.sparsity.stages must be at least 1, not {self.stages}")
+            raise UserError(f"mst.sparsity.stages must be at least 1, not {self.stages}")
         for name in ("warmup", "ultra", "restore", "turn"):
             value = getattr(self, name)
             if value < 0 or (isinstance(value, float) and value > 1):
-                raise ValueError(f"mst.sparsity.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
+                raise UserError(f"mst.sparsity.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
 
     def schedule(self, total_steps: int, moves: Moves) -> Schedule:
         """The schedule of a run of `total_steps`: phase ends are rounded, and a phase that was asked for
         has one step at least (where there are fewer steps than phases, the last ones have none)."""
         if total_steps < 1:
-            raise ValueError(f"total_steps {total_steps} must be at least 1")
+            raise UserError(f"total_steps {total_steps} must be at least 1")
         phases = self._phases(total_steps)
         gradual = [p.stop - p.start for p in phases if p.name in ("warmup", "restore")]
         interval = moves.interval or max(1, min([DEFAULT_INTERVAL, *(length // 5 for length in gradual)]))
@@ -312,7 +314,7 @@ class SparsityConfig:
         else:
             turn = _steps(self.turn, total)
             if turn <= 0:
-                raise ValueError("acdc needs turn > 0, the length of its sparse and dense phases")
+                raise UserError("acdc needs turn > 0, the length of its sparse and dense phases")
             turns = [("ultra", turn), ("dense", turn)] * max(1, round(ultra / (2 * turn)))
             stated = [("dense", warmup), *turns, ("ultra", None)]
         return self._laid_out(stated, total)
@@ -330,7 +332,7 @@ class SparsityConfig:
                 end = max(math.floor(position + 0.5), begin + 1)  # half up; at least one step for what was asked
             if math.floor(position + 0.5) > total:
                 said = ", ".join(name for name, length in stated if length)
-                raise ValueError(
+                raise UserError(
                     f"phases {said} do not fit in {total} steps: shorten them, state them as shares of the run "
                     "(floats at most 1.0), or lengthen the run"
                 )

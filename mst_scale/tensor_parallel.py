@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mst_scale.distributed import Mesh
+from mst_scale.errors import UserError
 from mst_scale.shard import Cut, Range
 
 KEY = "tensor_parallel.autotp_size"
@@ -48,7 +49,7 @@ class TensorGroup:
     def share(self, what: str, count: int) -> Range:
         """Which of so many equal things are here; `what` is their name in the config."""
         if count % self.size:
-            raise ValueError(
+            raise UserError(
                 f"{what} = {count} cannot be cut over {self.size} ranks: choose a multiple, or another {KEY}"
             )
         each = count // self.size
@@ -64,7 +65,7 @@ class TensorGroup:
 def refuse_dropout(dropout: float) -> None:
     """Ranks that work on one sequence would have to drop the same values."""
     if dropout:
-        raise ValueError(
+        raise UserError(
             f"model.dropout = {dropout} does not go with tensor, sequence or pipeline parallelism, whose ranks would "
             "drop different values: set it to 0"
         )

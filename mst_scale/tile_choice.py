@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from mst_scale.errors import UserError
+
 T = TypeVar("T")
 VARIABLE = "MST_SCALE_TILE"
 
@@ -20,7 +22,7 @@ def among(tiles: Sequence[T]) -> tuple[T, ...]:
     if not number:
         return tuple(tiles)
     if not number.isdecimal():
-        raise ValueError(f"{VARIABLE}={number}: give the number of a tile, 0 for the first, or nothing to measure all")
+        raise UserError(f"{VARIABLE}={number}: give the number of a tile, 0 for the first, or nothing to measure all")
     return (tiles[int(number) % len(tiles)],)
 
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mst_scale.errors import UserError
+
 from ..studies.facts import append
 
 Row = dict[str, Any]
@@ -46,7 +48,7 @@ class Book:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if odd := [key for key in SAME if self.machine and self.machine.get(key) != machine.get(key)]:
             was, now = (", ".join(f"{key} {about.get(key)}" for key in odd) for about in (self.machine, machine))
-            raise ValueError(f"{self.path} was measured with {was}, and this is {now}: choose another --out")
+            raise UserError(f"{self.path} was measured with {was}, and this is {now}: choose another --out")
         self.machine = machine
         append(self.path, {"machine": machine})
 

@@ -19,6 +19,7 @@ from mst_scale.checkpoints import open_masks
 from mst_scale.config import ModelConfig
 from mst_scale.dead_units.units import Units, find_units
 from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.errors import UserError
 from mst_scale.models import GPT
 
 
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     options = parser.parse_args(arguments)
     if not 0 < options.density < 1:
-        raise ValueError(f"--density {options.density}: give the share of units that live, above 0 and below 1")
+        raise UserError(f"--density {options.density}: give the share of units that live, above 0 and below 1")
     config = ModelConfig(n_layer=options.layers, n_head=options.heads, n_embd=options.width, context=8, vocab_size=8)
     masks = channel_masks(GPT(config), options.heads, options.density, options.seed)
     open_masks.write(options.out, masks.items())

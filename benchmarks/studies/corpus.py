@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mst_scale.distributed.parser import Parser, refuse_no_folder
+from mst_scale.errors import UserError
 
 # Technical and natural English; linux-doc and the like only point to a package with a version in its name.
 PACKAGES = (
@@ -95,10 +96,10 @@ def fetched(packages: Sequence[str], folder: Path) -> list[Path]:
     try:
         subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
     except FileNotFoundError:
-        raise ValueError("there is no apt-get here: make the corpus on a Debian system, or with mst data") from None
+        raise UserError("there is no apt-get here: make the corpus on a Debian system, or with mst data") from None
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        raise ValueError(f"apt-get download: {last}; run apt-get update, or name others with --packages") from None
+        raise UserError(f"apt-get download: {last}; run apt-get update, or name others with --packages") from None
     return sorted(folder.glob("*.deb"))
 
 
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         debs = fetched(options.packages, Path(folder))
         found = texts(debs)
     if not found:
-        raise ValueError("--packages: no English page of HTML in them: name others")
+        raise UserError("--packages: no English page of HTML in them: name others")
     file = options.out / "text.jsonl"
     file.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in found))
     (options.out / "packages.txt").write_text("".join(f"{deb.stem}\n" for deb in debs))

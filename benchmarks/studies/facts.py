@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.data.corpus import identity
+from mst_scale.errors import UserError
 from mst_scale.runs import metrics, run_file
 
 from .plan import Cell, Job, Plan, job
@@ -94,9 +95,7 @@ def corpus_of(folder: Path) -> str:
     """What stands for the text, whose runs alone may be compared."""
     found = identity(folder)
     if found is None:
-        raise ValueError(
-            f"there is no corpus in {folder}: python -m mst_scale.benchmarks.studies.corpus --out {folder}"
-        )
+        raise UserError(f"there is no corpus in {folder}: python -m mst_scale.benchmarks.studies.corpus --out {folder}")
     return found
 
 

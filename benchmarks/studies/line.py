@@ -23,6 +23,7 @@ from typing import TextIO
 import mst_scale
 from mst_scale.checkpoints import store
 from mst_scale.config import Experiment, to_dict
+from mst_scale.errors import UserError
 from mst_scale.runs import metrics, run_file
 from mst_scale.runs.out_lock import OutLock
 from mst_scale.runs.progress import clock
@@ -62,7 +63,7 @@ class Line:
         mine = {job.digest for job in facts.wanted(self.plan, found, self.data)[0]}
         for row in found.values():
             if row["digest"] in mine and row["status"] == facts.FINISHED and row["corpus"] != self.corpus:
-                raise ValueError(
+                raise UserError(
                     f"{self.data} is not the corpus of the runs in {facts.path_of(self.plan.name, self.results)}: give "
                     "theirs as --data, or --results another folder"
                 )

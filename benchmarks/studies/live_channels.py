@@ -31,6 +31,7 @@ from mst_scale.config import Experiment
 from mst_scale.dead_units.units import Factor, Units, find_units
 from mst_scale.engine import api
 from mst_scale.engine.sparse import SparseController
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.methods import Method, register
 from mst_scale.mixed_growing import packed_bits as bitwise
@@ -53,7 +54,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0 < self.weights_from <= 1:
-            raise ValueError(f"mst.options.weights_from must lie in (0, 1], not {self.weights_from}")
+            raise UserError(f"mst.options.weights_from must lie in (0, 1], not {self.weights_from}")
 
 
 METHOD = Method(
@@ -144,7 +145,7 @@ class Channels:
 
     def sparsify(self, layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange) -> list[Change]:
         if how != "random":
-            raise ValueError(f"mst.sparsity.initial = {how}: channels begin at random")
+            raise UserError(f"mst.sparsity.initial = {how}: channels begin at random")
         draw = torch.Generator().manual_seed(counter_hash("channels", seed) >> 1)
         alive = {}
         for group in self.groups:
@@ -221,7 +222,7 @@ class Channels:
         asked = [self.parameters[name] for name in names]
         for name, parameter in zip(names, asked, strict=True):
             if parameter.data_ptr() != now.weights[name].data_ptr():
-                raise ValueError("channels grow by gradient where the optimizer has the model's own weights: float32")
+                raise UserError("channels grow by gradient where the optimizer has the model's own weights: float32")
         with torch.enable_grad():
             gradients = torch.autograd.grad(self.module(*self.batch), asked)
         of = dict(zip(names, gradients, strict=True))
@@ -254,7 +255,7 @@ def wanted(layers: Sequence[Layer], group: Group) -> int:
     """How many units of a group shall live."""
     densities = {round(layer.target / layer.mask.numel, 3) for layer in layers}
     if len(densities) > 1:
-        raise ValueError("mst.sparsity.distribution: channels want the same share of every matrix, uniform")
+        raise UserError("mst.sparsity.distribution: channels want the same share of every matrix, uniform")
     return max(1, round(layers[0].target / layers[0].mask.numel * group.size))
 
 
@@ -309,7 +310,7 @@ class ChannelController(SparseController):
     def __init__(self, engine: Any, experiment: Experiment):
         mst, steps = experiment.mst, experiment.training.steps
         if engine.world_size > 1 or engine.zero_optimization_stage() or mst.compute.backend != "dense":
-            raise ValueError(
+            raise UserError(
                 "the prototype of channels runs in one process, at ZeRO 0, with mst.compute.backend = dense"
             )
         self.channels_until = round(mst.options.weights_from * steps)

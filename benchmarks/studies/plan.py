@@ -34,6 +34,7 @@ from mst_scale.config.check import check, global_batch, peak_learning_rate
 from mst_scale.costs.flops import dense_step_flops
 from mst_scale.costs.grown import of_growth
 from mst_scale.costs.ledger import forecast, topology_flops
+from mst_scale.errors import UserError
 from mst_scale.methods import register
 
 FOLDER = Path(__file__).parent
@@ -186,7 +187,7 @@ def read_plan(name: str, folder: Path = FOLDER) -> Plan:
     path = folder / f"{name}.json"
     if not path.is_file():
         there = ", ".join(sorted(found.stem for found in folder.glob("*.json")))
-        raise ValueError(f"there is no study {name!r}: choose one of {there}")
+        raise UserError(f"there is no study {name!r}: choose one of {there}")
     return _plan(path, path.read_text())
 
 
@@ -207,12 +208,12 @@ def _plan(path: Path, text: str) -> Plan:
             }
         )
     except (KeyError, TypeError, AttributeError, ValueError, ImportError) as error:
-        raise ValueError(f"{path}: not a plan of a study ({error}); see docs/benchmarks.md") from None
+        raise UserError(f"{path}: not a plan of a study ({error}); see docs/benchmarks.md") from None
     for variant in plan.variants.values():
         if variant.as_long_as is not None and variant.as_long_as not in plan.variants:
-            raise ValueError(f"{path}: as_long_as names {variant.as_long_as!r}, which is no variant")
+            raise UserError(f"{path}: as_long_as names {variant.as_long_as!r}, which is no variant")
     if plan.reference is not None and plan.reference not in plan.variants:
-        raise ValueError(f"{path}: reference names {plan.reference!r}, which is no variant")
+        raise UserError(f"{path}: reference names {plan.reference!r}, which is no variant")
     return plan
 
 

@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mst_scale.distributed import Damaged
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import MaskSet, StoredMask
 from mst_scale.shard import Cut, Shard
@@ -183,14 +184,14 @@ def restore(checkpoint: Path, keeper: Keeper, state: Mapping[str, Any] | None) -
     for name, now in zip(keeper.masks.names, keeper.digests, strict=True):
         if now != saved[name] and wrong is None:
             what = "is not the one this checkpoint was saved with"
-            wrong = ValueError(f"{checkpoint / FOLDER}: the mask of {name} {what}")
+            wrong = UserError(f"{checkpoint / FOLDER}: the mask of {name} {what}")
     keeper.everyone.raise_first(wrong)
 
 
 def _fitting(checkpoint: Path, keeper: Keeper, state: Mapping[str, Any] | None, names: Collection[str]) -> Masks:
     """The masks of a checkpoint, if they are this run's."""
     if state is None:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} holds no masks: it was saved without sparse training; begin anew from its weights (--init "
             "RUN with another --out; in a loop of yours mst_scale.warm_start(engine, CHECKPOINT, anew=True)), or "
             "continue it with method dense"
@@ -198,9 +199,9 @@ def _fitting(checkpoint: Path, keeper: Keeper, state: Mapping[str, Any] | None, 
     source = _with_masks(checkpoint, state)
     found = read_all(source, {mask.name: mask.shard for mask in keeper.masks})
     if found.head != dict(state):
-        raise ValueError(f"{checkpoint / FOLDER} holds the masks of another checkpoint: copy it again with its own")
+        raise UserError(f"{checkpoint / FOLDER} holds the masks of another checkpoint: copy it again with its own")
     if sorted(found.head["names"]) != sorted(names):
-        raise ValueError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
+        raise UserError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
     before = {"granularity": "element", **found.head}  # files from before there were blocks do not say
     same = {
         "schedule": _same_course(before["schedule"], keeper.schedule, int(found.head["step"])),
@@ -209,7 +210,7 @@ def _fitting(checkpoint: Path, keeper: Keeper, state: Mapping[str, Any] | None, 
     }
     for what, fits in same.items():
         if not fits:
-            raise ValueError(
+            raise UserError(
                 f"{checkpoint} was trained with another {what} of sparsity: keep training.steps, the seed and the mst "
                 "block as they were, or go on dense with --method dense"
             )
@@ -259,7 +260,7 @@ def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:
             head = _said(file)
             if isinstance(head, dict) and all(head.get(key) == value for key, value in state.items()):
                 return folder
-    raise ValueError(
+    raise UserError(
         f"{checkpoint} holds no masks, as DeepSpeed's ds_to_universal copies none: make a copy that has them with "
         "mst reshape CHECKPOINT OUT, where CHECKPOINT is what it was made from"
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.distributed import Damaged
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing.masks import StoredMask, assemble, ever_active, sha256
 
 
@@ -62,7 +63,7 @@ def inspect(path: Path) -> Report:
                 raise Damaged(f"{checkpoint / folder} was not saved with this checkpoint: its manifest has no masks")
             return Report(checkpoint, manifest["step"], "dense", 0.0, 0.0, None, [])
     elif not (checkpoint / folder).exists():
-        raise ValueError(f"{checkpoint} holds no masks, and no manifest that says it was trained without")
+        raise UserError(f"{checkpoint} holds no masks, and no manifest that says it was trained without")
     masks = mask_files.read_all(checkpoint)
     try:
         layers = [report(name, masks.shards(name)) for name in masks.head["names"]]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from mst_scale.errors import UserError
 from mst_scale.methods import METHODS, WeightFunction
 from mst_scale.shard import Shard
 from mst_scale.zero_shards.weight_files import Weights, model_files, opened, weights_of
@@ -45,7 +46,7 @@ def multiplied_weights_of(checkpoint: Path) -> Weights:
         return weights
     of = METHODS.get(state["method"])
     if of is None or of.function is None:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} was trained with method {state['method']!r}, which nothing here defines: import the module "
             "that registers it (docs/methods.md), and call mst_scale from that program"
         )

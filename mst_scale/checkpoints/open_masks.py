@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.distributed import Damaged
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.masks import assemble
 
@@ -43,7 +44,7 @@ class OpenMasks:
     def __init__(self, path: Path):
         self.path = path
         if not path.is_file():
-            raise ValueError(f"there is no file of masks {path}: mst masks SOURCE {path} writes one")
+            raise UserError(f"there is no file of masks {path}: mst masks SOURCE {path} writes one")
         try:
             with safe_open(path, framework="pt") as file:
                 self.names = list(file.keys())
@@ -58,7 +59,7 @@ class OpenMasks:
         packed = found.dtype == torch.uint8 and found.dim() == 1 and len(shape) > 1
         told = tuple(self.shapes.get(name, shape if packed else found.shape))
         if told != shape or (packed and found.numel() != bitwise.byte_count(math.prod(shape))):
-            raise ValueError(f"{self.path}: the mask of {name} has shape {told}, the parameter {shape}")
+            raise UserError(f"{self.path}: the mask of {name} has shape {told}, the parameter {shape}")
         return bitwise.unpack(found, math.prod(shape)).view(shape) if packed else found != 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

@@ -18,6 +18,7 @@ from typing import Any
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.checkpoints.store import PARTIAL, UNIVERSAL
 from mst_scale.distributed import Damaged
+from mst_scale.errors import UserError
 from mst_scale.zero_shards import universal
 
 
@@ -42,7 +43,7 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
     source = store.locate(path)
     target = _target(path, source, out)
     if out is not None and out.exists():
-        raise ValueError(f"{out} exists: choose another OUT")
+        raise UserError(f"{out} exists: choose another OUT")
     _refuse_damaged(source)
     if target.exists():
         if not store.damage(target):
@@ -83,7 +84,7 @@ def _refuse_damaged(source: Path) -> None:
         if (source / mask_files.FOLDER).is_dir():
             mask_files.read_all(source)
     elif manifest.get("universal") or (source / "zero").is_dir():
-        raise ValueError(f"{source} is universal already: any number of ranks and any ZeRO stage can load it")
+        raise UserError(f"{source} is universal already: any number of ranks and any ZeRO stage can load it")
     elif faults := store.damage(source):
         raise Damaged(f"{source} is damaged: {faults[0]}")
 

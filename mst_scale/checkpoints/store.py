@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.distributed import Damaged, FailedElsewhere, Ranks, Sizes, logger
+from mst_scale.errors import UserError
 
 PARTIAL = ".partial"
 ASIDE = ".aside"
@@ -98,9 +99,9 @@ def list_tags(folder: Path) -> list[str]:
 def locate(path: Path) -> Path:
     """The checkpoint that a path means: itself, a run's newest whole one, or what DeepSpeed's `latest` names."""
     if path.name.endswith(PARTIAL):
-        raise ValueError(f"{path} is a save that did not finish: name another checkpoint")
+        raise UserError(f"{path} is a save that did not finish: name another checkpoint")
     if not path.is_dir():
-        raise ValueError(f"there is no folder {path}: give a run's folder or a checkpoint's")
+        raise UserError(f"there is no folder {path}: give a run's folder or a checkpoint's")
     if (path / MANIFEST).is_file() or (path / "mst").is_dir() or any(path.glob("*model_states.pt")):
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -115,7 +116,7 @@ def locate(path: Path) -> Path:
     latest = folder / "latest"
     if latest.is_file() and (folder / latest.read_text().strip()).is_dir():
         return folder / latest.read_text().strip()
-    raise ValueError(f"{path} holds no checkpoint: give a run's folder, or one of its checkpoints/step…")
+    raise UserError(f"{path} holds no checkpoint: give a run's folder, or one of its checkpoints/step…")
 
 
 def head(checkpoint: Path) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.distributed import Damaged, logger
+from mst_scale.errors import UserError
 from mst_scale.shard import Shard
 from mst_scale.zero_shards.weight_files import Weights, untrained_of
 
@@ -31,7 +32,7 @@ def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> in
     """
     source = Path(checkpoint)
     if engine.global_steps:
-        raise ValueError("warm_start comes before the first step: this engine has taken some")
+        raise UserError("warm_start comes before the first step: this engine has taken some")
     state = take_weights(engine, source)
     if anew:
         engine.mst.begin_with_these_weights()
@@ -71,7 +72,7 @@ def _fill(engine: Any, source: Path, trained: Weights, untrained: dict[str, torc
         shape = trained.shapes.get(name) or (tuple(untrained[name].shape) if name in untrained else None)
         if shape != tuple(zero_shards.shape_of(parameter)):
             here = tuple(zero_shards.shape_of(parameter))
-            raise ValueError(f"{source}: {name} has shape {shape} there and {here} in this model")
+            raise UserError(f"{source}: {name} has shape {shape} there and {here} in this model")
     learning = {name: p for name, p in parameters.items() if p.requires_grad}
     shards = zero_shards.shards_of(engine, learning)
 

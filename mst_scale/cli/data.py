@@ -10,6 +10,7 @@ from typing import Any
 
 from mst_scale.distributed import shown
 from mst_scale.distributed.parser import refuse_no_folder
+from mst_scale.errors import UserError
 
 ABOUT = """\
 Tokenise text into a corpus folder: train.bin and val.bin (nanoGPT's layout) and meta.json.
@@ -110,7 +111,7 @@ def _verify(args: argparse.Namespace) -> int:
     from mst_scale.data.corpus import verify
 
     if args.source or args.out:
-        raise ValueError("--verify takes a corpus folder and nothing else: mst data --verify DIR")
+        raise UserError("--verify takes a corpus folder and nothing else: mst data --verify DIR")
     folder = Path(args.verify)
     try:
         meta = verify(folder)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.distributed.parser import refuse_no_folder
+from mst_scale.errors import UserError
 from mst_scale.hugging_face.hub import offline_unless_reachable
 
 ABOUT = """\
@@ -73,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
 
     tasks = choose(args.tasks)
     if args.batch_size < 1:
-        raise ValueError(f"--batch-size {args.batch_size}: it must be at least 1")
+        raise UserError(f"--batch-size {args.batch_size}: it must be at least 1")
     if args.out:
         if Path(args.out).is_dir():
-            raise ValueError(f"--out {args.out!r} is a folder: name a file in it")
+            raise UserError(f"--out {args.out!r} is a folder: name a file in it")
         refuse_no_folder("--out", Path(args.out).parent)
     if args.json:
         logging.getLogger("mst_scale").setLevel(logging.WARNING)
@@ -112,11 +113,11 @@ def device_of(asked: str | None, local_rank: int) -> Any:
 
     asked = asked or ("cuda" if _cuda() else "cpu")
     if asked.startswith("cuda") and not _cuda():
-        raise ValueError(f"--device {asked}: torch finds no GPU here")
+        raise UserError(f"--device {asked}: torch finds no GPU here")
     try:
         return torch.device(f"cuda:{local_rank}" if asked == "cuda" else asked)
     except RuntimeError:
-        raise ValueError(f"--device {asked}: there is no such device; say cpu, cuda or cuda:N") from None
+        raise UserError(f"--device {asked}: there is no such device; say cpu, cuda or cuda:N") from None
 
 
 def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from mst_scale.errors import UserError
+
 if TYPE_CHECKING:
     from mst_scale.config import Experiment
     from mst_scale.costs.flops import Flops
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.paper:
         if args.method or args.like or args.grow_from or args.set or args.topology:
             others = "--method, --like, --from, --set and --topology"
-            raise ValueError(f"--paper prints the paper's own runs: leave out {others}")
+            raise UserError(f"--paper prints the paper's own runs: leave out {others}")
         found = paper()
         print(json.dumps(found) if args.json else paper_table(found))
         return 0
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     from mst_scale.costs.ledger import forecast
 
     if args.ranks < 1:
-        raise ValueError(f"--ranks must be at least 1, not {args.ranks}")
+        raise UserError(f"--ranks must be at least 1, not {args.ranks}")
     named = {"mst.like": args.like, "mst.grow_from": args.grow_from}
     overrides = [*args.set, *(f"{key}={json.dumps(value)}" for key, value in named.items() if value)]
     experiment = shortened(load(args.config, overrides, args.method), args.ranks)

@@ -11,6 +11,7 @@ from typing import Any
 
 from mst_scale import shipped
 from mst_scale.config import ready
+from mst_scale.errors import UserError
 
 ABOUT = """\
 Pretrain, and keep the run going: what fails starts again from its newest whole checkpoint, what is asked to stop saves.
@@ -56,7 +57,7 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """The script takes the place of this process, so that signals reach it."""
     if shutil.which("bash") is None:
-        raise ValueError("there is no bash here, which the launchers are written for: install it")
+        raise UserError("there is no bash here, which the launchers are written for: install it")
     script = shipped.folder("launchers") / f"{args.how}.sh"
     sys.stdout.flush()
     os.execvpe("bash", ["bash", str(script), *args.options], {**os.environ, "PATH": path()})

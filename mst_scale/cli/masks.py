@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mst_scale.errors import UserError
+
 ABOUT = """\
 Write the masks of SOURCE into OUT, a safetensors file: a parameter's name → bool of its shape, true where it is kept.
 
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from mst_scale.checkpoints import open_masks
 
     if args.out.exists():
-        raise ValueError(f"{args.out} is there already: remove it, or name another file")
+        raise UserError(f"{args.out} is there already: remove it, or name another file")
     weights = kept = 0
 
     def counted(masks: open_masks.Named) -> Iterator[Any]:
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     matrices = open_masks.write(args.out, counted(open_masks.of_source(args.source)), args.packed)
     if not matrices:
         args.out.unlink()
-        raise ValueError(f"{args.source} has no masks: it was trained without sparsity, or no weight of it is 0")
+        raise UserError(f"{args.source} has no masks: it was trained without sparsity, or no weight of it is 0")
     found = {"out": str(args.out), "matrices": matrices, "weights": weights, "kept": kept}
     print(json.dumps(found) if args.json else f"{args.out}: {matrices} matrices, {1 - kept / weights:.2%} sparse")
     return 0

@@ -6,6 +6,8 @@ import argparse
 import json
 from typing import Any
 
+from mst_scale.errors import UserError
+
 ABOUT = """\
 How a model should run on N GPUs: which of them share its layers (tensor), its sequences, its depth (pipeline) and the
 batch (data), at which ZeRO stage; why, and what the next best costs. Memory a GPU by part, what is sent over which
@@ -84,15 +86,15 @@ def spread(args: argparse.Namespace) -> tuple[int, int | None]:
     options = {f"--{name}": getattr(args, name.replace("-", "_")) for name in COUNTS}
     for option, number in options.items():
         if number is not None and number < 1:
-            raise ValueError(f"{option} must be at least 1, not {number}")
+            raise UserError(f"{option} must be at least 1, not {number}")
     if args.gpus is None and args.nodes is None:
-        raise ValueError("on how many GPUs? --nodes N, or --gpus N")
+        raise UserError("on how many GPUs? --nodes N, or --gpus N")
     each = args.gpus_per_node or gpu_named(args.gpu).per_node
     gpus = args.gpus or args.nodes * each
     if args.gpus_per_node is None or gpus <= each:
         return gpus, args.nodes
     if gpus % each or args.nodes not in (None, gpus // each):
-        raise ValueError(f"{gpus} GPUs are not {args.nodes or 'whole'} nodes of {each}: leave one of the options out")
+        raise UserError(f"{gpus} GPUs are not {args.nodes or 'whole'} nodes of {each}: leave one of the options out")
     return gpus, gpus // each
 
 
@@ -104,5 +106,5 @@ def count(words: str) -> float:
     except ValueError:
         value = 0.0
     if not 1 <= value < 1e18:
-        raise ValueError(f"--tokens {words}: write a number of tokens such as 300B, 1.5T or 9e9")
+        raise UserError(f"--tokens {words}: write a number of tokens such as 300B, 1.5T or 9e9")
     return value

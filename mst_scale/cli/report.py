@@ -11,6 +11,7 @@ from typing import Any
 
 from mst_scale.distributed import may_rewrite
 from mst_scale.distributed.parser import refuse_no_folder
+from mst_scale.errors import UserError
 
 ABOUT = """\
 One page of a run, or of several runs compared: what they reached and cost, their recipe, machine and code; training and
@@ -61,18 +62,18 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.every < 1:
-        raise ValueError(f"--every {args.every}: give at least 1 second")
+        raise UserError(f"--every {args.every}: give at least 1 second")
     try:
         from mst_scale.report.build import Report
     except ModuleNotFoundError as error:
-        raise ValueError(f"reports are drawn with matplotlib ({error}): pip install matplotlib") from None
+        raise UserError(f"reports are drawn with matplotlib ({error}): pip install matplotlib") from None
 
     if args.out is not None:
         refuse_no_folder("--out", args.out)
     own = args.runs[0] if len(args.runs) == 1 else Path()  # a comparison belongs to no single run
     report = Report(args.runs, args.out or own / "report")
     if args.watch and args.frontier:
-        raise ValueError("--frontier compares finished runs: leave out --watch")
+        raise UserError("--frontier compares finished runs: leave out --watch")
     if args.watch:
         _watch(report, args.every)
     report.read()

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from mst_scale.config.limits import WEIGHTS
 from mst_scale.config.method import MSTConfig
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule
 from mst_scale.sparsity_variation import Duration, Schedule
 
@@ -70,25 +71,25 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_head", "n_embd", "context", "vocab_size", "vocab_multiple"):
             if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} must be at least 1, not {getattr(self, name)}")
+                raise UserError(f"model.{name} must be at least 1, not {getattr(self, name)}")
         if self.n_embd % self.n_head:
-            raise ValueError(
+            raise UserError(
                 f"model.n_embd = {self.n_embd} cannot be cut into {self.n_head} equal heads: "
                 f"choose n_head among the divisors of {self.n_embd}"
             )
         if self.d_ffw is not None and self.d_ffw < 1:
-            raise ValueError(f"model.d_ffw must be at least 1, not {self.d_ffw}")
+            raise UserError(f"model.d_ffw must be at least 1, not {self.d_ffw}")
         if self.weights > WEIGHTS:
-            raise ValueError(
+            raise UserError(
                 f"model: {self.n_layer:,} layers of width {self.n_embd:,} come to {self.weights:.1e} weights, and none "
                 f"has more than {WEIGHTS:.0e}: lower n_layer, n_embd, d_ffw or vocab_size"
             )
         if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"model.dropout must lie in [0, 1), not {self.dropout}")
+            raise UserError(f"model.dropout must lie in [0, 1), not {self.dropout}")
         if not 0.0 < self.init_std <= 1.0:
-            raise ValueError(f"model.init_std must lie in (0, 1], not {self.init_std}")
+            raise UserError(f"model.init_std must lie in (0, 1], not {self.init_std}")
         if not 0.0 < self.mask_share < 1.0:
-            raise ValueError(f"model.mask_share must lie in (0, 1), not {self.mask_share}")
+            raise UserError(f"model.mask_share must lie in (0, 1), not {self.mask_share}")
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.seed < 0:
-            raise ValueError(f"data.seed must be at least 0, not {self.seed}")
+            raise UserError(f"data.seed must be at least 0, not {self.seed}")
         if self.max_bytes is not None and self.max_bytes < 1:
-            raise ValueError(f"data.max_bytes must be at least 1, not {self.max_bytes}")
+            raise UserError(f"data.max_bytes must be at least 1, not {self.max_bytes}")
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class SpikeConfig:
     def __post_init__(self) -> None:
         for name, least in (("window", 4), ("skip", 1), ("max_rollbacks", 0), ("deviations", 0), ("rise", 0)):
             if getattr(self, name) < least:
-                raise ValueError(f"training.spike.{name} must be at least {least}, not {getattr(self, name)}")
+                raise UserError(f"training.spike.{name} must be at least {least}, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class RivalConfig:
             return
         for name in ("flops", "val_loss"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"training.rival.{name} must be above 0, not {getattr(self, name)}")
+                raise UserError(f"training.rival.{name} must be above 0, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -175,28 +176,28 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise ValueError(f"training.steps must be at least 1, not {self.steps}")
+            raise UserError(f"training.steps must be at least 1, not {self.steps}")
         for name in ("seed", "eval_seed"):
             if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"training.{name} must be at least 0, not {getattr(self, name)}")
+                raise UserError(f"training.{name} must be at least 0, not {getattr(self, name)}")
         for name in ("log_every", "keep_checkpoints", "stop_after_nonfinite", "eval_sequences"):
             if getattr(self, name) < 1:
-                raise ValueError(f"training.{name} must be at least 1, not {getattr(self, name)}")
+                raise UserError(f"training.{name} must be at least 1, not {getattr(self, name)}")
         for name in ("eval_every", "save_every", "look_every"):
             if getattr(self, name) < 0:
                 what = "never" if name == "look_every" else "only at the end"
-                raise ValueError(f"training.{name} must be 0 ({what}) or more, not {getattr(self, name)}")
+                raise UserError(f"training.{name} must be 0 ({what}) or more, not {getattr(self, name)}")
         for name in ("min_lr", "sparse_decay"):
             if getattr(self, name) < 0:
-                raise ValueError(f"training.{name} must be at least 0, not {getattr(self, name)}")
+                raise UserError(f"training.{name} must be at least 0, not {getattr(self, name)}")
         if not 0 <= self.sparse_rate <= 1:
-            raise ValueError(f"training.sparse_rate must lie in [0, 1], not {self.sparse_rate}")
+            raise UserError(f"training.sparse_rate must lie in [0, 1], not {self.sparse_rate}")
         for name, otherwise in RATE_DURATIONS.items():
             value = getattr(self, name)
             if value < 0 or (isinstance(value, float) and value > 1):
-                raise ValueError(f"training.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
+                raise UserError(f"training.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
             if isinstance(value, int) and value > self.steps:
-                raise ValueError(
+                raise UserError(
                     f"training.{name} = {value:,} steps do not fit in training.steps = {self.steps:,}: the learning "
                     f"rate would {otherwise}; state it as a share of the run, which follows --steps "
                     f"(training.{name}=0.02)"

@@ -14,6 +14,7 @@ from mst_scale.config.limits import refuse_large
 from mst_scale.config.parallel import refuse_untried
 from mst_scale.config.support import refuse_unsupported
 from mst_scale.distributed import shown
+from mst_scale.errors import UserError
 
 PRECISIONS = ("fp16", "bf16")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -31,7 +32,7 @@ def batch_shape(deepspeed: dict[str, Any], world_size: int) -> tuple[int, int, i
     """(sequences per update, per process and micro-batch, micro-batches per update), by DeepSpeed's rule."""
     total, micro, accumulation = (_positive(deepspeed, key) for key in BATCH_KEYS)
     if total is None and micro is None:
-        raise ValueError("the config needs train_batch_size, or train_micro_batch_size_per_gpu, or both")
+        raise UserError("the config needs train_batch_size, or train_micro_batch_size_per_gpu, or both")
     if total is None:
         assert micro is not None
         accumulation = accumulation or 1
@@ -39,14 +40,14 @@ def batch_shape(deepspeed: dict[str, Any], world_size: int) -> tuple[int, int, i
     if micro is None:
         parts = world_size * (accumulation or 1)
         if total % parts:
-            raise ValueError(_uneven(total, f"{world_size} processes × {accumulation or 1} accumulation steps", parts))
+            raise UserError(_uneven(total, f"{world_size} processes × {accumulation or 1} accumulation steps", parts))
         return total, total // parts, accumulation or 1
     if accumulation is None:
         if total % (micro * world_size):
-            raise ValueError(_uneven(total, f"{world_size} processes × {micro} per micro-batch", micro * world_size))
+            raise UserError(_uneven(total, f"{world_size} processes × {micro} per micro-batch", micro * world_size))
         return total, micro, total // (micro * world_size)
     if total != micro * accumulation * world_size:
-        raise ValueError(
+        raise UserError(
             f"train_batch_size = {total}, but {micro} per micro-batch × {accumulation} accumulation steps × "
             f"{world_size} processes = {micro * accumulation * world_size}: leave gradient_accumulation_steps out"
         )
@@ -64,7 +65,7 @@ def largest_micro(total: int, micro: int, world_size: int) -> int:
     if total % world_size:
         fitting = [n for n in range(1, total + 1) if total % n == 0]
         nearest = min(fitting, key=lambda n: (abs(n - world_size), n))
-        raise ValueError(
+        raise UserError(
             f"a global batch of {total} sequences cannot be shared by {world_size} processes: start on {nearest}, or "
             f"change it with --set train_batch_size={max(1, round(total / world_size)) * world_size}"
         )
@@ -78,40 +79,40 @@ def check(experiment: Experiment) -> None:
     ds = experiment.deepspeed
     training = experiment.training
     if ds.get("optimizer") and training.min_lr > (peak := peak_learning_rate(ds)):
-        raise ValueError(
+        raise UserError(
             f"training.min_lr = {training.min_lr:g} is above optimizer.params.lr = {peak:g}, and the rate would rise: "
             "set training.min_lr below it"
         )
     for key in ("zero_optimization", "optimizer", *PRECISIONS, "data_types"):
         if not isinstance(ds.get(key, {}), dict):
-            raise ValueError(f"{key} must be an object, not {shown(ds[key])}")
+            raise UserError(f"{key} must be an object, not {shown(ds[key])}")
     stage = ds.get("zero_optimization", {}).get("stage", 0)
     if not isinstance(stage, int) or isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_optimization.stage = {shown(stage)}: the stages are 0, 1, 2 and 3")
+        raise UserError(f"zero_optimization.stage = {shown(stage)}: the stages are 0, 1, 2 and 3")
     enabled = [name for name in PRECISIONS if ds.get(name, {}).get("enabled")]
     if len(enabled) > 1:
-        raise ValueError("fp16 and bf16 are both enabled: choose one")
+        raise UserError("fp16 and bf16 are both enabled: choose one")
     if "scheduler" in ds:
-        raise ValueError("the learning rate follows training.lr_schedule: remove the DeepSpeed block 'scheduler'")
+        raise UserError("the learning rate follows training.lr_schedule: remove the DeepSpeed block 'scheduler'")
     for name in UNTESTED:
         if isinstance(ds.get(name), dict) and ds[name].get("enabled", True):
-            raise ValueError(f"DeepSpeed's {name!r} has not been tested with mst_scale: remove that block")
+            raise UserError(f"DeepSpeed's {name!r} has not been tested with mst_scale: remove that block")
     refuse_unsupported(ds, experiment.mst)
     for key in BATCH_KEYS:
         _positive(ds, key)
     for key in FLAGS:
         if not isinstance(ds.get(key, False), bool):
-            raise ValueError(f"{key} must be true or false, not {shown(ds[key])}")
+            raise UserError(f"{key} must be true or false, not {shown(ds[key])}")
     for key, kind in NUMBERS.items():
         value = ds.get(key, kind(1))
         if not (_is_number(value) and isinstance(value, kind | int) and 0 < value < math.inf):
             what = "an integer" if kind is int else "a number"
-            raise ValueError(f"{key} must be {what} above 0, not {shown(value)}")
+            raise UserError(f"{key} must be {what} above 0, not {shown(value)}")
     kind = ds.get("data_types", {}).get("grad_accum_dtype")
     if kind not in (None, "fp32", "fp16", "bf16"):
-        raise ValueError(f"data_types.grad_accum_dtype must be fp32, fp16 or bf16, not {shown(kind)}")
+        raise UserError(f"data_types.grad_accum_dtype must be fp32, fp16 or bf16, not {shown(kind)}")
     if experiment.model.dropout and experiment.mst.attention.pattern != "dense":
-        raise ValueError(
+        raise UserError(
             f"model.dropout = {experiment.model.dropout} does not go with sparse attention: set it to 0, or "
             'mst.attention.pattern to "dense"'
         )
@@ -122,57 +123,55 @@ def check(experiment: Experiment) -> None:
     _optimizer(ds["optimizer"])
     clip = ds.get("gradient_clipping", 0.0)
     if not _is_number(clip) or not 0 <= clip < math.inf:
-        raise ValueError(f"gradient_clipping must be a number of at least 0 (0 turns it off), not {shown(clip)}")
+        raise UserError(f"gradient_clipping must be a number of at least 0 (0 turns it off), not {shown(clip)}")
 
 
 def _can_be_apart(experiment: Experiment) -> None:
     """Matrices that can be masked as a group of their own."""
     ds = experiment.deepspeed
     if str(ds["optimizer"].get("type")).lower() == "muon":
-        raise ValueError(
+        raise UserError(
             "training.sparse_rate and training.sparse_decay do not go with Muon, which cuts parameters into groups of "
             "its own: leave them out"
         )
     if experiment.mst.masks is not None or experiment.mst.function is not None:
-        raise ValueError(
+        raise UserError(
             "training.sparse_rate and training.sparse_decay go by the target sparsity of masks, which method "
             f"{experiment.mst.method} has none of: leave them out"
         )
     if experiment.training.sparse_decay != 1 and "weight_decay" not in ds["optimizer"].get("params", {}):
-        raise ValueError("training.sparse_decay is a multiple of optimizer.params.weight_decay: state that")
+        raise UserError("training.sparse_decay is a multiple of optimizer.params.weight_decay: state that")
 
 
 def peak_learning_rate(deepspeed: dict[str, Any]) -> float:
     optimizer = deepspeed.get("optimizer")
     if not optimizer:
-        raise ValueError('the config needs an optimizer: {"optimizer": {"type": "AdamW", "params": {"lr": 6e-4}}}')
+        raise UserError('the config needs an optimizer: {"optimizer": {"type": "AdamW", "params": {"lr": 6e-4}}}')
     params = optimizer.get("params", {})
     if not isinstance(params, dict):
-        raise ValueError(f"optimizer.params must be an object, not {shown(params)}")
+        raise UserError(f"optimizer.params must be an object, not {shown(params)}")
     rate = params.get("lr")
     if not _is_number(rate) or not 0 < rate < math.inf:
-        raise ValueError(f"optimizer.params.lr must be a positive number, not {shown(rate)}")
+        raise UserError(f"optimizer.params.lr must be a positive number, not {shown(rate)}")
     return float(rate)
 
 
 def _optimizer(optimizer: dict[str, Any]) -> None:
     """Check the keys that all optimizers share; mst_scale.pretrain.refusals checks each one's own parameters."""
     if not isinstance(optimizer.get("type"), str):
-        raise ValueError(f'optimizer.type must be a string such as "AdamW", not {shown(optimizer.get("type"))}')
+        raise UserError(f'optimizer.type must be a string such as "AdamW", not {shown(optimizer.get("type"))}')
     params = optimizer.get("params", {})
     for key in ("weight_decay", "eps"):
         value = params.get(key, 0)
         if not _is_number(value) or not 0 <= value < math.inf:
-            raise ValueError(f"optimizer.params.{key} must be a number of at least 0, not {shown(value)}")
+            raise UserError(f"optimizer.params.{key} must be a number of at least 0, not {shown(value)}")
     for key in ("muon_lr", "adam_lr"):
         if not _is_number(params.get(key, 1)) or not 0 < params.get(key, 1) < math.inf:
-            raise ValueError(f"optimizer.params.{key} must be a positive number, not {shown(params[key])}")
+            raise UserError(f"optimizer.params.{key} must be a positive number, not {shown(params[key])}")
     betas = params.get("betas", [0.9, 0.95])
     pair = isinstance(betas, list | tuple) and len(betas) == 2
     if not pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
-        raise ValueError(
-            f"optimizer.params.betas must be two numbers in [0, 1) such as [0.9, 0.95], not {shown(betas)}"
-        )
+        raise UserError(f"optimizer.params.betas must be two numbers in [0, 1) such as [0.9, 0.95], not {shown(betas)}")
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -184,7 +183,7 @@ def _positive(deepspeed: dict[str, Any], key: str) -> int | None:
     if value is None or value == "auto":
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} must be a positive integer, not {shown(value)}")
+        raise UserError(f"{key} must be a positive integer, not {shown(value)}")
     refuse_large(key, value)
     return value
 

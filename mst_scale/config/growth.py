@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mst_scale.config.blocks import Experiment, ModelConfig
 from mst_scale.config.load import parse, read
+from mst_scale.errors import UserError
 
 OPTION = "--from"
 
@@ -25,10 +26,10 @@ def smaller_model(run: str) -> ModelConfig:
     config = (path.parents[1] if path.parent.name == "checkpoints" else path) / "config.json"
     cure = "give the folder of a run of mst_scale.pretrain"
     if not config.is_file():
-        raise ValueError(f"{OPTION} {run}: there is no {config}: {cure}")
+        raise UserError(f"{OPTION} {run}: there is no {config}: {cure}")
     where, raw = read(config)
     if "model" not in raw:  # of transformers, say
-        raise ValueError(f"{OPTION} {run}: {where} has no model block: {cure}")
+        raise UserError(f"{OPTION} {run}: {where} has no model block: {cure}")
     return parse(ModelConfig, raw["model"], "model", where)
 
 
@@ -38,16 +39,16 @@ def refuse(experiment: Experiment, begun: bool) -> None:
     if mst.growth is None:
         return
     if mst.grow_from is None:
-        raise ValueError(
+        raise UserError(
             f"method {mst.method} grows the model of a smaller run: name its folder with {OPTION} RUN, or as "
             "mst.grow_from"
         )
     if experiment.training.init is not None:
-        raise ValueError(f"{OPTION} {mst.grow_from} says with which weights the run begins: leave out --init")
+        raise UserError(f"{OPTION} {mst.grow_from} says with which weights the run begins: leave out --init")
     if begun:
         return
     small = smaller_model(mst.grow_from)
     try:
         mst.growth.refuse(small, experiment.model)
     except ValueError as error:
-        raise ValueError(f"{OPTION} {mst.grow_from}: {error}") from None
+        raise UserError(f"{OPTION} {mst.grow_from}: {error}") from None

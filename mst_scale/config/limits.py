@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mst_scale.distributed.errors import refuse_unprintable, shown
+from mst_scale.errors import UserError
 
 MILLION = 10**6
 SEED = 2**63 - 1  # torch and numpy take a signed 64-bit number
@@ -69,7 +70,7 @@ LARGEST: dict[str, int] = {
 def refuse_large(key: str, value: int) -> None:
     most = MILLION if key.startswith("mst.options.") else LARGEST[key]
     if value > most:
-        raise ValueError(f"{key} must be at most {most:,}, not {shown(value)}")
+        raise UserError(f"{key} must be at most {most:,}, not {shown(value)}")
 
 
 def refuse_senseless(raw: dict[str, Any]) -> None:
@@ -78,11 +79,11 @@ def refuse_senseless(raw: dict[str, Any]) -> None:
     while left:
         value, path, depth = left.pop()
         if depth > DEPTH:
-            raise ValueError(f"{shown(path)}: nested more than {DEPTH} deep")
+            raise UserError(f"{shown(path)}: nested more than {DEPTH} deep")
         if isinstance(value, dict):
             for key in value:
                 if not isinstance(key, str):
-                    raise ValueError(f"{shown(key)}: keys must be strings")
+                    raise UserError(f"{shown(key)}: keys must be strings")
                 refuse_unprintable("the key", key)
             left += [(inner, f"{path}.{key}".lstrip("."), depth + 1) for key, inner in value.items()]
         elif isinstance(value, list | tuple):
@@ -90,4 +91,4 @@ def refuse_senseless(raw: dict[str, Any]) -> None:
         elif isinstance(value, str):
             refuse_unprintable(path, value)
         elif isinstance(value, int) and abs(value) > SEED:
-            raise ValueError(f"{path} must be a number below 2^63, not {shown(value)}")
+            raise UserError(f"{path} must be a number below 2^63, not {shown(value)}")

@@ -26,6 +26,7 @@ from mst_scale.config.presets import MODELS, RECIPES
 from mst_scale.config.ready import config_file, refusal
 from mst_scale.config.support import known_keys
 from mst_scale.distributed import shown
+from mst_scale.errors import UserError
 from mst_scale.methods import METHODS
 
 Block = TypeVar("Block")
@@ -68,19 +69,19 @@ def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
     try:
         raw = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=_without_repeats)
     except FileNotFoundError:
-        raise ValueError(refusal(config)) from None
+        raise UserError(refusal(config)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
+        raise UserError(f"{path}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+        raise UserError(f"{path}: not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except KeyError as error:
-        raise ValueError(f"{path}: the key {error} stands twice in one object") from None
+        raise UserError(f"{path}: the key {error} stands twice in one object") from None
     except RecursionError:
-        raise ValueError(f"{path}: not valid JSON: nested too deep") from None
+        raise UserError(f"{path}: not valid JSON: nested too deep") from None
     except ValueError as error:  # an integer of thousands of digits
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
+        raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise ValueError(f"{path}: a config is a JSON object, this is a {type(raw).__name__}")
+        raise UserError(f"{path}: a config is a JSON object, this is a {type(raw).__name__}")
     return str(Path(config)), raw
 
 
@@ -101,7 +102,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     """`mst.sparsity.max=0.9`: the value is read as JSON where it is JSON, else as a string."""
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
-        raise ValueError(f"--set {shown(override)}: write KEY=VALUE, for example mst.sparsity.max=0.9")
+        raise UserError(f"--set {shown(override)}: write KEY=VALUE, for example mst.sparsity.max=0.9")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # not JSON, or nested too deep
@@ -111,7 +112,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     for part in path:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
-            raise ValueError(f"--set {shown(override)}: {part} is {shown(node)}, it has no keys of its own")
+            raise UserError(f"--set {shown(override)}: {part} is {shown(node)}, it has no keys of its own")
     node[last] = value
 
 
@@ -120,7 +121,7 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
     try:
         refuse_senseless(raw)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
     deepspeed = {key: value for key, value in raw.items() if key not in BLOCKS and key != "recipe"}
     ours_at_top = [*BLOCKS, "recipe"]
     for key in deepspeed:
@@ -130,11 +131,11 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
         near = near or difflib.get_close_matches(key, [*known_keys(), *ours_at_top], n=1, cutoff=0.8)
         near = near or [name for name in ours_at_top if sorted(name) == sorted(key.lower())]  # "mts", "MST"
         if near:
-            raise ValueError(f"{where}: unknown key {shown(key)}: did you mean {near[0]!r}?")
+            raise UserError(f"{where}: unknown key {shown(key)}: did you mean {near[0]!r}?")
     ours: dict[str, Any] = {name: raw.get(name, {}) for name in BLOCKS}
     for name, block in ours.items():
         if not isinstance(block, dict):
-            raise ValueError(f"{where}: {name} must be an object, not {shown(block)}")
+            raise UserError(f"{where}: {name} must be an object, not {shown(block)}")
     if "recipe" in raw:
         recipe = RECIPES[_known(raw["recipe"], RECIPES, "recipe", where)]
         ours = {name: _under(recipe.get(name, {}), block) for name, block in ours.items()}
@@ -176,7 +177,7 @@ def _stride_in_tokens(mst: dict[str, Any], context: int, where: str) -> dict[str
     if not isinstance(stride, float):
         return mst
     if not 0 < stride <= 1:
-        raise ValueError(
+        raise UserError(
             f"{where}: mst.attention.stride = {stride}: give tokens (an integer) or a share of the context (0…1)"
         )
     return _under(mst, {"attention": {"stride": max(1, round(stride * context))}})
@@ -185,7 +186,7 @@ def _stride_in_tokens(mst: dict[str, Any], context: int, where: str) -> dict[str
 def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
     """A dict as a frozen dataclass; every key must exist and every value have its type."""
     if not isinstance(values, dict):
-        raise ValueError(f"{where}: {path} must be an object, not {shown(values)}")
+        raise UserError(f"{where}: {path} must be an object, not {shown(values)}")
     hints = _hints(cls)  # type: ignore[arg-type]
     arguments = {}
     for key, value in values.items():
@@ -193,12 +194,12 @@ def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
             deeper = [own for own in _paths() if own.startswith(f"{path}.") and own.rpartition(".")[2] == key]
             near = deeper or [f"{path}.{name}" for name in difflib.get_close_matches(key, hints, n=1, cutoff=0.0)]
             cure = f"the nearest valid one is '{near[0]}'" if near else f"{path} has none here"
-            raise ValueError(f"{where}: unknown key {shown(f'{path}.{key}')}: {cure}")
+            raise UserError(f"{where}: unknown key {shown(f'{path}.{key}')}: {cure}")
         arguments[key] = _typed(hints[key], value, f"{path}.{key}", where)
     try:
         return cls(**arguments)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
 
 
 @functools.cache
@@ -242,14 +243,14 @@ def _typed(hint: Any, value: Any, path: str, where: str) -> Any:
             if option is int:
                 _within(path, value, where)
             return value
-    raise ValueError(f"{where}: {path} must be {_describe(options)}, not {shown(value)}")
+    raise UserError(f"{where}: {path} must be {_describe(options)}, not {shown(value)}")
 
 
 def _within(path: str, value: int, where: str) -> None:
     try:
         refuse_large(path, value)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
 
 
 def _describe(options: tuple[Any, ...]) -> str:
@@ -282,6 +283,6 @@ def _known(name: Any, table: Mapping[str, Any], key: str, where: str) -> str:
     if isinstance(name, str) and name in table:
         return name
     if table is METHODS and name in list(RECIPES):
-        raise ValueError(f'{where}: {name!r} is a recipe, not a method: --set recipe={name}, or "recipe": "{name}"')
+        raise UserError(f'{where}: {name!r} is a recipe, not a method: --set recipe={name}, or "recipe": "{name}"')
     near = difflib.get_close_matches(str(name), table, n=1, cutoff=0.0)[0]
-    raise ValueError(f"{where}: unknown {key} {shown(name)}: the nearest is {near!r} (there are {', '.join(table)})")
+    raise UserError(f"{where}: unknown {key} {shown(name)}: the nearest is {near!r} (there are {', '.join(table)})")

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from mst_scale.config.targets import TargetsConfig
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.config import AttentionConfig
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, strides_per_phase
@@ -39,41 +40,41 @@ class MSTConfig:
 
     def __post_init__(self) -> None:
         if self.seed is not None and self.seed < 0:
-            raise ValueError(f"mst.seed must be at least 0, not {self.seed}")
+            raise UserError(f"mst.seed must be at least 0, not {self.seed}")
         if self.method == "dense-short" and self.like is None:
-            raise ValueError(
+            raise UserError(
                 "method dense-short trains as many dense steps as another run's FLOPs buy: name that run's config or "
                 "folder with --like C, or as mst.like"
             )
         if (self.method == "fixed") != (self.masks is not None):
-            raise ValueError(
+            raise UserError(
                 'mst.masks names the masks that method fixed keeps, "zeros" or a file: leave it out with '
                 f"{self.method}, or choose method fixed"
             )
         if self.method == "fixed" and self.topology.granularity != "element":
-            raise ValueError(
+            raise UserError(
                 "method fixed keeps masks as they are, weight by weight: leave mst.topology.granularity out"
             )
         if self.topology.granularity == "channel" and not self._draws_channels:
-            raise ValueError(
+            raise UserError(
                 'mst.topology.granularity = "channel" draws which channels live and exchanges none: it goes with '
                 "policy static, random_ratio 1.0, grown_moments living or zero (mst.topology) and with "
                 "mst.sparsity.distribution = uniform"
             )
         if self.like is not None and self.method != "dense-short":
-            raise ValueError(f"mst.like goes with method dense-short, not with {self.method}: leave it out")
+            raise UserError(f"mst.like goes with method dense-short, not with {self.method}: leave it out")
 
         if self.grow_from is not None and self.growth is None:
-            raise ValueError(f"mst.grow_from goes with methods ligo and stack, not with {self.method}: leave it out")
+            raise UserError(f"mst.grow_from goes with methods ligo and stack, not with {self.method}: leave it out")
 
         function, variation = self.function, self.sparsity.variation
         if function is not None and variation not in function.variations:
-            raise ValueError(
+            raise UserError(
                 f"mst.sparsity.variation = {variation} does not go with method {self.method}: choose one of "
                 f"{', '.join(function.variations)}"
             )
         if function is not None and function.sparsity not in (None, self.sparsity.max):
-            raise ValueError(
+            raise UserError(
                 f"mst.sparsity.max = {self.sparsity.max:g}: what method {self.method} keeps is decided by mst.options; "
                 f"it has to say {function.sparsity:g}"
             )
@@ -113,7 +114,7 @@ class MSTConfig:
     def require_method(self) -> None:
         """Refuse a block that names no method: the run would be dense whatever its other keys say."""
         if self.method is None:
-            raise ValueError(
+            raise UserError(
                 'the mst block names no method, so nothing would be sparse: add "method": "mst" (or --method mst), or '
                 '"dense" if that is meant'
             )

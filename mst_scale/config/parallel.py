@@ -12,6 +12,7 @@ from typing import Any
 from mst_scale.config.blocks import Experiment, ModelConfig
 from mst_scale.config.method import MSTConfig
 from mst_scale.distributed import Sizes, shown
+from mst_scale.errors import UserError
 
 KEYS = {"tensor": "tensor_parallel.autotp_size", "sequence": "sequence_parallel_size", "pipeline": "pipeline.stages"}
 
@@ -25,12 +26,12 @@ def _size(deepspeed: Mapping[str, Any], key: str) -> int:
     block, _, name = key.rpartition(".")
     inside = (deepspeed.get(block) or {}) if block else deepspeed
     if not isinstance(inside, Mapping):
-        raise ValueError(f"{block} must be an object, not {shown(inside)}")
+        raise UserError(f"{block} must be an object, not {shown(inside)}")
     value = inside.get(name)
     if value in (None, 0, "auto") and not isinstance(value, bool):
         return 1
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} must be a positive integer, not {shown(value)}")
+        raise UserError(f"{key} must be a positive integer, not {shown(value)}")
     return value
 
 
@@ -54,7 +55,7 @@ def refuse_untried(experiment: Experiment) -> None:
     if sizes.model == 1:
         return
     if (reason := why_not_cut(experiment, sizes)) is not None:
-        raise ValueError(reason)
+        raise UserError(reason)
     refuse_model(experiment.model, sizes)
     if sizes.pipeline > 1:
         refuse_in_pipeline(experiment.deepspeed)
@@ -108,18 +109,18 @@ def why_not_method(mst: MSTConfig, sizes: Sizes) -> str | None:
 def refuse_model(model: ModelConfig, sizes: Sizes) -> None:
     """A model that cannot be cut so."""
     if model.dropout:
-        raise ValueError(
+        raise UserError(
             f"model.dropout = {model.dropout} does not go with {sizes.in_words()}, whose ranks would drop different "
             "values: set it to 0"
         )
     for what, count in (("model.n_head", model.n_head), ("model.d_ffw", model.ffw)):
         if count % sizes.tensor:
-            raise ValueError(
+            raise UserError(
                 f"{what} = {count} cannot be cut over {sizes.tensor} ranks: choose a multiple, or another "
                 f"{KEYS['tensor']}"
             )
     if model.context % sizes.sequence:
-        raise ValueError(
+        raise UserError(
             f"model.context = {model.context} cannot be cut over {sizes.sequence} ranks: choose a multiple, or another "
             f"{KEYS['sequence']}"
         )
@@ -127,11 +128,11 @@ def refuse_model(model: ModelConfig, sizes: Sizes) -> None:
         return
     stages = f"{KEYS['pipeline']} = {sizes.pipeline}"
     if model.arch != "gpt":
-        raise ValueError(f"{stages}: the pipeline runs a GPT, and model.arch is {model.arch!r}: set it to 1")
+        raise UserError(f"{stages}: the pipeline runs a GPT, and model.arch is {model.arch!r}: set it to 1")
     if sizes.pipeline > model.n_layer:
-        raise ValueError(f"{stages} and model.n_layer = {model.n_layer}: each stage needs a block: set it lower")
+        raise UserError(f"{stages} and model.n_layer = {model.n_layer}: each stage needs a block: set it lower")
     if sizes.sequence > 1:
-        raise ValueError(f"{stages} does not go with {KEYS['sequence']} = {sizes.sequence}: set one of them to 1")
+        raise UserError(f"{stages} does not go with {KEYS['sequence']} = {sizes.sequence}: set one of them to 1")
 
 
 def refuse_in_pipeline(deepspeed: Mapping[str, Any]) -> None:
@@ -139,13 +140,13 @@ def refuse_in_pipeline(deepspeed: Mapping[str, Any]) -> None:
     zero = deepspeed.get("zero_optimization") or {}
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     if isinstance(stage, int) and stage > 1:
-        raise ValueError(
+        raise UserError(
             f"zero_optimization.stage = {stage} does not go with a pipeline, whose gradients stay whole until all "
             "micro-batches are through: set it to 1"
         )
     for low, why in (("fp16", "does not scale the loss"), ("bf16", "cannot load what it has saved")):
         if stage == 0 and (deepspeed.get(low) or {}).get("enabled"):
-            raise ValueError(
+            raise UserError(
                 f"{low} without ZeRO does not go with a pipeline: there DeepSpeed {why}: set zero_optimization.stage "
                 "to 1"
             )
@@ -156,7 +157,7 @@ def refuse_in_pipeline(deepspeed: Mapping[str, Any]) -> None:
     }
     for key, on in timed.items():
         if on:
-            raise ValueError(
+            raise UserError(
                 f"{key} does not go with a pipeline, where DeepSpeed starts a timer of the backward pass twice: leave "
                 "it out (each row of metrics.jsonl has step_ms)"
             )

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.config.method import MSTConfig
+from mst_scale.errors import UserError
 
 TABLE = Path(__file__).with_name("deepspeed_support.txt")
 VERDICTS = ("exact", "harmless", "refused", "untested")
@@ -127,7 +128,7 @@ def stated(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
             continue
         inner = any(known.startswith(f"{key}.") for known in _by_key())
         if inner and not isinstance(value, Mapping):
-            raise ValueError(f"{key} must be an object, not {json.dumps(value, default=str)}")
+            raise UserError(f"{key} must be an object, not {json.dumps(value, default=str)}")
         if inner and isinstance(value, Mapping):
             yield from stated(value, f"{key}.")
         else:
@@ -150,10 +151,10 @@ def refuse_unsupported(deepspeed: Mapping[str, Any], mst: MSTConfig) -> list[str
         if row is None or row.verdict == "untested":
             what = "is not classified" if row is None else f"is not tested ({row.why})"
             if key not in allowed:
-                raise ValueError(f"{here} {what} together with sparse training{_near(key, row)}: {_risk(key, allowed)}")
+                raise UserError(f"{here} {what} together with sparse training{_near(key, row)}: {_risk(key, allowed)}")
             notes.append(f"{here} {what} together with sparse training, and mst.allow_unclassified lets it in")
         elif row.verdict == "refused":
-            raise ValueError(f"{here} does not go with sparse training: {row.why}: {row.last}")
+            raise UserError(f"{here} does not go with sparse training: {row.why}: {row.last}")
         elif row.why.endswith(SAY_SO):
             notes.append(f"{key}: {row.why.removesuffix(SAY_SO)}")
     return notes
@@ -164,7 +165,7 @@ def _refuse_scattered_muon(deepspeed: Mapping[str, Any]) -> None:
     zero, kind = deepspeed.get("zero_optimization"), dict(deepspeed.get("optimizer") or {}).get("type")
     cut = isinstance(zero, Mapping) and zero.get("stage") == 3 and zero.get("reduce_scatter") is not False
     if cut and _equal(kind, "Muon"):
-        raise ValueError(
+        raise UserError(
             'optimizer.type = "Muon" takes stage 3 without reduce-scatter only: add "zero_optimization": '
             '{"reduce_scatter": false}, or use stage 2'
         )

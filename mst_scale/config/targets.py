@@ -7,6 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from mst_scale.errors import UserError
+
 
 @dataclass(frozen=True)
 class TargetsConfig:
@@ -19,14 +21,14 @@ class TargetsConfig:
     def choose(self, names: Collection[str]) -> list[str]:
         """The names of matrices that match an `include` glob and no `exclude` glob, in the given order."""
         if not names:
-            raise ValueError(
+            raise UserError(
                 "the model has no matrix that can become sparse (norms, biases and embeddings never do): use method "
                 "dense, or leave the mst block out"
             )
         for glob in self.include + self.exclude:
             if not any(fnmatchcase(name, glob) for name in names):
                 near = difflib.get_close_matches(glob, names, n=1, cutoff=0.0)[0]
-                raise ValueError(
+                raise UserError(
                     f"mst.targets: {glob!r} matches no parameter that can be sparse; the nearest is {near!r}"
                 )
         chosen = [
@@ -36,5 +38,5 @@ class TargetsConfig:
             and not any(fnmatchcase(name, glob) for glob in self.exclude)
         ]
         if not chosen:
-            raise ValueError("mst.targets: every parameter that could be sparse is excluded; use method dense instead")
+            raise UserError("mst.targets: every parameter that could be sparse is excluded; use method dense instead")
         return chosen

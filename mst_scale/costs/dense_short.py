@@ -14,6 +14,7 @@ from mst_scale.config.check import global_batch
 from mst_scale.costs.grown import before
 from mst_scale.costs.ledger import forecast
 from mst_scale.distributed import logger
+from mst_scale.errors import UserError
 
 
 def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
@@ -26,7 +27,7 @@ def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
     path = Path(experiment.mst.like)
     like = load(path / "config.json" if path.is_dir() else path)
     if like.mst.like is not None:
-        raise ValueError(f"{path}: is a dense-short run itself: name the sparse run's config")
+        raise UserError(f"{path}: is a dense-short run itself: name the sparse run's config")
     sequences = global_batch(like.deepspeed, ranks)
     budget = like.training.steps * sequences * forecast(like, ranks=ranks).mean["paper"].total
     if like.mst.growth is not None and like.mst.grow_from is not None:

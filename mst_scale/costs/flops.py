@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mst_scale.config.blocks import ModelConfig
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
 
 DENSE = Pattern("dense")
@@ -120,14 +121,14 @@ def forward_flops(
     """
     tokens = model.context if length is None else length
     if accounting not in ACCOUNTINGS:
-        raise ValueError(f"accounting {accounting!r} is unknown: choose one of {', '.join(ACCOUNTINGS)}")
+        raise UserError(f"accounting {accounting!r} is unknown: choose one of {', '.join(ACCOUNTINGS)}")
     weights = matrices(model)
     densities = density if isinstance(density, Mapping) else dict.fromkeys((w.name for w in weights), density)
     if unknown := densities.keys() - {w.name for w in weights}:
-        raise ValueError(f"no matrix of this model is called {sorted(unknown)[0]!r}: see flops.matrices(model)")
+        raise UserError(f"no matrix of this model is called {sorted(unknown)[0]!r}: see flops.matrices(model)")
     for name, value in (*densities.items(), ("attention_share", attention_share)):
         if not 0.0 <= value <= 1.0:
-            raise ValueError(f"{name}: {value} is not a share in [0, 1]")
+            raise UserError(f"{name}: {value} is not a share in [0, 1]")
 
     count = dict.fromkeys(("qkv", "proj", "ffw1", "ffw2", "head"), 0.0)
     for w in weights:

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
 
+from mst_scale.errors import UserError
+
 AT_LEAST, AT_MOST = "≥", "≤"
 ALIKE = 1.01  # FLOPs that differ by less are the same
 # Student's t, 97.5 %, by degrees of freedom from 1; beyond them that of 30 is wide enough by 0.08.
@@ -40,7 +42,7 @@ class Point:
 
     def __post_init__(self) -> None:
         if not (0 < self.flops < math.inf and 0 < self.loss < math.inf):
-            raise ValueError(f"a point needs FLOPs and a loss above 0, not {self.flops} and {self.loss}")
+            raise UserError(f"a point needs FLOPs and a loss above 0, not {self.flops} and {self.loss}")
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def needed(loss: float, points: Iterable[Point]) -> Needed:
     """What the frontier of these points spends on a loss."""
     best = frontier(points)
     if not best:
-        raise ValueError("no dense run to compare with")
+        raise UserError("no dense run to compare with")
     if loss > best[0].loss:
         return Needed(best[0].flops, AT_MOST)
     for left, right in pairwise(best):

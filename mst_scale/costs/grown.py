@@ -13,6 +13,7 @@ from mst_scale.checkpoints import store
 from mst_scale.config import Experiment, ModelConfig
 from mst_scale.config.growth import OPTION, folder_of, smaller_model
 from mst_scale.costs.flops import KEYS, dense_step_flops
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 
 
@@ -53,7 +54,7 @@ def spent(checkpoint: Path) -> tuple[int, dict[str, float]]:
 
     state = untrained_of(checkpoint)[0]
     if missing := [key for key in ("step", *KEYS.values()) if key not in state]:
-        raise ValueError(
+        raise UserError(
             f"{OPTION} {checkpoint}: it does not say {missing[0]}, and what it has cost would be lost: give a run of "
             "mst_scale.pretrain"
         )

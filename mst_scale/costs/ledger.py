@@ -19,6 +19,7 @@ from mst_scale.config import METHODS, Experiment, ModelConfig
 from mst_scale.costs.flops import DENSE_KEYS, KEYS, Flops, dense_step_flops, step_flops
 from mst_scale.costs.muon import share_of_a_sequence
 from mst_scale.costs.stretches import Stretch, stretches
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
 
 Both = dict[str, Flops]
@@ -196,7 +197,7 @@ class Ledger:
 
     def load(self, state: Mapping[str, Any]) -> None:
         if missing := self.state().keys() - state.keys() - {OPTIMIZER_KEY}:
-            raise ValueError(f"the checkpoint does not say {', '.join(sorted(missing))}: an older version has saved it")
+            raise UserError(f"the checkpoint does not say {', '.join(sorted(missing))}: an older version has saved it")
         self.spent = {a: state[key] for a, key in KEYS.items()}
         self.dense = {a: state[key] for a, key in DENSE_KEYS.items()}
         self.spent_by_optimizer = state.get(OPTIMIZER_KEY, 0.0)

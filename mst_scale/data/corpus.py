@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from mst_scale.errors import UserError
+
 FORMAT = "mst_scale corpus 1"
 META = "meta.json"
 PARTIAL = ".partial"  # holds what is being made (partial.py)
@@ -62,22 +64,22 @@ def open_tokens(
         if folder.is_symlink() and not folder.exists():
             itself = os.path.realpath(folder) == os.path.abspath(folder)
             what = f"is a link to {'itself' if itself else 'what is not there'}"
-        raise ValueError(f"data folder {folder} {what}; `mst data SOURCE --out {folder}` makes a corpus")
+        raise UserError(f"data folder {folder} {what}; `mst data SOURCE --out {folder}` makes a corpus")
     meta = read_meta(folder) if (folder / META).exists() else None
     if meta is None and (folder / PARTIAL).exists():
-        raise ValueError(f"the corpus in {folder} is unfinished; run the `mst data` command that began it again")
+        raise UserError(f"the corpus in {folder} is unfinished; run the `mst data` command that began it again")
     if meta is None and (folder / META).exists():  # it was moved in after we had looked
         meta = read_meta(folder)
     if meta is not None and split not in meta["splits"]:
-        raise ValueError(f"{folder} has no split {split!r}; it has {', '.join(meta['splits'])}")
+        raise UserError(f"{folder} has no split {split!r}; it has {', '.join(meta['splits'])}")
     path = folder / (meta["splits"][split]["file"] if meta else f"{split}.bin")
     if not path.is_file():
-        raise ValueError(f"there is no {path}; `mst data SOURCE --out {folder}` makes train.bin and val.bin")
+        raise UserError(f"there is no {path}; `mst data SOURCE --out {folder}` makes train.bin and val.bin")
     dtype = np.dtype(meta["dtype"] if meta else np.uint16).newbyteorder("<")
     if meta is not None:
         check_size(path, meta["splits"][split]["tokens"], dtype.itemsize)
     elif path.stat().st_size % dtype.itemsize:
-        raise ValueError(f"{path} has an odd number of bytes: it is cut short or not uint16 ids; copy or make it again")
+        raise UserError(f"{path} has an odd number of bytes: it is cut short or not uint16 ids; copy or make it again")
     tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)
     known = meta or {}
     mask = known.get("mask") if masked else None
@@ -93,15 +95,15 @@ def read_meta(folder: Path) -> dict[str, Any]:
     try:
         meta = json.loads((folder / META).read_text())
     except (ValueError, RecursionError):
-        raise ValueError(f"{folder / META} is not JSON; make the corpus again (--force)") from None
+        raise UserError(f"{folder / META} is not JSON; make the corpus again (--force)") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         found = meta.get("format") if isinstance(meta, dict) else None
-        raise ValueError(
+        raise UserError(
             f"{folder / META} has format {found!r}, not {FORMAT!r}; make the corpus again (--force), or move that file "
             "away if another program wrote it"
         )
     if (missing := _missing(meta)) is not None:
-        raise ValueError(f"{folder / META} is damaged: {missing}; make the corpus again (--force)")
+        raise UserError(f"{folder / META} is damaged: {missing}; make the corpus again (--force)")
     return meta
 
 
@@ -138,7 +140,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     if not (folder / META).exists():
         open_tokens(folder)
-        raise ValueError(f"{folder} has no meta.json, so there are no digests to compare with")
+        raise UserError(f"{folder} has no meta.json, so there are no digests to compare with")
     meta = read_meta(folder)
     check_sizes(folder, meta)
     for split in meta["splits"].values():
@@ -147,7 +149,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
             while block := handle.read(BLOCK_BYTES):
                 digest.update(block)
         if digest.hexdigest() != split["sha256"]:
-            raise ValueError(
+            raise UserError(
                 f"{folder / split['file']} is damaged: its SHA-256 is not meta.json's; make it again (--force)"
             )
     return meta
@@ -157,7 +159,7 @@ def check_sizes(folder: Path, meta: dict[str, Any]) -> None:
     for split in meta["splits"].values():
         path = folder / split["file"]
         if not path.is_file():
-            raise ValueError(f"there is no {path}, which {META} describes; copy it again, or make it again (--force)")
+            raise UserError(f"there is no {path}, which {META} describes; copy it again, or make it again (--force)")
         check_size(path, split["tokens"], np.dtype(meta["dtype"]).itemsize)
 
 
@@ -172,7 +174,7 @@ def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None
 def check_size(path: Path, tokens: int, itemsize: int) -> None:
     size = path.stat().st_size
     if size != tokens * itemsize:
-        raise ValueError(
+        raise UserError(
             f"{path} has {size:,} bytes, but {META} says {tokens:,} tokens of {itemsize} bytes; it is damaged or was "
             "replaced: copy it again, or make it again (--force)"
         )
@@ -183,21 +185,21 @@ def _check_vocabulary(path: Path, meta: dict[str, Any] | None, vocab_size: int, 
     without = ", the last of them for [MASK], which this corpus lacks" if free else ""
     if meta is not None:
         if meta["vocab_size"] > vocab_size - free:
-            raise ValueError(
+            raise UserError(
                 f"{path} was made with tokenizer {meta['tokenizer']!r} of {meta['vocab_size']} ids, but the model has "
                 f"vocab_size {vocab_size}{without}; set model.vocab_size to {meta['vocab_size'] + free} or use another "
                 "corpus"
             )
         return
     if vocab_size > 1 << 16:
-        raise ValueError(
+        raise UserError(
             f"{path} has no {META}, so it is read as nanoGPT's uint16, which cannot hold a vocabulary of {vocab_size}; "
             "make the corpus with `mst data`, which then writes uint32"
         )
     if check_ids:
         highest = highest_id(path)
         if highest >= vocab_size - free:
-            raise ValueError(
+            raise UserError(
                 f"{path} holds id {highest}, but the model has vocab_size {vocab_size}{without}; the file belongs to "
                 f"another tokenizer: set model.vocab_size to that one's{' and one more' if free else ''}"
             )

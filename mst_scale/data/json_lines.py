@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from mst_scale.data.cutting import PIECE_BYTES
 from mst_scale.data.sources import TRAIN, VAL, Chunk, File, Piece, describe_files, document, first_bytes
+from mst_scale.errors import UserError
 
 
 class Lines(NamedTuple):
@@ -77,11 +78,11 @@ class JsonLines:
         try:
             row = json.loads(line)
         except ValueError:
-            raise ValueError(f"{path}: the line at byte {at} is not JSON; every line must be one object") from None
+            raise UserError(f"{path}: the line at byte {at} is not JSON; every line must be one object") from None
         if not isinstance(row, dict):
-            raise ValueError(f"{path}: the line at byte {at} is not a JSON object like {{{self.text_key!r}: …}}")
+            raise UserError(f"{path}: the line at byte {at} is not a JSON object like {{{self.text_key!r}: …}}")
         if not isinstance(row.get(self.text_key, 0), str | None):
-            raise ValueError(
+            raise UserError(
                 f"{path}: the line at byte {at} has no text under {self.text_key!r}; "
                 f"its keys are {', '.join(row)}: name the right one as text_key"
             )

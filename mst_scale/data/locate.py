@@ -18,6 +18,7 @@ from mst_scale.data.json_lines import JsonLines
 from mst_scale.data.recipe import PACKAGE, STDLIB, Recipe, is_code
 from mst_scale.data.sources import File, Source, list_files
 from mst_scale.data.text_files import TextFiles, package_files, stdlib_files
+from mst_scale.errors import UserError
 
 OPENWEBTEXT = "Skylion007/openwebtext"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -63,11 +64,11 @@ def local_files(recipe: Recipe) -> list[File] | None:
         matches = [match for match in matches if match.is_file()]
         if not matches:
             what = f"no file of a known kind in it ({KNOWN})" if path.is_dir() else "no such file"
-            raise ValueError(f"source {name!r}: {what}; check the path")
+            raise UserError(f"source {name!r}: {what}; check the path")
         found += matches
     files = list_files(found)
     if not files:
-        raise ValueError(f"source {' '.join(recipe.paths)!r}: all its files are empty")
+        raise UserError(f"source {' '.join(recipe.paths)!r}: all its files are empty")
     return files
 
 
@@ -82,10 +83,10 @@ def _kind(path: Path) -> str | None:
 def _one_kind(files: list[File]) -> str:
     kinds = {_kind(file.path): file.path for file in files}
     if None in kinds:
-        raise ValueError(f"{kinds[None]}: not a kind of file that can be read ({KNOWN})")
+        raise UserError(f"{kinds[None]}: not a kind of file that can be read ({KNOWN})")
     if len(kinds) > 1:
         names = " and ".join(str(path) for path in list(kinds.values())[:2])
-        raise ValueError(f"the source mixes kinds of files ({names}); name files of one kind, for instance by a glob")
+        raise UserError(f"the source mixes kinds of files ({names}); name files of one kind, for instance by a glob")
     (kind,) = kinds
     assert kind is not None
     return kind

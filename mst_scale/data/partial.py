@@ -23,6 +23,7 @@ import numpy as np
 
 from mst_scale.data.corpus import META, PARTIAL, check_size, first_difference
 from mst_scale.data.sources import SPLITS
+from mst_scale.errors import UserError
 
 READ_BACK = 8 << 20  # bytes at a time
 
@@ -47,7 +48,7 @@ class SplitFile:
             self.digest.update(data)
             left -= len(data)
         if self.digest.hexdigest() != expected:
-            raise ValueError(
+            raise UserError(
                 f"{self.path} does not hold what was written to it; remove {self.path.parent} and start anew"
             )
         self.handle.truncate(self.n_bytes)
@@ -125,7 +126,7 @@ class Partial:
         for split in meta["splits"].values():
             path = next((p for p in (self.folder / split["file"], self.out / split["file"]) if p.exists()), None)
             if path is None:
-                raise ValueError(f"{self.folder / split['file']} was complete and is gone; make it again (--force)")
+                raise UserError(f"{self.folder / split['file']} was complete and is gone; make it again (--force)")
             check_size(path, split["tokens"], np.dtype(meta["dtype"]).itemsize)
 
     def empty(self) -> None:
@@ -149,9 +150,9 @@ def check_free(out: Path, recipe: dict[str, Any]) -> None:
     if begun is not None and partial.worth_keeping:
         difference = first_difference(begun, recipe)
         if difference:
-            raise ValueError(f"{out} holds an unfinished corpus with {difference}; choose another folder, or --force")
+            raise UserError(f"{out} holds an unfinished corpus with {difference}; choose another folder, or --force")
     elif begun is None and any((out / f"{name}.bin").exists() for name in SPLITS):
-        raise ValueError(f"{out} holds .bin files that were not made here; choose another folder, or --force")
+        raise UserError(f"{out} holds .bin files that were not made here; choose another folder, or --force")
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from mst_scale.data.recipe import Recipe
 from mst_scale.data.reporting import Report
 from mst_scale.data.sources import SPLITS, Chunk, Source, describe_files
 from mst_scale.data.tokenizer import Tokenizer, is_file, load_tokenizer, token_dtype
+from mst_scale.errors import UserError
 
 JOURNAL_BYTES = 64 << 20  # of ids: ten seconds or more of a core that tokenises with a BPE
 # Peak resident size as measured, with a BPE of 50,257 ids: 73 MB in the main process for text, 141 MB for Parquet with
@@ -47,7 +48,7 @@ def prepare(
     full, the network is down, …: after the cure, the same call goes on.
     """
     if workers is not None and workers < 1:
-        raise ValueError(f"workers must be at least 1, not {workers}")
+        raise UserError(f"workers must be at least 1, not {workers}")
     out = Path(out)
     identity = recipe.identity()
     partial, report = Partial(out), Report(quiet)
@@ -99,14 +100,14 @@ def _finished(out: Path, recipe: Recipe, identity: dict[str, Any]) -> dict[str, 
     meta = read_meta(out)
     difference = first_difference(meta["recipe"], identity)
     if difference:
-        raise ValueError(f"{out} holds a corpus with {difference}; choose another folder, or --force to replace it")
+        raise UserError(f"{out} holds a corpus with {difference}; choose another folder, or --force to replace it")
     check_sizes(out, meta)
     files = None
     if recipe.source != "stdlib":  # another Python's library would do as well
         with contextlib.suppress(ValueError):  # a finished corpus is good without its source
             files = local_files(recipe)
     if files is not None and describe_files(files) != meta["source"]:
-        raise ValueError(f"the files of the source have changed since {out} was made from them; --force makes it anew")
+        raise UserError(f"the files of the source have changed since {out} was made from them; --force makes it anew")
     return meta
 
 
@@ -202,7 +203,7 @@ def _meta(recipe: Recipe, tokenizer: Tokenizer, source: dict[str, Any], files: l
     splits = {}
     for name, file in zip(SPLITS, files, strict=True):
         if not file.n_bytes:
-            raise ValueError(
+            raise UserError(
                 f"{' '.join(recipe.paths)!r} has too few documents: with val_fraction {recipe.held_out} none is left "
                 f"for {name}; give more text, or another val_fraction"
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mst_scale.data.tokenizer import tokenizer_identity
+from mst_scale.errors import UserError
 
 STDLIB, PACKAGE = "stdlib", "package:"
 VAL_FRACTIONS = {"openwebtext": 0.0005}  # nanoGPT's
@@ -39,7 +40,7 @@ class Recipe:
     def __post_init__(self) -> None:
         paths = self.paths
         if not paths or not all(paths):
-            raise ValueError("no source: name 'stdlib', a data set of the Hugging Face hub, or files")
+            raise UserError("no source: name 'stdlib', a data set of the Hugging Face hub, or files")
         word = paths[0] if len(paths) == 1 else ""
         object.__setattr__(self, "source", word or tuple(paths))
         if self.tokenizer is None:
@@ -48,9 +49,9 @@ class Recipe:
             usual = CODE_VAL_FRACTION if is_code(word) else VAL_FRACTIONS.get(word, OTHER_VAL_FRACTION)
             object.__setattr__(self, "val_fraction", usual)
         if not 1e-6 <= self.held_out < 1:
-            raise ValueError(f"val_fraction must lie in [0.000001, 1), not {self.val_fraction}")
+            raise UserError(f"val_fraction must lie in [0.000001, 1), not {self.val_fraction}")
         if self.max_bytes is not None and self.max_bytes < 1:
-            raise ValueError(f"max_bytes must be at least 1, not {self.max_bytes}")
+            raise UserError(f"max_bytes must be at least 1, not {self.max_bytes}")
 
     @property
     def paths(self) -> list[str]:

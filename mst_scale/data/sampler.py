@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from mst_scale.data.corpus import TokenFile
+from mst_scale.errors import UserError
 from mst_scale.randomness import GOLDEN64, counter_hash
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # tokens and targets, int64, (sequences, context)
@@ -27,7 +28,7 @@ class Sampler:
         self.file, self.context, self.seed = file, context, seed
         self.n_starts = len(file.tokens) - context
         if self.n_starts < 1:
-            raise ValueError(
+            raise UserError(
                 f"{file.path} has {len(file.tokens):,} tokens, fewer than one sequence: context {context} needs "
                 f"{context + 1:,}; use a shorter context, more text, or for val.bin a larger val_fraction"
             )

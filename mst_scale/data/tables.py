@@ -14,6 +14,7 @@ from typing import Any
 from mst_scale.data.recipe import Recipe
 from mst_scale.data.sources import TRAIN, VAL, Batches, File, Rows, Stream, describe_files
 from mst_scale.distributed import may_rewrite
+from mst_scale.errors import UserError
 
 READ_ROWS = 256  # at a time
 READ_BUFFER = 1 << 20  # bytes; without it the column of a whole row group is read at once
@@ -31,7 +32,7 @@ def parquet(files: list[File], recipe: Recipe) -> Stream:
         try:
             footer = pq.read_metadata(file.path)
         except pa.ArrowInvalid as error:
-            raise ValueError(f"{file.path} is not a Parquet file ({_on_one_line(error)}); leave it out") from None
+            raise UserError(f"{file.path} is not a Parquet file ({_on_one_line(error)}); leave it out") from None
         columns = footer.schema.names
         _check_column(str(file.path), columns, recipe.text_key)
         column = columns.index(recipe.text_key)
@@ -67,7 +68,7 @@ def saved(folder: Path, recipe: Recipe) -> Rows | Stream:
     tables: list[Any] = []
     for name in filter(None, (recipe.split, recipe.val_split)):
         if name not in splits:
-            raise ValueError(f"{folder} has no split {name!r}; it has {', '.join(splits)}")
+            raise UserError(f"{folder} has no split {name!r}; it has {', '.join(splits)}")
         tables.append(splits[name])
     if recipe.max_bytes is not None:
         return _stream([table.to_iterable_dataset() for table in tables], str(folder), recipe)
@@ -90,7 +91,7 @@ def _rows(tables: list[Any], name: str, recipe: Recipe) -> Rows:
     _check_column(name, tables[0].column_names, recipe.text_key)
     if len(tables) == 1:
         if len(tables[0]) < 2:
-            raise ValueError(f"{name} has {len(tables[0])} documents: too few to set one apart for validation")
+            raise UserError(f"{name} has {len(tables[0])} documents: too few to set one apart for validation")
         parts = tables[0].train_test_split(test_size=recipe.held_out, seed=recipe.seed, shuffle=True)
         tables = [parts["train"], parts["test"]]
     train, val = (table.select_columns([recipe.text_key]) for table in tables)
@@ -119,13 +120,13 @@ def _column(table: Any, name: str, text_key: str) -> Iterator[list[str | None]]:
 def _texts(values: list[Any], name: str, text_key: str) -> list[str | None]:
     for value in values:
         if not isinstance(value, str | None):
-            raise ValueError(f"{name}: {text_key!r} holds {type(value).__name__}, not text; name another text_key")
+            raise UserError(f"{name}: {text_key!r} holds {type(value).__name__}, not text; name another text_key")
     return values
 
 
 def _check_column(name: str, columns: list[str], text_key: str) -> None:
     if text_key not in columns:
-        raise ValueError(f"{name} has no column {text_key!r}; its columns are {', '.join(columns)}: name a text_key")
+        raise UserError(f"{name} has no column {text_key!r}; its columns are {', '.join(columns)}: name a text_key")
 
 
 class Load:
@@ -163,10 +164,10 @@ def _explained(name: str, error: Exception) -> Exception:
             "check the name and the network, or copy the data set here and name its files; 'stdlib' needs no network"
         )
     if "scripts are no longer supported" in message:
-        return ValueError(f"{name!r} is a script on the hub; read its Parquet copy: revision refs/convert/parquet")
+        return UserError(f"{name!r} is a script on the hub; read its Parquet copy: revision refs/convert/parquet")
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         return OSError(f"reading {name!r} failed: {kind}: {message}")
-    return ValueError(f"{name!r} cannot be read: {kind}: {message}")
+    return UserError(f"{name!r} cannot be read: {kind}: {message}")
 
 
 def _on_one_line(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from mst_scale.data.cutting import LINE_START, PIECE_BYTES, cut_file
 from mst_scale.data.sources import TRAIN, VAL, Chunk, File, Piece, describe_files, first_bytes, list_files
+from mst_scale.errors import UserError
 from mst_scale.randomness import counter_hash
 
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -29,7 +30,7 @@ def package_files(name: str) -> list[File]:
     """The sources of an installed package, of which nothing is imported: the same text wherever its version is."""
     found = importlib.util.find_spec(name) if name.isidentifier() else None
     if found is None or not found.submodule_search_locations:
-        raise ValueError(
+        raise UserError(
             f"source 'package:{name}': no package of that name is installed here; name one that `import` knows, or "
             "text files of your own"
         )
@@ -40,7 +41,7 @@ def _sources(root: Path, whose: str) -> list[File]:
     paths = (path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))
     files = list_files(path for path in paths if path.is_file())
     if len(files) < 2:
-        raise ValueError(f"no sources of {whose} under {root}; name text files of your own as the source")
+        raise UserError(f"no sources of {whose} under {root}; name text files of your own as the source")
     return files
 
 
@@ -99,7 +100,7 @@ class TextFiles:
             try:
                 yield Piece(split, data.decode(), ends)
             except UnicodeDecodeError as error:
-                raise ValueError(
+                raise UserError(
                     f"{path}: byte {start + error.start} is not UTF-8; convert it (iconv -t utf-8) or leave it out"
                 ) from None
 

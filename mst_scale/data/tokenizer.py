@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mst_scale.data.word_pieces import HUB, WordPieceTokenizer, vocabulary_file
+from mst_scale.errors import UserError
 
 SPLIT_LIKE_GPT2 = ("gpt2", "r50k_base")  # encodings whose rank file is complete with that pattern
 # Identities of the same ids; the last is of r50k_base.tiktoken, as tiktoken itself checks it.
@@ -75,7 +76,7 @@ class BpeTokenizer:
         try:
             self.end_of_text: int = encoding.eot_token
         except KeyError:
-            raise ValueError(f"tokenizer {name!r} has no <|endoftext|>; choose one that has, like gpt2") from None
+            raise UserError(f"tokenizer {name!r} has no <|endoftext|>; choose one that has, like gpt2") from None
 
     def encode(self, text: str) -> np.ndarray:
         try:
@@ -144,7 +145,7 @@ def chosen(given: str | None, before: TrainedWith | None, model: str) -> Trained
     identity = tokenizer_identity(given)
     if before is not None and not same_ids(before.identity, identity):
         cure = "name that file where it lies now" if is_missing(before.name) else "leave --tokenizer out"
-        raise ValueError(f"{model} was trained with tokenizer {before.name!r}, not {given!r}: {cure}")
+        raise UserError(f"{model} was trained with tokenizer {before.name!r}, not {given!r}: {cure}")
     return TrainedWith(os.path.abspath(given) if is_file(given) else given, identity)
 
 
@@ -166,7 +167,7 @@ def _encoding_by_name(name: str) -> Any:
         near = difflib.get_close_matches(name, ["byte", *HUB, *known], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         names = ", ".join(("byte", *HUB, *known))
-        raise ValueError(
+        raise UserError(
             f"unknown tokenizer {name!r}{hint} (known: {names}, or the path of a .tiktoken file or a vocab.txt)"
         )
     try:
@@ -208,7 +209,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise ValueError(f"no tokenizer file {path}; give a .tiktoken file or a vocab.txt, or use 'byte'") from None
+        raise UserError(f"no tokenizer file {path}; give a .tiktoken file or a vocab.txt, or use 'byte'") from None
 
 
 def _encoding_from_ranks(path: Path) -> Any:
@@ -218,7 +219,7 @@ def _encoding_from_ranks(path: Path) -> Any:
     from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]  # GPT-2's
 
     if path.stem in set(tiktoken.list_encoding_names()).difference(SPLIT_LIKE_GPT2):
-        raise ValueError(
+        raise UserError(
             f"{path} belongs to {path.stem!r}, which does not split text like GPT-2: ask for tokenizer "
             f"{path.stem!r} and give tiktoken its file through TIKTOKEN_CACHE_DIR"
         )
@@ -230,11 +231,11 @@ def _encoding_from_ranks(path: Path) -> Any:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
-            raise ValueError(f"{path}:{number}: expected 'base64-token rank'; is this a .tiktoken file?") from None
+            raise UserError(f"{path}:{number}: expected 'base64-token rank'; is this a .tiktoken file?") from None
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing or sorted(ranks.values()) != list(range(len(ranks))):
         what = f"{len(missing)} of the 256 single bytes" if missing else "ranks 0, 1, 2, … without gaps"
-        raise ValueError(f"{path} is not a complete rank file: it lacks {what}; copy it again")
+        raise UserError(f"{path} is not a complete rank file: it lacks {what}; copy it again")
     return tiktoken.Encoding(
         path.stem,
         pat_str=r50k_pat_str,

@@ -20,6 +20,7 @@ from typing import Any
 
 from mst_scale.data.tokenizer import SPLIT_LIKE_GPT2, is_missing, is_rank_file, load_tokenizer
 from mst_scale.data.word_pieces import WordPieceTokenizer
+from mst_scale.errors import UserError
 
 END = "<|endoftext|>"
 
@@ -35,7 +36,7 @@ def write_tokenizer(folder: Path, name: str | None, vocab_size: int) -> tuple[in
     except OSError as error:
         return None, f"no tokenizer files: {error}"
     if tokenizer.vocab_size > vocab_size:
-        raise ValueError(f"tokenizer {name!r} has {tokenizer.vocab_size} ids, and the model only {vocab_size}")
+        raise UserError(f"tokenizer {name!r} has {tokenizer.vocab_size} ids, and the model only {vocab_size}")
     if name == "byte":
         vocabulary, merges = {character: byte for byte, character in enumerate(characters())}, []
     elif name in SPLIT_LIKE_GPT2 or is_rank_file(name):
@@ -89,7 +90,7 @@ def _last_two(token: bytes, rank: int, ranks: dict[bytes, int]) -> list[bytes]:
         joined = [(ranks.get(a + b, rank), i) for i, (a, b) in enumerate(pairwise(parts))]
         best, i = min(joined)
         if best >= rank:
-            raise ValueError(f"the rank file is not one of BPE: {token!r} cannot be put together from lower ranks")
+            raise UserError(f"the rank file is not one of BPE: {token!r} cannot be put together from lower ranks")
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from mst_scale.errors import UserError
+
 HUB = ("bert-base-uncased", "bert-base-cased")  # as google-bert/NAME; the large models have the same vocabularies
 NEEDED = ("[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PIECE = 1 << 15  # characters tokenised at once: the library keeps some 200 bytes a piece of each
@@ -79,14 +81,14 @@ def _vocabulary(path: Path) -> list[str]:
     try:
         pieces = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # splitlines() knows other ends too
     except FileNotFoundError:
-        raise ValueError(f"no vocabulary {path}; give BERT's vocab.txt, or use 'byte'") from None
+        raise UserError(f"no vocabulary {path}; give BERT's vocab.txt, or use 'byte'") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text; is this BERT's vocab.txt?") from None
+        raise UserError(f"{path} is not UTF-8 text; is this BERT's vocab.txt?") from None
     if missing := [piece for piece in NEEDED if piece not in pieces]:
-        raise ValueError(f"{path} has no line {missing[0]}; is this BERT's vocab.txt?")
+        raise UserError(f"{path} has no line {missing[0]}; is this BERT's vocab.txt?")
     if len(set(pieces)) < len(pieces):
         twice = next(piece for number, piece in enumerate(pieces) if piece in pieces[:number])
-        raise ValueError(f"{path} has {twice!r} on two lines; copy it again")
+        raise UserError(f"{path} has {twice!r} on two lines; copy it again")
     return pieces
 
 
@@ -94,7 +96,7 @@ def _tokenizer(ids: dict[str, int], lowercase: bool) -> Any:
     try:
         from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     except ImportError:
-        raise ValueError("word pieces need the package tokenizers: pip install tokenizers") from None
+        raise UserError("word pieces need the package tokenizers: pip install tokenizers") from None
     tokenizer = Tokenizer(models.WordPiece(vocab=ids, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

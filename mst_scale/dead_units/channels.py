@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mst_scale.dead_units.units import Units
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
@@ -43,13 +44,13 @@ class Channels:
         ours = {name for some in units for name in some.matrices}
         for name in names:
             if name not in ours:
-                raise ValueError(
+                raise UserError(
                     f'mst.topology.granularity = "channel": {name} has no inner channels that are known: keep it dense '
                     "(mst.targets.lm_head = false, or a glob in mst.targets.exclude)"
                 )
         for some in units:
             if (missing := set(some.matrices) - set(names)) and len(missing) < len(set(some.matrices)):
-                raise ValueError(
+                raise UserError(
                     f'mst.topology.granularity = "channel": {some.kind} units live in {", ".join(some.matrices)} '
                     f"together, and mst.targets leaves {sorted(missing)[0]} out"
                 )
@@ -117,7 +118,7 @@ class Channels:
         totals = exchange.sum(torch.tensor(counts, dtype=torch.int64).view(-1, 3)).tolist()
         for (mask, *_), (pruned, grown, _) in zip(after, totals, strict=True):
             if pruned and grown:
-                raise ValueError(
+                raise UserError(
                     f"{mask.name}: other channels live than this seed has drawn: go on with the training.seed or "
                     "mst.seed of the run before"
                 )

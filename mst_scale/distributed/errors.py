@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import math
 import os
-import traceback
 import unicodedata
 from typing import Any
+
+from mst_scale.errors import DivergedError, UserError
 
 # A path that cannot be right, whatever the machine does.
 WRONG_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
@@ -15,7 +16,7 @@ SHOWN = 80  # characters of a value in a message
 LONGEST = 300  # characters of a library's message
 
 
-class SharedMistake(ValueError):
+class SharedMistake(UserError):
     """A user's mistake that every rank raises at the same place: rank 0 alone says it."""
 
 
@@ -28,26 +29,25 @@ class FailedElsewhere(Exception):
 
 
 def exit_code(error: BaseException) -> int:
-    """2: used wrongly, 1: it failed."""
+    """Return 2 for wrong use, 3 for a run that diverged, and 1 for every other failure, which may be retried."""
     if isinstance(error, FailedElsewhere):
         return int(error.args[0])
     if isinstance(error, OSError):
         return 2 if error.errno in WRONG_PATHS else 1
-    return 2 if isinstance(error, ValueError) and not isinstance(error, Damaged) else 1
+    if isinstance(error, DivergedError):
+        return 3
+    return 2 if isinstance(error, UserError) else 1
 
 
 def is_plain(error: BaseException) -> bool:
-    """Whether one line says it all: the machine refused, or a `raise` somewhere found what a user should change.
+    """Whether one line says it all, because the class of the error says that it was raised for a person to read.
 
-    A ValueError that no `raise` statement made (a wrong unpacking, say) is a defect, and its traceback is wanted.
+    Everything else is a crash, and its traceback is wanted. `MST_TRACEBACK=1` asks for tracebacks of all errors.
     """
     if os.environ.get("MST_TRACEBACK", "").lower() not in ("", "0", "false", "no", "off"):
         return False
-    if isinstance(error, OSError | MemoryError) or _is_out_of_memory(error):
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    raised = not frames or (frames[-1].line or "").lstrip().startswith("raise")
-    return isinstance(error, ValueError | ArithmeticError) and raised
+    plain = (UserError, DivergedError, Damaged, OSError, MemoryError)
+    return isinstance(error, plain) or _is_out_of_memory(error)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -78,4 +78,4 @@ def refuse_unprintable(what: str, text: str) -> None:
     for character in text:
         if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
             name = "a line break" if character in "\n\r" else f"the character {character!a}"
-            raise ValueError(f"{what} must not hold {name}: {shown(text)}")
+            raise UserError(f"{what} must not hold {name}: {shown(text)}")

@@ -7,6 +7,8 @@ import os
 import random
 import socket
 
+from mst_scale.errors import UserError
+
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 LOWEST_PORT = 10_000  # below, the well-known services
@@ -41,7 +43,7 @@ def _mpi_ranks() -> dict[str, str]:
     try:
         from mpi4py import MPI
     except ImportError:
-        raise ValueError("under mpirun the ranks are found through mpi4py: pip install 'mst_scale[mpi]'") from None
+        raise UserError("under mpirun the ranks are found through mpi4py: pip install 'mst_scale[mpi]'") from None
     world = MPI.COMM_WORLD
     hosts = world.allgather(MPI.Get_processor_name())
     rank = world.Get_rank()

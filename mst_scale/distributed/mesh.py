@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from mst_scale.errors import UserError
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -31,7 +33,7 @@ class Sizes:
     def data(self, world: int) -> int:
         """Shares of a batch on so many ranks."""
         if world % self.model:
-            raise ValueError(
+            raise UserError(
                 f"{world} ranks cannot be cut into groups of {self.in_words()}: start on a multiple of {self.model}"
             )
         return world // self.model
@@ -48,7 +50,7 @@ class Mesh:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            raise ValueError("a mesh is made of the ranks of a run: call deepspeed.init_distributed() before")
+            raise UserError("a mesh is made of the ranks of a run: call deepspeed.init_distributed() before")
         self.sizes = sizes
         rank, world = dist.get_rank(), dist.get_world_size()
         self.data = sizes.data(world)

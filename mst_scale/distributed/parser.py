@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from mst_scale.distributed.errors import refuse_unprintable, shown
 from mst_scale.distributed.exits import end
 from mst_scale.distributed.launch import launched_rank, several
+from mst_scale.errors import UserError
 
 
 def at_least(least: int | float) -> Callable[[str], int | float]:
@@ -40,8 +41,8 @@ def refuse_no_folder(option: str, path: Path) -> None:
         except PermissionError:
             return  # whoever makes it says so
         except OSError as error:
-            raise ValueError(f"{option} {shown(str(path))}: {error.strerror}; choose another folder") from None
-        raise ValueError(f"{option} {shown(str(path))}: {shown(str(place))} is no folder; choose another")
+            raise UserError(f"{option} {shown(str(path))}: {error.strerror}; choose another folder") from None
+        raise UserError(f"{option} {shown(str(path))}: {shown(str(place))} is no folder; choose another")
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,5 +68,5 @@ class Parser(argparse.ArgumentParser):
         words = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)  # argparse repeats what was given
         told = f"{words} ({self.prog} --help lists what there is)"
         if several():
-            end(ValueError(told))
+            end(UserError(told))
         self.exit(2, f"{self.prog}: {told}\n")

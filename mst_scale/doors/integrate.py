@@ -24,6 +24,7 @@ from mst_scale.distributed import SharedMistake, exits, logger, speak
 from mst_scale.doors.length import with_length
 from mst_scale.doors.on_import import when_imported
 from mst_scale.engine import api
+from mst_scale.errors import UserError
 from mst_scale.runs.recording import Recording
 
 
@@ -182,17 +183,10 @@ def _say_mistakes_in_one_line(door: Door) -> None:
 
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
         door.failed = True
-        ours = isinstance(error, ValueError) and trace is not None and _raised_here(trace)
-        if ours and not hasattr(sys, "ps1"):
+        if isinstance(error, UserError) and not hasattr(sys, "ps1"):
             if isinstance(sys.stderr, io.StringIO):  # torch's hook collects what ours says, to say it once we return
                 sys.stderr = sys.__stderr__
             exits.end(error, alike=True)
         before(kind, error, trace)
 
     sys.excepthook = hook
-
-
-def _raised_here(trace: Any) -> bool:
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return str(trace.tb_frame.f_globals.get("__name__", "")).startswith("mst_scale.")

@@ -22,6 +22,7 @@ from mst_scale.engine.controller import Controller
 from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse import SparseController
 from mst_scale.engine.types import MST, Engine
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import SelfAttention
 
 zero_shards.check_versions()
@@ -58,7 +59,7 @@ def initialize(
     configs = [given for given in (config, config_params, of_args) if given is not None]
     if model is None or len(configs) != 1:
         what = "a model" if model is None else f"one config, not {len(configs) or 'none'}"
-        raise ValueError(f"mst_scale.initialize needs {what}: initialize(model=…, config=…), or args.deepspeed_config")
+        raise UserError(f"mst_scale.initialize needs {what}: initialize(model=…, config=…), or args.deepspeed_config")
     if args is not None and of_args is not None:  # DeepSpeed would read the file itself, our blocks and presets unseen
         args = copy.copy(args)
         args.deepspeed_config = None
@@ -103,24 +104,24 @@ def _refuse_unread_sizes(model: torch.nn.Module, experiment: Experiment, others:
     sizes = sizes_of(experiment.deepspeed)
     ours = any(isinstance(module, SelfAttention) for module in model.modules())
     if sizes.tensor > 1 and ours:
-        raise ValueError(
+        raise UserError(
             f"{KEYS['tensor']} = {sizes.tensor}: DeepSpeed's AutoTP does not know this model, which cuts itself: give "
             "GPT(config, TensorGroup.of(mesh)) and mpu=mesh, or use mst_scale.pretrain"
         )
     if sizes.tensor > 1 and others.get("mpu") is not None:
-        raise ValueError(
+        raise UserError(
             f"{KEYS['tensor']} = {sizes.tensor} and an mpu: DeepSpeed's AutoTP puts groups of its own in its place, so "
             "that parts of sequences would be reduced wrongly: leave mpu out, or cut the GPT of mst_scale"
         )
     if sizes.tensor > 1:
         zero_shards.refuse_to_cut(model, experiment.deepspeed, sizes.tensor)
     if sizes.pipeline > 1 and not isinstance(model, deepspeed.PipelineModule):
-        raise ValueError(
+        raise UserError(
             f"{KEYS['pipeline']} = {sizes.pipeline} and a model that is no PipelineModule: give one, as "
             "mst_scale.models.pipelined_gpt.PipelinedGPT, or use mst_scale.pretrain"
         )
     if sizes.sequence > 1 and others.get("mpu") is None and not experiment.mst.stays_dense:
-        raise ValueError(
+        raise UserError(
             f"{KEYS['sequence']} = {sizes.sequence} and no mpu: DeepSpeed would leave gradients unreduced: give "
             f"mpu=mst_scale.distributed.Mesh(Sizes(sequence={sizes.sequence})), or use mst_scale.pretrain"
         )
@@ -129,7 +130,7 @@ def _refuse_unread_sizes(model: torch.nn.Module, experiment: Experiment, others:
 def _require_length(config: Experiment | dict[str, Any] | str | Path, experiment: Experiment) -> None:
     """Phases are shares of a run: a loop of the user's has to say how long it will be."""
     if experiment.mst.depends_on_length and not states(config, "training", "steps"):
-        raise ValueError(
+        raise UserError(
             "how many optimizer steps will the run take? The phases of sparsity are shares of it: add "
             '"training": {"steps": N} to the config'
         )
@@ -138,7 +139,7 @@ def _require_length(config: Experiment | dict[str, Any] | str | Path, experiment
 def _refuse_growth(config: Experiment | dict[str, Any] | str | Path, experiment: Experiment) -> None:
     """A model that comes here has its weights; `pretrain`, which grows them before, gives what it has resolved."""
     if experiment.mst.growth is not None and not isinstance(config, Experiment):
-        raise ValueError(
+        raise UserError(
             f"method {experiment.mst.method} grows a smaller run in mst_scale.pretrain alone: in a loop of your own "
             'give the model its weights, and choose "dense" or the method that it goes on with'
         )
@@ -153,7 +154,7 @@ def _refuse_two_schedules(
     unread = [key for key in read(config)[1].get("training", {}) if key not in READ]
     of_deepspeed = "scheduler" in experiment.deepspeed or others.get("lr_scheduler") is not None
     if of_deepspeed and "lr_schedule" in unread:
-        raise ValueError(
+        raise UserError(
             "the config has two schedules of the learning rate, training.lr_schedule and DeepSpeed's scheduler: remove "
             "training.lr_schedule, which mst_scale.pretrain alone follows"
         )

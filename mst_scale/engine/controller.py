@@ -22,6 +22,7 @@ from mst_scale.distributed import logger
 from mst_scale.engine.types import MST
 from mst_scale.engine.weight_functions import WeightFunctions, functions_of
 from mst_scale.engine.words import phases_in_words
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, attach, set_pattern
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.mixed_growing.masks import MaskSet
@@ -181,7 +182,7 @@ class Controller:
     def load_weights(self, checkpoint: Path) -> dict[str, Any]:
         """`engine.load_checkpoint(…, load_module_only=True)`: weights without states or step, at every ZeRO stage."""
         if self.step and not self.masks.dense:
-            raise ValueError(
+            raise UserError(
                 "load_module_only would put weights where this run's masks have none: load them before the first step"
             )
         state = warm_start.take_weights(self.engine, checkpoint)

@@ -12,6 +12,7 @@ from torch import Tensor
 from mst_scale import zero_shards
 from mst_scale.checkpoints.open_masks import OpenMasks
 from mst_scale.distributed import logger
+from mst_scale.errors import UserError
 
 ZEROS = "zeros"
 
@@ -27,7 +28,7 @@ class GivenMasks:
         for name in self.file.names:
             if name not in parameters:
                 near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.0)
-                raise ValueError(
+                raise UserError(
                     f"{self.file.path} has a mask for {name!r}, which is no parameter of this model: the nearest is "
                     f"{near[0] if near else 'none'!r}"
                 )

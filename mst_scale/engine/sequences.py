@@ -13,6 +13,7 @@ import deepspeed
 from torch import nn
 
 from mst_scale.distributed import logger
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Part, sequence_parallel
 
 JOINED = ("gpt2",)  # their attention joins heads by a reshape of its own, after Ulysses has joined them
@@ -28,13 +29,13 @@ def cut_sequences(model: nn.Module, *more: Any, **others: Any) -> None:
     theirs = [module for module in model.modules() if hasattr(module, "set_attn_implementation")]
     if theirs:
         if not hasattr(mpu, "initialize_sequence_parallel"):
-            raise ValueError(
+            raise UserError(
                 f"{type(theirs[0]).__name__} would attend within its part of a sequence only: let DeepSpeed cut it, "
                 "and give the mpu that UlyssesSPAttentionHF.register_with_transformers returns"
             )
         for module in theirs:
             if getattr(module.config, "model_type", "") in JOINED:
-                raise ValueError(
+                raise UserError(
                     f"{type(module).__name__} does not work on parts of sequences: it reshapes the result of attention "
                     "by heads, which UlyssesSPAttentionHF has joined already. Train it with sequences whole, or the "
                     "GPT of mst_scale with its weights"

@@ -39,6 +39,7 @@ from mst_scale.engine.controller import Controller
 from mst_scale.engine.stages import Stages, exchanges_of
 from mst_scale.engine.targets import choose_targets
 from mst_scale.engine.topology_step import TopologyStep
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing.blocks import Blocks, Elements, granularity_of
 from mst_scale.mixed_growing.config import BlockGranularity
 from mst_scale.mixed_growing.distribution import active_counts
@@ -61,7 +62,7 @@ class SparseController(Controller):
         self.seed = experiment.training.seed if mst.seed is None else mst.seed
         self.policy = mst.topology.chosen
         if "momentum" in self.policy.reads and not zero_shards.has_moments(engine):
-            raise ValueError(
+            raise UserError(
                 f"mst.topology.policy = {self.topology.policy} grows by Adam's first moment, and this optimizer has "
                 "none: choose AdamW, or another policy"
             )

@@ -19,6 +19,7 @@ from mst_scale.config import Experiment
 from mst_scale.config.parallel import why_not_method
 from mst_scale.distributed import Sizes
 from mst_scale.engine.targets import choose_targets
+from mst_scale.errors import UserError
 from mst_scale.methods import METHODS, WeightFunction
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.exchange import Exchange
@@ -83,20 +84,20 @@ class WeightFunctions:
         self.shapes = {name: tuple(zero_shards.shape_of(p)) for name, p in self.targets.items()}
         cut = Sizes(tensor=zero_shards.tensor_slices(engine), pipeline=zero_shards.stage_count(engine))
         if (reason := why_not_method(mst, cut)) is not None:
-            raise ValueError(reason)
+            raise UserError(reason)
         if zero_shards.uses_muon(engine):
-            raise ValueError(f"method {self.method} trains what lies behind weights, and Muon needs these: use AdamW")
+            raise UserError(f"method {self.method} trains what lies behind weights, and Muon needs these: use AdamW")
         head = getattr(engine.module, "get_output_embeddings", lambda: None)()
         tables = [p for m in engine.module.modules() if isinstance(m, zero_shards.TABLES) for p in m.parameters()]
         for name, shape in self.shapes.items():
             if head is not None and self.targets[name] is head.weight and any(head.weight is p for p in tables):
-                raise ValueError(
+                raise UserError(
                     f"method {self.method}: {name} is the tied head: the embedding would look up what is stored, not "
                     "weights: set mst.targets.lm_head to false"
                 )
             reason = function.why_not(shape, self.targets[name].device.type, self.targets[name].dtype)
             if reason is not None:
-                raise ValueError(f"method {self.method}: {name}: {reason}")
+                raise UserError(f"method {self.method}: {name}: {reason}")
         zero_shards.refuse_unoptimized(engine, self.targets)
         self.shards = zero_shards.shards_of(engine, self.targets)
         groups = zero_shards.groups_of(engine)
@@ -112,7 +113,7 @@ class WeightFunctions:
         """Let these products call the functions; every target has one."""
         for name in self.targets:
             if name not in products or products[name].across:
-                raise ValueError(
+                raise UserError(
                     f"method {self.method}: {name} is not the weight of an nn.Linear, which would call it: "
                     "exclude it by mst.targets"
                 )
@@ -144,7 +145,7 @@ class WeightFunctions:
         """Of the step that is about to be taken: a whole one for every layer."""
         for name, layer in self.layers.items():
             if layer.pulls not in (0, self.engine.gradient_accumulation_steps()):
-                raise ValueError(
+                raise UserError(
                     f"method {self.method}: {layer.pulls} backward passes went through {name} in a step of "
                     f"{self.engine.gradient_accumulation_steps()} micro-batches, each with a part of the method's "
                     "pull: a weight that is used several times has to be excluded by mst.targets"
@@ -276,7 +277,7 @@ class WeightFunctions:
     def loaded(self, state: dict[str, Any] | None, step: int) -> None:
         stated = None if state is None else (state["method"], state["options"])
         if stated != (self.method, asdict(self.options)):
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint is of {'another method' if state is None else f'method {stated}'}: it goes on only "
                 f"under its own; --init takes its weights into method {self.method}"
             )

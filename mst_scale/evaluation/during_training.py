@@ -14,6 +14,7 @@ import torch
 
 from mst_scale.config import Experiment
 from mst_scale.distributed import Ranks
+from mst_scale.errors import UserError
 from mst_scale.evaluation import harness
 from mst_scale.evaluation.evaluate import FILE, Settings, evaluate, read_documents, refuse_single_tokens
 from mst_scale.evaluation.models import Model, our_text
@@ -27,7 +28,7 @@ class TasksDuringTraining:
     def __init__(self, experiment: Experiment, out: Path, micro: int, ranks: Ranks):
         training, self.config = experiment.training, experiment.model
         if self.config.arch != "gpt":
-            raise ValueError(f"training.eval_tasks are for GPTs, and model.arch is {self.config.arch!r}: leave it out")
+            raise UserError(f"training.eval_tasks are for GPTs, and model.arch is {self.config.arch!r}: leave it out")
         folder = None if training.eval_data is None else Path(training.eval_data)
         self.settings = Settings(data_dir=folder, batch=micro)
         self.out, self.ranks = out, ranks
@@ -35,7 +36,7 @@ class TasksDuringTraining:
         self.tasks = choose(training.eval_tasks or "")
         made_with = tokenizer_of(experiment)
         if made_with is None:
-            raise ValueError("training.eval_tasks: the corpus does not say which tokenizer made it (data.tokenizer)")
+            raise UserError("training.eval_tasks: the corpus does not say which tokenizer made it (data.tokenizer)")
         self.text = our_text(made_with.name, self.config.vocab_size)
 
     def read(self) -> None:

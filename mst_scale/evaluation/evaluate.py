@@ -29,6 +29,7 @@ import torch
 
 from mst_scale.checkpoints import store
 from mst_scale.distributed import Ranks, logger
+from mst_scale.errors import UserError
 from mst_scale.evaluation import harness
 from mst_scale.evaluation.models import Model, Text
 from mst_scale.evaluation.scorer import Scorer
@@ -48,14 +49,14 @@ class Settings:
     def stride_of(self, context: int) -> int:
         stride = max(1, context // 2) if self.stride is None else self.stride
         if not 1 <= stride <= context:
-            raise ValueError(f"--stride {stride}: it must lie between 1 and the model's context, {context}")
+            raise UserError(f"--stride {stride}: it must lie between 1 and the model's context, {context}")
         return stride
 
 
 def read_documents(tasks: Sequence[Task], settings: Settings) -> dict[str, Documents]:
     """Everything that can be wrong with the data is found before the first forward."""
     if settings.shots < 0:
-        raise ValueError(f"--shots {settings.shots}: it must be 0 or more")
+        raise UserError(f"--shots {settings.shots}: it must be 0 or more")
     return {task.name: documents(task, settings.data_dir, settings.shots) for task in tasks}
 
 
@@ -64,7 +65,7 @@ def refuse_single_tokens(docs: dict[str, Documents], tasks: Sequence[Task], text
     for task in tasks:
         for doc in docs[task.name].test if task.kind == "text" else ():
             if len(list(text.encode(doc["text"][:1000]))) < 2:
-                raise ValueError(f"{docs[task.name].source} is a text of one token: there is none to predict")
+                raise UserError(f"{docs[task.name].source} is a text of one token: there is none to predict")
 
 
 def evaluate(

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from mst_scale.errors import UserError
 from mst_scale.evaluation.scorer import Score, Scorer, Window, windows
 from mst_scale.evaluation.tasks import Doc, Documents, Task
 
@@ -50,7 +51,7 @@ def load() -> dict[str, Any]:
         from lm_eval.api.task import ConfigurableTask
         from lm_eval.evaluator import evaluate
     except ImportError:
-        raise ValueError("evaluation needs lm-evaluation-harness: pip install 'mst_scale[eval]'") from None
+        raise UserError("evaluation needs lm-evaluation-harness: pip install 'mst_scale[eval]'") from None
     task_module.tqdm = lambda iterable, **_: iterable  # a bar for making prompts, which takes no time
     for name in ("lm_eval", "lm-eval"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -83,7 +84,7 @@ def _model_class(harness: dict[str, Any]) -> type:
         @property
         def eot_token_id(self) -> int:
             if self.end_of_text is None:
-                raise ValueError("the tokenizer has no end of text, which begins a text without a context")
+                raise UserError("the tokenizer has no end of text, which begins a text without a context")
             return self.end_of_text
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -97,7 +98,7 @@ def _model_class(harness: dict[str, Any]) -> type:
             work = []
             for (_, text), context, continuation in requests:
                 if len(continuation) > self.scorer.context:
-                    raise ValueError(f"an answer of {len(continuation)} tokens does not fit the context: {text[:40]!r}")
+                    raise UserError(f"an answer of {len(continuation)} tokens does not fit the context: {text[:40]!r}")
                 ids = [*context, *continuation][-self.scorer.context - 1 :]  # what is too long loses its beginning
                 work.append(Window(ids, len(continuation)))
             answers = []

@@ -20,6 +20,7 @@ import torch
 from mst_scale.checkpoints import store
 from mst_scale.data.tokenizer import chosen, is_missing, load_tokenizer, trained_with
 from mst_scale.distributed import logger
+from mst_scale.errors import UserError
 from mst_scale.hugging_face.export import open_source, tokenizer_of
 from mst_scale.hybrid_sparse_attention import Pattern, attach
 
@@ -71,7 +72,7 @@ def on_hub(name: str) -> bool:
     if Path(name).exists():
         return False
     if name.startswith(".") or not HUB_NAME.fullmatch(name):
-        raise ValueError(f"there is no {name}: give a run's folder, a checkpoint, or a model of transformers")
+        raise UserError(f"there is no {name}: give a run's folder, a checkpoint, or a model of transformers")
     return True
 
 
@@ -86,7 +87,7 @@ def is_transformers(folder: Path) -> bool:
 def our_text(name: str, vocab_size: int) -> Text:
     found = load_tokenizer(name)
     if found.vocab_size > vocab_size:
-        raise ValueError(
+        raise UserError(
             f"tokenizer {name!r} has {found.vocab_size} ids, but the model only {vocab_size}: name the one that it was "
             "trained with (--tokenizer)"
         )
@@ -95,17 +96,17 @@ def our_text(name: str, vocab_size: int) -> Text:
 
 def _ours(path: Path, tokenizer: str | None, device: torch.device, experiment: Path | None) -> tuple[Model, Text]:
     if not path.is_dir():
-        raise ValueError(f"{path} is a file: give a run's folder, a checkpoint, or a model's folder")
+        raise UserError(f"{path} is a file: give a run's folder, a checkpoint, or a model's folder")
     try:
         store.locate(path)
     except ValueError as error:
-        raise ValueError(f"{error}; nor is it a model of transformers (no config.json with a model_type)") from None
+        raise UserError(f"{error}; nor is it a model of transformers (no config.json with a model_type)") from None
     source = open_source(path, experiment)
     named = chosen(tokenizer, tokenizer_of(source.experiment), str(path))
     if named is None:
-        raise ValueError(f"{path} does not say which tokenizer made its corpus: name it with --tokenizer")
+        raise UserError(f"{path} does not say which tokenizer made its corpus: name it with --tokenizer")
     if is_missing(named.name):
-        raise ValueError(f"{path}: its tokenizer {named.name} is not there any more: name it where it is (--tokenizer)")
+        raise UserError(f"{path}: its tokenizer {named.name} is not there any more: name it where it is (--tokenizer)")
     config = source.experiment.model
     text = our_text(named.name, config.vocab_size)
     manifest = source.checkpoint / store.MANIFEST
@@ -133,16 +134,16 @@ def _transformers(name: str, folder: Path | None, tokenizer: str | None, device:
             raise OSError(
                 f"model {name!r} is no folder here, and cannot be had from the hub ({type(error).__name__}: {what})"
             ) from None
-        raise ValueError(f"{name} is no causal language model that transformers can load: {what}") from None
+        raise UserError(f"{name} is no causal language model that transformers can load: {what}") from None
     if trained := about.get("attention"):
         pattern = Pattern(**trained)
         if reason := attach(model, pattern):
-            raise ValueError(f"{name} was trained with {pattern} attention, and here it stays dense: {reason}")
+            raise UserError(f"{name} was trained with {pattern} attention, and here it stays dense: {reason}")
         logger.info("%s attends as it was trained: %s", name, pattern)
     config = model.config
     context = getattr(config, "n_positions", None) or getattr(config, "max_position_embeddings", None)
     if not context:
-        raise ValueError(f"{name}: its config.json does not say how long a text may be (max_position_embeddings)")
+        raise UserError(f"{name}: its config.json does not say how long a text may be (max_position_embeddings)")
     text = _text_of(name, tokenizer, about, config.vocab_size)
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
@@ -181,9 +182,9 @@ def _their_text(name: str, vocab_size: int) -> Text:
     except Exception as error:  # transformers raises each of its own kind
         empty, why = True, type(error).__name__
     if empty:
-        raise ValueError(f"{name} has no tokenizer that transformers can load ({why}): name one (--tokenizer)")
+        raise UserError(f"{name} has no tokenizer that transformers can load ({why}): name one (--tokenizer)")
     if len(found) > vocab_size:
-        raise ValueError(f"the tokenizer of {name} has {len(found)} ids, but the model only {vocab_size}")
+        raise UserError(f"the tokenizer of {name} has {len(found)} ids, but the model only {vocab_size}")
 
     def encode(string: str) -> Iterable[int]:
         ids: list[int] = found(string, add_special_tokens=False)["input_ids"]
@@ -197,7 +198,7 @@ def _refuse_a_look_ahead(name: str, logits: Callable[[torch.Tensor], torch.Tenso
     """A BERT is loaded as a language model too, and would see the very tokens that it is to predict."""
     first = logits(torch.tensor([[0, 1], [0, 2]], device=device))[:, 0].float()
     if (first[0] - first[1]).abs().max() > 1e-4 * first.abs().max():  # rounding is far below, a second token far above
-        raise ValueError(f"{name} sees the tokens behind a place too (as a BERT does), and predicts no next token")
+        raise UserError(f"{name} sees the tokens behind a place too (as a BERT does), and predicts no next token")
 
 
 def _digest(folder: Path) -> str:

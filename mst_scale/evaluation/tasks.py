@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mst_scale.errors import UserError
+
 Doc = dict[str, Any]
 
 
@@ -88,11 +90,11 @@ def choose(names: str | Iterable[str]) -> list[Task]:
     if wanted == ["all"]:
         return list(TASKS.values())
     if not wanted:
-        raise ValueError(f"no task is named: choose among {', '.join(TASKS)}, or all")
+        raise UserError(f"no task is named: choose among {', '.join(TASKS)}, or all")
     for name in wanted:
         if name not in TASKS:
             near = difflib.get_close_matches(name.lower(), TASKS, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown task {name!r}: the nearest is {near!r} (there are {', '.join(TASKS)})")
+            raise UserError(f"unknown task {name!r}: the nearest is {near!r} (there are {', '.join(TASKS)})")
     return [TASKS[name] for name in dict.fromkeys(wanted)]
 
 
@@ -101,9 +103,9 @@ def documents(task: Task, folder: Path | None, shots: int) -> Documents:
     needs_train = task.kind == "choice" and shots > 0
     found = _from_folder(task, folder, needs_train) if folder is not None else _from_hub(task, needs_train)
     if not found.test:
-        raise ValueError(f"{found.source} holds no document")
+        raise UserError(f"{found.source} holds no document")
     if needs_train and len(found.train) < shots:
-        raise ValueError(f"{task.name}: {shots} examples are asked for and there are {len(found.train)}: lower --shots")
+        raise UserError(f"{task.name}: {shots} examples are asked for and there are {len(found.train)}: lower --shots")
     return found
 
 
@@ -112,11 +114,11 @@ def documents(task: Task, folder: Path | None, shots: int) -> Documents:
 
 def _from_folder(task: Task, folder: Path, needs_train: bool) -> Documents:
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}: --data-dir holds the tasks' files (mst eval --help)")
+        raise UserError(f"there is no folder {folder}: --data-dir holds the tasks' files (mst eval --help)")
     path = next((p for p in _candidates(task, folder) if p.is_file()), None)
     if path is None:
         names = " or ".join(p.name for p in _candidates(task, folder))
-        raise ValueError(f"{folder} has no {names} for task {task.name!r} (mst eval --help says what it holds)")
+        raise UserError(f"{folder} has no {names} for task {task.name!r} (mst eval --help says what it holds)")
     if path.suffix == ".txt":
         text = _text(path)
         rows = [{"text": line} for line in text.split("\n") if line.strip()] if task.kind == "last word" else [
@@ -131,7 +133,7 @@ def _from_folder(task: Task, folder: Path, needs_train: bool) -> Documents:
     if needs_train:
         examples = folder / f"{task.name}.train.jsonl"
         if not examples.is_file():
-            raise ValueError(f"{folder} has no {examples.name}, the examples for few-shot prompts: or use --shots 0")
+            raise UserError(f"{folder} has no {examples.name}, the examples for few-shot prompts: or use --shots 0")
         train = read_lines(examples, task.fields)
         _check(task, train, examples)
     return Documents([row for row in rows if row.get("text", "x").strip()], train, str(path))
@@ -146,7 +148,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: byte {error.start} cannot be read; convert it") from None
+        raise UserError(f"{path} is not UTF-8 text: byte {error.start} cannot be read; convert it") from None
 
 
 def read_lines(path: Path, fields: Mapping[str, type]) -> list[Doc]:
@@ -158,12 +160,12 @@ def read_lines(path: Path, fields: Mapping[str, type]) -> list[Doc]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not JSON ({error.msg}); each line is one object") from None
+            raise UserError(f"{path}:{number}: not JSON ({error.msg}); each line is one object") from None
         for name, kind in fields.items():
             value = row.get(name) if isinstance(row, dict) else None
             if not isinstance(value, kind) or isinstance(value, bool):
                 what = {str: "a string", int: "a whole number"}[kind]
-                raise ValueError(f"{path}:{number}: {name!r} must be {what}, not {value!r}")
+                raise UserError(f"{path}:{number}: {name!r} must be {what}, not {value!r}")
         rows.append({name: row[name] for name in fields})
     return rows
 
@@ -171,9 +173,9 @@ def read_lines(path: Path, fields: Mapping[str, type]) -> list[Doc]:
 def _check(task: Task, rows: list[Doc], path: Path) -> None:
     for number, row in enumerate(rows, start=1):
         if task.kind == "choice" and row["label"] not in range(len(task.choices)):
-            raise ValueError(f"{path}: document {number} has label {row['label']}; there are 0 and 1")
+            raise UserError(f"{path}: document {number} has label {row['label']}; there are 0 and 1")
         if task.kind == "last word" and len(row["text"].split()) < 2:
-            raise ValueError(f"{path}: document {number} has no word before its last: {row['text'][:40]!r}")
+            raise UserError(f"{path}: document {number} has no word before its last: {row['text'][:40]!r}")
 
 
 # --- the hub ---

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mst_scale.config.blocks import ModelConfig
+from mst_scale.errors import UserError
 from mst_scale.hugging_face.gpt2_names import Entry, padded
 from mst_scale.models.bert import EPS, TOKEN_TYPES
 
@@ -69,17 +70,17 @@ def from_hugging_face(state: Mapping[str, torch.Tensor], config: ModelConfig) ->
         given[DECODER_BIAS] = given[BIAS]  # older checkpoints
     table = entries(config)
     if missing := [entry.theirs for entry in table if entry.theirs not in given]:
-        raise ValueError(f"{missing[0]} is missing: this is no masked-language BERT of {config.n_layer} layers")
+        raise UserError(f"{missing[0]} is missing: this is no masked-language BERT of {config.n_layer} layers")
     if unknown := given.keys() - {entry.theirs for entry in table} - {DECODER, DECODER_BIAS, BIAS}:
-        raise ValueError(f"{sorted(unknown)[0]} has no place in a BERT of {config.n_layer} layers")
+        raise UserError(f"{sorted(unknown)[0]} has no place in a BERT of {config.n_layer} layers")
     if config.tied_head and DECODER in given and not torch.equal(given[DECODER], given[WORDS]):
-        raise ValueError(f"{DECODER} differs from the word embedding: set model.tied_head = false")
+        raise UserError(f"{DECODER} differs from the word embedding: set model.tied_head = false")
     pieces: dict[str, list[torch.Tensor]] = {}
     for entry in table:
         tensor = given[entry.theirs]
         if entry.ours.endswith("bias") and not config.bias:
             if tensor.any():
-                raise ValueError(f"{entry.theirs} is not zero: set model.bias = true")
+                raise UserError(f"{entry.theirs} is not zero: set model.bias = true")
             continue
         pieces.setdefault(entry.ours, []).append(padded(tensor, config) if entry.ours in VOCABULARY else tensor)
     return {name: torch.cat(parts) for name, parts in pieces.items()}

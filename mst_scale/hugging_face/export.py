@@ -38,6 +38,7 @@ from mst_scale.dead_units.lines import LineFlags
 from mst_scale.dead_units.units import find_units
 from mst_scale.distributed import Damaged, logger
 from mst_scale.engine.targets import choose_targets
+from mst_scale.errors import UserError
 from mst_scale.hugging_face import bert_names, gpt2_names, model_card
 from mst_scale.hugging_face.bert_names import VOCABULARY
 from mst_scale.hugging_face.gpt2_names import Entry
@@ -97,10 +98,10 @@ def export(
     `prune`, `how`, `pattern` and the two of calibration are what `mst_scale.pruning.requested` takes.
     """
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
+        raise UserError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
     request = requested(how, prune, pattern, calibration, calibration_sequences)
     if out.exists():
-        raise ValueError(f"{out} exists: choose another OUT")
+        raise UserError(f"{out} exists: choose another OUT")
     source = open_source(path, config, causal=False)
     experiment = source.experiment
     text = chosen(tokenizer, tokenizer_of(experiment), str(path))
@@ -213,10 +214,10 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
     if config is None:
         config = next((p / "config.json" for p in checkpoint.parents if (p / "config.json").is_file()), None)
         if config is None:
-            raise ValueError(f"there is no config.json beside {checkpoint}: name the experiment with --config FILE")
+            raise UserError(f"there is no config.json beside {checkpoint}: name the experiment with --config FILE")
     experiment = load(config)
     if causal and not experiment.model.causal:
-        raise ValueError(f"{path} is a BERT: it fills in masked tokens, and predicts no next token")
+        raise UserError(f"{path} is a BERT: it fills in masked tokens, and predicts no next token")
     weights = multiplied_weights_of(checkpoint)
     with torch.device("meta"):
         wanted = {name: tuple(p.shape) for name, p in build(experiment.model).named_parameters()}
@@ -224,7 +225,7 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
         found = weights.shapes.get(name)
         if found != shape:
             what = "is missing" if found is None else f"has shape {found}, not {shape}"
-            raise ValueError(f"{checkpoint}: {name} {what}: it is not the model that {config} describes")
+            raise UserError(f"{checkpoint}: {name} {what}: it is not the model that {config} describes")
     step = (manifest or {}).get("step")
     return Source(checkpoint, config.parent if config.name == "config.json" else None, experiment, step, weights)
 
@@ -233,7 +234,7 @@ def _corpus(experiment: Experiment) -> str:
     """The folder of the run's corpus."""
     data = experiment.data
     if data.dir is None and data.source is None:
-        raise ValueError("the config names no text to measure the loss on: give it data.dir, a folder of mst data")
+        raise UserError("the config names no text to measure the loss on: give it data.dir, a folder of mst data")
     return data.dir or f"corpora/{data.source}"
 
 
@@ -341,7 +342,7 @@ def _refuse_other_ids(corpus: Path, experiment: Experiment) -> None:
     meta = read_meta(corpus)
     theirs = trained_with(str(meta["tokenizer"]), meta["recipe"].get("tokenizer"))
     if not same_ids(ours.identity, theirs.identity):
-        raise ValueError(
+        raise UserError(
             f"--calibration {corpus} was made with tokenizer {theirs.name!r}, and the model was trained with "
             f"{ours.name!r}: make a corpus with that one"
         )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mst_scale.config.blocks import ModelConfig
+from mst_scale.errors import UserError
 
 LAYER = {  # our module → (theirs, transposed)
     "ln_1": ("ln_1", False),
@@ -62,17 +63,17 @@ def from_hugging_face(state: Mapping[str, torch.Tensor], config: ModelConfig) ->
     table = entries(config)
     known = {entry.theirs for entry in table} | {HEAD}
     if missing := [entry.theirs for entry in table if entry.theirs not in given]:
-        raise ValueError(f"{missing[0]} is missing: this is no GPT-2 of {config.n_layer} layers")
+        raise UserError(f"{missing[0]} is missing: this is no GPT-2 of {config.n_layer} layers")
     if unknown := given.keys() - known:
-        raise ValueError(f"{sorted(unknown)[0]} has no place in a GPT-2 of {config.n_layer} layers")
+        raise UserError(f"{sorted(unknown)[0]} has no place in a GPT-2 of {config.n_layer} layers")
     if config.tied_head and HEAD in given and not torch.equal(given[HEAD], given[PREFIX + "wte.weight"]):
-        raise ValueError(f"{HEAD} differs from the token embedding: set model.tied_head = false")
+        raise UserError(f"{HEAD} differs from the token embedding: set model.tied_head = false")
     result = {}
     for ours, theirs, transposed, *_ in table:
         tensor = given[theirs].t().contiguous() if transposed else given[theirs]
         if ours.endswith(".bias") and not config.bias:
             if tensor.any():
-                raise ValueError(f"{theirs} is not zero: set model.bias = true")
+                raise UserError(f"{theirs} is not zero: set model.bias = true")
             continue
         result[ours] = padded(tensor, config) if ours in ("wte.weight", HEAD) else tensor
     return result
@@ -106,6 +107,6 @@ def hugging_face_config(config: ModelConfig, end_of_text: int | None = None) -> 
 def padded(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """`rows` and the rows (or numbers) that pad the vocabulary: each is the mean of the others."""
     if len(rows) not in (config.vocab_size, config.padded_vocab):
-        raise ValueError(f"the vocabulary has {len(rows)} rows: set model.vocab_size = {len(rows)}")
+        raise UserError(f"the vocabulary has {len(rows)} rows: set model.vocab_size = {len(rows)}")
     padding = rows.mean(0, keepdim=True).expand(config.padded_vocab - len(rows), *rows.shape[1:])
     return torch.cat([rows, padding])

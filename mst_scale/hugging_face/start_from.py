@@ -20,6 +20,7 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import ModelConfig
+from mst_scale.errors import UserError
 from mst_scale.hugging_face.gpt2_names import from_hugging_face, hugging_face_config
 from mst_scale.hugging_face.hub import offline_unless_reachable
 from mst_scale.models.gpt import GPT
@@ -38,7 +39,7 @@ def folder_of(name: str) -> Path:
     if path.is_dir():
         return path
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"--init {name}: there is no such folder")
+        raise UserError(f"--init {name}: there is no such folder")
     offline_unless_reachable()
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import logging
@@ -47,7 +48,7 @@ def folder_of(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))
     except Exception as error:  # no network, no such name: each has its own class
-        raise ValueError(
+        raise UserError(
             f"--init {name}: no such folder here, and the hub does not give it ({type(error).__name__}): check the "
             "name and the network, or name a folder with its config.json and model.safetensors"
         ) from None
@@ -57,16 +58,16 @@ def model_keys(folder: Path) -> dict[str, Any]:
     """The keys of the `model` block that such a model has."""
     if (ours := _run(folder)) is not None:
         if ours["arch"] != "gpt":
-            raise ValueError(f"{folder}: --init takes a GPT, and this run trains a {ours['arch']!r}")
+            raise UserError(f"{folder}: --init takes a GPT, and this run trains a {ours['arch']!r}")
         return {key: ours[key] for key in SHAPE}
     raw = _config(folder)
     theirs = {**hugging_face_config(ModelConfig()), "scale_attn_weights": True}
     for key in SAME:
         if raw.get(key, theirs[key]) != theirs[key]:
-            raise ValueError(f"{folder}: its {key} is {raw[key]!r}, and our GPT has {theirs[key]!r}")
+            raise UserError(f"{folder}: its {key} is {raw[key]!r}, and our GPT has {theirs[key]!r}")
     for key in NEVER:
         if raw.get(key):
-            raise ValueError(f"{folder}: its {key} is {json.dumps(raw[key])}, which our GPT does not compute")
+            raise UserError(f"{folder}: its {key} is {json.dumps(raw[key])}, which our GPT does not compute")
     return {
         "n_layer": raw["n_layer"],
         "n_head": raw["n_head"],
@@ -93,13 +94,13 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text())
         if raw["model_type"] != "gpt2":
-            raise ValueError(f"{path}: --init takes a GPT-2, and this is {raw['model_type']!r}")
+            raise UserError(f"{path}: --init takes a GPT-2, and this is {raw['model_type']!r}")
         missing = [key for key in ("n_layer", "n_head", "n_embd", "vocab_size") if key not in raw]
     except (OSError, KeyError, TypeError, json.JSONDecodeError):
         what = "has no config.json of transformers with a model_type, and is no run of ours"
-        raise ValueError(f"{folder} {what}: --init takes a GPT-2 or a run's folder") from None
+        raise UserError(f"{folder} {what}: --init takes a GPT-2 or a run's folder") from None
     if missing:
-        raise ValueError(f"{path} does not say {missing[0]}: it is not whole")
+        raise UserError(f"{path} does not say {missing[0]}: it is not whole")
     return dict(raw)
 
 
@@ -126,25 +127,25 @@ def _refuse_another_shape(found: dict[str, torch.Tensor], config: ModelConfig, f
         shapes = {name: tuple(parameter.shape) for name, parameter in GPT(config).named_parameters()}
     for name, shape in shapes.items():
         if name not in found:
-            raise ValueError(f"{folder} has no weights of {name}: it is of another model")
+            raise UserError(f"{folder} has no weights of {name}: it is of another model")
         if (theirs := tuple(found[name].shape)) != shape:
-            raise ValueError(f"{folder}: {name} has shape {theirs}, and by its config.json {shape}: they do not belong")
+            raise UserError(f"{folder}: {name} has shape {theirs}, and by its config.json {shape}: they do not belong")
 
 
 def _of_gpt2(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder} has no *.safetensors: save the model with transformers' save_pretrained")
+        raise UserError(f"{folder} has no *.safetensors: save the model with transformers' save_pretrained")
     state: dict[str, torch.Tensor] = {}
     for path in files:
         try:
             state.update(load_file(path))
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is damaged or cut short ({error})") from None
+            raise UserError(f"{path} is damaged or cut short ({error})") from None
     try:
         return from_hugging_face(state, config)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+        raise UserError(f"{folder}: {error}") from None
 
 
 def fill(model: torch.nn.Module, state: dict[str, torch.Tensor] | None) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mst_scale.errors import UserError
+
 
 @dataclass(frozen=True)
 class PhaseStrides:
@@ -18,7 +20,7 @@ class PhaseStrides:
     def __post_init__(self) -> None:
         for phase, stride in vars(self).items():
             if stride is not None and stride < 1:
-                raise ValueError(f"mst.attention.phase_strides.{phase} must be at least 1, not {stride}")
+                raise UserError(f"mst.attention.phase_strides.{phase} must be at least 1, not {stride}")
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,14 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         if self.stride < 1:
-            raise ValueError(f"mst.attention.stride must be at least 1, not {self.stride}")
+            raise UserError(f"mst.attention.stride must be at least 1, not {self.stride}")
         start = self.dense_from
         if not isinstance(start, str) and (start < 0 or (isinstance(start, float) and start > 1)):
-            raise ValueError(
+            raise UserError(
                 f"mst.attention.dense_from = {start}: give 'ultra_end', 'restore_end', steps (an integer) or a share "
                 "of the run (0…1)"
             )
         if self.backend == "dense" and self.pattern != "dense":
-            raise ValueError(
+            raise UserError(
                 'mst.attention.backend = "dense" computes every pair: leave it out, or set pattern to "dense"'
             )

@@ -21,6 +21,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import cpp
 from mst_scale.hybrid_sparse_attention.blocked import attention_blocked
 from mst_scale.hybrid_sparse_attention.custom_op import SparseAttention
@@ -54,7 +55,7 @@ def attention(  # noqa: PLR0917  (the public signature)
     # "True if … else False" turns a symbolic length into a guard where torch.compile traces with dynamic shapes
     dense = True if pattern.is_dense(length) else False  # noqa: SIM210
     if dropout > 0.0 and not (dense and backend in ("auto", "dense")):
-        raise ValueError(f"attention dropout is not available in sparse attention: set it to 0 to use {pattern}")
+        raise UserError(f"attention dropout is not available in sparse attention: set it to 0 to use {pattern}")
     small = True if q.shape[0] * q.shape[1] * length * length <= SMALL else False  # noqa: SIM210
     backend = select(backend, q.device.type, q.dtype, int(q.shape[-1]), dense, small)
     if backend == "dense":
@@ -70,12 +71,12 @@ def select(  # noqa: PLR0917
 ) -> str:
     """The backend to use. `auto` takes the fastest that can run; a named one that cannot run is an error."""
     if backend not in BACKENDS:
-        raise ValueError(f"attention backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
+        raise UserError(f"attention backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
     if backend == "auto":
         backend, why = choose(device, dtype, head_dim, dense, small)
         _say(device, dtype, "every pair" if dense else "sparse", backend, why)
     elif (reason := why_not(backend, device, dtype, head_dim, dense)) is not None:
-        raise ValueError(f"attention backend {backend!r} cannot run here: {reason}")
+        raise UserError(f"attention backend {backend!r} cannot run here: {reason}")
     return backend
 
 
@@ -129,17 +130,17 @@ def _say(device: str, dtype: torch.dtype, pairs: str, backend: str, why: str) ->
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-        raise ValueError(
+        raise UserError(
             "attention takes q, k, v of shape (batch, heads, length, head_dim), k and v alike; got "
             f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
     if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
-        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in batch, length or head_dim")
+        raise UserError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in batch, length or head_dim")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads: make one divide the other")
+        raise UserError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads: make one divide the other")
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        raise ValueError(
+        raise UserError(
             "q, k, v must share dtype and device; got " + ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
         )
     if not q.dtype.is_floating_point:
-        raise ValueError(f"attention takes floating-point tensors, not {q.dtype}")
+        raise UserError(f"attention takes floating-point tensors, not {q.dtype}")

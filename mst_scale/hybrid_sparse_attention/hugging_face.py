@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.dispatch import attention
 from mst_scale.hybrid_sparse_attention.module import SelfAttention
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
@@ -131,7 +132,7 @@ def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
     for name in UNKNOWN:
         asked = others.get(name)
         if torch.is_tensor(asked) or asked:
-            raise ValueError(f"{type(module).__name__} asks for {name}, which sparse attention does not know")
+            raise UserError(f"{type(module).__name__} asks for {name}, which sparse attention does not know")
     if not query.shape[1]:  # a rank of more than there are heads
         return (query + key + value).transpose(1, 2), None
     pattern: Pattern = getattr(module, "mst_pattern", Pattern("dense"))
@@ -154,7 +155,7 @@ def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
 def _refuse_packed(module: nn.Module, positions: torch.Tensor | None) -> None:
     """Texts packed into one sequence would see each other: DeepSpeed has dropped the mask that keeps them apart."""
     if positions is not None and bool((positions.diff(dim=-1) != 1).any()):
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__}: position_ids begin again within a sequence (packed texts), and sparse attention "
             "over parts of sequences does not keep such texts apart: give one text a sequence"
         )

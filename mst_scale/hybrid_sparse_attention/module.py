@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.dispatch import attention
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.tensor_parallel import TensorGroup, column_linear, refuse_dropout, row_linear
@@ -39,7 +40,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         if n_embd % n_head:
-            raise ValueError(f"n_embd {n_embd} must be a multiple of n_head {n_head}")
+            raise UserError(f"n_embd {n_embd} must be a multiple of n_head {n_head}")
         first, last = (0, n_head) if tensor is None else tensor.share("model.n_head", n_head)
         if tensor is not None:
             refuse_dropout(dropout)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.module import Attend, SelfAttention
 
 
@@ -34,7 +35,7 @@ class Part:
         if self.parts > 1:
             self._refuse_uneven(tokens)
         if length * self.parts > context:
-            raise ValueError(
+            raise UserError(
                 f"a sequence of {length * self.parts} tokens does not fit model.context = {context}: "
                 "cut it, or train with a larger model.context"
             )
@@ -62,7 +63,7 @@ class Part:
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self.group)
         longest, shortest, most, least = sizes.mul(torch.tensor([1, -1, 1, -1], device=sizes.device)).tolist()
         if (longest, most) != (shortest, least):
-            raise ValueError(
+            raise UserError(
                 f"the ranks of one sequence hold {least} to {most} sequences in parts of {shortest} to {longest} "
                 f"tokens: give each of the {self.parts} ranks an equal part of the same sequences"
             )
@@ -116,7 +117,7 @@ def sequence_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) 
     layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
     for layer in layers:
         if layer.n_head % part.parts:
-            raise ValueError(
+            raise UserError(
                 f"{layer.n_head} heads cannot be dealt to {part.parts} ranks: choose a divisor as group size"
             )
     for layer in layers:

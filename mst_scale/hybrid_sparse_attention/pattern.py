@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mst_scale.errors import UserError
+
 if TYPE_CHECKING:  # the value needs no torch, only its masks do
     import torch
 
@@ -29,9 +31,9 @@ class Pattern:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"attention pattern {self.kind!r} is unknown: choose one of {', '.join(KINDS)}")
+            raise UserError(f"attention pattern {self.kind!r} is unknown: choose one of {', '.join(KINDS)}")
         if not isinstance(self.stride, int) or isinstance(self.stride, bool) or self.stride < 1:
-            raise ValueError(f"attention stride {self.stride!r} must be a whole number of at least 1")
+            raise UserError(f"attention stride {self.stride!r} must be a whole number of at least 1")
 
     def __str__(self) -> str:
         return "dense" if self.kind == "dense" else f"{self.kind} (stride {self.stride})"
@@ -80,7 +82,7 @@ class Pattern:
         pairs that a dense kernel needs: n(n+1)/2, or n² when attention is bidirectional.
         """
         if accounting not in ACCOUNTINGS:
-            raise ValueError(f"accounting {accounting!r} is unknown: choose one of {', '.join(ACCOUNTINGS)}")
+            raise UserError(f"accounting {accounting!r} is unknown: choose one of {', '.join(ACCOUNTINGS)}")
         if length == 0 or self.is_dense(length):
             return 1.0
         square = length * length

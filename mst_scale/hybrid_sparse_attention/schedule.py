@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
 
@@ -22,13 +23,13 @@ class AttentionSchedule:
     def __post_init__(self) -> None:
         starts = [start for start, _ in self.pieces]
         if not starts or starts[0] != 0:
-            raise ValueError("an attention schedule needs a first piece that starts at step 0")
+            raise UserError("an attention schedule needs a first piece that starts at step 0")
         if any(b <= a for a, b in pairwise(starts)):
-            raise ValueError(f"the pieces of an attention schedule must start at rising steps, not {starts}")
+            raise UserError(f"the pieces of an attention schedule must start at rising steps, not {starts}")
 
     def pattern_at(self, step: int) -> Pattern:
         if step < 0:
-            raise ValueError(f"step {step} is negative")
+            raise UserError(f"step {step} is negative")
         return [pattern for start, pattern in self.pieces if start <= step][-1]
 
     def sparse_by_name_alone(self, context: int) -> str:

@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.custom_op import Tensors3, empty_output, empty_row_numbers, sparse_operator
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.hybrid_sparse_attention.tiles import Tile, size_class, tiles_of, width
@@ -390,7 +391,7 @@ def _refuse_too_long(q: torch.Tensor) -> None:
     """The kernels' own tensors have rows of heads × head_dim numbers, and offsets inside a sequence are 32 bits."""
     _, heads, length, dim = q.shape
     if length * heads * dim >= 2**31:
-        raise ValueError(
+        raise UserError(
             f"{length} rows of {heads} heads × {dim} are more than the triton kernels count: cut the sequences over "
             "ranks (sequence_parallel), or take backend blocked"
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 
+from mst_scale.errors import UserError
 from mst_scale.methods.growth import Growth
 from mst_scale.methods.method import Method, NoOptions, WeightFunction
 
@@ -47,6 +48,6 @@ METHODS: Mapping[str, Method] = _methods
 def register(name: str, method: Method) -> Method:
     """Make a method known by its name: `mst.method` may then say it."""
     if name in METHODS and METHODS[name] != method:
-        raise ValueError(f"there is a method {name!r} already: choose another name")
+        raise UserError(f"there is a method {name!r} already: choose another name")
     _methods._registered[name] = method
     return method

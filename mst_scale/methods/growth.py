@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mst_scale.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -61,14 +63,14 @@ class Growth(ABC):
             mine, theirs = getattr(large, name), getattr(small, name)
             if mine != theirs:
                 what = "the rows that it makes are" if name != key else "it is"
-                raise ValueError(
+                raise UserError(
                     f"model.{key}: {what} {mine} here and {theirs} in the smaller model, and a growth changes layers "
                     "and widths alone: make them the same"
                 )
         if large.arch != "gpt":
-            raise ValueError(f"it grows a GPT, and model.arch is {large.arch!r}: choose another method")
+            raise UserError(f"it grows a GPT, and model.arch is {large.arch!r}: choose another method")
         if large.n_layer < small.n_layer:
-            raise ValueError(
+            raise UserError(
                 f"model.n_layer = {large.n_layer}, and the smaller model has {small.n_layer} layers: give at least "
                 "as many"
             )

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mst_scale.errors import UserError
 from mst_scale.methods.growth import BLOCK, Gradients, Growth, Shape, around_blocks, of_blocks
 from mst_scale.methods.method import NO_HSA, Method
 from mst_scale.randomness import counter_hash
@@ -52,11 +53,11 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.steps < 0:
-            raise ValueError(f"mst.options.steps must be at least 0, not {self.steps}")
+            raise UserError(f"mst.options.steps must be at least 0, not {self.steps}")
         if self.rate <= 0:
-            raise ValueError(f"mst.options.rate must be above 0, not {self.rate}")
+            raise UserError(f"mst.options.rate must be above 0, not {self.rate}")
         if self.noise < 0:
-            raise ValueError(f"mst.options.noise must be at least 0, not {self.noise}")
+            raise UserError(f"mst.options.noise must be at least 0, not {self.noise}")
 
 
 class Operators:
@@ -136,11 +137,11 @@ class LiGO(Growth):
         super().refuse(small, large)
         for key, mine, theirs in (("n_embd", large.n_embd, small.n_embd), ("d_ffw", large.ffw, small.ffw)):
             if mine < theirs:
-                raise ValueError(f"model.{key} = {mine}, and the smaller model has {theirs}: give at least as much")
+                raise UserError(f"model.{key} = {mine}, and the smaller model has {theirs}: give at least as much")
         head, theirs = large.n_embd // large.n_head, small.n_embd // small.n_head
         if head != theirs:
             fitting = f"model.n_head to {large.n_embd // theirs}" if large.n_embd % theirs == 0 else "another n_embd"
-            raise ValueError(
+            raise UserError(
                 f"a head is {head} wide here and {theirs} in the smaller model, and ligo adds heads of the same width: "
                 f"set {fitting}"
             )

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mst_scale.errors import UserError
 from mst_scale.methods.method import NO_HEAD, Method, WeightFunction, then_dense
 
 if TYPE_CHECKING:  # tables count it without torch
@@ -28,7 +29,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.blocks < 2:
-            raise ValueError(f"mst.options.blocks must be at least 2, not {self.blocks}")
+            raise UserError(f"mst.options.blocks must be at least 2, not {self.blocks}")
 
 
 class Monarch(WeightFunction):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from mst_scale.errors import UserError
 from mst_scale.methods.method import NO_HEAD, Method, WeightFunction, then_dense
 
 if TYPE_CHECKING:  # tables count it without torch
@@ -36,9 +37,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.block < SMALLEST or self.block & (self.block - 1):
-            raise ValueError(f"mst.options.block must be a power of two from 4 on, not {self.block}")
+            raise UserError(f"mst.options.block must be a power of two from 4 on, not {self.block}")
         if self.strides < 0:
-            raise ValueError(f"mst.options.strides must be at least 0, not {self.strides}")
+            raise UserError(f"mst.options.strides must be at least 0, not {self.strides}")
 
 
 @cache

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mst_scale.errors import UserError
 from mst_scale.methods.method import ALL, NO_HEAD, NO_HSA, Method, WeightFunction
 
 
@@ -21,9 +22,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0 < self.floor <= 1:
-            raise ValueError(f"mst.options.floor must lie in (0, 1], not {self.floor}")
+            raise UserError(f"mst.options.floor must lie in (0, 1], not {self.floor}")
         if not 1 <= self.alpha <= 8:
-            raise ValueError(f"mst.options.alpha must lie in [1, 8], not {self.alpha}")
+            raise UserError(f"mst.options.alpha must lie in [1, 8], not {self.alpha}")
 
 
 class Power(WeightFunction):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mst_scale.errors import UserError
 from mst_scale.methods.method import ALL, NO_HEAD, NO_HSA, STILL, Method, WeightFunction, largest
 
 HALVINGS = 60
@@ -26,7 +27,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.sharpness <= 0:
-            raise ValueError(f"mst.options.sharpness must be above 0, not {self.sharpness}")
+            raise UserError(f"mst.options.sharpness must be above 0, not {self.sharpness}")
 
 
 def soft_mask(values: Tensor, kept: int, sharpness: float) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mst_scale.errors import UserError
 from mst_scale.methods.method import NO_HEAD, Method, WeightFunction, constant
 from mst_scale.sparse_linear import semi_structured
 
@@ -30,12 +31,12 @@ class NOfM:
 
     def __post_init__(self) -> None:
         if not 0 < self.n < self.m:
-            raise ValueError(f"mst.options keeps n of m weights, 0 < n < m: not {self.n} of {self.m}")
+            raise UserError(f"mst.options keeps n of m weights, 0 < n < m: not {self.n} of {self.m}")
         self.needs_two_of_four("products", self.products != "dense")
 
     def needs_two_of_four(self, name: str, asked: bool) -> None:
         if asked and (self.n, self.m) != (2, 4):
-            raise ValueError(f"mst.options.{name} is there for 2 of 4, not for {self.n} of {self.m}")
+            raise UserError(f"mst.options.{name} is there for 2 of 4, not for {self.n} of {self.m}")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Options(NOfM):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.decay < 0:
-            raise ValueError(f"mst.options.decay must be at least 0, not {self.decay}")
+            raise UserError(f"mst.options.decay must be at least 0, not {self.decay}")
         self.needs_two_of_four("transposable", self.transposable)
 
 

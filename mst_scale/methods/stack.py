@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from mst_scale.errors import UserError
 from mst_scale.methods.growth import BLOCK, Gradients, Growth, Shape, around_blocks, of_blocks
 from mst_scale.methods.method import NO_HSA, Method, NoOptions
 
@@ -30,12 +31,12 @@ class Stack(Growth):
         for name, key in WIDTHS.items():
             mine, theirs = getattr(large, name), getattr(small, name)
             if mine != theirs:
-                raise ValueError(
+                raise UserError(
                     f"model.{key} = {mine}, and the smaller model has {theirs}: method stack keeps widths: make them "
                     "the same, or choose ligo"
                 )
         if large.n_layer % small.n_layer:
-            raise ValueError(
+            raise UserError(
                 f"model.n_layer = {large.n_layer} is no multiple of the smaller model's {small.n_layer}, whose layers "
                 "are stacked whole: choose a multiple, or ligo"
             )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mst_scale.errors import UserError
 from mst_scale.methods.method import ALL, NO_HEAD, Method, WeightFunction, constant, largest
 
 
@@ -27,9 +28,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0 <= self.extra <= 1:
-            raise ValueError(f"mst.options.extra is a share of the weights, not {self.extra}")
+            raise UserError(f"mst.options.extra is a share of the weights, not {self.extra}")
         if self.penalty < 0:
-            raise ValueError(f"mst.options.penalty must be at least 0, not {self.penalty}")
+            raise UserError(f"mst.options.penalty must be at least 0, not {self.penalty}")
 
 
 class Sets(torch.autograd.Function):

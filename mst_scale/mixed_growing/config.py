@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing.policies import POLICIES, Policy, policy
 
 BLOCK_SIDES = (4, 8, 16, 32, 64, 128)  # the GPU's kernels take 16 and more; 4 and 8 are there to compare with
@@ -22,11 +23,11 @@ class BlockGranularity:
 
     def __post_init__(self) -> None:
         if self.block not in BLOCK_SIDES:
-            raise ValueError(
+            raise UserError(
                 f"mst.topology.granularity.block must be one of {', '.join(map(str, BLOCK_SIDES))}, not {self.block}"
             )
         if self.min_blocks < 0:
-            raise ValueError(f"mst.topology.granularity.min_blocks must be at least 0, not {self.min_blocks}")
+            raise UserError(f"mst.topology.granularity.min_blocks must be at least 0, not {self.min_blocks}")
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,15 @@ class TopologyConfig:
         if self.policy not in POLICIES:
             near = difflib.get_close_matches(self.policy, POLICIES, n=1, cutoff=0.0)[0]
             known = ", ".join(POLICIES)
-            raise ValueError(f"mst.topology.policy = {self.policy!r}: the nearest is {near!r} (there are {known})")
+            raise UserError(f"mst.topology.policy = {self.policy!r}: the nearest is {near!r} (there are {known})")
         if self.interval is not None and self.interval < 1:
-            raise ValueError(f"mst.topology.interval must be at least 1, not {self.interval}")
+            raise UserError(f"mst.topology.interval must be at least 1, not {self.interval}")
         for name in ("mest_lambda", "check_every"):
             if getattr(self, name) < 0:
-                raise ValueError(f"mst.topology.{name} must be at least 0, not {getattr(self, name)}")
+                raise UserError(f"mst.topology.{name} must be at least 0, not {getattr(self, name)}")
         for name in ("update_fraction", "random_ratio", "update_decay"):
             if not 0.0 <= (getattr(self, name) or 0.0) <= 1.0:
-                raise ValueError(f"mst.topology.{name} must lie in [0, 1], not {getattr(self, name)}")
+                raise UserError(f"mst.topology.{name} must lie in [0, 1], not {getattr(self, name)}")
 
 
 def grid_shape(shape: Sequence[int], side: int) -> tuple[int, int]:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from mst_scale.errors import UserError
+
 Shape = tuple[int, ...]
 PARTS = 10**9  # update fractions count in billionths, so that ⌊0.3 · 10⌋ is 3 and every machine agrees
 
@@ -27,12 +29,12 @@ PARTS = 10**9  # update fractions count in billionths, so that ⌊0.3 · 10⌋ i
 def active_counts(shapes: Sequence[Shape], sparsity: float, kind: str = "erdos-renyi") -> list[int]:
     """Active weights of each layer at a global sparsity in [0, 1); sparsity 0 keeps every layer exactly full."""
     if kind not in RAW_MASS:
-        raise ValueError(f"distribution {kind!r} is unknown: choose from {', '.join(RAW_MASS)}")
+        raise UserError(f"distribution {kind!r} is unknown: choose from {', '.join(RAW_MASS)}")
     if not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity {sparsity} must lie in [0, 1)")
+        raise UserError(f"sparsity {sparsity} must lie in [0, 1)")
     for shape in shapes:
         if len(shape) < 2:
-            raise ValueError(f"a tensor of shape {tuple(shape)} cannot be sparse: leave vectors out of the targets")
+            raise UserError(f"a tensor of shape {tuple(shape)} cannot be sparse: leave vectors out of the targets")
     sizes = [math.prod(shape) for shape in shapes]
     ideal = _shares(sizes, [RAW_MASS[kind](tuple(shape)) for shape in shapes], sparsity)
     return [

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.distribution import Plan, plan
 from mst_scale.mixed_growing.exchange import Exchange
@@ -56,16 +57,16 @@ class Layer:
         tensors = tuple(getattr(self, what) for what in criterion.reads)
         for what, tensor in zip(criterion.reads, tensors, strict=True):
             if tensor is None:
-                raise ValueError(f"{self.mask.name}: this policy ranks weights by {what} and none was given")
+                raise UserError(f"{self.mask.name}: this policy ranks weights by {what} and none was given")
         return tensors
 
     def __post_init__(self) -> None:
         if not 0 <= self.target <= self.mask.numel:
-            raise ValueError(f"{self.mask.name}: {self.target} of {self.mask.numel} weights cannot be alive")
+            raise UserError(f"{self.mask.name}: {self.target} of {self.mask.numel} weights cannot be alive")
         for what in ("weight", "gradient", "momentum"):
             tensor = getattr(self, what)
             if tensor is not None and tensor.shape != (self.mask.length,):
-                raise ValueError(
+                raise UserError(
                     f"{self.mask.name}: {what} of shape {tuple(tensor.shape)}, the mask's slice has {self.mask.length}"
                 )
 
@@ -165,7 +166,7 @@ def evolve(
 def sparsify(layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange) -> list[Change]:
     """Sparsity before the first step: dense masks keep `target` weights, the largest ("magnitude") or "random" ones."""
     if how not in ("magnitude", "random"):
-        raise ValueError(f"initial masks {how!r} are unknown: choose magnitude or random")
+        raise UserError(f"initial masks {how!r} are unknown: choose magnitude or random")
     tasks = [_Task(layer, Plan(layer.mask.numel - layer.target, 0, 0)) for layer in layers]
     assert all(layer.mask.dense for layer in layers), "initial masks start from dense ones"
     criterion = BY_WEIGHT if how == "magnitude" else None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange, Exchanges
 from mst_scale.mixed_growing.permutation import mix64
@@ -166,7 +167,7 @@ class MaskSet:
         given = list(layers)
         self._layers = {layer.name: layer for layer in given}
         if len(self._layers) != len(given):
-            raise ValueError("two sparse parameters share a name: a tied tensor is listed once")
+            raise UserError("two sparse parameters share a name: a tied tensor is listed once")
 
     def __iter__(self) -> Iterator[LayerMask]:
         return iter(self._layers.values())
@@ -204,7 +205,7 @@ class MaskSet:
         """Take over the masks that any number of ranks wrote, re-sliced by range to what this rank holds."""
         foreign = sorted({name for shards in ranks for name in shards} - set(self.names))
         if foreign:
-            raise ValueError(f"the masks hold {foreign[0]}, which is not a sparse parameter of this model")
+            raise UserError(f"the masks hold {foreign[0]}, which is not a sparse parameter of this model")
         fresh = {}
         for layer in self:
             pieces = [shards[layer.name] for shards in ranks if layer.name in shards]
@@ -246,7 +247,7 @@ def assemble(shards: Sequence[StoredMask], name: str = "mask") -> Tensor:
     """The packed bits of a whole parameter from the shards of all ranks."""
     whole = _whole(shards, name)
     if whole.count() != whole.active:
-        raise ValueError(
+        raise UserError(
             f"mask of {name} holds {whole.count()} live weights and should hold {whole.active}: it is damaged"
         )
     return whole.packed()
@@ -273,12 +274,12 @@ def sha256(packed: Tensor) -> str:
 def _reslice(layer: LayerMask, pieces: Sequence[StoredMask]) -> tuple[int, Tensor | None, Tensor | None]:
     """(active, bits, ever) of the layer's slice from pieces that cover it; replicas may overlap."""
     if not pieces:
-        raise ValueError(f"no mask of {layer.name}: it was saved for another model, or its file is missing")
+        raise UserError(f"no mask of {layer.name}: it was saved for another model, or its file is missing")
     for piece in pieces:
         if piece.shard.shape != layer.shape:
-            raise ValueError(f"mask of {layer.name} has shape {piece.shard.shape}, the model {layer.shape}")
+            raise UserError(f"mask of {layer.name} has shape {piece.shard.shape}, the model {layer.shape}")
         if (piece.active, piece.bits is None) != (pieces[0].active, pieces[0].bits is None):
-            raise ValueError(f"masks of {layer.name} come from different steps: their active counts differ")
+            raise UserError(f"masks of {layer.name} come from different steps: their active counts differ")
     dense = pieces[0].bits is None
     bits = None if dense else _gather(layer, [(p, p.bits) for p in pieces])
     counted = all(p.ever is not None for p in pieces)
@@ -290,7 +291,7 @@ def _gather(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]
     """The layer's slice out of pieces that cover it."""
     for piece, packed in pieces:
         if packed is None or packed.numel() != bitwise.byte_count(piece.shard.length):
-            raise ValueError(f"mask of {layer.name} at weight {piece.shard.start} is cut short")
+            raise UserError(f"mask of {layer.name} at weight {piece.shard.start} is cut short")
     if layer.shard.in_a_row is None or any(piece.shard.in_a_row is None for piece, _ in pieces):
         return _gather_scattered(layer, pieces)
     return _gather_ranges(layer, pieces)
@@ -309,7 +310,7 @@ def _gather_ranges(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor |
             if start <= position < start + piece.shard.length
         ]
         if not reach:
-            raise ValueError(f"mask of {layer.name} lacks weight {position}: a rank's file is missing")
+            raise UserError(f"mask of {layer.name} lacks weight {position}: a rank's file is missing")
         until, start, packed = max(reach, key=lambda piece: piece[0])
         until = min(until, end)
         assert packed is not None
@@ -331,6 +332,6 @@ def _gather_scattered(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tenso
         found = whole[index]
         if (found == 2).any():
             first = int(index[found == 2][0])
-            raise ValueError(f"mask of {layer.name} lacks weight {first}: a rank's file is missing")
+            raise UserError(f"mask of {layer.name} lacks weight {first}: a rank's file is missing")
         bits.append(bitwise.pack(found.bool()))
     return (torch.cat(bits) if bits else bitwise.zeros(0, whole.device)).to(layer.device)

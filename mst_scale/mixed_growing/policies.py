@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mst_scale.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -71,7 +73,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         if not 0 <= self.random_share <= 1:
-            raise ValueError(f"random share {self.random_share} must lie in [0, 1]")
+            raise UserError(f"random share {self.random_share} must lie in [0, 1]")
 
     @property
     def reads(self) -> frozenset[str]:
@@ -108,7 +110,7 @@ POLICIES = {
 def register(policy: Policy) -> Policy:
     """Make a policy known by its name: `mst.topology.policy` may then say it."""
     if POLICIES.get(policy.name, policy) != policy:
-        raise ValueError(f"there is a policy {policy.name!r} already: choose another name")
+        raise UserError(f"there is a policy {policy.name!r} already: choose another name")
     POLICIES[policy.name] = policy
     return policy
 
@@ -116,8 +118,8 @@ def register(policy: Policy) -> Policy:
 def policy(name: str, *, random_share: float | None = None, mest_share: float | None = None) -> Policy:
     """The policy of that name, with another R or another λ."""
     if name not in POLICIES:
-        raise ValueError(f"policy {name!r} is unknown: choose from {', '.join(POLICIES)}")
+        raise UserError(f"policy {name!r} is unknown: choose from {', '.join(POLICIES)}")
     if mest_share is not None and name != "mest":
-        raise ValueError(f"the weight of the gradient belongs to mest, not to {name}")
+        raise UserError(f"the weight of the gradient belongs to mest, not to {name}")
     chosen = mest(mest_share) if mest_share is not None else POLICIES[name]
     return chosen if random_share is None else replace(chosen, random_share=random_share)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
 
@@ -59,7 +60,7 @@ def peak_keys(scores: Sequence[Scores], exchange: Exchange) -> list[int]:
     peaks = exchange.max(torch.tensor(local, dtype=torch.int64)).tolist()
     for layer, peak in zip(scores, peaks, strict=True):
         if peak > INFINITY_KEY:
-            raise ValueError(
+            raise UserError(
                 f"{layer.name}: a score is NaN, so its weights cannot be ranked: the run has diverged; "
                 "resume from a checkpoint before that, with a lower learning rate"
             )

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mst_scale.config.blocks import ModelConfig
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Part, SelfAttention
 from mst_scale.models.cross_entropy import IGNORE, cross_entropy
 from mst_scale.models.gpt import MLP
@@ -49,7 +50,7 @@ class BERT(nn.Module):
     def __init__(self, config: ModelConfig, tensor: TensorGroup | None = None) -> None:
         super().__init__()
         if config.arch != "bert":
-            raise ValueError(f"this is BERT, and model.arch is {config.arch!r}")
+            raise UserError(f"this is BERT, and model.arch is {config.arch!r}")
         self.config = config
         self.part = Part()  # the whole sequence, until `sequence_parallel` says otherwise
         seed, d = draw_seed(), config.n_embd

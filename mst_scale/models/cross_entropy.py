@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from mst_scale.errors import UserError
+
 IGNORE = -1  # the target of a position that does not count
 
 
@@ -25,7 +27,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, count: torch.Tens
     share of a mean over more positions than these.
     """
     if logits.shape[:-1] != targets.shape:
-        raise ValueError(f"targets have shape {tuple(targets.shape)}, logits {tuple(logits.shape)} need one a row")
+        raise UserError(f"targets have shape {tuple(targets.shape)}, logits {tuple(logits.shape)} need one a row")
     loss: torch.Tensor = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), count)
     return loss
 

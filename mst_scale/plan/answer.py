@@ -11,6 +11,7 @@ from mst_scale.config.check import BATCH_KEYS, largest_micro
 from mst_scale.config.parallel import KEYS, sizes_of
 from mst_scale.costs.flops import dense_step_flops
 from mst_scale.costs.muon import optimizer_flops
+from mst_scale.errors import UserError
 from mst_scale.plan.activations import activations
 from mst_scale.plan.clock import Seconds, step_seconds
 from mst_scale.plan.expected import ASSUMPTIONS, EXPECTED, Side, by_side
@@ -213,13 +214,13 @@ def plan(
         cuts = "".join(f" with {OPTIONS[axis]} {size}" for axis, size in fixed.items())
         enough = fewest_gpus(experiment, own, machine)
         where = f"{enough:,} GPUs are enough" if enough else "65,536 GPUs are not enough"
-        raise ValueError(
+        raise UserError(
             f"nothing fits on {gpus:,} × {machine.gpu.name} at any ZeRO stage{cuts}, offloaded and recomputed: {where}"
         )
     setting = own if shared is experiment and not fixed else recommended.setting
     held = memory(experiment, setting)
     if not held.fits(machine.gpu):
-        raise ValueError(
+        raise UserError(
             f"{stated(setting)} needs {_needs(held)}, {machine.gpu.name} has {machine.gpu.memory / GB:.0f} "
             f"({machine.gpu.host_memory / GB:.0f} of host memory): {stated(recommended.setting)} fits in "
             f"{_needs(recommended.memory)}: {' '.join(overrides(recommended.setting, setting))}"
@@ -263,7 +264,7 @@ def _refuse(experiment: Experiment, own: Setting, machine: Machine, fixed: Mappi
     if said is None and own.batch % wanted.data:
         said = f"{own.batch:,} sequences cannot be shared by data {wanted.data}: --set train_batch_size to a multiple"
     if said:
-        raise ValueError(said)
+        raise UserError(said)
 
 
 def overrides(setting: Setting, given: Setting) -> list[str]:
@@ -294,11 +295,11 @@ def stated(setting: Setting) -> str:
 
 def _setting(experiment: Experiment, gpus: int) -> Setting:
     if gpus < 1:
-        raise ValueError(f"--gpus must be at least 1, not {gpus}")
+        raise UserError(f"--gpus must be at least 1, not {gpus}")
     setting = setting_of(_shared(experiment, gpus), gpus)
     sparse, beside = not experiment.mst.stays_dense, f"{setting.accumulate} beside {setting.precision}"
     if setting.separate_accumulation and (setting.stage == 0 or (setting.stage == 1 and sparse)):
-        raise ValueError(
+        raise UserError(
             f"data_types.grad_accum_dtype = {beside} does not run at ZeRO-{setting.stage}: "
             f"--set zero_optimization.stage=2, or --set data_types.grad_accum_dtype={setting.precision}"
         )

@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, fields, replace
 
+from mst_scale.errors import UserError
+
 GB, TERA = 10**9, 10**12
 
 
@@ -95,7 +97,7 @@ def gpu_named(name: str) -> GPU:
     if name in GPUS:
         return GPUS[name]
     near = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.0)[0]
-    raise ValueError(f"unknown GPU {name!r}: the nearest is {near!r} (known are {', '.join(GPUS)})")
+    raise UserError(f"unknown GPU {name!r}: the nearest is {near!r} (known are {', '.join(GPUS)})")
 
 
 def machine(
@@ -110,11 +112,11 @@ def machine(
     gpu = gpu_named(name)
     if nodes is not None:
         if nodes < 1 or gpus % nodes:
-            raise ValueError(f"{gpus} GPUs cannot be spread evenly over --nodes {nodes}: give a divisor of {gpus}")
+            raise UserError(f"{gpus} GPUs cannot be spread evenly over --nodes {nodes}: give a divisor of {gpus}")
         gpu = replace(gpu, per_node=gpus // nodes)
     if network is not None:
         if not 0 < network < 1e6:
-            raise ValueError(f"--network {network:g}: give the Gb/s from a node to the others, such as 400")
+            raise UserError(f"--network {network:g}: give the Gb/s from a node to the others, such as 400")
         gpu = replace(gpu, port=network / 8 * GB / gpu.per_node)
     known = {f.name for f in fields(Efficiency)}
     given: dict[str, float] = {}
@@ -125,7 +127,7 @@ def machine(
         except ValueError:
             given[key] = 0.0
         if key not in known or not 0 < given[key] <= 1:
-            raise ValueError(
+            raise UserError(
                 f"--efficiency {said}: write KEY=SHARE with a share in (0, 1], of {', '.join(sorted(known))}"
             )
     return Machine(gpu, Efficiency(**given))

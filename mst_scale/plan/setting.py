@@ -11,6 +11,7 @@ from mst_scale.config.check import batch_shape
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of
 from mst_scale.distributed import Sizes
+from mst_scale.errors import UserError
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -95,7 +96,7 @@ def setting_of(experiment: Experiment, ranks: int) -> Setting:
     precision = precision_of(ds)
     accumulate = ds.get("data_types", {}).get("grad_accum_dtype") or precision
     if accumulate not in BYTES:
-        raise ValueError(f"data_types.grad_accum_dtype must be one of {', '.join(BYTES)}, not {accumulate!r}")
+        raise UserError(f"data_types.grad_accum_dtype must be one of {', '.join(BYTES)}, not {accumulate!r}")
     defaults = Setting(ranks, stage, precision, accumulate, micro, accumulation)
     overlap = zero.get("overlap_comm")
     return replace(
@@ -119,5 +120,5 @@ def setting_of(experiment: Experiment, ranks: int) -> Setting:
 def _offloads(zero: dict[str, Any], key: str) -> bool:
     device = (zero.get(key) or {}).get("device", "none")
     if device not in ("none", "cpu"):
-        raise ValueError(f"zero_optimization.{key}.device = {device!r}: mst plan knows none and cpu")
+        raise UserError(f"zero_optimization.{key}.device = {device!r}: mst plan knows none and cpu")
     return device == "cpu"

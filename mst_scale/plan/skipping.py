@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 from mst_scale.config import Experiment
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing.config import BlockGranularity
 from mst_scale.sparse_linear.crossovers import SMALLEST, crossover
 
@@ -24,11 +25,11 @@ def check_backend(experiment: Experiment) -> None:
     if mst.stays_dense:
         return
     if mst.compute.backend == "cpu":
-        raise ValueError("mst.compute.backend = cpu multiplies CPU tensors: plan with --set mst.compute.backend=auto")
+        raise UserError("mst.compute.backend = cpu multiplies CPU tensors: plan with --set mst.compute.backend=auto")
     if mst.compute.backend == "block" and side_of(experiment) not in SIDES:
         made = "single weights" if side_of(experiment) == 1 else f"blocks of {side_of(experiment)}"
         made = "whole channels" if in_channels(experiment) else made
-        raise ValueError(
+        raise UserError(
             f"mst.compute.backend = block multiplies with blocks of {', '.join(map(str, SIDES))}, these masks are made "
             f"of {made}: --set mst.topology.granularity.block=16, or --set mst.compute.backend=auto"
         )

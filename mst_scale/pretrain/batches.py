@@ -19,6 +19,7 @@ import torch
 
 from mst_scale import zero_shards
 from mst_scale.distributed import Mesh, Ranks
+from mst_scale.errors import UserError
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
@@ -52,7 +53,7 @@ class Share:
         """This rank's part of each sequence, (batch, length / parts)."""
         length = tokens.shape[1]
         if length % self.parts:
-            raise ValueError(
+            raise UserError(
                 f"sequences of {length} tokens cannot be cut over {self.parts} ranks: make model.context a multiple of "
                 "sequence_parallel_size"
             )

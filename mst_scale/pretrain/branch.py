@@ -15,6 +15,7 @@ from typing import Any
 from mst_scale.checkpoints import store
 from mst_scale.config import Experiment, in_steps, load, to_dict
 from mst_scale.distributed import Ranks, logger
+from mst_scale.errors import UserError
 from mst_scale.pretrain.course import masks_part
 
 OPTION = "--branch-decay-from"
@@ -29,25 +30,25 @@ def planned(experiment: Experiment, origin: str, out: Path) -> Experiment:
     A run that has a checkpoint of its own knows both already: the trunk need not be there any more.
     """
     if experiment.mst.like is not None:
-        raise ValueError(f"{OPTION} goes to the step that --steps names: it does not go with method dense-short")
+        raise UserError(f"{OPTION} goes to the step that --steps names: it does not go with method dense-short")
     if experiment.training.lr_schedule != "wsd":
-        raise ValueError(f'{OPTION} needs a rate that is constant before it decays: set training.lr_schedule to "wsd"')
+        raise UserError(f'{OPTION} needs a rate that is constant before it decays: set training.lr_schedule to "wsd"')
     if experiment.training.restart:
-        raise ValueError(f"{OPTION} needs a rate that does not begin anew: leave training.restart out")
+        raise UserError(f"{OPTION} needs a rate that does not begin anew: leave training.restart out")
     if (begun := _begun(out)) is not None:
         before = load(begun).training
         return _decaying(experiment, before.warmup, before.decay)
     checkpoint = checkpoint_of(origin)
     manifest = store.head(checkpoint)
     if manifest is None:
-        raise ValueError(f"{OPTION} {origin}: {checkpoint} has no manifest: it was not saved by mst_scale.pretrain")
+        raise UserError(f"{OPTION} {origin}: {checkpoint} has no manifest: it was not saved by mst_scale.pretrain")
     step = int(manifest["step"])
     trunk = load(_config_of(checkpoint))
     where = f"{OPTION} {origin}: "
     _refuse_another_course(where, experiment, trunk)
     _refuse_moved_rate(where, trunk, step)
     if experiment.training.steps <= step:
-        raise ValueError(
+        raise UserError(
             f"{where}{checkpoint.name} stands at step {step:,}, and the run is to end at "
             f"{experiment.training.steps:,}: give more --steps, or an earlier checkpoint as RUN:TAG"
         )
@@ -67,9 +68,7 @@ def source(origin: str | None, experiment: Experiment, ranks: Ranks) -> Path | N
     batch, stated = (store.head(checkpoint) or {}).get("batch"), experiment.deepspeed.get("train_batch_size")
     if stated not in (None, "auto", batch):
         ranks.refuse(
-            ValueError(
-                f"{OPTION} {origin}: its batch is of {batch} sequences: set train_batch_size to it, not {stated}"
-            )
+            UserError(f"{OPTION} {origin}: its batch is of {batch} sequences: set train_batch_size to it, not {stated}")
         )
     return checkpoint
 
@@ -82,9 +81,9 @@ def checkpoint_of(origin: str) -> Path:
     folder = Path(run) / "checkpoints"
     tags = store.list_tags(folder)
     if not tags:
-        raise ValueError(f"{OPTION} {origin}: there is no checkpoint in {folder}: give a run's folder")
+        raise UserError(f"{OPTION} {origin}: there is no checkpoint in {folder}: give a run's folder")
     if tag and tag not in tags:
-        raise ValueError(f"{OPTION} {origin}: {run} has no checkpoint {tag}; it has {', '.join(tags)}")
+        raise UserError(f"{OPTION} {origin}: {run} has no checkpoint {tag}; it has {', '.join(tags)}")
     return folder / (tag or tags[0])
 
 
@@ -106,14 +105,14 @@ def _refuse_another_course(where: str, experiment: Experiment, trunk: Experiment
     ours, theirs = (json.loads(json.dumps(to_dict(e))) for e in (experiment, trunk))
     for key in (*SAME_BLOCKS, *SAME_KEYS):
         if ours.get(key) != theirs.get(key):
-            raise ValueError(
+            raise UserError(
                 f"{where}that run has another {_difference(key, ours.get(key), theirs.get(key))}: a branch goes on "
                 "with what its trunk began with"
             )
     for name in ("seed", "lr_schedule", "restart", "sparse_rate", "sparse_decay"):
         mine, other = (getattr(e.training, name) for e in (experiment, trunk))
         if mine != other:
-            raise ValueError(f"{where}its training.{name} is {other}, here it is {mine}: make them the same")
+            raise UserError(f"{where}its training.{name} is {other}, here it is {mine}: make them the same")
 
 
 def _difference(key: str, ours: Any, theirs: Any) -> str:
@@ -130,7 +129,7 @@ def _refuse_moved_rate(where: str, trunk: Experiment, step: int) -> None:
     first = in_steps(trunk.training.warmup, total)
     last = total - in_steps(trunk.training.decay, total)
     if not first <= step <= last:
-        raise ValueError(
+        raise UserError(
             f"{where}step {step:,} lies outside of that run's constant rate (steps {first:,} to {last:,}): name a "
             "checkpoint of those as RUN:TAG, or give the trunk training.decay=0"
         )
@@ -140,7 +139,7 @@ def _refuse_other_masks(where: str, experiment: Experiment, trunk: Experiment, s
     """Up to the branch the trunk must have done what the planned run would have: the same sparsity at each step."""
     parted = masks_part(experiment, trunk, step + 1)  # what is due at the next step is prepared before it
     if parted is not None:
-        raise ValueError(
+        raise UserError(
             f"{where}a run of {experiment.training.steps:,} steps would be another one from step {parted:,} on than "
             f"that of {trunk.training.steps:,}: state mst.sparsity, mst.topology.interval and "
             "mst.attention.dense_from in steps (integers), and branch before the trunk's last step"

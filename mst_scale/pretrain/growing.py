@@ -24,6 +24,7 @@ from mst_scale.costs.flops import KEYS
 from mst_scale.costs.grown import Before, before
 from mst_scale.data.sampler import Sampler
 from mst_scale.distributed import Ranks, logger
+from mst_scale.errors import UserError
 from mst_scale.hugging_face import start_from
 from mst_scale.models.gpt import GPT
 from mst_scale.randomness import counter_hash
@@ -73,7 +74,7 @@ class OnBatches:
             loss.backward()
             total += float(loss.detach())
         if not math.isfinite(total):
-            raise ValueError(f"the loss at step {step} of the growth is no finite number: lower mst.options.rate")
+            raise UserError(f"the loss at step {step} of the growth is no finite number: lower mst.options.rate")
         self.losses.append(total)
         return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from mst_scale.checkpoints import store
 from mst_scale.config import Experiment, in_steps, load, read
 from mst_scale.distributed import Ranks, logger
+from mst_scale.errors import UserError
 from mst_scale.pretrain.course import masks_part, rates_part
 
 
@@ -39,10 +40,10 @@ def beginning(source: Path | None, out: Path, experiment: Experiment, how: str, 
     if _step_of(source) <= both.until:
         return source
     if how != "auto" and both.until >= 0:
-        ranks.refuse(ValueError(f"--resume {how}: {both.why}: name a checkpoint of step {both.until:,} or before"))
+        ranks.refuse(UserError(f"--resume {how}: {both.why}: name a checkpoint of step {both.until:,} or before"))
     tag = store.newest(source.parent, ranks, before=both.until + 1)
     if tag is None:
-        ranks.refuse(ValueError(f"{out} cannot go on to step {experiment.training.steps:,}: {_none_kept(both)}"))
+        ranks.refuse(UserError(f"{out} cannot go on to step {experiment.training.steps:,}: {_none_kept(both)}"))
     logger.info("%s: going on to step %d from %s", both.why, experiment.training.steps, tag)
     return source.parent / str(tag)
 

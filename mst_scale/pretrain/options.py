@@ -12,6 +12,7 @@ from mst_scale.config.check import check
 from mst_scale.config.ready import config_file
 from mst_scale.distributed import logger
 from mst_scale.distributed.parser import Parser, refuse_no_folder
+from mst_scale.errors import UserError
 from mst_scale.pretrain import branch, resume
 
 
@@ -60,13 +61,13 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
             overrides.append(f"training.{key}={json.dumps(getattr(args, key))}")
     experiment = load(args.deepspeed_config, overrides, args.method)
     if args.branch_decay_from is not None and experiment.training.init is not None:
-        raise ValueError("--branch-decay-from says where the run begins: leave out --init")
+        raise UserError("--branch-decay-from says where the run begins: leave out --init")
     begun = args.branch_decay_from is not None or bool(store.list_tags(out_of(args, experiment) / "checkpoints"))
     growth.refuse(experiment, begun)
     if experiment.training.init is not None:
         experiment = resume.with_shape_of(experiment, experiment.training.init, out_of(args, experiment))
     if args.steps is not None and experiment.mst.like is not None:
-        raise ValueError(f"method dense-short is as long as the FLOPs of {experiment.mst.like} last: leave out --steps")
+        raise UserError(f"method dense-short is as long as the FLOPs of {experiment.mst.like} last: leave out --steps")
     check(experiment)
     if args.branch_decay_from is not None:
         experiment = branch.planned(experiment, args.branch_decay_from, out_of(args, experiment))

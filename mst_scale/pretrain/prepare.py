@@ -27,6 +27,7 @@ from mst_scale.data.sampler import Sampler
 from mst_scale.distributed import Mesh, Ranks, logger
 from mst_scale.engine.api import initialize
 from mst_scale.engine.targets import choose_targets
+from mst_scale.errors import UserError
 from mst_scale.hugging_face import start_from
 from mst_scale.models import build
 from mst_scale.pretrain import branch, growing, lengthen, refusals, resume
@@ -199,7 +200,7 @@ def corpus(data: DataConfig) -> str:
         )
         return folder
     if data.dir is None:
-        raise ValueError("no data: give --data DIR, or data.dir or data.source in the config")
+        raise UserError("no data: give --data DIR, or data.dir or data.source in the config")
     return data.dir
 
 

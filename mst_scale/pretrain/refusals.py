@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.distributed import Mesh, shown
+from mst_scale.errors import UserError
 
 HERE, THEIRS = Path(__file__).parents[1], Path(deepspeed.__file__).parent
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "csv_monitor": None}
@@ -48,8 +49,8 @@ def refuse_deepspeeds_part(config: dict[str, Any], mesh: Mesh | None = None) -> 
     for key in config:  # the one without which it is content, or has another complaint
         other = _refused({name: value for name, value in config.items() if name != key}, mesh)
         if other is None or _reason(other) != _reason(error):
-            raise ValueError(f"{key}{_reason(error, key)} (DeepSpeed's own key: see its documentation)") from None
-    raise ValueError(f"the DeepSpeed part of the config{_reason(error)}") from None
+            raise UserError(f"{key}{_reason(error, key)} (DeepSpeed's own key: see its documentation)") from None
+    raise UserError(f"the DeepSpeed part of the config{_reason(error)}") from None
 
 
 @contextlib.contextmanager
@@ -65,7 +66,7 @@ def in_deepspeeds_words() -> Iterator[None]:
         machine = isinstance(error, OSError | MemoryError) or (isinstance(error, RuntimeError) and not explicit)
         if ours.name != "initialize" or machine:
             raise
-        raise ValueError(f"DeepSpeed cannot run this config{_reason(error)}") from error
+        raise UserError(f"DeepSpeed cannot run this config{_reason(error)}") from error
 
 
 def _refused(config: dict[str, Any], mesh: Mesh | None) -> Exception | None:
@@ -95,16 +96,16 @@ def refuse_optimizer(experiment: Experiment) -> None:
     for key in params:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise ValueError(f"optimizer.params.{key}: {name} has no such parameter; the nearest is {near[0]!r}")
+            raise UserError(f"optimizer.params.{key}: {name} has no such parameter; the nearest is {near[0]!r}")
     for key in known:
         if key in FLAGS and not isinstance(params.get(key, False), bool):
-            raise ValueError(f"optimizer.params.{key} must be true or false, not {shown(params[key])}")
+            raise UserError(f"optimizer.params.{key} must be true or false, not {shown(params[key])}")
     made_by_torch = getattr(torch.optim, name, None)
     if made_by_torch is not None and name.lower() not in MADE_BY_DEEPSPEED:
         try:
             made_by_torch([torch.nn.Parameter(torch.zeros(1))], **params)
         except Exception as error:  # wrong values, each optimizer's own
-            raise ValueError(f"optimizer.params do not suit {name}{_reason(error)}") from None
+            raise UserError(f"optimizer.params do not suit {name}{_reason(error)}") from None
 
 
 def _parameters(name: str, params: dict[str, Any], config: dict[str, Any]) -> list[str]:
@@ -127,7 +128,7 @@ def _parameters(name: str, params: dict[str, Any], config: dict[str, Any]) -> li
     if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
         theirs = [other for other, cls in vars(torch.optim).items() if inspect.isclass(cls)]
         near = difflib.get_close_matches(name, ["AdamW", "Adam", "Lamb", "Lion", "Muon", *theirs], n=1, cutoff=0.0)
-        raise ValueError(f"optimizer.type = {shown(name)}: there is no such optimizer; the nearest is {near[0]!r}")
+        raise UserError(f"optimizer.type = {shown(name)}: there is no such optimizer; the nearest is {near[0]!r}")
     return _keywords(found)
 
 
@@ -142,7 +143,7 @@ def refuse_monitors(config: dict[str, Any]) -> None:
         if not monitor.get("enabled"):
             continue
         if module is not None and importlib.util.find_spec(module) is None:
-            raise ValueError(f"{name}.enabled is true, and {module} is not installed: pip install {module}")
+            raise UserError(f"{name}.enabled is true, and {module} is not installed: pip install {module}")
         if monitor.get("output_path"):
             Path(monitor["output_path"]).mkdir(parents=True, exist_ok=True)
 
@@ -155,7 +156,7 @@ def refuse_what_cannot_fit(experiment: Experiment, ranks: int) -> None:
     each = 4 * weights // (ranks if stage == 3 else sizes.tensor * sizes.pipeline)
     memory = memory_of_this_machine()
     if each > memory:
-        raise ValueError(
+        raise UserError(
             f"the model has {weights / 1e9:,.1f} billion weights: {each / 1e9:,.0f} GB a process in float32, and this "
             f"machine has {memory / 1e9:,.0f} GB: choose a smaller model, or ZeRO stage 3 on more machines (mst plan)"
         )

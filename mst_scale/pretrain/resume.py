@@ -21,6 +21,7 @@ from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of
 from mst_scale.distributed import Ranks, Sizes, logger
+from mst_scale.errors import UserError
 from mst_scale.runs import run_file
 
 # The blocks in which a resumed run must agree with its checkpoint.
@@ -36,7 +37,7 @@ def choose(out: Path, resume: str, ranks: Ranks) -> Path | None:
     existing = ranks.on_first(lambda: store.list_tags(folder))
     if resume == "never":
         if existing:
-            ranks.refuse(ValueError(f"{out} holds a run already: choose another --out, or --resume auto"))
+            ranks.refuse(UserError(f"{out} holds a run already: choose another --out, or --resume auto"))
         return None
     if resume == "auto":
         tag = store.newest(folder, ranks)
@@ -45,7 +46,7 @@ def choose(out: Path, resume: str, ranks: Ranks) -> Path | None:
         return None if tag is None else folder / tag
     if resume not in existing:
         found = f"it has {', '.join(existing)}" if existing else "there is none"
-        ranks.refuse(ValueError(f"no checkpoint {resume!r} in {folder}: {found}"))
+        ranks.refuse(UserError(f"no checkpoint {resume!r} in {folder}: {found}"))
     ranks.together(lambda: store.refuse_damage(folder / resume, ranks))
     return folder / resume
 
@@ -83,16 +84,16 @@ def refuse_another_model(out: Path, experiment: Experiment) -> None:
     before, now = read(path)[1], json.loads(json.dumps(to_dict(experiment)))
     for block in SAME_ON_RESUME:
         if before.get(block) != now[block]:
-            raise ValueError(f"{path}: the run in {out} has another {block!r} block: choose another --out")
+            raise UserError(f"{path}: the run in {out} has another {block!r} block: choose another --out")
     precisions = [precision_of(told) for told in (before, now)]
     if precisions[0] != precisions[1]:
-        raise ValueError(
+        raise UserError(
             f"{path}: the run in {out} trains in {precisions[0]}, not {precisions[1]}: choose another --out"
         )
     methods = [told.get("mst", {}).get("method") or "dense" for told in (before, now)]
     more = now["training"]["steps"] > before.get("training", {}).get("steps", 0)
     if methods[0] != methods[1] and not more:
-        raise ValueError(f"{path}: the run in {out} is of method {methods[0]}, not {methods[1]}: choose another --out")
+        raise UserError(f"{path}: the run in {out} is of method {methods[0]}, not {methods[1]}: choose another --out")
 
 
 def with_shape_of(experiment: Experiment, init: str, out: Path) -> Experiment:
@@ -101,7 +102,7 @@ def with_shape_of(experiment: Experiment, init: str, out: Path) -> Experiment:
     A run that has a checkpoint says that itself: the weights it began with need not be there any more.
     """
     if experiment.model.arch != "gpt":
-        raise ValueError(f"--init takes a GPT-2's weights, and model.arch is {experiment.model.arch!r}: leave it out")
+        raise UserError(f"--init takes a GPT-2's weights, and model.arch is {experiment.model.arch!r}: leave it out")
     from mst_scale.hugging_face import start_from  # likewise
 
     keys = _shape_of_run(out, start_from.SHAPE) or start_from.model_keys(start_from.folder_of(init))
@@ -148,8 +149,8 @@ def _reshaped(source: Path, misfit: str) -> float:
 
     try:
         return reshape(source).seconds
-    except (ValueError, OSError) as error:
-        kind = ValueError if isinstance(error, ValueError) else OSError
+    except (UserError, OSError) as error:
+        kind = UserError if isinstance(error, UserError) else OSError
         raise kind(
             f"{misfit}, and no copy for them could be made ({error}): start on as many ranks as before, or make one "
             f"elsewhere with mst reshape {source} OUT"

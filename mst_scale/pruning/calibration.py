@@ -9,6 +9,7 @@ from __future__ import annotations
 from mst_scale.config import ModelConfig
 from mst_scale.data.masking import open_sampler
 from mst_scale.data.sampler import Batch, Sampler
+from mst_scale.errors import UserError
 
 SEQUENCES = 128
 SEED = 230100774
@@ -19,7 +20,7 @@ def open_calibration(folder: str, model: ModelConfig, sequences: int) -> Sampler
     """The corpus, or a ValueError where it does not fit the model or is too small."""
     sampler = open_sampler(folder, "train", model, SEED)
     if sequences > sampler.n_starts:
-        raise ValueError(
+        raise UserError(
             f"--calibration-sequences {sequences:,} is more than {folder} has, {sampler.n_starts:,}: choose fewer"
         )
     return sampler

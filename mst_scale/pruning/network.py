@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mst_scale.data.sampler import Batch
+from mst_scale.errors import UserError
 from mst_scale.pruning.way import Amount, Way
 
 
@@ -42,7 +43,7 @@ def prune_model(model: nn.Module, way: Way, amounts: Mapping[str, Amount], batch
             return
         for name, total in _summed({name: layers[name] for name in names}, of_inputs, run).items():
             if not total.isfinite().all():
-                raise ValueError(f"what {name} is multiplied with is not finite: the weights are of no use")
+                raise UserError(f"what {name} is multiplied with is not finite: the weights are of no use")
             way.prune(layers[name].weight.data, total, amounts[name])
             done.add(name)
 
@@ -55,7 +56,7 @@ def prune_model(model: nn.Module, way: Way, amounts: Mapping[str, Amount], batch
     rest = [name for name in layers if name not in done]
     step(rest, lambda: [model(tokens, targets) for tokens, targets in batches])
     if not done:
-        raise ValueError(
+        raise UserError(
             f"no linear layer multiplies with {', '.join(amounts)}, so there are no inputs to prune by: choose other "
             "mst.targets (--config FILE), or --how magnitude"
         )

@@ -13,6 +13,8 @@ from fractions import Fraction
 
 from torch import Tensor
 
+from mst_scale.errors import UserError
+
 
 @dataclass(frozen=True)
 class NM:
@@ -35,7 +37,7 @@ class NM:
 
     def check(self, name: str, inputs: int) -> None:
         if inputs % self.of:
-            raise ValueError(
+            raise UserError(
                 f"--pattern {self}: {name} has {inputs} inputs, which are no multiple of {self.of}: choose another M"
             )
 
@@ -44,8 +46,8 @@ def parse(text: str) -> NM:
     """`N:M` as a user writes it."""
     found = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", text)
     if found is None:
-        raise ValueError(f"--pattern {text!r}: write N:M, as in 2:4, where N of M weights stay")
+        raise UserError(f"--pattern {text!r}: write N:M, as in 2:4, where N of M weights stay")
     keep, of = (int(number) for number in found.groups())
     if not 1 <= keep < of:
-        raise ValueError(f"--pattern {text}: of M weights N stay, with 1 ≤ N < M, as in 2:4")
+        raise UserError(f"--pattern {text}: of M weights N stay, with 1 ≤ N < M, as in 2:4")
     return NM(keep, of)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 from mst_scale.report import facts, frontier, table
 from mst_scale.report.curves import comparing
@@ -160,7 +161,7 @@ def unambiguous(folders: Sequence[Path]) -> list[str]:
     full = [Path(os.path.realpath(folder)) for folder in folders]
     if len(set(full)) != len(full):
         twice = next(folder for folder in full if full.count(folder) > 1)
-        raise ValueError(f"{twice} is given twice")
+        raise UserError(f"{twice} is given twice")
     for depth in range(1, 20):
         names = ["/".join(folder.parts[-depth:]) for folder in full]
         if len(set(names)) == len(names):

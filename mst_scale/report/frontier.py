@@ -16,6 +16,7 @@ from matplotlib.ticker import NullFormatter
 from mst_scale.costs.beside import beside
 from mst_scale.costs.flops import KEYS
 from mst_scale.costs.frontier import AT_LEAST, AT_MOST, Multiplier, Point, frontier, interval, mean, multiplier
+from mst_scale.errors import UserError
 from mst_scale.methods import METHODS
 from mst_scale.report.groups import Group, model_of
 from mst_scale.report.reading import Run
@@ -60,7 +61,7 @@ def compared(groups: Sequence[Group]) -> list[Method]:
         for i, run in enumerate(filter(_counted, group.runs)):
             seed = i if run.seed is None else run.seed
             if runs.setdefault(seed, run) is not run:
-                raise ValueError(
+                raise UserError(
                     f"--frontier: {runs[seed].name} and {run.name} have the same training.seed and setting: give one"
                 )
         if not runs:
@@ -76,7 +77,7 @@ def compared(groups: Sequence[Group]) -> list[Method]:
         model = json.dumps(model_of(first))
         methods.append(Method(group.name, first.method, model, _is_dense(first), points))
     if not any(method.dense for method in methods):
-        raise ValueError("--frontier: no finished dense run is among them: train some of several lengths")
+        raise UserError("--frontier: no finished dense run is among them: train some of several lengths")
     return methods
 
 
@@ -108,7 +109,7 @@ def _refuse_two_texts(runs: Sequence[Run]) -> None:
     texts = {starts[-1]["corpus"]: run.name for run in runs if (starts := run.starts) and starts[-1].get("corpus")}
     if len(texts) > 1:
         (one, name), (other, its) = list(texts.items())[:2]
-        raise ValueError(f"--frontier: {name} read corpus {one} and {its} {other}: losses on two texts do not compare")
+        raise UserError(f"--frontier: {name} read corpus {one} and {its} {other}: losses on two texts do not compare")
 
 
 def notes(runs: Sequence[Run]) -> list[str]:

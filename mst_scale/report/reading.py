@@ -21,6 +21,7 @@ import numpy as np
 
 from mst_scale.config import Experiment, load
 from mst_scale.dead_units.kinds import KINDS
+from mst_scale.errors import UserError
 from mst_scale.report.thinned import Thinned
 from mst_scale.runs import snapshots
 from mst_scale.sparsity_variation import Schedule
@@ -164,9 +165,9 @@ class Reader:
 
     def __init__(self, folder: Path, name: str | None = None):
         if not folder.is_dir():
-            raise ValueError(f"there is no folder {folder}: give a run's folder (the OUT of mst_scale.pretrain)")
+            raise UserError(f"there is no folder {folder}: give a run's folder (the OUT of mst_scale.pretrain)")
         if not any((folder / file).is_file() for file in ("metrics.jsonl", "config.json")):
-            raise ValueError(f"{folder} is not a run: it has neither metrics.jsonl nor config.json")
+            raise UserError(f"{folder} is not a run: it has neither metrics.jsonl nor config.json")
         self.folder, self.name = folder, name or Path(os.path.realpath(folder)).name
         self.signature: tuple[int, int] | None = None
         self.kept_snapshots: dict[Path, tuple[int, snapshots.Snapshot | str]] = {}

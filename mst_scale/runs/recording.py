@@ -29,6 +29,7 @@ from mst_scale.costs.muon import newton_schulz_flops
 from mst_scale.distributed import logger
 from mst_scale.engine.api import READ
 from mst_scale.engine.types import MST, Engine
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.runs import run_file
 from mst_scale.runs.record import Record, Row, state_of
@@ -41,7 +42,7 @@ DENSE = Pattern("dense")
 def record(engine: Engine, out: str | Path, *, every: int = 10, tensorboard: bool = True) -> Recording:
     """Record a run from now on: a row every so many optimizer steps, and at the last one. Call it on every rank."""
     if every < 1:
-        raise ValueError(f"record(every={every}): a row is written every 1 or more steps")
+        raise UserError(f"record(every={every}): a row is written every 1 or more steps")
     return Recording(engine, Path(out), every=every, tensorboard=tensorboard, shows=True)
 
 
@@ -50,9 +51,9 @@ class Recording:
 
     def __init__(self, engine: Any, out: Path, *, every: int, tensorboard: bool, shows: bool):
         if not hasattr(engine, "mst"):
-            raise ValueError("record() follows the engine that mst_scale.initialize returns: this one has no .mst")
+            raise UserError("record() follows the engine that mst_scale.initialize returns: this one has no .mst")
         if zero_shards.groups_of(engine).stages is not None:
-            raise ValueError("record() follows no pipeline: mst_scale.pretrain keeps the metrics of one")
+            raise UserError("record() follows no pipeline: mst_scale.pretrain keeps the metrics of one")
         self.engine, self.out, self.every, self.tensorboard, self.shows = engine, out, every, tensorboard, shows
         self.mst: Any = engine.mst
         self.steps: int = self.mst.schedule.total_steps
@@ -167,9 +168,9 @@ class Recording:
     def note(self, **values: float) -> None:
         """Put what only the loop knows (val_loss=…) beside the step just taken. Call it on every rank."""
         if self.record is None:
-            raise ValueError("note() speaks of the step just taken, and there has been none")
+            raise UserError("note() speaks of the step just taken, and there has been none")
         if self.mst.step != self.step:
-            raise ValueError(
+            raise UserError(
                 f"note() speaks of the step just taken, {self.step}, and the engine stands at step {self.mst.step}: a "
                 "checkpoint has been loaded since, or the step's row is not made yet; call it after engine.step()"
             )

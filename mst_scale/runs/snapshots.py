@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from mst_scale.errors import UserError
+
 FOLDER = "snapshots"
 CELLS = 96
 PICTURES = 12  # at most so many matrices are pictured
@@ -109,7 +111,7 @@ def load(path: Path) -> Snapshot:
         matrices = [Matrix(**{**entry, "shape": tuple(entry["shape"])}) for entry in about.pop("matrices")]
         return Snapshot(**about, matrices=matrices, weights=weights, alive=alive)
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
+        raise UserError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
 
 
 def paths(run: Path) -> list[Path]:

@@ -31,6 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mst_scale.errors import UserError
 from mst_scale.sparse_linear.tiles import gradient_tiles, product_tiles, sum_warps
 from mst_scale.tile_choice import among
 
@@ -277,7 +278,7 @@ def _blocks_of(active: torch.Tensor, side: int) -> torch.Tensor:
 
     some = tiles(active, False).any(3).any(1)
     if not torch.equal(some, tiles(active, True).all(3).all(1)):
-        raise ValueError(f"this mask is not made of {side} × {side} blocks: it was trained in another granularity")
+        raise UserError(f"this mask is not made of {side} × {side} blocks: it was trained in another granularity")
     return some
 
 

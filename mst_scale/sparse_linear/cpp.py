@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from mst_scale import compiled
+from mst_scale.errors import UserError
 
 SOURCES = Path(__file__).parent / "cpp_kernel"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # kernel.cpp's codes 0, 1, 2, 3
@@ -190,9 +191,9 @@ class _CrossEntropy(torch.autograd.Function):
         flat = x.reshape(-1, index.shape[1]).contiguous()
         targets = targets.reshape(-1).to(torch.int64).contiguous()
         if len(targets) != len(flat) or (len(targets) and int(targets.max()) >= index.shape[0]):
-            raise ValueError(f"{len(flat)} tokens need as many targets below {index.shape[0]}")
+            raise UserError(f"{len(flat)} tokens need as many targets below {index.shape[0]}")
         if len(targets) and int(targets.min()) < -1:
-            raise ValueError(f"a target is {int(targets.min())}: -1 is what does not count")
+            raise UserError(f"a target is {int(targets.min())}: -1 is what does not count")
         counted = targets >= 0
         total = counted.sum() if count is None else count
         weights = counted.to(wide) / total

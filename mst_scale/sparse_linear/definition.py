@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mst_scale.errors import UserError
+
 
 class _Definition(torch.autograd.Function):
     @staticmethod
@@ -47,6 +49,6 @@ def definition(
 ) -> torch.Tensor:
     """x (W ⊙ M)ᵀ + b by masked dense products; `active` is M as bool."""
     if active.shape != weight.shape or active.dtype != torch.bool:
-        raise ValueError(f"a mask of {tuple(active.shape)} {active.dtype} is no mask of a {tuple(weight.shape)} weight")
+        raise UserError(f"a mask of {tuple(active.shape)} {active.dtype} is no mask of a {tuple(weight.shape)} weight")
     y: torch.Tensor = _Definition.apply(x, weight, active, dense_gradient)
     return y if bias is None else y + bias

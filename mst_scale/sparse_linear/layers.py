@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mst_scale.errors import UserError
 from mst_scale.sparse_linear import dispatch, narrow
 
 
@@ -91,15 +92,15 @@ class Product:
     def _check(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Check shapes: kernels get addresses, and would read beyond a tensor that does not fit the mask."""
         if tuple(weight.shape) != self.shape:
-            raise ValueError(f"{self.name}: the mask is of a {self.shape} weight, this one is {tuple(weight.shape)}")
+            raise UserError(f"{self.name}: the mask is of a {self.shape} weight, this one is {tuple(weight.shape)}")
         inputs = getattr(self.index, "inputs", self.shape[1])
         if x.shape[-1] != inputs or (x.dtype, x.device) != (weight.dtype, weight.device):
-            raise ValueError(
+            raise UserError(
                 f"{self.name}: x is {_told(x)}, the weight {_told(weight)}: "
                 f"the last dimension must be {inputs}, dtypes and devices alike"
             )
         if bias is not None and (bias.shape, bias.dtype, bias.device) != (self.shape[:1], x.dtype, x.device):
-            raise ValueError(
+            raise UserError(
                 f"{self.name}: the bias is {_told(bias)} and must be {self.shape[:1]}, {x.dtype}, {x.device}"
             )
 
@@ -148,7 +149,7 @@ class SparseLayers:
             if self.backend not in ("auto", "dense", "narrow"):
                 reason = dispatch.why_not(backend, parameter.device.type, parameter.dtype, product.shape, block)
                 if reason is not None:
-                    raise ValueError(f"mst.compute.backend {backend!r} cannot run here: {reason}")
+                    raise UserError(f"mst.compute.backend {backend!r} cannot run here: {reason}")
             for module, attribute in places:
                 setattr(module, attribute, _in_place(module, product, attribute, forwards))
         if self.left_dense and backend != "dense":
@@ -175,7 +176,7 @@ class SparseLayers:
             product.index = None
             return
         if tuple(active.shape) != product.stored:
-            raise ValueError(f"{name} is {product.stored}, this mask {tuple(active.shape)}: it is another layer's")
+            raise UserError(f"{name} is {product.stored}, this mask {tuple(active.shape)}: it is another layer's")
         active = active.T.contiguous() if product.across else active
         product.index = dispatch.build_index(chosen, active.to(self.parameters[name].device), self.block)
 

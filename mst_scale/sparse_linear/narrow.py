@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from mst_scale.errors import UserError
+
 if TYPE_CHECKING:
     from mst_scale.sparse_linear.layers import Index
 
@@ -22,7 +24,7 @@ class NarrowIndex:
     def __init__(self, active: torch.Tensor):
         rows, columns = active.any(1), active.any(0)
         if not torch.equal(active, rows[:, None] & columns):
-            raise ValueError("this mask is not made of whole rows and columns: it was trained in another granularity")
+            raise UserError("this mask is not made of whole rows and columns: it was trained in another granularity")
         self.rows = None if rows.all() else rows.nonzero().view(-1)
         self.columns = None if columns.all() else columns.nonzero().view(-1)
         self.inputs = len(columns)
@@ -34,7 +36,7 @@ class NarrowIndex:
     ) -> torch.Tensor:
         if dense_gradient:  # what is masked is zero
             if self.chained_out or self.chained_in:
-                raise ValueError("a chain of channels has no gradient of what is not there")
+                raise UserError("a chain of channels has no gradient of what is not there")
             return F.linear(x, weight, bias)
         y: torch.Tensor = _Narrow.apply(x, weight, self)
         if bias is None:

@@ -21,6 +21,7 @@ from deepspeed.module_inject.layers import (
 from deepspeed.module_inject.tp_shard import AutoTPMeta
 from torch import nn
 
+from mst_scale.errors import UserError
 from mst_scale.tensor_parallel import KEY, Copied, Summed
 
 Product = Callable[..., torch.Tensor]
@@ -59,7 +60,7 @@ def refuse_to_cut(model: nn.Module, deepspeed: Mapping[str, Any], size: int) -> 
     shape = [deepspeed.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
     total = deepspeed.get("train_batch_size")
     if isinstance(total, int) and not all(isinstance(value, int) for value in shape):
-        raise ValueError(
+        raise UserError(
             f"train_batch_size = {total} and {KEY} = {size}: DeepSpeed would share it among all ranks, {size} of which "
             "see the same sequences, and take fewer: state train_micro_batch_size_per_gpu and "
             "gradient_accumulation_steps in its place"
@@ -67,7 +68,7 @@ def refuse_to_cut(model: nn.Module, deepspeed: Mapping[str, Any], size: int) -> 
     heads = AutoTPMeta.from_model_config(getattr(model, "config", None)).num_kv_heads
     zero = deepspeed.get("zero_optimization") or {}
     if heads is not None and heads < size and isinstance(zero, Mapping) and zero.get("stage") == 3:
-        raise ValueError(
+        raise UserError(
             f"{KEY} = {size} leaves some ranks without any of the {heads} key heads, and stage 3 of DeepSpeed gathers "
             f"no empty weights: set {KEY} to at most {heads}, or zero_optimization.stage to 2"
         )
@@ -82,12 +83,12 @@ def asserted_of_cutting(model: nn.Module, size: int) -> Iterator[None]:
         if size == 1:
             raise
         if "batch" in str(met).lower():
-            raise ValueError(
+            raise UserError(
                 f"train_batch_size does not fit {KEY} = {size}: leave it out, and state train_micro_batch_size_per_gpu "
                 "and gradient_accumulation_steps"
             ) from met
         why = str(met).strip(" .")
-        raise ValueError(
+        raise UserError(
             f"DeepSpeed's AutoTP does not cut {type(model).__name__} over {size} ranks ({why}): take a model of "
             f"transformers with a tensor-parallel plan (Llama, Qwen, Gemma), the GPT of mst_scale, or {KEY} = 1"
         ) from met

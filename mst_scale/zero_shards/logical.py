@@ -20,6 +20,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
+from mst_scale.errors import UserError
 from mst_scale.shard import Cut, as_matrix
 from mst_scale.tensor_parallel import marked_cut
 
@@ -42,11 +43,11 @@ def cut_of(parameter: Any) -> Cut:
     told = getattr(parameter, DS_AUTOTP_UC_META, None)
     if told is None:
         if is_model_parallel_parameter(parameter):
-            raise ValueError(f"a parameter of shape {here} is cut, and its layer does not say how: {UNKNOWN}")
+            raise UserError(f"a parameter of shape {here} is cut, and its layer does not say how: {UNKNOWN}")
         return Cut.whole(here)
     cut = _autotp_cut(told["conversion"])
     if math.prod(cut.local_matrix) != math.prod(here):
-        raise ValueError(f"DeepSpeed says that {cut.local_matrix} of {cut.shape} is here, and it is {here}: {UNKNOWN}")
+        raise UserError(f"DeepSpeed says that {cut.local_matrix} of {cut.shape} is here, and it is {here}: {UNKNOWN}")
     return cut
 
 
@@ -80,18 +81,18 @@ class Layout:
     def of(self, name: str, shape: tuple[int, ...]) -> tuple[str, Cut]:
         """Name and cut in the logical model of what has this name and shape in the file."""
         if name not in self.table:
-            raise ValueError(f"a checkpoint's layout does not tell of {name}: it was saved by another version")
+            raise UserError(f"a checkpoint's layout does not tell of {name}: it was saved by another version")
         entry = self.table[name]
         rows, columns = (tuple((int(a), int(b)) for a, b in entry[axis]) for axis in ("rows", "columns"))
         cut = Cut(tuple(entry["shape"]), rows, columns)
         if math.prod(cut.local_matrix) != math.prod(shape):
-            raise ValueError(f"a checkpoint's {name} has shape {shape}, and its layout says {cut.local_matrix}")
+            raise UserError(f"a checkpoint's {name} has shape {shape}, and its layout says {cut.local_matrix}")
         return str(entry["name"]), cut
 
     def layer(self, name: str) -> tuple[int, str]:
         """Of a parameter of a pipeline's stage: the number of the layer in whose file it lies, and its name there."""
         if not self.table[name].get("layer"):
-            raise ValueError(f"a checkpoint does not say in which layer's file {name} lies: it is of another version")
+            raise UserError(f"a checkpoint does not say in which layer's file {name} lies: it is of another version")
         number, own = self.table[name]["layer"]
         return int(number), str(own)
 
@@ -133,7 +134,7 @@ def layout_of_file(checkpoint: Path, state: Mapping[str, Any], several: bool) ->
     """The layout in a model file's contents; None where the file holds the whole model."""
     table = state.get(LAYOUT)
     if table is None and several:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} was saved with model parallelism and does not say how: save it again with this version"
         )
     return None if table is None else Layout(table)
@@ -146,15 +147,15 @@ def _autotp_cut(told: Mapping[str, Any]) -> Cut:
     from deepspeed.utils import groups
 
     if told.get("unsupported_reason"):
-        raise ValueError(f"{told['unsupported_reason']}: {UNKNOWN}")
+        raise UserError(f"{told['unsupported_reason']}: {UNKNOWN}")
     shape = tuple(told["original_shape"])
     if told["replicated"]:
         return Cut.whole(shape)
     if "affine_map" not in told:
-        raise ValueError(f"DeepSpeed does not describe how it has cut a parameter of shape {shape}: {UNKNOWN}")
+        raise UserError(f"DeepSpeed does not describe how it has cut a parameter of shape {shape}: {UNKNOWN}")
     pieces = ParamAffineMap.from_dict(told["affine_map"]).pieces_by_rank
     if sum(piece.numel for mine in pieces.values() for piece in mine) != math.prod(shape):
-        raise ValueError(f"DeepSpeed keeps parts of a parameter of shape {shape} on several ranks: {UNKNOWN}")
+        raise UserError(f"DeepSpeed keeps parts of a parameter of shape {shape} on several ranks: {UNKNOWN}")
     return cut_from_pieces(shape, pieces[groups.get_tensor_model_parallel_rank()])
 
 
@@ -166,7 +167,7 @@ def cut_from_pieces(shape: tuple[int, ...], pieces: Sequence[AffinePiece]) -> Cu
     places: dict[tuple[int, int], list[np.ndarray[Any, Any]]] = {}  # … and in the part
     for piece in pieces:
         if piece.scale != 1.0:
-            raise ValueError(f"DeepSpeed keeps a parameter of shape {shape} scaled: {UNKNOWN}")
+            raise UserError(f"DeepSpeed keeps a parameter of shape {shape} scaled: {UNKNOWN}")
         if not piece.numel:
             continue
         starts, length = _runs(piece.shape, piece.source_offset, piece.source_strides)
@@ -190,7 +191,7 @@ def cut_from_pieces(shape: tuple[int, ...], pieces: Sequence[AffinePiece]) -> Cu
     for (a, b), (mine, where) in found.items():
         sorted_by_row = bool((np.diff(mine) > 0).all()) and np.array_equal(mine, lines)
         if b > columns or not sorted_by_row or not np.array_equal(where, np.arange(len(mine)) * width + offset):
-            raise ValueError(f"what DeepSpeed keeps of a parameter of shape {shape} is not rows × columns: {UNKNOWN}")
+            raise UserError(f"what DeepSpeed keeps of a parameter of shape {shape} is not rows × columns: {UNKNOWN}")
         offset += b - a
     return Cut(shape, _ranges(lines), tuple(found))
 

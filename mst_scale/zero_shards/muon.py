@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from mst_scale.distributed import logger
+from mst_scale.errors import UserError
 from mst_scale.zero_shards.logical import shape_of
 from mst_scale.zero_shards.slices import laid_out, refuse_untested
 from mst_scale.zero_shards.step import NamedCollectives, base_optimizer, optimized
@@ -84,7 +85,7 @@ class Muon:
         self.optimizer = base_optimizer(engine)
         marked = matrices(engine)
         if not marked and any(group.get("use_muon") for group in self.optimizer.param_groups):
-            raise ValueError(
+            raise UserError(
                 "a Muon of your own finds no parameter marked use_muon, and DeepSpeed orthogonalises no other: "
                 'leave the optimizer out, and let the config make it with "optimizer": {"type": "Muon"}'
             )

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from mst_scale.distributed import Damaged, one_line
+from mst_scale.errors import UserError
 
 
 def load(path: Path, classes: Sequence[Any] = (), mmap: bool = False) -> Any:
@@ -30,7 +31,7 @@ def load(path: Path, classes: Sequence[Any] = (), mmap: bool = False) -> Any:
     except OSError:
         raise
     except ValueError as error:
-        raise ValueError(f"{path}: {one_line(error)}") from None
+        raise UserError(f"{path}: {one_line(error)}") from None
     except Exception as error:  # whatever a reader of pickles and archives may trip over
         raise Damaged(f"{path} is damaged or cut short ({one_line(error)})") from None
 
@@ -72,4 +73,4 @@ def _refusing() -> Iterator[None]:
         yield
     except pickle.UnpicklingError as error:
         reason = next((line for line in str(error).splitlines() if "GLOBAL" in line or "global" in line), str(error))
-        raise ValueError(f"the checkpoint holds more than data, and is not opened: {reason.strip()}") from None
+        raise UserError(f"the checkpoint holds more than data, and is not opened: {reason.strip()}") from None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mst_scale.errors import UserError
 from mst_scale.zero_shards import safe_load
 from mst_scale.zero_shards.logical import named_parameters, shape_of
 from mst_scale.zero_shards.slices import laid_out, put_reads
@@ -70,7 +71,7 @@ def load_checkpoint(engine: Any, checkpoint: Path, universal: bool = False) -> d
     finally:
         engine._config.load_universal_checkpoint = before
     if path is None:
-        raise ValueError(f"{checkpoint} does not hold a checkpoint for this model, ZeRO stage and number of ranks")
+        raise UserError(f"{checkpoint} does not hold a checkpoint for this model, ZeRO stage and number of ranks")
     return dict(state)
 
 
@@ -192,7 +193,7 @@ def _load_universal(engine: Any, folder: Path, buffers: dict[str, torch.Tensor])
     optimizer, index = base_optimizer(engine), states_of(folder, STATES)
     groups = common["param_groups"] if "param_groups" in common else common["optimizer_state_dict"]["param_groups"]
     if len(groups) != len(optimizer.param_groups):
-        raise ValueError(
+        raise UserError(
             f"{folder} has {len(groups)} parameter groups, this optimizer "
             f"{len(optimizer.param_groups)}: give it the same groups"
         )
@@ -230,4 +231,4 @@ def _refuse_other_shapes(folder: Path, here: dict[str, tuple[int, ...]], there: 
     for name, shape in here.items():
         flat = (math.prod(shape),)  # as DeepSpeed's own converter leaves what stage 3 has cut
         if there.get(name) not in (tuple(shape), flat):
-            raise ValueError(f"{folder}: {name} has shape {there.get(name)} there and {tuple(shape)} in this model")
+            raise UserError(f"{folder}: {name} has shape {there.get(name)} there and {tuple(shape)} in this model")

@@ -15,6 +15,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from mst_scale.distributed import Mesh
+from mst_scale.errors import UserError
 from mst_scale.shard import Shard
 from mst_scale.zero_shards.groups import groups_of, is_cut_up, stage_count, tensor_slices
 from mst_scale.zero_shards.logical import cut_of, is_cut, is_empty
@@ -178,7 +179,7 @@ def agreed_groups(engine: Any, parameters: list[nn.Parameter], groups: dict[int,
     differs = ((mine >= 0) & (mine != most)).any().to(torch.int64)
     dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=together)
     if differs:
-        raise ValueError(
+        raise UserError(
             "layers are cut unevenly, and DeepSpeed updates them in other sub-groups on some ranks than on others: set "
             "zero_optimization.sub_group_size higher than the model has weights"
         )
@@ -218,7 +219,7 @@ def refuse_arguments(model: nn.Module, *more: Any, **others: Any) -> None:
     """Refuse what of `deepspeed.initialize`'s arguments, from the fifth on, masks cannot follow."""
     given = inspect.signature(deepspeed.initialize).bind(None, model, None, None, *more, **others).arguments
     if given.get("mesh_param") is not None:
-        raise ValueError(
+        raise UserError(
             "mesh_param does not go with sparse training: DeepSpeed would leave the gradients of one sequence's ranks "
             "unreduced: give mpu=mst_scale.distributed.Mesh(Sizes(sequence=…)) in its place, or train with method dense"
         )
@@ -234,7 +235,7 @@ def refuse_untested(engine: Any) -> None:
     """
     kind = type(engine.optimizer).__name__
     if kind == "BF16_Optimizer":
-        raise ValueError(
+        raise UserError(
             "bf16 with ZeRO-1 and data_types.grad_accum_dtype = fp32 takes its gradient norm from full gradients, "
             "which no rank can mask with its shard of the masks: use ZeRO-2, or leave grad_accum_dtype out"
         )
@@ -255,49 +256,49 @@ def refuse_untested(engine: Any) -> None:
     }
     for name, used in untested.items():
         if used:
-            raise ValueError(f"sparse training is not tested with {name}: remove it, or train with method dense")
+            raise UserError(f"sparse training is not tested with {name}: remove it, or train with method dense")
     ours = isinstance(engine.mpu, Mesh) and engine.mpu.sizes.tensor > 1 and stage_count(engine) == 1
     if ours and not any(map(is_cut, engine.module.parameters())):
-        raise ValueError(
+        raise UserError(
             f"the mesh cuts layers over {engine.mpu.sizes.tensor} ranks, and {type(engine.module).__name__} has none "
             "that is cut: build it with TensorGroup.of(mesh), or make the mesh without tensor"
         )
     if engine.bfloat16_enabled() and stage in (1, 2) and not engine._config.bfloat16_config.check_grad_overflow:
-        raise ValueError("bf16.check_grad_overflow = false would let bad gradients choose the topology: set it to true")
+        raise UserError("bf16.check_grad_overflow = false would let bad gradients choose the topology: set it to true")
     if stage in (1, 2) and not zero.compute_grad_norm and not (engine.bfloat16_enabled() or engine.fp16_enabled()):
-        raise ValueError(
+        raise UserError(
             "zero_optimization.compute_grad_norm = false in fp32 would let bad gradients choose the topology: set it "
             "to true"
         )
     if engine.zero_optimization() and engine.zero_round_robin_gradients():
-        raise ValueError(
+        raise UserError(
             "zero_optimization.round_robin_gradients reorders shards so that masks cannot follow: set it to false"
         )
     offload = engine.zero_offload_optimizer() if engine.zero_optimization() else None
     if _on_nvme(offload):
-        raise ValueError("masks cannot follow optimizer states to NVMe: set offload_optimizer.device to cpu")
+        raise UserError("masks cannot follow optimizer states to NVMe: set offload_optimizer.device to cpu")
     if _on_nvme(zero.offload_param):
-        raise ValueError("masks cannot follow weights to NVMe: set offload_param.device to cpu")
+        raise UserError("masks cannot follow weights to NVMe: set offload_param.device to cpu")
     if offload is not None and getattr(offload, "super_offload", False) and stage == 3:
-        raise ValueError(
+        raise UserError(
             "offload_optimizer.super_offload hands gradients to another process before they can be masked: set it to "
             "false"
         )
     if offload is not None and getattr(offload, "ratio", 1.0) != 1.0:
-        raise ValueError(f"offload_optimizer.ratio = {offload.ratio} is untested with sparse training: set it to 1.0")
+        raise UserError(f"offload_optimizer.ratio = {offload.ratio} is untested with sparse training: set it to 1.0")
 
 
 def _refuse_mpu(mpu: Any) -> None:
     cure = "give mst_scale.distributed.Mesh, or train with method dense"
     if not _names_same_weights(mpu):
-        raise ValueError(
+        raise UserError(
             "this mpu does not go with sparse training: it has no get_sequence_data_parallel_group, which names the "
             f"ranks that hold the same weights: {cure}"
         )
     data = getattr(mpu, "get_data_parallel_group", None)
     same = mpu.get_sequence_data_parallel_group()
     if data is not None and dist.get_process_group_ranks(data()) != dist.get_process_group_ranks(same):
-        raise ValueError(
+        raise UserError(
             "this mpu does not go with sparse training: its get_data_parallel_group, by which DeepSpeed cuts weights "
             "at stage 3 and names the files of checkpoints, must be the ranks of get_sequence_data_parallel_group: "
             f"{cure}"

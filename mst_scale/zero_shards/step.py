@@ -12,6 +12,7 @@ import deepspeed.comm as ds_comm
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from mst_scale.errors import UserError
 from mst_scale.zero_shards.logical import is_cut, is_empty
 
 
@@ -39,7 +40,7 @@ def refuse_unoptimized(engine: Any, targets: dict[str, torch.nn.Parameter]) -> N
     updated = optimized(engine)
     left_out = [name for name, p in targets.items() if id(p) not in updated]
     if left_out:
-        raise ValueError(
+        raise UserError(
             f"{left_out[0]} is to become sparse and is in no parameter group of the optimizer ({len(left_out)} of "
             f"{len(targets)} matrices are in none): give it to model_parameters or to the optimizer, freeze it with "
             "requires_grad_(False), or name it in mst.targets.exclude"

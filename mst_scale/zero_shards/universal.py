@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mst_scale.errors import UserError
 from mst_scale.zero_shards.logical import LAYOUT
 from mst_scale.zero_shards.weight_files import FP32, base_state, maps_kept, model_files, opened, states_of
 
@@ -88,7 +89,7 @@ def _optimized(
         names = {name: entry["name"] for name, entry in state.get(LAYOUT, {}).items()}
         for group in base_state(state["optimizer"])["param_groups"]:
             if "param_names" not in group:
-                raise ValueError(f"{source} does not say which optimizer state is whose: save it again")
+                raise UserError(f"{source} does not say which optimizer state is whose: save it again")
             own = [names.get(name, name) for name in group["param_names"]]
             found |= {name: shapes[name] for name in own}
     return found
@@ -98,7 +99,7 @@ def _refuse_paths(source: Path, names: Iterable[str]) -> None:
     """A parameter's name becomes a folder's: that of a checkpoint from elsewhere must not lead out of ours."""
     for name in names:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise ValueError(f"{source} has a parameter {name!r}, whose name is a path: it is not converted")
+            raise UserError(f"{source} has a parameter {name!r}, whose name is a path: it is not converted")
 
 
 def _refuse_untrained(source: Path, states: list[dict[str, Any]]) -> None:
@@ -117,14 +118,14 @@ def _refuse_untrained(source: Path, states: list[dict[str, Any]]) -> None:
         known = {*trained, *(state.get("buffer_names") or []), *others}
         lost = {*module, *(state.get("frozen_param_shapes") or {})} - known
         if lost:
-            raise ValueError(
+            raise UserError(
                 f"{source} holds {min(lost)}, which is not trained: a universal checkpoint would lose it; {WARM}"
             )
 
 
 def _not_adam(source: Path) -> ValueError:
     what = "mst reshape knows the optimizer states of Adam and its like, and these are others"
-    return ValueError(f"{source}: {what}; {WARM}")
+    return UserError(f"{source}: {what}; {WARM}")
 
 
 def _write_common(zero: Path, common: dict[str, Any], version: str) -> None:

@@ -30,6 +30,7 @@ import torch
 
 from mst_scale import zero_shards
 from mst_scale.distributed import Damaged
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.shard import Cut, Shard
 from mst_scale.zero_shards import safe_load
@@ -130,7 +131,7 @@ def model_files(checkpoint: Path) -> list[list[Path]]:
     """The model's files, those of each slice and stage together; at stage 3 one of every rank."""
     files = sorted(checkpoint.glob("*mp_rank_*_model_states.pt"), key=lambda path: (_model_rank(path), rank_of(path)))
     if not files:
-        raise ValueError(f"{checkpoint} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")
+        raise UserError(f"{checkpoint} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")
     return [list(some) for _, some in groupby(files, key=_model_rank)]
 
 
@@ -210,7 +211,7 @@ def _sharded(files: list[Path], state: State, key: str, layout: Layout | None) -
     ranks = optimizer["partition_count"]
     ranks = max(ranks) if isinstance(ranks, list) else ranks
     if ranks != len(files):
-        raise ValueError(f"{files[0].parent} holds the weights of {len(files)} ranks, and {ranks} have saved it")
+        raise UserError(f"{files[0].parent} holds the weights of {len(files)} ranks, and {ranks} have saved it")
     groups = [
         {name: _told(name, tuple(shape), layout) for name, shape in group.items()} for group in state["param_shapes"]
     ]
@@ -256,7 +257,7 @@ def _cut_parameters(files: list[Path], groups: Groups, optimizer: State, key: st
         if offset == sizes[vector]:  # no parameter lies in two vectors
             vector, offset = vector + 1, 0
         if offset + share > sizes[vector]:
-            raise ValueError(f"{files[0]}: {name} does not fit where it should lie; DeepSpeed's layout has changed")
+            raise UserError(f"{files[0]}: {name} does not fit where it should lie; DeepSpeed's layout has changed")
         find = partial(_flat_group, key, vector)
         shards = [Shard(name, cut, a, min(share, numel - a)) for a in range(0, numel, max(share, 1))]
         parts[name] = [Part(shard, path, find, offset) for shard, path in zip(shards, files, strict=False)]
@@ -305,7 +306,7 @@ def _held(path: Path, state: State, layout: Layout | None) -> dict[str, Held]:
         names = [name for name in state["module"] if name not in (state.get("buffer_names") or [])]
         return {name: Held(path, partial(_of_module, name)) for name in names}
     if layout is None:
-        raise ValueError(f"{path} holds no weights, and does not say of which layers they are: save it again")
+        raise UserError(f"{path} holds no weights, and does not say of which layers they are: save it again")
     slices = {int(found[1]) for other in path.parent.iterdir() if (found := LAYER_FILE.search(other.name))}
     if not slices:
         raise Damaged(f"{path.parent} holds none of its layers' files (layer_*-model_states.pt): they are gone")

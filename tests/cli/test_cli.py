@@ -12,6 +12,7 @@ import pytest
 import mst_scale
 from mst_scale import cli, distributed
 from mst_scale.cli import launch
+from mst_scale.errors import UserError
 from tests.support import tiny_run
 
 
@@ -106,7 +107,7 @@ def run_verb(error):
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
-        (ValueError("no such thing; the cure is this"), 2, "mst: no such thing; the cure is this\n"),
+        (UserError("no such thing; use this instead"), 2, "mst: no such thing; use this instead\n"),
         (OSError(28, "No space left on device"), 1, "mst: [Errno 28] No space left on device\n"),
         (KeyboardInterrupt(), 1, "mst: stopped\n"),
     ],
