@@ -40,6 +40,7 @@ Compute = Callable[..., torch.Tensor]
 HEADS, HEAD_DIM, STRIDE = 12, 64, 256
 REPEATS = 10
 SDPA, FLEX = "SDPA flash, causal", "FlexAttention, compiled, same mask"
+CUDNN, FLASH3 = "SDPA cuDNN, causal", "FlashAttention-3, causal"
 WINDOW, NATTEN = "flash-attn, its window alone", "NATTEN, its window alone"  # fewer pairs: no keys beyond the window
 # (dtype, length) → the least speed-up over flash SDPA that is asked for on 2 AVX-512 cores
 ASKED = {
@@ -86,6 +87,18 @@ def tensors(dtype: str, length: int, device: str) -> list[torch.Tensor]:
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # an error rather than another kernel
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The fastest dense attention of torch on Hopper."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def flash3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    flash_attn_interface: Any = importlib.import_module("flash_attn_interface")
+    out = flash_attn_interface.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -169,8 +182,8 @@ def _case(what: str, dtype: str, length: int, device: str) -> Row:
     }
 
 
-def compare(dtype: str, length: int, device: str, seconds: float) -> list[Row]:
-    """Both ways against flash SDPA (on a GPU also against what else there is), forward against FlexAttention on CPU."""
+def compare(dtype: str, length: int, device: str, seconds: float, which: Sequence[str] = ()) -> list[Row]:
+    """Both ways against flash SDPA (on a GPU all others too, or `which`); on a CPU, forward against FlexAttention."""
     pattern = Pattern("strided", STRIDE)
     q, k, v, dout = tensors(dtype, length, device)
 
@@ -182,11 +195,15 @@ def compare(dtype: str, length: int, device: str, seconds: float) -> list[Row]:
     rows = [row]
     if device == "cuda":
         others = {
+            CUDNN: lambda: cudnn,
+            FLASH3: lambda: flash3,
             FLEX: lambda: flex(pattern, length, device),
             WINDOW: lambda: flash_window,
             NATTEN: lambda: natten_window,
         }
         for rival, build in others.items():
+            if which and rival not in which:
+                continue
             rows.append({**case, **against(rival, build, lambda f: both_ways(f, q, k, v, dout), seconds, device)})
     elif length <= 4096:
         case = _case("forward", dtype, length, device)

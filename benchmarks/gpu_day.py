@@ -1,30 +1,33 @@
-"""Finds out in one go what a GPU does with this project: is it right, how fast, how much memory, what does it learn.
+"""Finds out what a GPU does with this project, in three commands of at most three minutes each.
 
-    mst bench gpu_day --minutes 25 --out DIR [--parts P …] [--study NAME --data DIR] [--work DIR] [--json]
-    python -m benchmarks.gpu_day --minutes 25 --out DIR          the same, in a clone
+    mst bench gpu_day --group correctness --out DIR      two minutes: is everything right?
+    mst bench gpu_day --group steps --out DIR            three minutes: how fast is a whole training step?
+    mst bench gpu_day --group layers --out DIR           three minutes: layers, attention, optimizer, memory
+    python -m benchmarks.gpu_day --group …               the same, in a clone
 
-Parts run in order of worth, each in a process of its own that has so many minutes and a share of the GPU's memory. What
-a case found is on disk before the next begins (DIR/results.jsonl), and DIR/gpu_day.md is written after every part. A
-case that crashes, hangs or is out of memory is kept with its reason, and the next goes on in a fresh process. The same
-command goes on where it stopped: what is there is not measured again, what failed is tried again.
+The parts of a group run one after the other, most valuable first, each in processes of its own that have a time limit
+and a share of the GPU's memory. The result of a case is on disk before the next one begins (DIR/results.jsonl), and
+DIR/gpu_day.md is written after every part. A case that crashes, hangs or is out of memory is kept with its reason, and
+the next one goes on in a fresh process. The same command resumes where it stopped: it measures what is missing and
+tries again what failed. Compiled kernels are kept in DIR.work.
 
-    kernels     every Triton kernel, forward and gradients, against its definition in float64
-    masks       topology steps on the GPU and on the CPU from equal inputs: the same bits
-    training    a sparse run on the GPU and on the CPU: losses within rounding, masks
-    attention   sparse attention against causal flash attention, FlexAttention, flash-attn's window, NATTEN, 1k to 32k
-    linear      block linear layers against cuBLAS in bfloat16
-    step        a step in every phase and the whole run, at the widths of 124M, 1.5B and 6.7B
-    memory      the peak of a run against what `mst plan` says
-    tests       the project's own tests that want a GPU, in a clone
-    study       learning runs of a study's queue, in the time that is left
+    correctness  masks       topology steps on the GPU and on the CPU from equal inputs: the same bits
+                 training    short sparse runs at ZeRO 1, 2 and 3 on the GPU and on the CPU: losses within rounding
+                 kernels     every Triton kernel, forward and gradients, against its definition in float64
+    steps        step        channels and blocks at the widths of 6.7B and GPT-2 XL against dense bf16 with
+                             torch.compile and cuDNN attention
+    layers       linear      block linear layers, product by product, and 2:4, against cuBLAS
+                 attention   sparse attention against cuDNN and flash attention
+                 optimizer   fused AdamW on all weights and on the active ones alone
+                 memory      the peak of a run against what `mst plan` says
 
-Exit code 1 where something was wrong or failed. Without a GPU it refuses; --tiny runs every part on the CPU with tiny
-shapes, Triton's kernels in its interpreter: it proves that the parts run, and its times mean nothing.
+The exit code is 1 where a result was wrong or a case failed. Without a GPU, --tiny runs every part on the CPU with tiny
+shapes and Triton's interpreter: it proves that the parts run, and its times mean nothing.
 
 examples:
-  mst bench gpu_day --minutes 25 --out h100
-  mst bench gpu_day --minutes 5 --out h100 --parts attention linear
-  mst bench gpu_day --minutes 60 --out h100 --parts study --data corpora/study --work /tmp/runs
+  mst bench gpu_day --group correctness --out h100
+  mst bench gpu_day --parts attention linear --minutes 1 --out h100
+  mst bench gpu_day --tiny --out try
 """
 
 from __future__ import annotations
@@ -37,15 +40,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mst_scale.distributed.parser import Parser, at_least, refuse_no_folder
 from mst_scale.errors import UserError
-from mst_scale.runs.progress import clock
+from mst_scale.runs.progress import clock as minutes_and_seconds
 
-from .gpu_parts import PARTS, Part, Where
+from .gpu_parts import GROUPS, PARTS, Part, Where
 from .gpu_parts.book import Book, said
 from .gpu_parts.page import page
 
@@ -59,11 +63,10 @@ COMMAND = (sys.executable, "-m", "mst_scale.benchmarks.gpu_day")
 def parser() -> argparse.ArgumentParser:
     found = Parser(prog="mst bench gpu_day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = found.add_argument
-    option("--minutes", type=at_least(0.1), default=25.0, metavar="M", help="for all of it (25)")
+    option("--group", choices=list(GROUPS), help="the parts of one command (default: all groups)")
+    option("--minutes", type=at_least(0.1), metavar="M", help="time limit (default: what the chosen groups have)")
     option("--out", type=Path, required=True, metavar="DIR", help="where results go")
-    option("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="P", help="only these")
-    option("--study", default="main", metavar="NAME", help="whose learning runs (main)")
-    option("--data", type=Path, default=Path("corpora/study"), metavar="DIR", help="their corpus (corpora/study)")
+    option("--parts", nargs="+", choices=list(PARTS), metavar="P", help="only these parts")
     option("--work", type=Path, metavar="DIR", help="for what is not kept (default: DIR.work beside --out)")
     option("--tiny", action="store_true", help="on the CPU, tiny shapes: does every part run?")
     option("--json", action="store_true", help="print the results as one JSON object")
@@ -77,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(given)
     work = options.work or options.out.with_name(options.out.name + ".work")
-    where = Where(options.tiny, options.out, work, options.study, options.data)
+    where = Where(options.tiny, options.out, work)
     if options.part:
         return measure(PARTS[options.part], where, options.seconds, options.process)
     if not options.tiny:
@@ -85,9 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     refuse_no_folder("--out", options.out)
     book = Book(options.out)
     book.begin(where.machine())
-    day = Day(options.out, where, given, time.monotonic() + 60 * options.minutes)
-    for name in options.parts:
-        day.run(PARTS[name])
+    parts = [part for part in PARTS.values() if part.name in (options.parts or PARTS)]
+    parts = [part for part in parts if options.group in (None, part.group)]
+    minutes = options.minutes or sum(GROUPS[group] for group in dict.fromkeys(part.group for part in parts))
+    day = Day(options.out, where, given, 60 * minutes)
+    for part in parts:
+        day.run(part)
         book.read()
         (options.out / "gpu_day.md").write_text(page(book, PARTS.values()))
     if options.json:
@@ -123,8 +129,9 @@ def measure(part: Part, where: Where, seconds: float, process: int = 0) -> int:
         try:
             row = case.run()
         except Exception as error:  # whatever it is, it is this case's result, and the next case goes on
-            told = (str(error).strip() or "no message").splitlines()[0][:300]
-            row = {"failed": f"{type(error).__name__}: {told}"}
+            message = (str(error).strip() or "no message").splitlines()[0][:300]
+            row = {"failed": f"{type(error).__name__}: {message}"}
+            traceback.print_exc()  # into the log of this process
         book.ended(part.name, case.name, row, time.monotonic() - began)
         if where.device == "cuda" and not _usable():
             return AGAIN
@@ -151,20 +158,23 @@ def processes(part: Part) -> int:
 
 
 class Day:
-    """Runs parts in processes of their own until its time is over."""
+    """Runs parts in processes of their own until its time is over. `clock` gives seconds."""
 
-    def __init__(self, out: Path, where: Where, given: Sequence[str], deadline: float):
-        self.out, self.where, self.given, self.deadline = out, where, list(given), deadline
+    def __init__(
+        self, out: Path, where: Where, given: Sequence[str], seconds: float, clock: Callable[[], float] = time.monotonic
+    ):
+        self.out, self.where, self.given, self.clock = out, where, list(given), clock
+        self.deadline = clock() + seconds
         self.stopped = threading.Event()
         self.patience = 10 if where.tiny else 1
-        self.began, self.told, self.telling = time.monotonic(), len(Book(out).ends), threading.Lock()
+        self.began, self.told, self.telling = self.clock(), len(Book(out).ends), threading.Lock()
 
     def run(self, part: Part) -> None:
-        end = min(self.deadline, time.monotonic() + 60 * part.minutes)
-        if self.deadline - time.monotonic() < LEAST_SECONDS:
+        end = min(self.deadline, self.clock() + 60 * part.minutes)
+        if self.deadline - self.clock() < LEAST_SECONDS:
             self._say(f"{part.name}: no time is left")
             return
-        self._say(f"{part.name}: {part.question} (at most {clock(end - time.monotonic())})")
+        self._say(f"{part.name}: {part.question} (at most {minutes_and_seconds(end - self.clock())})")
         with ThreadPoolExecutor(processes(part)) as pool:
             found = [pool.submit(self._to_the_end, part, number, end) for number in range(processes(part))]
             try:
@@ -182,7 +192,7 @@ class Day:
     def _to_the_end(self, part: Part, number: int, end: float) -> bool:
         """One process after the other over its share of the cases: whether they came to their end in time."""
         book = Book(self.out)
-        while end - time.monotonic() >= LEAST_SECONDS / 2 and not self.stopped.is_set():
+        while end - self.clock() >= LEAST_SECONDS / 2 and not self.stopped.is_set():
             code = self._process(part, number, end)
             book.read()
             if code == 0:
@@ -190,11 +200,11 @@ class Day:
             case = book.under_way(part.name, number)
             log = self._log(part, number).name
             if case is None and code != AGAIN:
-                if time.monotonic() < end:  # it did not come to a case
+                if self.clock() < end:  # it did not come to a case
                     book.ended(part.name, "start", {"failed": f"it ended with code {code}: see {log}"}, 0.0)
-                return time.monotonic() < end
+                return self.clock() < end
             if case is not None:
-                over = time.monotonic() >= end
+                over = self.clock() >= end
                 why = "the part's time was over" if over else "took too long" if code == -signal.SIGKILL else ""
                 reason = f"stopped: {why}" if why else f"its process ended with code {code}: see {log}"
                 book.ended(part.name, case, {"unfinished" if over else "failed": reason}, 0.0)
@@ -204,9 +214,9 @@ class Day:
     def _process(self, part: Part, number: int, end: float) -> int:
         """A process over the cases that are left; killed when a case takes too long or the time is over."""
         words = [*self.given, "--part", part.name, "--process", str(number)]
-        words += ["--seconds", f"{end - time.monotonic():.0f}"]
+        words += ["--seconds", f"{end - self.clock():.0f}"]
         self.where.work.mkdir(parents=True, exist_ok=True)
-        book, since, latest = Book(self.out), time.monotonic(), ""
+        book, since, latest = Book(self.out), self.clock(), ""
         with self._log(part, number).open("a") as log:
             child = subprocess.Popen(
                 [*COMMAND, *words], stdout=log, stderr=log, env=self.where.environment(), start_new_session=True
@@ -217,9 +227,9 @@ class Day:
                     self._tell()
                     book.read()
                     case = book.under_way(part.name, number) or ""
-                    since, latest = (since, latest) if case == latest else (time.monotonic(), case)
-                    slow = bool(case) and time.monotonic() - since > part.case_seconds * self.patience
-                    if slow or time.monotonic() > end or self.stopped.is_set():
+                    since, latest = (since, latest) if case == latest else (self.clock(), case)
+                    slow = bool(case) and self.clock() - since > part.case_seconds * self.patience
+                    if slow or self.clock() > end or self.stopped.is_set():
                         break
             finally:
                 if child.poll() is None:
@@ -240,8 +250,12 @@ class Day:
             self.told = len(ends)
 
     def _say(self, text: str) -> None:
-        left = max(0.0, self.deadline - time.monotonic())
-        print(f"[{clock(time.monotonic() - self.began)}, {clock(left)} left] {text}", file=sys.stderr, flush=True)
+        left = max(0.0, self.deadline - self.clock())
+        print(
+            f"[{minutes_and_seconds(self.clock() - self.began)}, {minutes_and_seconds(left)} left] {text}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

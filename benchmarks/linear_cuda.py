@@ -2,10 +2,12 @@
 
     mst bench linear --device cuda [--blocks 16 32] [--widths 768 4096] [--tune] [--json | --markdown]
 
-The layer d → 4d of a GPT in bfloat16 on 8192 tokens, its mask made of B × B blocks drawn at random. Each product on its
-own against cuBLAS on the dense matrices of the same shapes; ours reads the active blocks out of the dense weight.
+The layer d → 4d of a GPT in bfloat16 on 8192 tokens (`gpu_day`: other shapes too), its mask made of B × B blocks drawn
+at random. Each product on its own against cuBLAS on the dense matrices of the same shapes; ours reads the active blocks
+out of the dense weight.
 
     y    X·Wᵀ            dx   dY·W            dw   dYᵀX, zero where masked: the dense array is written too
+    2:4  X·Wᵀ with two of four weights, by torch's semi-structured tensors (`gpu_day`)
 
 Both sides run in turns, timed by the device's own clock; medians. `roofline` is the share of what the device could do
 at best for the sparse product: the longer of its multiply-adds at the rate of the largest dense product measured here
@@ -90,8 +92,8 @@ def roofline_ms(product: str, shape: tuple[int, int, int], active: int, element:
 class Layer:
     """The tensors of one layer."""
 
-    def __init__(self, width: int, tokens: int, device: str):
-        self.outputs, self.inputs, self.tokens, self.device = 4 * width, width, tokens, device
+    def __init__(self, width: int, tokens: int, device: str, outputs: int | None = None):
+        self.outputs, self.inputs, self.tokens, self.device = outputs or 4 * width, width, tokens, device
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         generator = torch.Generator(device).manual_seed(0)
 
@@ -119,10 +121,10 @@ class Layer:
         }
 
 
-def describe(width: int, tokens: int, side: int, sparsity: float, product: str) -> Row:
+def describe(layer: tuple[int, int], tokens: int, side: int, sparsity: float, product: str) -> Row:
     return {
         "product": product,
-        "layer": f"{width}→{4 * width}",
+        "layer": f"{layer[0]}→{layer[1]}",
         "tokens": tokens,
         "block": side,
         "sparsity": sparsity,
@@ -140,15 +142,25 @@ def measure(layer: Layer, blocks: tuple[int, float], rate: Rates, rounds: int, c
     for product in PRODUCTS:
         mine, other = map(statistics.median, in_rounds([ours[product], theirs[product]], rounds, clock))
         least = roofline_ms(product, (layer.outputs, layer.inputs, layer.tokens), count, element, rate)
-        row = describe(layer.inputs, layer.tokens, side, sparsity, product)
+        row = describe((layer.inputs, layer.outputs), layer.tokens, side, sparsity, product)
         row |= {"ours_ms": round(mine, 4), "rival_ms": round(other, 4), "speedup": round(other / mine, 2)}
         rows.append({**row, "roofline": round(least / mine, 3)})
     return rows
 
 
+def two_of_four(layer: Layer, rounds: int, clock: Any = device_ms) -> Row:
+    """The forward product with two of four weights along the inputs, against the dense one."""
+    active = torch.tensor([True, True, False, False], device=layer.device).repeat(layer.outputs, layer.inputs // 4)
+    pruned = torch.sparse.to_sparse_semi_structured(layer.weight.masked_fill(~active, 0))
+    ours, dense = lambda: torch.nn.functional.linear(layer.x, pruned), layer.dense()["y"]
+    mine, other = map(statistics.median, in_rounds([ours, dense], rounds, clock))
+    row = describe((layer.inputs, layer.outputs), layer.tokens, 1, 0.5, "2:4")
+    return row | {"ours_ms": round(mine, 4), "rival_ms": round(other, 4), "speedup": round(other / mine, 2)}
+
+
 def unmeasured(width: int, side: int, sparsity: float, product: str) -> Row:
     nothing = {"ours_ms": None, "rival_ms": None, "speedup": None, "roofline": None, "why": NO_DEVICE}
-    return {**describe(width, TOKENS, side, sparsity, product), **nothing}
+    return {**describe((width, 4 * width), TOKENS, side, sparsity, product), **nothing}
 
 
 def run(sides: Sequence[int], widths: Sequence[int], rounds: int) -> list[Row]:
@@ -208,8 +220,8 @@ def table(rows: Sequence[Row]) -> str:
         if r["speedup"] is None:
             lines.append(f"{start} | | {r['why']} | |")
         else:
-            numbers = f"{r['ours_ms']:.3f} | {r['rival_ms']:.3f} | **{r['speedup']:.2f}** | {r['roofline']:.0%}"
-            lines.append(f"{start} {numbers} |")
+            share = f"{r['roofline']:.0%}" if "roofline" in r else ""
+            lines.append(f"{start} {r['ours_ms']:.3f} | {r['rival_ms']:.3f} | **{r['speedup']:.2f}** | {share} |")
     return "\n".join(lines)
 
 

@@ -1,102 +1,291 @@
-"""Measures a step of the ultra-sparse phase on one GPU, its masks made of blocks, against the same run dense.
+"""Measures a whole training step on one GPU with channels or blocks of weights, against the strongest dense step.
 
-    mst bench step --device cuda [--configs gpt2_small gpt2_xl gpt3_6.7b] [--rounds 7] [--json | --markdown]
+    mst bench step --device cuda [--shapes 1.5B 6.7B] [--variants channels-80 blocks64-96 …] [--rounds 6] [--json]
 
-`mst bench step` for 124M, 1.5B and 6.7B parameters, as many of their layers as fit beside each other with both engines
-(by the memory model of `mst plan`), in the ultra phase, with Triton's block kernels: blocks of 16 up to a width of
-1600, of 32 above. Goals: 2.3× at the widths of 1.5B, 3× at those of 6.7B. Without a CUDA device every row says so.
+Two DeepSpeed engines stand side by side and step in turns on the same micro-batch of random tokens: the dense one with
+`torch.compile` for its blocks and cuDNN's attention, and ours in the ultra-sparse phase of its schedule. Ours is
+compiled too where that works, and measured eagerly as well; the faster of the two counts. The models have a few of
+their layers, and a vocabulary reduced in proportion, so that embedding, head and loss have the share of the step that
+they have in the whole model. There is one micro-batch per optimizer step: with gradient accumulation the optimizer's
+share, which is the same on both sides, would be smaller.
+
+    channels-80    whole neurons and channels of heads at 80 %: dense products of a fifth of the size
+    blocksB-S      blocks of B × B weights at S % sparsity (Triton kernels)
+
+Times are medians over rounds of five steps, each waited for. `kernels` lists where the GPU's time went.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from mst_scale.distributed.parser import Parser, at_least
 
 from .machine import machine
-from .page import NO_DEVICE, Row, grid, outputs, tell
+from .page import NO_DEVICE, Row, aside, grid, outputs, tell
+from .timing import middle_half, seconds_of
+
+STEPS = 5  # a round
+BASELINE = "dense DeepSpeed bf16, torch.compile, cuDNN attention"
+LISTED = 14  # kernels of a profile
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A config, the side of its blocks, sequences a step, and the speed-up that is asked for."""
+    """A config, how many of its layers are measured, and sequences per step."""
 
-    config: str
     parameters: str
-    block: int
+    config: str
+    layers: int
     micro: int
-    goal: float | None
 
 
 SHAPES = {
-    shape.config: shape
-    for shape in (
-        Shape("gpt2_small", "124M", 16, 8, None),
-        Shape("gpt2_xl", "1.5B", 16, 8, 2.3),
-        Shape("gpt3_6.7b", "6.7B", 32, 4, 3.0),
-    )
+    shape.parameters: shape
+    for shape in (Shape("6.7B", "gpt3_6.7b", 4, 4), Shape("1.5B", "gpt2_xl", 8, 8), Shape("124M", "gpt2_small", 12, 16))
 }
+BLOCKS: dict[str, Any] = {
+    "method": "mst",
+    "topology": {"interval": 100, "update_fraction": 0.3, "random_ratio": 0.25},
+    "compute": {"backend": "block"},
+}
+VARIANTS = ("channels-80", "blocks64-96", "blocks32-96", "blocks128-96", "blocks64-80")
 
 
-def words(shape: Shape, rounds: int) -> list[str]:
-    """The arguments of `mst bench step`."""
-    settings = ["mst.compute.backend=block", f"mst.topology.granularity.block={shape.block}"]
-    return [
-        *("--config", shape.config, "--phases", "ultra", "--layers", "fit"),
-        *("--micro", str(shape.micro), "--rounds", str(rounds)),
-        *(word for setting in settings for word in ("--set", setting)),
-    ]
+def mst_block(variant: str) -> dict[str, Any]:
+    """The "mst" block (and the recipe, if any) of a variant's config."""
+    if variant == "channels-80":
+        return {"recipe": "mst-channels"}
+    side, sparsity = variant.removeprefix("blocks").split("-")
+    topology = {**BLOCKS["topology"], "granularity": {"block": int(side)}}
+    return {"mst": {**BLOCKS, "sparsity": {"max": int(sparsity) / 100}, "topology": topology}}
 
 
-def run(configs: Sequence[str], rounds: int, measure: Callable[[list[str]], Row]) -> list[Row]:
-    """`measure` takes the words of `mst bench step` and returns what it finds."""
-    import torch
+def experiment_of(shape: Shape, ours: dict[str, Any], tiny: bool) -> Any:
+    """The config of one side: as the shipped one, with fewer layers and a vocabulary reduced in proportion."""
+    from mst_scale.config import load
+    from mst_scale.config.load import read
 
-    rows = []
-    for shape in (SHAPES[name] for name in configs):
-        row: Row = {"parameters": shape.parameters, "config": shape.config, "block": shape.block, "goal": shape.goal}
+    whole = load(shape.config).model
+    raw = {key: value for key, value in read(shape.config)[1].items() if key not in ("mst", "recipe", "tensorboard")}
+    raw |= {
+        "train_batch_size": shape.micro,
+        "train_micro_batch_size_per_gpu": shape.micro,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 2**31,
+        **ours,
+    }
+    rows = 64 * max(1, round(whole.padded_vocab * shape.layers / whole.n_layer / 64))
+    raw["model"] = {**raw["model"], "n_layer": shape.layers, "vocab_size": rows}
+    # torch's fused Adam is at hand; DeepSpeed's would be compiled first.
+    optimizer = raw["optimizer"]
+    raw["optimizer"] = {**optimizer, "params": {**optimizer["params"], "torch_adam": True}}
+    if tiny:
+        raw["bf16"] = {"enabled": False}
+        raw["model"] = {"n_layer": 1, "n_embd": 64, "n_head": 2, "context": 32, "vocab_size": 64}
+        raw["train_batch_size"] = raw["train_micro_batch_size_per_gpu"] = 1
+    return load(raw)
+
+
+class Stepper:
+    """One engine and its batch."""
+
+    def __init__(self, experiment: Any, cudnn: bool):
+        import mst_scale
+        from mst_scale.models import build
+
+        torch.manual_seed(0)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with device:
+            model: Any = build(experiment.model)
+        self.cudnn = cudnn
+        self.engine: Any = mst_scale.initialize(model=model, config=experiment)[0]
+        micro, shape = experiment.deepspeed["train_micro_batch_size_per_gpu"], experiment.model
+        tokens = torch.randint(shape.vocab_size, (2, micro, shape.context), device=self.engine.device)
+        self.tokens, self.targets = tokens[0].contiguous(), tokens[1].contiguous()
+        self.layers, self.context, self.micro = shape.n_layer, shape.context, micro
+
+    def compile(self) -> None:
+        for block in self.engine.module.blocks:
+            block.compile(dynamic=False)
+
+    def steps(self, count: int) -> None:
+        with self._attention():
+            for _ in range(count):
+                self.engine.backward(self.engine(self.tokens, self.targets))
+                self.engine.step()
+
+    def _attention(self) -> contextlib.AbstractContextManager[Any]:
+        if not self.cudnn:
+            return contextlib.nullcontext()
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True)
+
+    def close(self) -> None:
+        self.engine.destroy()
+        self.engine = None
         if torch.cuda.is_available():
-            found = measure(words(shape, rounds))
-            row |= {**found["rows"][0], "model": found["setting"]["model"]}
-        else:
-            row |= {"ours_ms": None, "rival": "the same DeepSpeed run, dense", "rival_ms": None, "speedup": None}
-            row["why"] = NO_DEVICE
-        rows.append(row)
+            torch.cuda.empty_cache()
+
+
+def enter_sparse_phase(stepper: Stepper, experiment: Any) -> int:
+    """Take the masks to the middle of the sparsest phase by a real topology step. Returns that phase's step."""
+    from mst_scale.costs.ledger import forecast
+
+    mst = stepper.engine.mst
+    phase = max(forecast(experiment).phases, key=lambda phase: mst.schedule.at(phase.start).sparsity)
+    step = (phase.start + phase.stop) // 2
+    step -= step % mst.schedule.interval
+    stepper.engine.global_steps = step - 1
+    mst.masks_replaced()
+    stepper.steps(1)
+    return step
+
+
+def stay_at(stepper: Stepper, step: int) -> None:
+    """The next steps are ordinary ones of this phase."""
+    stepper.engine.global_steps = step
+    stepper.engine.mst.settled = step
+
+
+def measure(shape: Shape, variant: str, dense: Stepper, rounds: int, tiny: bool = False) -> Iterator[Row]:
+    """A row for ours compiled, and one for ours as it is; each in turns with the dense engine."""
+    experiment = experiment_of(shape, mst_block(variant), tiny)
+    for compiled in (False,) if tiny else (True, False):
+        row: Row = {"variant": variant, "parameters": shape.parameters, "compiled": compiled, "baseline": BASELINE}
+        stepper = None
+        try:
+            stepper = Stepper(experiment, cudnn=False)
+            stay_at(stepper, enter_sparse_phase(stepper, experiment))
+            if compiled:
+                stepper.compile()
+            row |= compare(stepper, dense, rounds)
+            row |= {"sparsity": round(stepper.engine.mst.sparsity, 4), "kernels": profile(stepper)}
+            row["peak_bytes"] = peak(stepper)
+        except Exception:  # compiling may fail where the eager step works: that is this row's result
+            import traceback
+
+            lines = traceback.format_exc().splitlines()
+            row |= {"ours_ms": None, "baseline_ms": None, "speedup": None, "why": "; ".join(lines[-6:])}
+            if not compiled:
+                yield row
+                raise
+        finally:
+            if stepper is not None:
+                stepper.close()
+        yield row
+
+
+def compare(ours: Stepper, dense: Stepper, rounds: int) -> Row:
+    """Medians of a step of each, in turns; both have taken the steps that compile and tune them."""
+    ours.steps(2)
+    device = ours.engine.device
+    times: list[list[float]] = [[], []]
+    for number in range(rounds + 1):
+        for side, found in zip((ours, dense), times, strict=True):
+            seconds = seconds_of(functools.partial(side.steps, STEPS), device)
+            if number:
+                found.append(1e3 * seconds / STEPS)
+    mine, theirs = (statistics.median(found) for found in times)
+    tokens = ours.micro * ours.context
+    return {
+        "model": f"{ours.layers} layers, {tokens:,} tokens per step",
+        "ours_ms": round(mine, 2),
+        "ours_range": [round(ms, 2) for ms in middle_half(times[0])],
+        "baseline_ms": round(theirs, 2),
+        "baseline_range": [round(ms, 2) for ms in middle_half(times[1])],
+        "speedup": round(theirs / mine, 3),
+        "rounds": rounds,
+    }
+
+
+def peak(stepper: Stepper) -> int | None:
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    stepper.steps(1)
+    return int(torch.cuda.max_memory_allocated())
+
+
+def profile(stepper: Stepper) -> list[list[Any]]:
+    """Milliseconds per step of the kernels that take longest, and how often each is launched per step."""
+    if not torch.cuda.is_available():
+        return []
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    with profiler(activities=[ProfilerActivity.CUDA]) as found:
+        stepper.steps(2)
+        torch.cuda.synchronize()
+    rows = [
+        [one.key[:90], round(one.self_device_time_total / 2e3, 3), one.count / 2]
+        for one in found.key_averages()
+        if one.self_device_time_total > 0
+    ]
+    rows.sort(key=lambda row: -row[1])
+    rest = sum(row[1] for row in rows[LISTED:])
+    return [*rows[:LISTED], ["all others", round(rest, 3), sum(row[2] for row in rows[LISTED:])]]
+
+
+def dense_stepper(shape: Shape, tiny: bool = False) -> Stepper:
+    """The baseline, after the steps that compile and tune it."""
+    stepper = Stepper(experiment_of(shape, {}, tiny), cudnn=not tiny)
+    if not tiny:
+        stepper.compile()
+    stepper.steps(3)
+    return stepper
+
+
+def run(shapes: Sequence[str], variants: Sequence[str], rounds: int) -> list[Row]:
+    rows: list[Row] = []
+    for shape in (SHAPES[name] for name in shapes):
+        if not torch.cuda.is_available():
+            empty = {"parameters": shape.parameters, "baseline": BASELINE, "ours_ms": None, "baseline_ms": None}
+            rows += [{"variant": one, **empty, "speedup": None, "why": NO_DEVICE} for one in variants]
+            continue
+        with aside():
+            dense = dense_stepper(shape)
+            for variant in variants:
+                rows += measure(shape, variant, dense, rounds)
+            dense.close()
     return rows
 
 
 def table(rows: Sequence[Row]) -> str:
-    head = ["parameters", "measured on", "block", "MST ms", "dense ms", "speed-up", "goal", "FLOPs ÷"]
+    head = ["width of", "variant", "measured on", "ours", "ms (middle half)", "dense ms (middle half)", "speedup"]
     lines = []
     for r in rows:
-        goal = "" if r["goal"] is None else f"{r['goal']}×"
+        way = {True: "compiled", False: "eager"}.get(r.get("compiled"), "")  # type: ignore[arg-type]
         if r["speedup"] is None:
-            figures = [r["why"], r["block"], "", "", "", goal, ""]
-        else:
-            times = f"{r['ours_ms']:,}", f"{r['rival_ms']:,}", f"**{r['speedup']}×**"
-            figures = [r["model"], r["block"], *times, goal, r["flop_reduction"]]
-        lines.append([r["parameters"], *figures])
+            lines.append([r["parameters"], r["variant"], "", way, r["why"].replace("|", "/")[:160], "", ""])
+            continue
+        mine, theirs = (
+            f"{r[f'{who}_ms']:,} ({r[f'{who}_range'][0]:,}–{r[f'{who}_range'][1]:,})" for who in ("ours", "baseline")
+        )
+        lines.append([r["parameters"], r["variant"], r["model"], way, mine, theirs, f"**{r['speedup']}×**"])
     return grid(head, lines)
 
 
-def main(arguments: Sequence[str], measure: Callable[[list[str]], Row]) -> int:
+def main(arguments: Sequence[str], measured: Callable[..., Any] | None = None) -> int:
     parser = Parser(
         prog="mst bench step --device cuda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--configs",
-        nargs="+",
-        choices=list(SHAPES),
-        default=list(SHAPES),
-        metavar="C",
-        help=f"of {', '.join(SHAPES)} (default: all)",
-    )
-    parser.add_argument("--rounds", type=at_least(2), default=7, help="pairs of steps (7)")
+    option = parser.add_argument
+    option("--shapes", nargs="+", choices=list(SHAPES), default=["6.7B", "1.5B"], metavar="S", help="(6.7B 1.5B)")
+    option("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="V", help="(all)")
+    option("--rounds", type=at_least(2), default=6, help="rounds of five steps (6)")
     outputs(parser)
     options = parser.parse_args(arguments)
-    rows, about = run(options.configs, options.rounds, measure), machine()
+    rows, about = run(options.shapes, options.variants, options.rounds), machine()
     command = f"mst bench step --device cuda --rounds {options.rounds}"
     tell(options, rows, table(rows), about=about, doc=__doc__, command=command)
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import math
 import os
@@ -34,6 +33,8 @@ from mst_scale.shard import Shard
 from mst_scale.sparse_linear import dispatch as linear_dispatch
 
 from .part import Case, Row, Where
+
+Granularity = str | dict[str, int]
 
 # --- kernels ---
 
@@ -121,32 +122,6 @@ def of_error(error: checks.Error) -> Row:
     return {"said": said, "fine": error.fine, "what": error.what, "error": error.error, "bound": error.bound}
 
 
-# --- the project's own tests ---
-
-TESTS = ("hybrid_sparse_attention", "sparse_linear", "methods")
-TINY_TESTS = ("test_randomness.py",)
-
-
-def tests(where: Where) -> Iterator[Case]:
-    """Those that want a GPU, in a clone."""
-    which = "not slow" if where.tiny else "gpu and not slow"
-    for name in TINY_TESTS if where.tiny else TESTS:
-        yield Case(name, functools.partial(tests_of, name, which))
-
-
-def tests_of(name: str, which: str) -> Row:
-    path = Path(__file__).parents[2] / "tests" / name
-    if not path.exists() or importlib.util.find_spec("pytest") is None:
-        return {"said": "not here: they want a clone and pytest"}
-    environment = {**os.environ, "TRITON_INTERPRET": "0", tile_choice.VARIABLE: "0"}
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", which, "-q", str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=path.parents[1], check=False)
-    lines = ended.stdout.strip().splitlines() or [ended.stderr.strip()[-300:]]
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    fine = ended.returncode == 0 and " passed" in lines[-1]  # what was skipped has not passed
-    return {"said": "; ".join([lines[-1], *failed[:3]]), "fine": fine, "failed_tests": failed}
-
-
 # --- masks ---
 
 
@@ -183,21 +158,26 @@ def digests(device: torch.device, name: str, dtype: torch.dtype, size: tuple[int
 
 # --- training ---
 
-STEPS = 30
+STEPS = 12
 # A loss on one device against the other's. Two ways to compute attention and layers on a CPU: 5e-7 and 6e-4 apart.
 LOSS_BOUNDS = {"float32": 2e-5, "bfloat16": 1e-2}
 
 
 def training(where: Where) -> Iterator[Case]:
-    cases = [("float32", 1)] if where.tiny else [("float32", 1), ("bfloat16", 1), ("float32", 16)]
-    for dtype, block in cases:
-        what = f"mst in {dtype}, {STEPS} steps" + (f", blocks of {block}" if block > 1 else "")
-        yield Case(what, functools.partial(training_case, where, dtype, block))
+    """Every ZeRO stage, the two types, blocks and channels."""
+    cases: list[tuple[int, str, Granularity]] = [(1, "float32", "element")]
+    if not where.tiny:
+        cases += [(2, "float32", "element"), (3, "float32", "element"), (2, "bfloat16", "element")]
+        cases += [(2, "float32", {"block": 16}), (2, "float32", "channel")]
+    for stage, dtype, granularity in cases:
+        of = granularity if isinstance(granularity, str) else f"blocks of {granularity['block']}"
+        what = f"mst, ZeRO {stage}, {dtype}, {of}, {STEPS} steps"
+        yield Case(what, functools.partial(training_case, where, stage, dtype, granularity))
 
 
-def training_case(where: Where, dtype: str, block: int) -> Row:
+def training_case(where: Where, stage: int, dtype: str, granularity: Granularity) -> Row:
     """The same run twice, from the same start on the same batches."""
-    runs = [trained(where, device, dtype, block) for device in ("cpu", where.device)]
+    runs = [trained(where, device, stage, dtype, granularity) for device in ("cpu", where.device)]
     losses = [[row["loss"] for row in rows] for rows in runs]
     apart = max(abs(a - b) for a, b in zip(*losses, strict=True))
     sparsity = [[row["sparsity"] for row in rows] for rows in runs]
@@ -207,35 +187,44 @@ def training_case(where: Where, dtype: str, block: int) -> Row:
     return {"said": said, "fine": fine, "losses_cpu": losses[0], "losses": losses[1]}
 
 
-def trained(where: Where, device: str, dtype: str, block: int) -> list[dict[str, Any]]:
+def trained(where: Where, device: str, stage: int, dtype: str, granularity: Granularity) -> list[dict[str, Any]]:
     """The metrics of a run in a process of its own."""
     where.work.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"training-{device}-{dtype}-{block}-", dir=where.work))
-    (folder / "config.json").write_text(json.dumps(training_config(corpus(where.work), dtype, block)))
+    folder = Path(tempfile.mkdtemp(prefix=f"training-{device}-{stage}-{dtype}-", dir=where.work))
+    (folder / "config.json").write_text(json.dumps(training_config(corpus(where.work), stage, dtype, granularity)))
     words = ["--deepspeed_config", str(folder / "config.json"), "--out", str(folder / "out")]
-    environment = {**os.environ, "DS_ACCELERATOR": device, "TRITON_INTERPRET": "0"}
+    environment = {**os.environ, "DS_ACCELERATOR": device, "TRITON_INTERPRET": "0", tile_choice.VARIABLE: "0"}
     command = [sys.executable, "-m", "mst_scale.pretrain", *words]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if ended.returncode:
-        raise RuntimeError((ended.stderr.strip() or ended.stdout.strip() or "it said nothing").splitlines()[-1])
+        lines = (ended.stderr.strip() or ended.stdout.strip() or "it said nothing").splitlines()
+        raise RuntimeError("; ".join(lines[-4:]))
     return [row for row in metrics.read(folder / "out" / "metrics.jsonl") if row.get("loss") is not None]
 
 
-def training_config(data: Path, dtype: str, block: int) -> dict[str, Any]:
+def training_config(data: Path, stage: int, dtype: str, granularity: Granularity) -> dict[str, Any]:
+    channels = granularity == "channel"
+    topology: dict[str, Any] = {"interval": 4, "granularity": granularity}
+    mst: dict[str, Any] = {
+        "method": "mst",
+        "sparsity": {"max": 0.8, **({"distribution": "uniform"} if channels else {})},
+        "attention": {"stride": 16},
+        "topology": topology,
+    }
+    if channels:
+        topology |= {"policy": "static", "random_ratio": 1.0, "grown_moments": "living"}
+        mst["targets"] = {"lm_head": False}
     return {
         "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "torch_adam": True}},
         "bf16": {"enabled": dtype == "bfloat16"},
-        "zero_optimization": {"stage": 1}, "tensorboard": {"enabled": False},
+        "zero_optimization": {"stage": stage}, "tensorboard": {"enabled": False},
         "model": {"n_layer": 2, "n_head": 2, "n_embd": 64, "context": 64, "vocab_size": 64},
         "data": {"dir": str(data)},
         "training": {
-            "steps": STEPS, "warmup": 2, "log_every": 1, "eval_every": 0, "save_every": 0, "seed": 1, "look_every": 0,
+            "steps": STEPS, "warmup": 1, "log_every": 1, "eval_every": 0, "save_every": 0, "seed": 1, "look_every": 0,
         },
-        "mst": {
-            "method": "mst", "sparsity": {"max": 0.8}, "attention": {"stride": 16},
-            "topology": {"interval": 5, "granularity": "element" if block == 1 else {"block": block}},
-        },
+        "mst": mst,
     }  # fmt: skip
 
 

@@ -11,9 +11,9 @@ from .part import Part
 
 
 def page(book: Book, parts: Iterable[Part]) -> str:
-    from .. import attention, linear_cuda
+    from .. import attention, linear_cuda, step_cuda
 
-    tables = {"attention": attention.table, "linear": linear_cuda.table}
+    tables = {"attention": attention.table, "linear": linear_cuda.table, "step": step_cuda.table}
     about = {key: value for key, value in book.machine.items() if key != "start"}
     lines = [
         "# What a GPU does with it",

@@ -25,6 +25,8 @@ class Case:
 @dataclass(frozen=True)
 class Part:
     name: str
+    group: str
+    """Of the parts that one command runs."""
     question: str
     minutes: float
     """At most, and …"""
@@ -50,8 +52,6 @@ class Where:
     out: Path
     work: Path
     """For what is not kept: runs, logs."""
-    study: str
-    data: Path
     deadline: float = float("inf")
 
     @property
@@ -71,7 +71,11 @@ class Where:
         from ..studies.line import environment
 
         tiny = {"TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} if self.tiny else {}
-        return {**environment(), **tiny}
+        caches = {
+            "TRITON_CACHE_DIR": str(self.work / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.work / "inductor"),
+        }
+        return {**environment(), **({} if self.tiny else caches), **tiny}
 
     def machine(self) -> Row:
         from mst_scale.runs.run_file import git_state
@@ -89,8 +93,4 @@ class Where:
         return {**about, "triton": version, "commit": git.get("commit"), "tiny": self.tiny, "start": time.time_ns()}
 
 
-def optimizer_here() -> list[str]:
-    """Settings under which DeepSpeed's Adam runs: its fused kernel is compiled at first use, torch's is there."""
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    return [] if CUDA_HOME else ["optimizer.params.torch_adam=true"]
+TORCH_ADAM = "optimizer.params.torch_adam=true"  # DeepSpeed's fused kernel would be compiled first

@@ -1,10 +1,10 @@
-"""Measures on a GPU what is meant to be fast: attention, block linear layers, a step, a run."""
+"""Measures on a GPU what is meant to be fast: a whole step, block linear layers, attention, the optimizer."""
 
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,39 +14,145 @@ from mst_scale.hybrid_sparse_attention import Pattern
 from .. import attention as attention_bench
 from .. import linear_cuda, step_cuda
 from ..page import aside
-from ..timing import seconds_of
-from .part import Case, Row, Where, optimizer_here
+from ..timing import in_rounds, seconds_of
+from .part import Case, Row, Where
+
+# --- a whole step ---
+
+STEP_CASES = (
+    ("6.7B", "channels-80"),
+    ("6.7B", "blocks64-96"),
+    ("1.5B", "channels-80"),
+    ("1.5B", "blocks32-96"),
+    ("6.7B", "blocks128-96"),
+    ("6.7B", "blocks64-80"),
+    ("1.5B", "blocks64-96"),
+    ("124M", "channels-80"),
+)
+
+
+def step(where: Where) -> Iterator[Case]:
+    """Channels and blocks at the widths of 6.7B and of GPT-2 XL; the dense engine of a width is built once."""
+    dense = _Dense(where.tiny)
+    for parameters, variant in STEP_CASES[:1] if where.tiny else STEP_CASES:
+        yield Case(f"{parameters}, {variant}", functools.partial(_step, where, dense, parameters, variant))
+
+
+class _Dense:
+    """The baseline's engine of one width at a time."""
+
+    def __init__(self, tiny: bool):
+        self.tiny = tiny
+        self.parameters: str | None = None
+        self.stepper: step_cuda.Stepper | None = None
+
+    def of(self, parameters: str) -> step_cuda.Stepper:
+        if self.stepper is None or parameters != self.parameters:
+            if self.stepper is not None:
+                self.stepper.close()
+            self.stepper = None
+            self.stepper = step_cuda.dense_stepper(step_cuda.SHAPES[parameters], self.tiny)
+            self.parameters = parameters
+            self.kernels = step_cuda.profile(self.stepper)
+        return self.stepper
+
+
+def _step(where: Where, dense: _Dense, parameters: str, variant: str) -> Row:
+    with aside():
+        baseline = dense.of(parameters)
+        rows = list(
+            step_cuda.measure(step_cuda.SHAPES[parameters], variant, baseline, 2 if where.tiny else 5, where.tiny)
+        )
+    measured = [row for row in rows if row["speedup"] is not None]
+    best = max(measured, key=lambda row: row["speedup"])
+    ways = ", ".join(
+        f"{'compiled' if row['compiled'] else 'eager'} {row['ours_ms']} ms"
+        if row["speedup"]
+        else f"not compiled: {row['why']}"
+        for row in rows
+    )
+    said = f"{best['speedup']}× dense ({best['baseline_ms']} ms); {ways}; {best['model']}"
+    return {"said": said, "rows": rows, "dense_kernels": dense.kernels}
+
+
+# --- linear layers ---
+
+# (inputs, outputs, tokens): the MLP of 2048 that published sparse kernels report, and that of 6.7B
+SHAPES = ((4096, 16384, 8192), (2048, 5632, 16384))
+
+
+def linear(where: Where) -> Iterator[Case]:
+    shapes = ((32, 128, 40),) if where.tiny else SHAPES
+    rates = functools.cache(lambda: _rates(where))
+    layers = {
+        shape: functools.cache(lambda shape=shape: linear_cuda.Layer(shape[0], shape[2], where.device, shape[1]))
+        for shape in shapes
+    }
+    for sparsity in (0.9,) if where.tiny else (0.96, 0.9, 0.8):
+        for side in (16,) if where.tiny else (64, 128, 32):
+            for shape, layer in layers.items():
+                name = f"{shape[2]:,} tokens, {shape[0]}→{shape[1]}, blocks of {side}, {sparsity:.0%}"
+                yield Case(name, functools.partial(_linear, where, layer, (side, sparsity), rates))
+    if not where.tiny:
+        for shape, layer in layers.items():
+            yield Case(f"{shape[2]:,} tokens, {shape[0]}→{shape[1]}, 2:4", functools.partial(_two_of_four, layer))
+
+
+def _linear(
+    where: Where, layer: Callable[[], linear_cuda.Layer], blocks: tuple[int, float], rates: Callable[[], Any]
+) -> Row:
+    clock = _wall_ms if where.tiny else linear_cuda.device_ms
+    rows = linear_cuda.measure(layer(), blocks, rates(), 2 if where.tiny else 20, clock)
+    together = sum(row["rival_ms"] for row in rows) / sum(row["ours_ms"] for row in rows)
+    parts = ", ".join(f"{row['product']} {row['speedup']}× ({row['roofline']:.0%} of the roofline)" for row in rows)
+    return {"said": f"{together:.2f}× dense; {parts}", "together": round(together, 3), "rows": rows}
+
+
+def _two_of_four(layer: Callable[[], linear_cuda.Layer]) -> Row:
+    row = linear_cuda.two_of_four(layer(), 20)
+    return {"said": f"forward product {row['speedup']}× dense", "rows": [row]}
+
+
+def _rates(where: Where) -> dict[str, float]:
+    return linear_cuda.rates(
+        where.device, _wall_ms if where.tiny else linear_cuda.device_ms, 64 if where.tiny else 8192
+    )
+
+
+def _wall_ms(run: Callable[[], object]) -> float:
+    return 1e3 * seconds_of(run)
+
 
 # --- attention ---
 
-ROUND_SECONDS = 2.0  # for a comparison
+ROUND_SECONDS = 1.0  # for a comparison
 BYTES = 2  # a number in bfloat16
 BACKWARD = 3.5  # forward and backward, in forwards: the scores are computed again
 
 
 def attention(where: Where) -> Iterator[Case]:
-    """Every length against flash attention, the best rival first; then memory."""
-    lengths = (64,) if where.tiny else (4096, 16384, 1024, 8192, 2048, 32768)
+    """Every length against cuDNN's and flash attention; then memory."""
+    lengths = (64,) if where.tiny else (8192, 2048, 16384)
     dtype = "float16" if where.tiny else "bfloat16"
     rates = functools.cache(lambda: _rates(where))
     for length in lengths:
         yield Case(f"{length} tokens", functools.partial(_attention, where, dtype, length, rates))
-    for length in lengths[:2]:
+    for length in lengths[:1]:
         yield Case(f"{length} tokens, memory", functools.partial(_attention_memory, where, dtype, length))
 
 
 def _attention(where: Where, dtype: str, length: int, rates: Callable[[], dict[str, float]]) -> Row:
     if where.tiny:  # the kernels of the GPU, in the interpreter, against the CPU's flash attention
         return _tiny_attention(length)
-    found = attention_bench.compare(dtype, length, where.device, ROUND_SECONDS)
+    others = (attention_bench.CUDNN, attention_bench.FLASH3)
+    found = attention_bench.compare(dtype, length, where.device, ROUND_SECONDS, others)
     first = found[0]
     first["share_of_ceiling"] = round(first["speedup"] / first["ceiling"], 3)
     first["roofline"] = round(least_ms(length, rates()) / first["ours_ms"], 3)
-    others = [f"{row['speedup']}× {row['rival']}" if row["speedup"] else row["rival"] + ": none" for row in found[1:]]
-    said = (
-        f"{first['ours_ms']} ms, {first['speedup']}× flash attention, {first['share_of_ceiling']:.0%} of the pair "
-        f"ceiling, {first['roofline']:.0%} of the roofline; {', '.join(others)}"
+    versus = ", ".join(
+        f"{row['speedup']}× {row['rival']}" if row["speedup"] else f"{row['rival']}: none" for row in found
     )
+    said = f"{first['ours_ms']} ms: {versus}; {first['ceiling']}× fewer pairs; {first['roofline']:.0%} of the roofline"
     return {"said": said, "rows": found}
 
 
@@ -55,9 +161,8 @@ def least_ms(length: int, rates: dict[str, float]) -> float:
     batch, heads, _, head_dim = attention_bench.shape(length, "cuda")
     pairs = Pattern("strided", attention_bench.STRIDE).pairs(length) * batch * heads
     multiply_adds = BACKWARD * 2 * pairs * head_dim
-    moved = (
-        12 * batch * heads * length * head_dim * BYTES
-    )  # q k v out; q k v out dout dq dk dv, and the rest of softmax
+    # q k v out; q k v out dout dq dk dv, and the rest of softmax
+    moved = 12 * batch * heads * length * head_dim * BYTES
     return max(multiply_adds / rates["multiply_adds"], moved / rates["bytes"])
 
 
@@ -81,81 +186,40 @@ def _attention_memory(where: Where, dtype: str, length: int) -> Row:
     return {"said": said, "rows": [row]}
 
 
-# --- linear layers ---
+# --- the optimizer ---
+
+SPARSITY = 0.96
+WEIGHTS = 85_000_000  # the sparse weights of GPT-2 small
 
 
-def linear(where: Where) -> Iterator[Case]:
-    widths = (32,) if where.tiny else (4096, 1600, 768, 5120)
-    tokens = 40 if where.tiny else linear_cuda.TOKENS
-    rates = functools.cache(lambda: _rates(where))
-    for sparsity in (0.9,) if where.tiny else (0.96, 0.9, 0.8):
-        for width in widths:
-            layer = functools.cache(lambda width=width: linear_cuda.Layer(width, tokens, where.device))
-            for side in (16,) if where.tiny else linear_cuda.SIDES:
-                name = f"{width}→{4 * width}, blocks of {side}, {sparsity:.0%}"
-                yield Case(name, functools.partial(_linear, where, layer, (side, sparsity), rates))
+def optimizer(where: Where) -> Iterator[Case]:
+    """torch's fused AdamW on all weights, masked or not, and on the active ones alone."""
+    weights = 10_000 if where.tiny else WEIGHTS
+    yield Case(f"{weights:,} weights at {SPARSITY:.0%}", functools.partial(_optimizer, where, weights))
 
 
-def _linear(
-    where: Where, layer: Callable[[], linear_cuda.Layer], blocks: tuple[int, float], rates: Callable[[], Any]
-) -> Row:
+def _optimizer(where: Where, weights: int) -> Row:
     clock = _wall_ms if where.tiny else linear_cuda.device_ms
-    rows = linear_cuda.measure(layer(), blocks, rates(), 2 if where.tiny else 20, clock)
-    together = sum(row["rival_ms"] for row in rows) / sum(row["ours_ms"] for row in rows)
-    parts = ", ".join(f"{row['product']} {row['speedup']}× ({row['roofline']:.0%} of the roofline)" for row in rows)
-    return {"said": f"{together:.2f}× dense; {parts}", "together": round(together, 3), "rows": rows}
 
+    def adam(count: int) -> tuple[torch.nn.Parameter, Callable[[], object]]:
+        parameter = torch.nn.Parameter(torch.randn(count, device=where.device))
+        parameter.grad = torch.randn_like(parameter)
+        return parameter, torch.optim.AdamW([parameter], lr=1e-4, fused=True).step
 
-def _rates(where: Where) -> dict[str, float]:
-    return linear_cuda.rates(
-        where.device, _wall_ms if where.tiny else linear_cuda.device_ms, 64 if where.tiny else 8192
-    )
+    _, dense = adam(weights)
+    active = torch.rand(weights, device=where.device) > SPARSITY
+    masked_parameter, masked_step = adam(weights)
 
+    def masked() -> None:
+        assert masked_parameter.grad is not None
+        masked_parameter.grad.mul_(active)
+        masked_step()
+        masked_parameter.data.mul_(active)
 
-def _wall_ms(run: Callable[[], object]) -> float:
-    return 1e3 * seconds_of(run)
-
-
-# --- a step and a run ---
-
-TINY_STEP = [
-    *("--config", "gpt2_small", "--micro", "1", "--rounds", "2", "--phases", "ultra"),
-    *("--set", "bf16.enabled=false"),
-    *(
-        w
-        for key in ("n_layer=1", "n_embd=32", "n_head=2", "context=32", "vocab_size=64")
-        for w in ("--set", f"model.{key}")
-    ),
-]
-
-
-def step(where: Where) -> Iterator[Case]:
-    """The ultra-sparse phase of every width first, then in wider blocks, then all phases and the run they come to."""
-    if where.tiny:
-        yield Case("tiny", lambda: _step(TINY_STEP, None))
-        return
-    for phases, sides in ((True, None), (True, (64, 32)), (False, None)):
-        for shape in reversed(step_cuda.SHAPES.values()):
-            for side in (shape.block,) if sides is None else [side for side in sides if side > shape.block]:
-                yield _step_case(replace(shape, block=side), phases)
-
-
-def _step_case(shape: step_cuda.Shape, ultra: bool) -> Case:
-    """The ultra-sparse phase alone, or all of the schedule."""
-    words = [*step_cuda.words(shape, 7), *(w for key in optimizer_here() for w in ("--set", key))]
-    if not ultra:
-        at = words.index("--phases")
-        del words[at : at + 2]
-    name = f"{shape.parameters} in blocks of {shape.block}, {'ultra-sparse phase' if ultra else 'whole run'}"
-    return Case(name, functools.partial(_step, words, shape.goal if ultra else None))
-
-
-def _step(words: list[str], goal: float | None) -> Row:
-    from ..step import measured
-
-    with aside():
-        found = measured(words)
-    row = found["rows"][-1]
-    asked = "" if goal is None else f" ({goal}× is the goal)"
-    said = f"{row['speedup']}× dense{asked}, {row['ours_ms']} ms, {found['setting']['model']}"
-    return {"said": said, "rows": found["rows"], "setting": found["setting"]}
+    compact = adam(round((1 - SPARSITY) * weights))[1]
+    rounds = 2 if where.tiny else 20
+    times = [statistics.median(taken) for taken in in_rounds([dense, masked, compact], rounds, clock)]
+    names = ("dense_ms", "masked_ms", "compact_ms")
+    row = {name: round(ms, 4) for name, ms in zip(names, times, strict=True)}
+    said = f"dense {times[0]:.3f} ms, masked {times[1]:.3f} ms, active weights alone {times[2]:.3f} ms"
+    return {"said": said, "rows": [row]}

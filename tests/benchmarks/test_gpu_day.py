@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mst_scale.benchmarks.gpu_parts import PARTS, correctness, speed
+from mst_scale.benchmarks.gpu_parts import GROUPS, PARTS, correctness, speed
 from mst_scale.benchmarks.gpu_parts.book import Book
 from mst_scale.benchmarks.gpu_parts.page import page
 from mst_scale.benchmarks.gpu_parts.part import Where
@@ -30,7 +30,7 @@ from mst_scale.benchmarks.gpu_parts import PARTS, Where
 from mst_scale.benchmarks.gpu_parts.book import Book
 
 out = Path(sys.argv[1])
-where = Where(True, out, out / "work", "main", out / "nowhere")
+where = Where(True, out, out / "work")
 Book(out).begin(where.machine())
 os.environ.update(where.environment())
 for name in PARTS:
@@ -66,15 +66,15 @@ def second(where):
     yield Case("late", lambda: time.sleep(600))
     yield Case("beside", lambda: {"said": "done"})
 
-gpu_day.PARTS = {"first": Part("first", "does it go on?", 2, 0.1, 0.5, "__main__"),
-                 "second": Part("second", "does it end?", 0.25, 9, 0.5, "__main__", at_once=2)}
+gpu_day.PARTS = {"first": Part("first", "steps", "does it go on?", 2, 0.1, 0.5, "__main__"),
+                 "second": Part("second", "layers", "does it end?", 0.25, 9, 0.5, "__main__", at_once=2)}
 gpu_day.COMMAND = (sys.executable, HERE)
 sys.exit(gpu_day.main())
 """
 
 
 def where(tmp_path: Path) -> Where:
-    return Where(True, tmp_path / "out", tmp_path / "work", "main", tmp_path / "nowhere")
+    return Where(True, tmp_path / "out", tmp_path / "work")
 
 
 def test_every_part_runs_with_tiny_shapes(tmp_path):
@@ -86,9 +86,9 @@ def test_every_part_runs_with_tiny_shapes(tmp_path):
     assert all(row.get("fine", True) and row["said"] for row in book.rows)
     assert all(row["fine"] for part in ("masks",) for row in book.of(part))
     assert sum("is off by" in row["said"] for row in book.of("kernels")) == 5
-    assert "no corpus" in book.of("study")[0]["said"]
-    told = page(book, PARTS.values())
-    assert "0 wrong or failed" in told and "## linear" in told and "| 32→128 | 16 | 90% | dx |" in told
+    text = page(book, PARTS.values())
+    assert "0 wrong or failed" in text and "## linear" in text and "| 32→128 | 16 | 90% | dx |" in text
+    assert "| 1.5B | channels-80 |" in text or "| 6.7B | channels-80 |" in text
 
 
 def test_every_tile_of_every_list_is_checked():
@@ -201,3 +201,59 @@ def test_the_roofline_of_attention_by_hand(monkeypatch):
     bound = speed.least_ms(4, {"multiply_adds": 1.0, "bytes": 1e18})
     assert bound == 3.5 * 2 * pairs * sequences * 2 * 8
     assert speed.least_ms(4, {"multiply_adds": 1e18, "bytes": 1.0}) == 12 * sequences * 2 * 4 * 8 * 2
+
+
+def test_a_clock_that_runs_out_in_the_middle_loses_nothing(tmp_path, monkeypatch):
+    """The time is over while the third of four cases runs: two results stay, and the next start measures the others."""
+    program = tmp_path / "clocked.py"
+    slow = tmp_path / "slow"
+    slow.touch()
+    program.write_text(
+        FAKE.split("def crash", maxsplit=1)[0]
+        + f"""
+def case():
+    if os.path.exists({str(slow)!r}):
+        time.sleep(600)
+    return {{"said": "measured"}}
+
+def only(where):
+    for number in range(4):
+        yield Case(f"case {{number}}", case if number == 2 else lambda: {{"said": "measured"}})
+
+gpu_day.PARTS = {{"only": Part("only", "steps", "does the clock matter?", 100, 1000, 0.5, "__main__")}}
+if __name__ == "__main__":
+    sys.exit(gpu_day.main())
+"""
+    )
+    out = tmp_path / "out"
+    part = gpu_day.Part("only", "steps", "does the clock matter?", 100, 1000, 0.5, "__main__")
+    given = ["--tiny", "--out", str(out)]
+    monkeypatch.setattr(gpu_day, "COMMAND", (sys.executable, str(program)))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+    over = []
+
+    def clock() -> float:
+        """The hour is over as soon as the third case has begun, in the first start."""
+        if slow.exists() and Book(out).under_way("only", 0) == "case 2":
+            over.append(True)
+        return 3601.0 if over else 0.0
+
+    def start(number: int) -> dict[str, dict]:
+        Book(out).begin({"gpu": "fake", "start": number})
+        gpu_day.Day(out, Where(True, out, tmp_path / "work"), given, 3600.0, clock).run(part)
+        return {row["case"]: row for row in Book(out).rows}
+
+    first = start(1)
+    assert first["case 0"]["said"] == first["case 1"]["said"] == "measured"
+    assert first["case 2"]["unfinished"] == "stopped: the part's time was over" and "case 3" not in first
+    slow.unlink()
+    over.clear()
+    second = start(2)
+    assert [second[f"case {number}"]["said"] for number in range(4)] == ["measured"] * 4
+    assert all(second[f"case {number}"] == first[f"case {number}"] for number in (0, 1)), "they are not measured again"
+
+
+def test_three_commands_hold_all_parts_within_their_time():
+    assert {part.group for part in PARTS.values()} == set(GROUPS)
+    assert all(minutes <= 3 for minutes in GROUPS.values())
