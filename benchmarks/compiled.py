@@ -38,7 +38,7 @@ class Case:
 
     kernel: str
     target: Target
-    size: int  # of a head, or of a block's side
+    size: int  # of a head, of a block's side, or of a value in bytes
     tile: tuple[tuple[str, int], ...]
     warps: int
     stages: int
@@ -46,11 +46,13 @@ class Case:
     dtype: str = "bf16"
 
     def build(self) -> Built:
-        make = _attention if self.size_name == "head" else _block
-        return make(self)
+        makes = {"head": _attention, "side": _block, "bytes": _zeroing}
+        return makes[self.size_name](self)
 
     @property
     def size_name(self) -> str:
+        if self.kernel == "_zero_inactive":
+            return "bytes"
         return "head" if self.kernel in ("_forward", "_backward_queries", "_backward_keys") else "side"
 
     @property
@@ -118,11 +120,30 @@ def _block(case: Case) -> Built:
     return build(kernel, types, constants, case.target, aligned=aligned, warps=case.warps, stages=case.stages)
 
 
+# --- masks ---
+
+
+def zeroing_cases(target: Target, kernel: str, size: int) -> Iterator[Case]:
+    """One tile for every size of a value."""
+    from mst_scale.mixed_growing.zero_inactive import SPAN, WARPS
+
+    dtype = {2: "bf16", 4: "fp32"}[size]
+    yield Case(kernel, target, size, (("SPAN", SPAN),), WARPS, 3, (), dtype)
+
+
+def _zeroing(case: Case) -> Built:
+    from mst_scale.mixed_growing import zero_inactive
+
+    types = {"values": f"*{case.dtype}", "bits": "*u8"}
+    return build(zero_inactive._zero_inactive, types, dict(case.tile), case.target, warps=case.warps)
+
+
 # --- all of them ---
 
 KERNELS = {
     **dict.fromkeys(("_forward", "_backward_queries", "_backward_keys"), (attention_cases, DIMS)),
     **dict.fromkeys(("_product", "_weight_gradient", "_add_parts"), (block_cases, SIDES)),
+    "_zero_inactive": (zeroing_cases, (2, 4)),
 }
 
 
@@ -168,7 +189,7 @@ def table(found: Sequence[Row]) -> str:
     head += ["programs (warps)", "limited by", "instruction", "copies"]
     lines = []
     for r in found:
-        of = f"head {r['head']}" if "head" in r else f"side {r['side']}"
+        of = next(f"{name} {r[name]}" for name in ("head", "side", "bytes") if name in r)
         tile = " × ".join(map(str, r["tile"].values())) or "–"
         room = f"{r['programs']} ({r['programs'] * r['warps']})"
         copies = ", ".join(map(str, r["copies"])) or "–"

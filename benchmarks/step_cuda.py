@@ -21,7 +21,7 @@ import argparse
 import contextlib
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 from mst_scale.distributed.parser import Parser, at_least
 
 from .machine import machine
-from .page import NO_DEVICE, Row, aside, grid, outputs, tell
+from .page import NO_DEVICE, Row, aside, grid, outputs, tell, unmeasured
 from .timing import middle_half, seconds_of
 
 STEPS = 5  # a round
@@ -87,7 +87,7 @@ def experiment_of(shape: Shape, ours: dict[str, Any], tiny: bool) -> Any:
     raw["model"] = {**raw["model"], "n_layer": shape.layers, "vocab_size": rows}
     # torch's fused Adam is at hand; DeepSpeed's would be compiled first.
     optimizer = raw["optimizer"]
-    raw["optimizer"] = {**optimizer, "params": {**optimizer["params"], "torch_adam": True}}
+    raw["optimizer"] = {**optimizer, "params": {**optimizer["params"], "torch_adam": True, "fused": True}}
     if tiny:
         raw["bf16"] = {"enabled": False}
         raw["model"] = {"n_layer": 1, "n_embd": 64, "n_head": 2, "context": 32, "vocab_size": 64}
@@ -157,32 +157,21 @@ def stay_at(stepper: Stepper, step: int) -> None:
     stepper.engine.mst.settled = step
 
 
-def measure(shape: Shape, variant: str, dense: Stepper, rounds: int, tiny: bool = False) -> Iterator[Row]:
-    """A row for ours compiled, and one for ours as it is; each in turns with the dense engine."""
+def measure(shape: Shape, variant: str, dense: Stepper, *, compiled: bool, rounds: int, tiny: bool = False) -> Row:
+    """A variant in turns with the dense engine."""
     experiment = experiment_of(shape, mst_block(variant), tiny)
-    for compiled in (False,) if tiny else (True, False):
-        row: Row = {"variant": variant, "parameters": shape.parameters, "compiled": compiled, "baseline": BASELINE}
-        stepper = None
-        try:
-            stepper = Stepper(experiment, cudnn=False)
-            stay_at(stepper, enter_sparse_phase(stepper, experiment))
-            if compiled:
-                stepper.compile()
-            row |= compare(stepper, dense, rounds)
-            row |= {"sparsity": round(stepper.engine.mst.sparsity, 4), "kernels": profile(stepper)}
-            row["peak_bytes"] = peak(stepper)
-        except Exception:  # compiling may fail where the eager step works: that is this row's result
-            import traceback
-
-            lines = traceback.format_exc().splitlines()
-            row |= {"ours_ms": None, "baseline_ms": None, "speedup": None, "why": "; ".join(lines[-6:])}
-            if not compiled:
-                yield row
-                raise
-        finally:
-            if stepper is not None:
-                stepper.close()
-        yield row
+    row: Row = {"variant": variant, "parameters": shape.parameters, "compiled": compiled, "baseline": BASELINE}
+    stepper = Stepper(experiment, cudnn=False)
+    try:
+        stay_at(stepper, enter_sparse_phase(stepper, experiment))
+        if compiled:
+            stepper.compile()
+        row |= compare(stepper, dense, rounds)
+        row |= {"sparsity": round(stepper.engine.mst.sparsity, 4), "kernels": profile(stepper)}
+        row["peak_bytes"] = peak(stepper)
+    finally:
+        stepper.close()
+    return row
 
 
 def compare(ours: Stepper, dense: Stepper, rounds: int) -> Row:
@@ -255,7 +244,13 @@ def run(shapes: Sequence[str], variants: Sequence[str], rounds: int) -> list[Row
         with aside():
             dense = dense_stepper(shape)
             for variant in variants:
-                rows += measure(shape, variant, dense, rounds)
+                for compiled in (False, True):
+                    try:
+                        rows.append(measure(shape, variant, dense, compiled=compiled, rounds=rounds))
+                    except Exception as error:  # what compiling stumbles over is reported in its row
+                        why = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+                        about = {"variant": variant, "parameters": shape.parameters, "compiled": compiled}
+                        rows.append({**about, **unmeasured(BASELINE, why)})
             dense.close()
     return rows
 

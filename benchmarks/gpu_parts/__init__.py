@@ -13,8 +13,8 @@ PARTS = {
     part.name: part
     for part in (
         Part("masks", "correctness", "the same masks as on the CPU?", 0.5, 30, 0.2, f"{__name__}.correctness"),
-        Part("training", "correctness", "the same training as on the CPU?", 1, 60, 0.2, f"{__name__}.correctness", 4),
-        Part("kernels", "correctness", "are the kernels right?", 2, 60, 0.08, f"{__name__}.correctness", at_once=12),
+        Part("kernels", "correctness", "are the kernels right?", 1.2, 60, 0.08, f"{__name__}.correctness", at_once=12),
+        Part("training", "correctness", "the same training as on the CPU?", 1.5, 80, 0.1, f"{__name__}.correctness", 6),
         Part("step", "steps", "how fast is a whole step?", 3, 120, 1.0, f"{__name__}.speed"),
         Part("linear", "layers", "how fast are block linear layers?", 1.2, 45, 0.5, f"{__name__}.speed"),
         Part("attention", "layers", "how fast is sparse attention?", 1, 45, 0.5, f"{__name__}.speed"),

@@ -23,6 +23,7 @@ from mst_scale.doctor.finding import SKIP, WRONG, Finding
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.hybrid_sparse_attention import dispatch as attention_dispatch
 from mst_scale.hybrid_sparse_attention.definition import definition
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.blocks import Blocks, Elements
 from mst_scale.mixed_growing.evolve import Layer
 from mst_scale.mixed_growing.exchange import Exchange
@@ -59,6 +60,8 @@ def kernels(where: Where) -> Iterator[Case]:
         yield Case("doctor: attention", lambda: of_finding(checks.attention("triton", where.device)))
     yield Case("doctor: blocks", lambda: of_finding(checks.block_linear(where.device)))
     yield Case("doctor: 2:4", lambda: of_finding(checks.two_of_four(where.device)))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        yield Case(f"masking, {short(dtype)}", functools.partial(masking_case, where, dtype))
     types = (half,) if where.tiny else (torch.bfloat16, torch.float16, torch.float32)
     length, stride, shape = (70, 16, (70, 100)) if where.tiny else (1000, 128, (1600, 6400))
     for dtype, head_dim, kind in product(types, heads, ("strided", "fixed")):
@@ -115,6 +118,22 @@ def block_case(where: Where, dtype: torch.dtype, shape: tuple[int, int], side: i
     active = block_mask(*shape, side, 0.9, "cpu")
     index = linear_dispatch.build_index("block", active.to(where.device), side)
     return of_error(checks.linear_error(index, active, dtype, checks.BLOCK_BOUNDS[dtype], where.device))
+
+
+def masking_case(where: Where, dtype: torch.dtype) -> Row:
+    """Zeros at the inactive weights, NaN and infinities included, and not a bit changed at the active ones."""
+    generator = torch.Generator().manual_seed(3)
+    differ = 0
+    for length in (1, 7, 4096, 100_003):
+        values = torch.randn(length, generator=generator).to(dtype)
+        values[::5], values[1::7] = float("nan"), float("inf")
+        bits = packed_bits.pack(torch.rand(length, generator=generator) < 0.1)
+        there = values.clone().to(where.device)
+        packed_bits.retain_(there, bits.to(where.device))
+        packed_bits.retain_(values, bits)
+        word = torch.int16 if values.element_size() == 2 else torch.int32
+        differ += int((there.cpu().view(word) != values.view(word)).sum())
+    return {"said": f"{differ} values differ from the CPU's", "fine": differ == 0}
 
 
 def of_error(error: checks.Error) -> Row:
@@ -191,9 +210,13 @@ def trained(where: Where, device: str, stage: int, dtype: str, granularity: Gran
     """The metrics of a run in a process of its own."""
     where.work.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"training-{device}-{stage}-{dtype}-", dir=where.work))
-    (folder / "config.json").write_text(json.dumps(training_config(corpus(where.work), stage, dtype, granularity)))
+    (folder / "config.json").write_text(
+        json.dumps(training_config(corpus(where.work), device, stage, dtype, granularity))
+    )
     words = ["--deepspeed_config", str(folder / "config.json"), "--out", str(folder / "out")]
     environment = {**os.environ, "DS_ACCELERATOR": device, "TRITON_INTERPRET": "0", tile_choice.VARIABLE: "0"}
+    if device == "cpu":
+        environment["OMP_NUM_THREADS"] = "2"  # a tiny model, beside others
     command = [sys.executable, "-m", "mst_scale.pretrain", *words]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if ended.returncode:
@@ -202,7 +225,8 @@ def trained(where: Where, device: str, stage: int, dtype: str, granularity: Gran
     return [row for row in metrics.read(folder / "out" / "metrics.jsonl") if row.get("loss") is not None]
 
 
-def training_config(data: Path, stage: int, dtype: str, granularity: Granularity) -> dict[str, Any]:
+def training_config(data: Path, device: str, stage: int, dtype: str, granularity: Granularity) -> dict[str, Any]:
+    """The CPU's run computes with torch alone, so that no kernel has to be compiled for it first."""
     channels = granularity == "channel"
     topology: dict[str, Any] = {"interval": 4, "granularity": granularity}
     mst: dict[str, Any] = {
@@ -211,6 +235,11 @@ def training_config(data: Path, stage: int, dtype: str, granularity: Granularity
         "attention": {"stride": 16},
         "topology": topology,
     }
+    if device == "cpu":
+        mst["attention"]["backend"] = "blocked"
+        mst["compute"] = {"backend": "auto" if channels else "dense"}
+    elif isinstance(granularity, dict):
+        mst["compute"] = {"backend": "block"}
     if channels:
         topology |= {"policy": "static", "random_ratio": 1.0, "grown_moments": "living"}
         mst["targets"] = {"lm_head": False}

@@ -19,23 +19,29 @@ from .part import Case, Row, Where
 
 # --- a whole step ---
 
+# width, variant, compiled
 STEP_CASES = (
-    ("6.7B", "channels-80"),
-    ("6.7B", "blocks64-96"),
-    ("1.5B", "channels-80"),
-    ("1.5B", "blocks32-96"),
-    ("6.7B", "blocks128-96"),
-    ("6.7B", "blocks64-80"),
-    ("1.5B", "blocks64-96"),
-    ("124M", "channels-80"),
+    ("6.7B", "channels-80", False),
+    ("6.7B", "blocks64-96", False),
+    ("6.7B", "blocks128-96", False),
+    ("6.7B", "channels-80", True),
+    ("6.7B", "blocks64-96", True),
+    ("6.7B", "blocks64-80", False),
+    ("1.5B", "channels-80", False),
+    ("1.5B", "blocks32-96", False),
+    ("1.5B", "blocks64-96", False),
+    ("1.5B", "channels-80", True),
+    ("1.5B", "blocks32-96", True),
+    ("124M", "channels-80", True),
 )
 
 
 def step(where: Where) -> Iterator[Case]:
     """Channels and blocks at the widths of 6.7B and of GPT-2 XL; the dense engine of a width is built once."""
     dense = _Dense(where.tiny)
-    for parameters, variant in STEP_CASES[:1] if where.tiny else STEP_CASES:
-        yield Case(f"{parameters}, {variant}", functools.partial(_step, where, dense, parameters, variant))
+    for parameters, variant, compiled in STEP_CASES[:1] if where.tiny else STEP_CASES:
+        name = f"{parameters}, {variant}, {'compiled' if compiled else 'eager'}"
+        yield Case(name, functools.partial(_step, where, dense, parameters, variant, compiled))
 
 
 class _Dense:
@@ -57,22 +63,13 @@ class _Dense:
         return self.stepper
 
 
-def _step(where: Where, dense: _Dense, parameters: str, variant: str) -> Row:
+def _step(where: Where, dense: _Dense, parameters: str, variant: str, compiled: bool) -> Row:
     with aside():
-        baseline = dense.of(parameters)
-        rows = list(
-            step_cuda.measure(step_cuda.SHAPES[parameters], variant, baseline, 2 if where.tiny else 5, where.tiny)
-        )
-    measured = [row for row in rows if row["speedup"] is not None]
-    best = max(measured, key=lambda row: row["speedup"])
-    ways = ", ".join(
-        f"{'compiled' if row['compiled'] else 'eager'} {row['ours_ms']} ms"
-        if row["speedup"]
-        else f"not compiled: {row['why']}"
-        for row in rows
-    )
-    said = f"{best['speedup']}× dense ({best['baseline_ms']} ms); {ways}; {best['model']}"
-    return {"said": said, "rows": rows, "dense_kernels": dense.kernels}
+        baseline, shape = dense.of(parameters), step_cuda.SHAPES[parameters]
+        rounds = 2 if where.tiny else 5
+        row = step_cuda.measure(shape, variant, baseline, compiled=compiled, rounds=rounds, tiny=where.tiny)
+    said = f"{row['speedup']}× dense ({row['baseline_ms']} ms), {row['ours_ms']} ms; {row['model']}"
+    return {"said": said, "rows": [row], "dense_kernels": dense.kernels}
 
 
 # --- linear layers ---

@@ -6,13 +6,15 @@ Everything runs in spans that stay in cache, so a mask is never unpacked whole: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
 from torch import Tensor
 
 _PACK = -0x7FBFDFEFF7FBFDFF  # 0x8040201008040201 as int64: moves byte i's lowest bit to bit 63 - i
+log = logging.getLogger("mst_scale")
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -60,8 +62,16 @@ def pack(flags: Tensor) -> Tensor:
 
 def unpack(bits: Tensor, length: int) -> Tensor:
     """uint8 (⌈n/8⌉,) → bool (n,), a temporary of one byte per weight."""
-    eights = _byte_table(bits.device).index_select(0, bits.to(torch.int32))
-    return eights.view(torch.bool)[:length]
+    if bits.device.type == "cpu":
+        eights = _byte_table(bits.device).index_select(0, bits.to(torch.int32))
+        return eights.view(torch.bool)[:length]
+    return _unpack_by_shifts(bits)[:length]
+
+
+def _unpack_by_shifts(bits: Tensor) -> Tensor:
+    """The same on a GPU, which shifts far faster than it gathers from a table."""
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
+    return ((bits[:, None] >> shifts) & 1).view(torch.bool).view(-1)
 
 
 def unpack_span(bits: Tensor, begin: int, end: int) -> Tensor:
@@ -127,14 +137,34 @@ def join(pieces: list[tuple[Tensor, int]], device: torch.device) -> Tensor:
 def retain_(values: Tensor, bits: Tensor) -> None:
     """Write exact zeros where a bit is clear, whatever stood there (NaN too); values is flat and written in place.
 
-    One pass: each byte of bits looks up 8 words of all ones or all zeros, and the words are ANDed into the values.
+    One pass: each byte of bits looks up 8 words of all ones or all zeros, and the words are ANDed into the values. On a
+    GPU, where that lookup is slow, a kernel stores the zeros (`zero_inactive`), or without Triton they are filled in.
     """
     assert values.dim() == 1 and values.is_contiguous() and bits.numel() == byte_count(values.numel())
+    if values.device.type != "cpu":
+        values = values.detach()
+        if (kernel := _gpu_kernel()) is not None and values.is_cuda:
+            kernel(values, bits)
+            return
+        for begin, end in spans(values.numel(), values.device):
+            values[begin:end].masked_fill_(~unpack_span(bits, begin, end), 0)
+        return
     words = values.detach().view(_INTEGER_OF_SIZE[values.element_size()])
     table = _word_table(words.dtype, words.device)
     for begin, end in spans(values.numel(), values.device):
         keep = table.index_select(0, bits[begin // 8 : byte_count(end)].to(torch.int32)).view(-1)
         words[begin:end].bitwise_and_(keep[: end - begin])
+
+
+@cache
+def _gpu_kernel() -> Callable[[Tensor, Tensor], None] | None:
+    """The Triton kernel that zeroes inactive values; None where Triton is not installed."""
+    try:
+        from mst_scale.mixed_growing.zero_inactive import zero_inactive_
+    except ImportError as error:
+        log.info("masks are applied without a Triton kernel (%s), which takes several times as long", error)
+        return None
+    return zero_inactive_
 
 
 def count_outside(values: Tensor, bits: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mst_scale.mixed_growing import packed_bits
+from tests.support.triton_interpreter import interpret
 
 CPU = torch.device("cpu")
 LENGTHS = [0, 1, 7, 8, 9, 1000, packed_bits.CPU_SPAN - 3, packed_bits.CPU_SPAN + 13]
@@ -84,3 +86,27 @@ def test_retain_reaches_a_leaf_that_requires_grad():
     values = torch.ones(9, requires_grad=True)
     packed_bits.retain_(values, packed_bits.pack(torch.arange(9) % 2 == 0))
     assert values.tolist() == [1, 0, 1, 0, 1, 0, 1, 0, 1]
+
+
+def test_unpacking_by_shifts_is_unpacking():
+    """What a GPU does, on the CPU."""
+    packed = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(packed_bits._unpack_by_shifts(packed), packed_bits.unpack(packed, 2048))
+
+
+def test_the_zeroing_kernel_is_retain():
+    pytest.importorskip("triton")
+    lengths, dtypes = (0, 1, 9, 4095, 4096, 10_001), ("float32", "float16", "bfloat16")
+    cases = [{"dtype": dtype, "length": length} for dtype in dtypes for length in lengths]
+    found = json.loads(interpret(["-m", "tests.mixed_growing.interpret_zeroing"], cases))
+    assert found == [0] * len(cases)
+
+
+def test_the_zeroing_kernel_compiles_for_a100_and_h100():
+    pytest.importorskip("triton")
+    from mst_scale.benchmarks.compiled import cases
+
+    for case in cases(["_zero_inactive"]):
+        built = case.build()
+        assert built.stack == 0 and built.shared == 0 and built.atomics == 0, case
+        assert built.registers * 32 * built.warps <= 65536 and "ld.global" in built.ptx
