@@ -1,18 +1,18 @@
 """Measures a whole training step on one GPU with channels or blocks of weights, against the strongest dense step.
 
-    mst bench step --device cuda [--shapes 1.5B 6.7B] [--variants channels-80 blocks64-96 …] [--rounds 6] [--json]
+    mst bench step --device cuda [--shapes 1.5B 6.7B] [--variants channels-80 …] [--micro-batches 8] [--json]
 
 Two DeepSpeed engines stand side by side and step in turns on the same micro-batch of random tokens: the dense one with
 `torch.compile` for its blocks and cuDNN's attention, and ours in the ultra-sparse phase of its schedule. Ours is
 compiled too where that works, and measured eagerly as well; the faster of the two counts. The models have a few of
 their layers, and a vocabulary reduced in proportion, so that embedding, head and loss have the share of the step that
-they have in the whole model. There is one micro-batch per optimizer step: with gradient accumulation the optimizer's
-share, which is the same on both sides, would be smaller.
+they have in the whole model. `--micro-batches` says how many there are per optimizer step: the fewer, the more the
+optimizer and ZeRO's copies weigh, which are dense on both sides.
 
     channels-80    whole neurons and channels of heads at 80 %: dense products of a fifth of the size
     blocksB-S      blocks of B × B weights at S % sparsity (Triton kernels)
 
-Times are medians over rounds of five steps, each waited for. `kernels` lists where the GPU's time went.
+Times are medians over rounds of several steps, each waited for. `kernels` lists where the GPU's time went.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .machine import machine
 from .page import NO_DEVICE, Row, aside, grid, outputs, tell, unmeasured
 from .timing import middle_half, seconds_of
 
-STEPS = 5  # a round
+MICRO_BATCHES = 10  # per round
 BASELINE = "dense DeepSpeed bf16, torch.compile, cuDNN attention"
 LISTED = 14  # kernels of a profile
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A config, how many of its layers are measured, and sequences per step."""
+    """A config, how many of its layers are measured, and sequences per micro-batch."""
 
     parameters: str
     config: str
@@ -50,7 +50,11 @@ class Shape:
 
 SHAPES = {
     shape.parameters: shape
-    for shape in (Shape("6.7B", "gpt3_6.7b", 4, 4), Shape("1.5B", "gpt2_xl", 8, 8), Shape("124M", "gpt2_small", 12, 16))
+    for shape in (
+        Shape("6.7B", "gpt3_6.7b", 4, 4),
+        Shape("1.5B", "gpt2_xl", 8, 15),
+        Shape("124M", "gpt2_small", 12, 16),
+    )
 }
 BLOCKS: dict[str, Any] = {
     "method": "mst",
@@ -69,7 +73,7 @@ def mst_block(variant: str) -> dict[str, Any]:
     return {"mst": {**BLOCKS, "sparsity": {"max": int(sparsity) / 100}, "topology": topology}}
 
 
-def experiment_of(shape: Shape, ours: dict[str, Any], tiny: bool) -> Any:
+def experiment_of(shape: Shape, ours: dict[str, Any], micro_batches: int, tiny: bool) -> Any:
     """The config of one side: as the shipped one, with fewer layers and a vocabulary reduced in proportion."""
     from mst_scale.config import load
     from mst_scale.config.load import read
@@ -77,9 +81,9 @@ def experiment_of(shape: Shape, ours: dict[str, Any], tiny: bool) -> Any:
     whole = load(shape.config).model
     raw = {key: value for key, value in read(shape.config)[1].items() if key not in ("mst", "recipe", "tensorboard")}
     raw |= {
-        "train_batch_size": shape.micro,
+        "train_batch_size": shape.micro * micro_batches,
         "train_micro_batch_size_per_gpu": shape.micro,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": micro_batches,
         "steps_per_print": 2**31,
         **ours,
     }
@@ -91,7 +95,7 @@ def experiment_of(shape: Shape, ours: dict[str, Any], tiny: bool) -> Any:
     if tiny:
         raw["bf16"] = {"enabled": False}
         raw["model"] = {"n_layer": 1, "n_embd": 64, "n_head": 2, "context": 32, "vocab_size": 64}
-        raw["train_batch_size"] = raw["train_micro_batch_size_per_gpu"] = 1
+        raw |= {"train_batch_size": micro_batches, "train_micro_batch_size_per_gpu": 1}
     return load(raw)
 
 
@@ -112,6 +116,7 @@ class Stepper:
         tokens = torch.randint(shape.vocab_size, (2, micro, shape.context), device=self.engine.device)
         self.tokens, self.targets = tokens[0].contiguous(), tokens[1].contiguous()
         self.layers, self.context, self.micro = shape.n_layer, shape.context, micro
+        self.micro_batches = experiment.deepspeed["gradient_accumulation_steps"]
 
     def compile(self) -> None:
         for block in self.engine.module.blocks:
@@ -119,7 +124,7 @@ class Stepper:
 
     def steps(self, count: int) -> None:
         with self._attention():
-            for _ in range(count):
+            for _ in range(count * self.micro_batches):
                 self.engine.backward(self.engine(self.tokens, self.targets))
                 self.engine.step()
 
@@ -159,7 +164,7 @@ def stay_at(stepper: Stepper, step: int) -> None:
 
 def measure(shape: Shape, variant: str, dense: Stepper, *, compiled: bool, rounds: int, tiny: bool = False) -> Row:
     """A variant in turns with the dense engine."""
-    experiment = experiment_of(shape, mst_block(variant), tiny)
+    experiment = experiment_of(shape, mst_block(variant), dense.micro_batches, tiny)
     row: Row = {"variant": variant, "parameters": shape.parameters, "compiled": compiled, "baseline": BASELINE}
     stepper = Stepper(experiment, cudnn=False)
     try:
@@ -177,17 +182,18 @@ def measure(shape: Shape, variant: str, dense: Stepper, *, compiled: bool, round
 def compare(ours: Stepper, dense: Stepper, rounds: int) -> Row:
     """Medians of a step of each, in turns; both have taken the steps that compile and tune them."""
     ours.steps(2)
-    device = ours.engine.device
+    device, steps = ours.engine.device, max(1, MICRO_BATCHES // ours.micro_batches)
     times: list[list[float]] = [[], []]
     for number in range(rounds + 1):
         for side, found in zip((ours, dense), times, strict=True):
-            seconds = seconds_of(functools.partial(side.steps, STEPS), device)
+            seconds = seconds_of(functools.partial(side.steps, steps), device)
             if number:
-                found.append(1e3 * seconds / STEPS)
+                found.append(1e3 * seconds / steps)
     mine, theirs = (statistics.median(found) for found in times)
     tokens = ours.micro * ours.context
     return {
-        "model": f"{ours.layers} layers, {tokens:,} tokens per step",
+        "model": f"{ours.layers} layers, {ours.micro_batches} × {tokens:,} tokens per step",
+        "micro_batches": ours.micro_batches,
         "ours_ms": round(mine, 2),
         "ours_range": [round(ms, 2) for ms in middle_half(times[0])],
         "baseline_ms": round(theirs, 2),
@@ -225,16 +231,16 @@ def profile(stepper: Stepper) -> list[list[Any]]:
     return [*rows[:LISTED], ["all others", round(rest, 3), sum(row[2] for row in rows[LISTED:])]]
 
 
-def dense_stepper(shape: Shape, tiny: bool = False) -> Stepper:
+def dense_stepper(shape: Shape, micro_batches: int, tiny: bool = False) -> Stepper:
     """The baseline, after the steps that compile and tune it."""
-    stepper = Stepper(experiment_of(shape, {}, tiny), cudnn=not tiny)
+    stepper = Stepper(experiment_of(shape, {}, micro_batches, tiny), cudnn=not tiny)
     if not tiny:
         stepper.compile()
-    stepper.steps(3)
+    stepper.steps(2)
     return stepper
 
 
-def run(shapes: Sequence[str], variants: Sequence[str], rounds: int) -> list[Row]:
+def run(shapes: Sequence[str], variants: Sequence[str], micro_batches: int, rounds: int) -> list[Row]:
     rows: list[Row] = []
     for shape in (SHAPES[name] for name in shapes):
         if not torch.cuda.is_available():
@@ -242,7 +248,7 @@ def run(shapes: Sequence[str], variants: Sequence[str], rounds: int) -> list[Row
             rows += [{"variant": one, **empty, "speedup": None, "why": NO_DEVICE} for one in variants]
             continue
         with aside():
-            dense = dense_stepper(shape)
+            dense = dense_stepper(shape, micro_batches)
             for variant in variants:
                 for compiled in (False, True):
                     try:
@@ -277,10 +283,11 @@ def main(arguments: Sequence[str], measured: Callable[..., Any] | None = None) -
     option = parser.add_argument
     option("--shapes", nargs="+", choices=list(SHAPES), default=["6.7B", "1.5B"], metavar="S", help="(6.7B 1.5B)")
     option("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="V", help="(all)")
-    option("--rounds", type=at_least(2), default=6, help="rounds of five steps (6)")
+    option("--micro-batches", type=at_least(1), default=8, metavar="N", help="per optimizer step (8)")
+    option("--rounds", type=at_least(2), default=6, help="rounds of several steps (6)")
     outputs(parser)
     options = parser.parse_args(arguments)
-    rows, about = run(options.shapes, options.variants, options.rounds), machine()
-    command = f"mst bench step --device cuda --rounds {options.rounds}"
+    rows, about = run(options.shapes, options.variants, options.micro_batches, options.rounds), machine()
+    command = f"mst bench step --device cuda --micro-batches {options.micro_batches} --rounds {options.rounds}"
     tell(options, rows, table(rows), about=about, doc=__doc__, command=command)
     return 0

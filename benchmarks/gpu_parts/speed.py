@@ -19,53 +19,57 @@ from .part import Case, Row, Where
 
 # --- a whole step ---
 
-# width, variant, compiled
+# width, variant, compiled, micro-batches per step
 STEP_CASES = (
-    ("6.7B", "channels-80", False),
-    ("6.7B", "blocks64-96", False),
-    ("6.7B", "blocks128-96", False),
-    ("6.7B", "channels-80", True),
-    ("6.7B", "blocks64-96", True),
-    ("6.7B", "blocks64-80", False),
-    ("1.5B", "channels-80", False),
-    ("1.5B", "blocks32-96", False),
-    ("1.5B", "blocks64-96", False),
-    ("1.5B", "channels-80", True),
-    ("1.5B", "blocks32-96", True),
-    ("124M", "channels-80", True),
+    ("6.7B", "channels-80", False, 8),
+    ("6.7B", "blocks64-96", False, 8),
+    ("1.5B", "channels-80", True, 8),
+    ("1.5B", "blocks64-96", True, 8),
+    ("1.5B", "blocks32-96", False, 8),
+    ("6.7B", "blocks64-80", False, 8),
+    ("6.7B", "channels-80", False, 1),
+    ("6.7B", "blocks64-96", False, 1),
+    ("6.7B", "blocks128-96", False, 1),
+    ("6.7B", "channels-80", True, 1),
+    ("6.7B", "blocks64-96", True, 1),
+    ("6.7B", "blocks64-80", False, 1),
 )
 
 
 def step(where: Where) -> Iterator[Case]:
     """Channels and blocks at the widths of 6.7B and of GPT-2 XL; the dense engine of a width is built once."""
     dense = _Dense(where.tiny)
-    for parameters, variant, compiled in STEP_CASES[:1] if where.tiny else STEP_CASES:
-        name = f"{parameters}, {variant}, {'compiled' if compiled else 'eager'}"
-        yield Case(name, functools.partial(_step, where, dense, parameters, variant, compiled))
+    for case in STEP_CASES[:1] if where.tiny else STEP_CASES:
+        parameters, variant, compiled, micro_batches = case
+        of = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)} per step"
+        name = f"{parameters}, {variant}, {'compiled' if compiled else 'eager'}, {of}"
+        yield Case(name, functools.partial(_step, where, dense, case))
 
 
 class _Dense:
-    """The baseline's engine of one width at a time."""
+    """The baseline's engine of one width and number of micro-batches at a time."""
 
     def __init__(self, tiny: bool):
         self.tiny = tiny
-        self.parameters: str | None = None
+        self.key: tuple[str, int] | None = None
         self.stepper: step_cuda.Stepper | None = None
 
-    def of(self, parameters: str) -> step_cuda.Stepper:
-        if self.stepper is None or parameters != self.parameters:
+    def of(self, parameters: str, micro_batches: int) -> step_cuda.Stepper:
+        key = (parameters, micro_batches)
+        if self.stepper is None or key != self.key:
             if self.stepper is not None:
                 self.stepper.close()
             self.stepper = None
-            self.stepper = step_cuda.dense_stepper(step_cuda.SHAPES[parameters], self.tiny)
-            self.parameters = parameters
+            self.stepper = step_cuda.dense_stepper(step_cuda.SHAPES[parameters], micro_batches, self.tiny)
+            self.key = key
             self.kernels = step_cuda.profile(self.stepper)
         return self.stepper
 
 
-def _step(where: Where, dense: _Dense, parameters: str, variant: str, compiled: bool) -> Row:
+def _step(where: Where, dense: _Dense, case: tuple[str, str, bool, int]) -> Row:
+    parameters, variant, compiled, micro_batches = case
     with aside():
-        baseline, shape = dense.of(parameters), step_cuda.SHAPES[parameters]
+        baseline, shape = dense.of(parameters, micro_batches), step_cuda.SHAPES[parameters]
         rounds = 2 if where.tiny else 5
         row = step_cuda.measure(shape, variant, baseline, compiled=compiled, rounds=rounds, tiny=where.tiny)
     said = f"{row['speedup']}× dense ({row['baseline_ms']} ms), {row['ours_ms']} ms; {row['model']}"
