@@ -34,6 +34,7 @@ from mst_scale.plan.setting import Setting
 from mst_scale.plan.traffic import Call, traffic
 
 OPTIMIZER_BYTES = 42  # per weight: gradient read for its norm, clipped, read; master and two moments read and written
+GRADIENT_BYTES = 32  # per weight and micro-batch, where ZeRO accumulates in fp32: measured on an H100 (gpu.md)
 HOST_BYTES = 28  # per weight, by the CPU's Adam
 FLASH = 3.5  # forward, and a backward that computes the scores again
 
@@ -118,8 +119,9 @@ def dense_busy(model: ModelConfig, s: Setting, machine: Machine, stage: int) -> 
     sequences = s.micro * s.accumulation
     attention = sequences * forward.attention * of_blocks * (FLASH + (1 if s.recompute else 0))
     moved = sequences * _moved(model, s.weight_bytes, part, layers) * (1 + again)
-    # gradients written, into buckets and out of them
-    moved += s.accumulation * 4 * s.weight_bytes * sum(p.numel for p in held(model, s, stage))
+    # gradients written, into buckets and out of them, and added to those of earlier micro-batches
+    per_weight = GRADIENT_BYTES if s.stage and s.accumulate == "fp32" else 4 * s.weight_bytes
+    moved += s.accumulation * per_weight * sum(p.numel for p in held(model, s, stage))
     return (
         sequences * 3 * (blocks * (1 + again) + head) / (peak * e.matmul),
         attention / (peak * e.attention),

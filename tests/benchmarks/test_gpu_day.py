@@ -98,14 +98,16 @@ def test_every_tile_of_every_list_is_checked():
 
 
 def test_training_is_compared_run_by_run(tmp_path, monkeypatch):
-    (case,) = PARTS["training"].cases(where(tmp_path))
-    row = case.run()
+    alone, compared = PARTS["training"].cases(where(tmp_path))
+    row = alone.run()
     assert row["fine"] and len(row["losses"]) == correctness.STEPS, row
+    again = compared.run()
+    assert again["fine"] and again["losses"] == row["losses"], "a run that has ended is not repeated"
     other = [{"loss": loss + 2e-4, "sparsity": 0.5} for loss in row["losses"]]
     same = [{"loss": loss, "sparsity": 0.5} for loss in row["losses"]]
     left = [other, same]
     monkeypatch.setattr(correctness, "trained", lambda *_: left.pop())
-    assert not case.run()["fine"]
+    assert not compared.run()["fine"]
 
 
 def test_masks_that_differ_are_seen(monkeypatch, tmp_path):
