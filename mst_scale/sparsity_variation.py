@@ -227,7 +227,7 @@ DURATIONS: dict[str, tuple[str, ...]] = {
     "sd": ("warmup", "ultra"),
     "dsd": ("warmup", "ultra"),
     "gd": ("warmup", "ultra", "restore"),
-    "gmp": ("warmup",),
+    "gmp": ("start", "warmup"),
     "acdc": ("warmup", "ultra", "turn"),
 }
 
@@ -243,7 +243,7 @@ class SparsityConfig:
     sd          ultra T_W + T_U, dense
     dsd         dense T_W, ultra T_U, dense
     gd          restoration T_W + T_U + T_R, dense
-    gmp         warm-up T_W, ultra
+    gmp         dense `start`, warm-up T_W, ultra
     acdc        dense T_W, then ultra and dense in turns of `turn` steps within T_U, then ultra
     """
 
@@ -254,6 +254,7 @@ class SparsityConfig:
     restore: Duration = 1 / 14
     stages: int = 5
     turn: Duration = 1 / 14  # acdc: the length of its sparse and dense phases
+    start: Duration = 0  # gmp: the length of the dense phase before the warm-up
     warmup_moves: Literal["continuous", "staged"] = "continuous"
     restore_moves: Literal["continuous", "staged"] = "staged"
     distribution: Literal["erdos-renyi", "erk", "uniform"] = "erdos-renyi"
@@ -264,7 +265,7 @@ class SparsityConfig:
             raise UserError(f"mst.sparsity.max must lie in [0, 1), not {self.max}")
         if self.stages < 1:
             raise UserError(f"mst.sparsity.stages must be at least 1, not {self.stages}")
-        for name in ("warmup", "ultra", "restore", "turn"):
+        for name in ("warmup", "ultra", "restore", "turn", "start"):
             value = getattr(self, name)
             if value < 0 or (isinstance(value, float) and value > 1):
                 raise UserError(f"mst.sparsity.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
@@ -310,7 +311,7 @@ class SparsityConfig:
         elif self.variation == "gd":
             stated = [("restore", warmup + ultra + restore), ("dense", None)]
         elif self.variation == "gmp":
-            stated = [("warmup", warmup), ("ultra", None)]
+            stated = [("dense", _steps(self.start, total)), ("warmup", warmup), ("ultra", None)]
         else:
             turn = _steps(self.turn, total)
             if turn <= 0:

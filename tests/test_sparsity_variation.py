@@ -365,5 +365,16 @@ def test_what_depends_on_the_length_of_the_run(variation, update, warmup, ultra,
     assert sparsity.depends_on_length(moves) == (shape(60_000) != shape(120_000))
 
 
+def test_gradual_pruning_can_begin_after_a_dense_phase():
+    schedule = resolved(1000, variation="gmp", start=0.25, warmup=0.5, max=0.8, interval=50, update_fraction=0.0)
+    assert [(phase.name, phase.start, phase.stop) for phase in schedule.phases] == [
+        ("dense", 0, 250), ("warmup", 250, 750), ("ultra", 750, 1000),
+    ]  # fmt: skip
+    assert schedule.at(250).sparsity == 0 and schedule.at(749).sparsity < schedule.at(750).sparsity == 0.8
+    assert schedule.at(500).sparsity == pytest.approx(0.8 * (1 - 0.5**3)), "half of the cubic"
+    steps = list(schedule.topology_steps())
+    assert steps == list(range(300, 751, 50)), "nothing is pruned before the start"
+
+
 def test_turns_without_end_are_not_laid_out_to_see_whether_they_depend_on_the_length():
     assert SparsityConfig(variation="acdc", turn=100).depends_on_length(TopologyConfig())

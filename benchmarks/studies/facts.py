@@ -143,7 +143,7 @@ def best_rate(plan: Plan, cell: Cell, rows: Mapping[str, Row], data: str) -> flo
 
 
 def wanted(plan: Plan, rows: Mapping[str, Row], data: str) -> tuple[list[Job], list[Job]]:
-    """(runs that are to be had, those among them and those to come whose rate is not known yet), cheap ones first.
+    """(runs that are to be had, those among them and those to come whose rate is not known yet), in the plan's order.
 
     Tables come whole: what belongs to the cheapest dense run goes before what belongs to the next.
     """
@@ -158,11 +158,18 @@ def wanted(plan: Plan, rows: Mapping[str, Row], data: str) -> tuple[list[Job], l
             sure += [job(plan, cell, best, seed, data) for seed in plan.seeds_of(cell)[1:]]
         elif any(one.digest not in rows for one in first):
             guessed += [job(plan, cell, rates[len(rates) // 2], seed, data) for seed in plan.seeds_of(cell)[1:]]
-    return _distinct(sure), _distinct(guessed)
+    return _distinct(plan, sure), _distinct(plan, guessed)
 
 
-def _distinct(jobs: Iterable[Job]) -> list[Job]:
-    ordered = sorted(jobs, key=lambda one: (one.block_flops, one.flops, one.rate, one.seed))
+def _distinct(plan: Plan, jobs: Iterable[Job]) -> list[Job]:
+    def cheap_first(one: Job) -> tuple[float, ...]:
+        return one.block_flops, one.flops, one.rate, one.seed
+
+    def as_planned(one: Job) -> tuple[float, ...]:
+        seed = plan.seeds_of(one.cell).index(one.seed)
+        return one.block_flops, seed, list(plan.variants).index(one.cell.variant), one.cell.share, one.rate
+
+    ordered = sorted(jobs, key=cheap_first if plan.order == "flops" else as_planned)
     found: dict[str, Job] = {}
     for one in ordered:
         found.setdefault(one.digest, one)

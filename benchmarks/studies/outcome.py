@@ -37,10 +37,12 @@ class Outcome:
     def losses(self) -> dict[int, float]:
         return {seed: row["val_loss"] for seed, row in self.runs.items()}
 
+    accounting: str = "paper"
+
     @property
     def flops(self) -> float:
-        """All that a run of it spends, in the paper's accounting."""
-        return fmean(spent(row, "flops") for row in self.runs.values())
+        """All that a run of it spends, in the plan's accounting."""
+        return fmean(spent(row, KEYS[self.accounting]) for row in self.runs.values())
 
 
 def outcomes(plan: Plan, rows: Mapping[str, Row], data: str) -> list[Outcome]:
@@ -58,7 +60,7 @@ def _outcome(plan: Plan, cell: Cell, rows: Mapping[str, Row], data: str) -> Outc
     runs = {seed: rows.get(job(plan, cell, rate, seed, data).digest) for seed in plan.seeds_of(cell)}
     there = {seed: row for seed, row in runs.items() if row is not None and row["status"] == FINISHED}
     edge = len(rates) > 1 and rate in (min(rates), max(rates))
-    return Outcome(cell, rate, there, edge, _method(plan, cell, there))
+    return Outcome(cell, rate, there, edge, _method(plan, cell, there), plan.accounting)
 
 
 def rivals_elsewhere(

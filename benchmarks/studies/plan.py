@@ -35,6 +35,7 @@ from mst_scale.costs.flops import dense_step_flops
 from mst_scale.costs.grown import of_growth
 from mst_scale.costs.ledger import forecast, topology_flops
 from mst_scale.errors import UserError
+from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 from mst_scale.methods import register
 
 FOLDER = Path(__file__).parent
@@ -45,6 +46,7 @@ WITHOUT_EFFECT = {
     "": ("tensorboard", "steps_per_print"),
 }
 DEFAULTS: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
+ORDERS = ("flops", "variants")
 EVALUATIONS = 4  # of a run, for its curve
 ROUNDS = 3  # until a length fits its FLOPs
 OTHER_TEXT = 1_000  # added to the seed of a smaller run, lest the larger one reads the same batches again
@@ -64,7 +66,8 @@ class Size:
 @dataclass(frozen=True)
 class Variant:
     """One way to train. `as_long_as` names the variant whose FLOPs it spends; its length follows, or is one of `steps`
-    outright, where FLOPs were counted otherwise when it ran. One that grows says out of what, {"model": the smaller
+    outright, where FLOPs were counted otherwise when it ran. `sizes` names the sizes of the plan that it belongs to (by
+    default all). One that grows says out of what, {"model": the smaller
     model's own keys, "share": of the budget's steps that it is trained, dense and at a constant rate}; that run's FLOPs
     and the growth's are its own too."""
 
@@ -77,6 +80,7 @@ class Variant:
     rates: tuple[float, ...] = ()
     last_rate: float | None = None  # as a share of the peak; None: the plan's
     grown_from: dict[str, Any] | None = None
+    sizes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +103,11 @@ class Plan:
     """What makes its runs: a module that takes the same arguments. It has a METHOD of a NAME."""
     widen: bool = False
     """Whether a cell whose best rate is at an end of its grid tries another beyond it (facts.rates_of)."""
+    accounting: str = "paper"
+    """The accounting in which variants with `as_long_as` match FLOPs: "paper", or "causal"."""
+    order: str = "flops"
+    """The order of the runs of one size and budget: "flops" runs the cheapest first; "variants" runs the first seed of
+    every variant in the order of the plan, then the second seed of every variant, and so on (facts.wanted)."""
 
     def cells(self) -> list[Cell]:
         return [
@@ -106,6 +115,7 @@ class Plan:
             for size, its in self.sizes.items()
             for budget in its.tokens_per_parameter or self.tokens_per_parameter
             for name, variant in self.variants.items()
+            if not variant.sizes or size in variant.sizes
             for share in variant.shares
         ]
 
@@ -130,7 +140,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Job:
-    """One run, before it runs. FLOPs are the forecast in the paper's accounting; `work` counts masked weights too, for
+    """One run, before it runs. FLOPs are the forecast in the plan's accounting; `work` counts masked weights too, for
     the time it takes."""
 
     cell: Cell
@@ -209,9 +219,16 @@ def _plan(path: Path, text: str) -> Plan:
         )
     except (KeyError, TypeError, AttributeError, ValueError, ImportError) as error:
         raise UserError(f"{path}: not a plan of a study ({error}); see docs/benchmarks.md") from None
+    for name, value, choices in (("accounting", plan.accounting, ACCOUNTINGS), ("order", plan.order, ORDERS)):
+        if value not in choices:
+            raise UserError(f"{path}: {name} is {value!r}; choose one of {', '.join(choices)}")
     for variant in plan.variants.values():
         if variant.as_long_as is not None and variant.as_long_as not in plan.variants:
             raise UserError(f"{path}: as_long_as names {variant.as_long_as!r}, which is no variant")
+        if unknown := [size for size in variant.sizes if size not in plan.sizes]:
+            raise UserError(
+                f"{path}: a variant belongs to {unknown[0]!r}; the plan's sizes are {', '.join(plan.sizes)}"
+            )
     if plan.reference is not None and plan.reference not in plan.variants:
         raise UserError(f"{path}: reference names {plan.reference!r}, which is no variant")
     return plan
@@ -255,19 +272,20 @@ def job(plan: Plan, cell: Cell, rate: float, seed: int, data: str) -> Job:
     full = _experiment(plan, cell.size, variant, settings)
     batch = global_batch(full.deepspeed, 1)
     if smaller is not None:
-        before = smaller.flops + of_growth(full, smaller.experiment.model, batch)["paper"]
+        before = smaller.flops + of_growth(full, smaller.experiment.model, batch)[plan.accounting]
     budget_steps = max(1, round(sequences / batch))
     steps = max(1, round(cell.share * budget_steps))
     if variant.as_long_as is not None:
         plain = {key: value for key, value in settings.items() if key != "mst.grow_from"}
         other = _of_length(_experiment(plan, cell.size, plan.variants[variant.as_long_as], plain), steps)
-        budget = steps * _of_a_sequence(other)
+        budget = steps * _of_a_sequence(other, plan.accounting)
         for _ in range(ROUNDS):  # the phases of another length are rounded otherwise
-            steps = max(1, round((budget - before / batch) / _of_a_sequence(_of_length(full, steps))))
+            each = _of_a_sequence(_of_length(full, steps), plan.accounting)
+            steps = max(1, round((budget - before / batch) / each))
     experiment = _of_length(full, variant.steps or steps)
     check(experiment)
-    block = sequences * dense_step_flops(model).total
-    return _job(cell, experiment, block_flops=block, before=before, smaller=smaller)
+    block = sequences * dense_step_flops(model, plan.accounting).total
+    return _job(plan, cell, experiment, block_flops=block, before=before, smaller=smaller)
 
 
 def _smaller(plan: Plan, cell: Cell, settings: Mapping[str, Any], sequences: float) -> Job:
@@ -278,11 +296,17 @@ def _smaller(plan: Plan, cell: Cell, settings: Mapping[str, Any], sequences: flo
     found = _experiment(plan, cell.size, Variant(), other, wanted["model"])
     steps = max(1, round(wanted["share"] * sequences / global_batch(found.deepspeed, 1)))
     short = _of_length(replace(found, training=replace(found.training, decay=0)), steps)
-    return _job(cell, short)
+    return _job(plan, cell, short)
 
 
 def _job(
-    cell: Cell, experiment: Experiment, *, block_flops: float = 0.0, before: float = 0.0, smaller: Job | None = None
+    plan: Plan,
+    cell: Cell,
+    experiment: Experiment,
+    *,
+    block_flops: float = 0.0,
+    before: float = 0.0,
+    smaller: Job | None = None,
 ) -> Job:
     batch, steps = global_batch(experiment.deepspeed, 1), experiment.training.steps
     count, extra = topology_flops(experiment)
@@ -293,16 +317,16 @@ def _job(
         experiment=experiment,
         digest=digest_of(experiment),
         block_flops=block_flops,
-        flops=before + steps * batch * forecast(experiment).mean["paper"].total,
+        flops=before + steps * batch * forecast(experiment).mean[plan.accounting].total,
         topology_flops=steps * batch * extra.total if count else 0.0,
         work_a_step=batch * dense_step_flops(experiment.model).total,
         smaller=smaller,
     )
 
 
-def _of_a_sequence(experiment: Experiment) -> float:
+def _of_a_sequence(experiment: Experiment, accounting: str) -> float:
     """The mean FLOPs over the run, those of topology steps too."""
-    return forecast(experiment).mean["paper"].total + topology_flops(experiment)[1].total
+    return forecast(experiment).mean[accounting].total + topology_flops(experiment)[1].total
 
 
 def _experiment(

@@ -51,6 +51,7 @@ LARGEST: dict[str, int] = {
     "mst.sparsity.restore": STEPS,
     "mst.sparsity.stages": 1000,
     "mst.sparsity.turn": STEPS,
+    "mst.sparsity.start": STEPS,
     "mst.topology.interval": STEPS,
     "mst.topology.granularity.block": 128,
     "mst.topology.granularity.min_blocks": MILLION,

@@ -122,6 +122,8 @@ def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
     chosen = topology.chosen
     schedule = experiment.schedule
     every = "momentum" in chosen.reads
+    if not every and not topology.grows_by_dense_gradients:  # growth at random: no step has to be looked at
+        return 0, Flops()
     due = set()
     for step in () if every else schedule.topology_steps():
         now = schedule.at(step)

@@ -42,7 +42,9 @@ def of_tokens(experiment: Experiment, tokens: float, batch: int) -> Experiment:
         return duration / before if isinstance(duration, int) else duration
 
     s = experiment.mst.sparsity
-    lengths: dict[str, Any] = {name: scaled(getattr(s, name)) for name in ("warmup", "ultra", "restore", "turn")}
+    lengths: dict[str, Any] = {
+        name: scaled(getattr(s, name)) for name in ("warmup", "ultra", "restore", "turn", "start")
+    }
     sparsity: SparsityConfig = replace(s, **lengths)
     attention = experiment.mst.attention
     if not isinstance(attention.dense_from, str):

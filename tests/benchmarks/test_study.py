@@ -16,10 +16,12 @@ from mst_scale.benchmarks.studies.plan import FOLDER, Cell, digest_of, job, read
 
 from mst_scale.benchmarks import study
 from mst_scale.config import METHODS, in_steps, load
+from mst_scale.costs.ledger import forecast
 from mst_scale.data.corpus import FORMAT
 from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
-from tests.benchmarks.tiny_study import TINY, row
+from mst_scale.errors import UserError
+from tests.benchmarks.tiny_study import TINY, everything, row
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.json")))
@@ -56,6 +58,62 @@ def test_what_a_cell_comes_to(folder):
     assert half.trunk == dense.trunk == short.trunk and half.digest != dense.digest
     assert job(plan, Cell("tiny", 1, "dense"), 1e-3, 1, "c").trunk != dense.trunk
     assert in_steps(dense.experiment.training.decay, 60) == 15 and dense.experiment.training.min_lr == 1e-4
+
+
+def test_flops_are_matched_in_the_accounting_of_the_plan(folder):
+    """Of a narrow model attention is a larger share, and half of it is what the accountings differ in."""
+    variants = {"mst": TINY["variants"]["mst"], "narrow": {"as_long_as": "mst", "set": {"model.n_embd": 8}}}
+    matched = {}
+    for accounting in ("paper", "causal"):
+        (folder / "tiny.json").write_text(json.dumps({**TINY, "variants": variants, "accounting": accounting}))
+        plan = read_plan("tiny", folder)
+        narrow, mst = (job(plan, Cell("tiny", 1, name), 1e-2, 1, "c") for name in ("narrow", "mst"))
+        each = [one.steps * 4 * forecast(one.experiment).mean[accounting].total for one in (narrow, mst)]
+        assert [narrow.flops, mst.flops] == pytest.approx(each)
+        assert narrow.flops == pytest.approx(mst.flops + mst.topology_flops, rel=1 / narrow.steps)
+        matched[accounting] = narrow.steps
+        rows = everything(plan, lambda one: 2.0)
+        (found,) = [one for one in outcome.outcomes(plan, rows, "c") if one.cell.variant == "narrow"]
+        assert found.flops == pytest.approx(found.method.points[accounting][1].flops)
+    assert matched["causal"] > matched["paper"]
+
+
+def test_the_order_of_variants_runs_the_first_seed_of_each_before_the_second_of_any(folder):
+    plan = {**TINY, "order": "variants", "seeds": [2, 1], "rates": [1e-2, 1e-3]}
+    plan["variants"] = {name: TINY["variants"][name] for name in ("mst", "dense-short", "dense")}
+    (folder / "tiny.json").write_text(json.dumps(plan))
+    plan = read_plan("tiny", folder)
+    order, rows = [], {}
+    while todo := [one for one in facts.wanted(plan, rows, "c")[0] if one.digest not in rows]:
+        one = todo[0]
+        order.append((one.seed, one.cell.variant, one.cell.share, one.rate))
+        rows[one.digest] = row(one, 2.0 + one.rate)
+    first = [(2, "mst", 1.0, 1e-2), *((2, "dense-short", 1.0, rate) for rate in (1e-3, 1e-2))]
+    first += [(2, "dense", share, rate) for share in (0.5, 1.0) for rate in (1e-3, 1e-2)]
+    second = [(1, "mst", 1.0, 1e-2), (1, "dense-short", 1.0, 1e-3), *((1, "dense", s, 1e-3) for s in (0.5, 1.0))]
+    assert order == first + second
+
+
+def test_a_variant_may_belong_to_some_sizes_alone(folder):
+    sizes = {**TINY["sizes"], "large": {"model": {"n_layer": 1, "n_embd": 32}}}
+    variants = {"dense": {}, "wide": {"sizes": ["large"], "set": {"model.n_embd": 40}}}
+    (folder / "tiny.json").write_text(json.dumps({**TINY, "sizes": sizes, "variants": variants}))
+    cells = [(cell.size, cell.variant) for cell in read_plan("tiny", folder).cells()]
+    assert cells == [("tiny", "dense"), ("large", "dense"), ("large", "wide")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"accounting": "fair"}, "paper, causal"),
+        ({"order": "seeds"}, "flops, variants"),
+        ({"variants": {"dense": {"sizes": ["huge"]}}}, "'huge'.*tiny"),
+    ],
+)
+def test_a_plan_with_an_unknown_choice_is_rejected(folder, wrong, message):
+    (folder / "tiny.json").write_text(json.dumps({**TINY, **wrong}))
+    with pytest.raises(UserError, match=message):
+        read_plan("tiny", folder)
 
 
 def test_a_digest_is_of_what_a_loss_depends_on():
