@@ -237,11 +237,15 @@ def topology_table(answer: Plan) -> str:
 
 
 def assumptions(answer: Plan) -> str:
+    from mst_scale.plan.gpus import MEASURED
+
     e, a = answer.machine.efficiency, answer.machine.latency
     shares = ", ".join(f"{name} {value}" for name, value in asdict(e).items())
     cache = f"narrow is of matmul, for blocks of 16; the L2 cache reads {answer.machine.gpu.l2 / 1e12:.3g} TB/s"
+    fitted = "fitted to measurements" if answer.machine.gpu.name in MEASURED else "assumed"
+    efficiencies = textwrap.wrap(f"share of peaks, {fitted}: {shares} (--efficiency); {cache}", 98)
     return (
-        f"assumed of peaks: {shares}\n  (--efficiency); {cache}\n"
+        "\n  ".join(efficiencies) + "\n"
         f"assumed latencies: {1e6 * a.inside:.0f} µs a hop in a node, {1e6 * a.between:.0f} µs between nodes, "
         f"{1e6 * a.launch:.0f} µs a call, {1e6 * a.kernel:.0f} µs a kernel\n"
         + "\n".join(textwrap.wrap(f"peaks: {answer.machine.gpu.sources}", 98, subsequent_indent="  "))

@@ -14,9 +14,9 @@ at `matmul` of the peak; tiles of 16 columns at `narrow` of that, wider ones at 
 Active blocks are taken to be spread evenly. The last step or group of a row is partly empty. The splits of tokens for
 dW, and their sums, are not counted.
 
-A pattern of attention is two launches a pass (`hybrid_sparse_attention.triton_kernel`): the pairs of whole tiles of
-64 × 64 at `sparse_attention` of the peak, 2 products of matrices forward, 3 for dq, 4 for dk and dv; and q, k, v, out and
-their gradients, read and written by each launch. What a launch reads again comes from the cache and is not counted.
+A pattern of attention is two launches per pass (`hybrid_sparse_attention.triton_kernel`): the pairs of whole tiles of
+64 × 64 at `sparse_attention` of the peak, 2 products of matrices forward, 3 for dq, 4 for dk and dv; and q, k, v, out
+and their gradients, read and written by each launch. What a launch reads again comes from the cache and is not counted.
 """
 
 from __future__ import annotations
@@ -187,7 +187,9 @@ def _pass(a: Attention, pattern: Pattern, machine: Machine, name: str) -> float:
         flops = products * 2.0 * a.sequences * pairs * a.wide
         moved = tensors * a.width * a.sequences * a.length * a.wide
         total += max(
-            flops / (gpu.peak(a.precision) * e.sparse_attention), moved / (gpu.bandwidth * e.memory), machine.latency.kernel
+            flops / (gpu.peak(a.precision) * e.sparse_attention),
+            moved / (gpu.bandwidth * e.memory),
+            machine.latency.kernel,
         )
     return total
 

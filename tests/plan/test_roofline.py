@@ -19,7 +19,7 @@ from mst_scale.plan.roofline import (
 )
 
 TINY = Linear(outputs=64, inputs=128, tokens=256, side=16, density=0.25, precision="bf16", width=2)  # 8 of 4 × 8 blocks
-FULL = Efficiency(matmul=1.0, attention=1.0, memory=1.0, l2=1.0)
+FULL = Efficiency(matmul=1.0, attention=1.0, sparse_attention=1.0, memory=1.0, l2=1.0)
 CARD = replace(GPUS["a100-80gb"], bf16=1e12, l2=1e12, bandwidth=1e12)
 ONE = Machine(CARD, FULL, Latency(kernel=1e-9))
 CARDS = [Machine(GPUS[name]) for name in ("a100-80gb", "h100-80gb")]
