@@ -61,7 +61,7 @@ GPUS = {
 class Efficiency:
     """The share of a peak that is counted on, stated in every plan; measure yours and say --efficiency.
 
-    These are assumptions, except on GPUs that `MEASURED` lists. With them the GPT-3 configurations come to 41 to 52 % of
+    These are assumptions, except on GPUs that `MEASURED` lists. With them GPT-3 configurations come to 41 to 52 % of
     an A100's peak. Narayanan et al. (2021) report 44 to 52 %, with tensor and pipeline parallelism and counting what is
     recomputed.
     """
