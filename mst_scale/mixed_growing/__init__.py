@@ -3,6 +3,7 @@
 config         what a user can say of it
 distribution   global sparsity → active weights per layer
 masks          the bit-packed shards that persist; packed_bits: how they are stored and applied
+zero_inactive  the GPU kernel that applies them to gradients
 policies       what is pruned, what is grown: data
 evolve         one topology step of all layers
 top_k          the k best of many sharded layers; random_k: k at random, by a permutation
