@@ -1,4 +1,4 @@
-"""The pages link to files that exist, the README stays short, and modules say in a sentence what they do."""
+"""Pages link to files that exist and keep to the glossary, the README stays short, and modules state what they do."""
 
 import ast
 import re
@@ -36,6 +36,56 @@ def test_the_readme_is_read_in_three_minutes():
     assert len(words) <= 650
     first_screen = "\n".join(text.splitlines()[:25])
     assert "bash launchers/demo.sh" in first_screen and "bash launchers/test.sh" in first_screen
+
+
+# Pages that keep to the terms of docs/glossary.md. Add a page when it has been revised, and never remove one.
+REVISED = [
+    "CONTRIBUTING.md",
+    "README.md",
+    "docs/architecture.md",
+    "docs/bert.md",
+    "docs/exactness.md",
+    "docs/glossary.md",
+    "docs/kernels.md",
+    "docs/methods.md",
+    "docs/paper.md",
+    "docs/parallel.md",
+    "docs/report.md",
+    "ds_configs/README.md",
+]
+# What these pages say instead: fix, baseline, integration, FLOP multiplier, active, revive, reject, per, again.
+AVOIDED = re.compile(
+    r"\b(?:mend(?:s|ed|ing)?|cures?|rivals?|doors?|worth|whence|told|anew|alive|living|woken|refus(?:es?|ed|als?)"
+    r"|unclassified|newest whole|(?:one|program|loop|batch|sequence|checkpoint)s? of (?:your|one's) own"
+    r"|(?:tokens?|bytes?|bits?|FLOPs|steps|numbers?|ms|seconds|[GMK]i?B|Gb/s) an? "
+    r"(?:parameter|rank|GPU|token|step|weight|node|second|layer|element|sequence|run))\b",
+    re.I,
+)
+
+
+def prose(text: str) -> str:
+    """A page without code, names in code, targets of links and HTML, on one line."""
+    return " ".join(re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|<[^>]*>", " ", text, flags=re.S).split())
+
+
+@pytest.mark.parametrize("page", REVISED)
+def test_a_revised_page_keeps_to_the_glossary(page: str):
+    assert AVOIDED.findall(prose((ROOT / page).read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["the cure", "a rival is told", "20 tokens a\nparameter", "bytes a rank", "What it is worth", "Refused"]
+)
+def test_avoided_words_are_found(text: str):
+    assert AVOIDED.search(prose(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["`training.rival` is a key", "a [guide](docs/doors.md)", "tokens per parameter", "```\nanew\n```", "recommend"],
+)
+def test_names_in_code_and_ordinary_words_are_not(text: str):
+    assert not AVOIDED.search(prose(text))
 
 
 MODULES = [path for top in ("mst_scale", "benchmarks") for path in sorted((ROOT / top).rglob("*.py"))]
