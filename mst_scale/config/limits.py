@@ -1,10 +1,14 @@
 """Refuses values that no experiment can have: huge numbers, deep nesting, characters that break a line.
 
-The one place with the largest value of every integer key. The smallest stand with the blocks.
+The one place with the largest value of every integer key (the smallest stand with the blocks), and with the usable
+range of every other number that would train "successfully" without learning when it is far off. Learning rates have no
+range: a high one is a legitimate way to diverge, which ends with exit code 3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mst_scale.distributed.errors import refuse_unprintable, shown
@@ -66,6 +70,78 @@ LARGEST: dict[str, int] = {
     "train_micro_batch_size_per_gpu": MILLION,
     "gradient_accumulation_steps": MILLION,
 }
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a key can usefully have: `least` to `most`, and 0 where it has a meaning of its own."""
+
+    least: float
+    most: float
+    zero: str = ""
+    """What 0 means; empty: 0 is usable only where it lies in the range."""
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value <= self.most or (value == 0 and bool(self.zero))
+
+    def __str__(self) -> str:
+        zero = f"0 ({self.zero}) or " if self.zero else ""
+        return f"{zero}a number from {self.least:g} to {self.most:g}"
+
+
+AVERAGE = Range(0, 0.999999)  # the decay of a running average: closer to 1 it never forgets its first value, 0
+PENALTY = Range(1e-12, 100, "none")  # several thousand times what is used
+SHARE = Range(0, 1)
+LARGEST_SCALE = 2**32  # of a loss in fp16, where gradients overflow above 65504
+
+# Far outside of what anybody uses, so that only values which cannot be meant are refused.
+USABLE: dict[str, Range] = {
+    "gradient_clipping": Range(1e-6, 1e12, "no clipping"),
+    "gradient_predivide_factor": Range(1e-6, 1e6),
+    "optimizer.params.eps": Range(1e-30, 1, "none"),  # float32 has nothing between 0 and 1e-38
+    "optimizer.params.weight_decay": PENALTY,
+    "optimizer.params.betas": AVERAGE,
+    "optimizer.params.momentum": AVERAGE,
+    "optimizer.params.alpha": AVERAGE,
+    "optimizer.params.rho": AVERAGE,
+    "optimizer.params.dampening": SHARE,
+    "optimizer.params.momentum_decay": SHARE,
+    "optimizer.params.lambd": SHARE,
+    "optimizer.params.lr_decay": SHARE,
+    "optimizer.params.initial_accumulator_value": Range(0, 1e6),
+    "fp16.loss_scale": Range(1e-3, LARGEST_SCALE, "dynamic"),
+    "fp16.initial_scale_power": Range(0, 32),
+    "fp16.min_loss_scale": Range(0, LARGEST_SCALE),
+    "fp16.loss_scale_window": Range(1, MILLION),
+    "fp16.hysteresis": Range(0, MILLION),
+    "model.init_std": Range(1e-6, 1),
+    "model.dropout": Range(0, 0.99),
+    "training.sparse_decay": Range(1e-6, 1e4, "none while they are sparse"),
+    "training.spike.deviations": Range(0, 1e6),
+    "training.spike.rise": Range(0, 1e6),
+    "mst.topology.mest_lambda": Range(1e-12, 1e12, "the gradient has no part in the score"),
+    "mst.options.sharpness": Range(1e-6, 1e6),
+    "mst.options.decay": PENALTY,
+    "mst.options.penalty": PENALTY,
+    "mst.options.noise": Range(1e-12, 100, "none"),
+}
+
+
+def refuse_unusable(key: str, value: Any) -> None:
+    """Refuse a number, or one of a list, outside of its key's usable range; other types are not judged here."""
+    for one in value if isinstance(value, list | tuple) else (value,):
+        number = isinstance(one, int | float) and not isinstance(one, bool)
+        if key in USABLE and number and one not in USABLE[key]:
+            raise UserError(f"{key} must be {USABLE[key]}, not {shown(one)}")
+
+
+def refuse_unusable_of_deepspeed(deepspeed: Mapping[str, Any]) -> None:
+    """The same for the keys of a DeepSpeed config."""
+    for key in USABLE:
+        value: Any = deepspeed
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        refuse_unusable(key, value)
 
 
 def refuse_large(key: str, value: int) -> None:

@@ -20,7 +20,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, TrainingConfig
-from mst_scale.config.limits import refuse_large, refuse_senseless
+from mst_scale.config.limits import (
+    refuse_large,
+    refuse_senseless,
+    refuse_unusable,
+    refuse_unusable_of_deepspeed,
+)
 from mst_scale.config.method import MSTConfig
 from mst_scale.config.presets import MODELS, RECIPES
 from mst_scale.config.ready import config_file, refusal
@@ -118,11 +123,12 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
     """Presets filled in under what the user wrote, then every block checked."""
+    deepspeed = {key: value for key, value in raw.items() if key not in BLOCKS and key != "recipe"}
     try:
         refuse_senseless(raw)
+        refuse_unusable_of_deepspeed(deepspeed)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
-    deepspeed = {key: value for key, value in raw.items() if key not in BLOCKS and key != "recipe"}
     ours_at_top = [*BLOCKS, "recipe"]
     for key in deepspeed:
         if key in known_keys():
@@ -236,19 +242,21 @@ def _typed(hint: Any, value: Any, path: str, where: str) -> Any:
             if option is bool:
                 return value
         elif option is float and isinstance(value, int) and int not in options:
+            _within(path, float(value), where)
             return float(value)
         elif isinstance(value, float) and not math.isfinite(value):  # Python reads NaN and Infinity, JSON has neither
             continue
         elif isinstance(value, option):
-            if option is int:
-                _within(path, value, where)
+            _within(path, value, where)
             return value
     raise UserError(f"{where}: {path} must be {_describe(options)}, not {shown(value)}")
 
 
-def _within(path: str, value: int, where: str) -> None:
+def _within(path: str, value: Any, where: str) -> None:
     try:
-        refuse_large(path, value)
+        if isinstance(value, int):
+            refuse_large(path, value)
+        refuse_unusable(path, value)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
 

@@ -182,7 +182,7 @@ def test_model_presets_fill_in_under_the_users_keys():
         ({"model": {"n_layer": 0}}, "model.n_layer must be at least 1"),
         ({"model": {"n_layer": True}}, "model.n_layer must be an integer, not True"),
         ({"model": {"n_embd": 100, "n_head": 3}}, "cannot be cut into 3 equal heads"),
-        ({"model": {"dropout": 1.0}}, "model.dropout must lie in"),
+        ({"model": {"dropout": 1.0}}, "model.dropout must be"),
         ({"training": {"lr_schedule": "cos"}}, "must be 'cosine' or 'wsd', not 'cos'"),
         ({"training": {"steps": 0}}, "training.steps must be at least 1"),
         ({"training": {"warmup": -1}}, "training.warmup = -1"),
@@ -306,10 +306,10 @@ def _adam(**params):
         ({"hybrid_engine": {"enabled": True}}, "has not been tested"),
         ({"train_micro_batch_size_per_gpu": 10**12}, "train_micro_batch_size_per_gpu must be at most 1,000,000"),
         ({"optimizer": {"params": {"lr": 1e-3}}}, "optimizer.type must be a string"),
-        (_adam(weight_decay="x"), "optimizer.params.weight_decay must be a number of at least 0, not 'x'"),
-        (_adam(eps=-1), "optimizer.params.eps must be a number of at least 0, not -1"),
+        (_adam(weight_decay="x"), "optimizer.params.weight_decay must be a number, not 'x'"),
+        (_adam(eps=-1), "optimizer.params.eps must be .*, not -1"),
         (_adam(betas=[0.9]), r"optimizer.params.betas must be two numbers in \[0, 1\)"),
-        (_adam(betas=[0.9, 1.0]), r"optimizer.params.betas must be two numbers in \[0, 1\)"),
+        (_adam(betas=[0.9, 1.0]), "optimizer.params.betas must be .*, not 1.0"),
         (_adam(betas="ab"), r"optimizer.params.betas must be two numbers"),
         ({"gradient_clipping": True}, "gradient_clipping must be a number"),
         ({"zero_optimization": {"stage": 1.0}}, "the stages are 0, 1, 2 and 3"),
@@ -325,7 +325,7 @@ def test_deepspeed_keys_that_cannot_be_right(extra, message):
 
 @pytest.mark.parametrize("std", [0, -0.02, 2.0])
 def test_init_std_is_a_deviation(std: float):
-    with pytest.raises(ValueError, match=r"model\.init_std must lie in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"model\.init_std must be"):
         load({"model": {"init_std": std}})
 
 
