@@ -15,17 +15,19 @@ if TYPE_CHECKING:
     from mst_scale.checkpoints.warm_start import warm_start
     from mst_scale.doors.integrate import integrate
     from mst_scale.engine.api import initialize
+    from mst_scale.engine.load_weights import load_weights
     from mst_scale.engine.types import MST, Engine
     from mst_scale.runs.recording import record
 
 __version__ = "0.1.0"
-__all__ = ["MST", "Engine", "initialize", "integrate", "record", "warm_start"]
+__all__ = ["MST", "Engine", "initialize", "integrate", "load_weights", "record", "warm_start"]
 
 _WHERE = {
     "MST": "engine.types",
     "Engine": "engine.types",
     "initialize": "engine.api",
     "integrate": "doors.integrate",
+    "load_weights": "engine.load_weights",
     "record": "runs.recording",
     "warm_start": "checkpoints.warm_start",
 }

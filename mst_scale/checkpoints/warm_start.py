@@ -73,20 +73,14 @@ def _fill(engine: Any, source: Path, trained: Weights, untrained: dict[str, torc
         if shape != tuple(zero_shards.shape_of(parameter)):
             here = tuple(zero_shards.shape_of(parameter))
             raise UserError(f"{source}: {name} has shape {shape} there and {here} in this model")
-    learning = {name: p for name, p in parameters.items() if p.requires_grad}
-    shards = zero_shards.shards_of(engine, learning)
 
     def read(shard: Shard) -> torch.Tensor:
         if shard.name in trained.shapes:
             return trained.shard(shard)
         return untrained[shard.name].view(-1)[shard.logical(torch.arange(shard.length))].float()
 
+    zero_shards.put_weights(engine, parameters, read)
     with torch.no_grad():
-        for i, part in enumerate(shards.slices):
-            if part.length:
-                shards.weight(i).copy_(read(part))
-        for name, parameter in parameters.items():
-            zero_shards.put_reads(engine, name, parameter, read)
         for name, buffer in engine.module.named_buffers():
             if name in untrained:
                 buffer.copy_(untrained[name])

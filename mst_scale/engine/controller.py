@@ -183,7 +183,8 @@ class Controller:
         """`engine.load_checkpoint(…, load_module_only=True)`: weights without states or step, at every ZeRO stage."""
         if self.step and not self.masks.dense:
             raise UserError(
-                "load_module_only would put weights where this run's masks have none: load them before the first step"
+                "load_module_only would put weights where this run's masks have none: load them before the first step, "
+                "or change weights in mid-run with mst_scale.load_weights(engine, state_dict)"
             )
         state = warm_start.take_weights(self.engine, checkpoint)
         self.begin_with_these_weights()
@@ -208,6 +209,9 @@ class Controller:
         if self.functions is not None:
             self.functions.begin(self.step)
             self.functions.follow(self.step)
+
+    def weights_written(self) -> None:
+        """Somebody has changed weights between two steps, master copy and all."""
 
     # --- attention ---
 

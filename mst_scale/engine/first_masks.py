@@ -44,7 +44,7 @@ def _make_sparse(mst: SparseController, sparsity: float, how: str) -> None:
     layers = [Layer(m, counts[i], mst.shards.weight(i)) for i, m in enumerate(mst.masks)]
     for exchange, here in mst.exchange.grouped():
         mst.elements.sparsify([layers[i] for i in here], how=how, seed=mst.seed, exchange=exchange)
-    _zero_inactive(mst)
+    zero_inactive(mst)
 
 
 def _keep_given(mst: SparseController, given: GivenMasks) -> None:
@@ -60,10 +60,10 @@ def _keep_given(mst: SparseController, given: GivenMasks) -> None:
         if mask.ever is not None:
             mask.ever.zero_()  # what is given away was never trained
         mask.set_flags(kept, count)
-    _zero_inactive(mst)
+    zero_inactive(mst)
 
 
-def _zero_inactive(mst: SparseController) -> None:
+def zero_inactive(mst: SparseController) -> None:
     """In master weights and in what the forward reads."""
     for i, mask in enumerate(mst.masks):
         mask.retain_(mst.shards.weight(i))

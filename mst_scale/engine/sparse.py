@@ -34,7 +34,7 @@ from mst_scale.dead_units.kinds import Tally
 from mst_scale.dead_units.live import LiveUnits
 from mst_scale.dead_units.units import Units
 from mst_scale.distributed import SharedMistake
-from mst_scale.engine import first_masks, moved_weights, topology_step, words
+from mst_scale.engine import changed_weights, first_masks, moved_weights, topology_step, words
 from mst_scale.engine.controller import Controller
 from mst_scale.engine.stages import Stages, exchanges_of
 from mst_scale.engine.targets import choose_targets
@@ -93,6 +93,7 @@ class SparseController(Controller):
             for mask in self.masks:
                 mask.track_ever()
         self.moved = moved_weights.MovedWeights(engine, self.masks, self.exchange, self.same_layers)
+        self.changed = changed_weights.ChangedWeights(engine, self.masks, self.shards, self.everyone)
         self.under_way: TopologyStep | None = None
         self.stepping = False  # DeepSpeed's engine takes a step
         self.updated = False  # at the step under way: an overflow leaves it so
@@ -142,6 +143,10 @@ class SparseController(Controller):
     def _products(self) -> dict[str, Product]:
         return self.layers.products
 
+    def begin(self) -> None:
+        super().begin()
+        self.changed.accept()
+
     # --- one step ---
 
     @property
@@ -149,6 +154,8 @@ class SparseController(Controller):
         return True
 
     def before_step(self) -> None:
+        self.changed.check_training()
+        self.changed.check()
         super().before_step()
         with self.span("masking"):
             step = self.step + 1
@@ -244,6 +251,7 @@ class SparseController(Controller):
             if every and self.step % every == 0 and not self.dense:
                 self.check_drift()
         super().after_step()
+        self.changed.accept()
 
     def _is_due(self, step: int) -> bool:
         """Whether this step changes the topology, or makes up for one that was skipped."""
@@ -339,6 +347,14 @@ class SparseController(Controller):
         self.masks_replaced()
         super().begin_with_these_weights()
 
+    def weights_taken(self) -> None:
+        super().weights_taken()
+        self.changed.accept()
+
+    def weights_written(self) -> None:
+        first_masks.zero_inactive(self)
+        self.changed.accept()
+
     def masks_replaced(self) -> None:
         """Masks, and the step, have come from elsewhere.
 
@@ -352,6 +368,7 @@ class SparseController(Controller):
                 mask.retain_(*self.shards.states(i).values())
         self._compute_with_masks()
         self._follow_pattern()
+        self.changed.accept()
 
     def check_drift(self) -> None:
         """Stop on all ranks if a mask is no longer what the last topology step left. One small all-reduce."""

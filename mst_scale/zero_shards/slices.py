@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import deepspeed
@@ -18,24 +18,54 @@ from mst_scale.distributed import Mesh
 from mst_scale.errors import UserError
 from mst_scale.shard import Shard
 from mst_scale.zero_shards.groups import groups_of, is_cut_up, stage_count, tensor_slices
-from mst_scale.zero_shards.logical import cut_of, is_cut, is_empty
+from mst_scale.zero_shards.logical import cut_of, is_cut, is_empty, named_parameters
 from mst_scale.zero_shards.step import base_optimizer, total_norm
+
+_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Slices(ABC):
-    """What the three layouts share: where a parameter's master weights lie, and all that lies as they do."""
+    """What the three layouts share: where a parameter's master weights lie, and all that lies as they do.
+
+    A frozen parameter has no master copy: the forward reads its weights where they are, and no optimizer knows them.
+    """
 
     optimizer: Any
-    parameters: list[nn.Parameter]
     slices: list[Shard]
+
+    def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
+        self.optimizer = base_optimizer(engine)
+        self.parameters = list(parameters.values())
+        self._frozen = [not p.requires_grad for p in self.parameters]
+
+    def frozen(self, i: int) -> bool:
+        """Whether the parameter was not trained when the engine was made: no optimizer state and no gradient is its."""
+        return self._frozen[i]
 
     def owner(self, i: int) -> torch.Tensor:
         """The tensor among the base optimizer's parameters that this parameter's master weights are part of."""
         return self._place(i)[0]
 
     def weight(self, i: int) -> torch.Tensor:
-        """Live fp32 master weights of this rank's slice, flat."""
+        """Live fp32 master weights of this rank's slice, flat; of a frozen parameter, what the forward reads."""
         return self.part(i, self.owner(i))
+
+    def has_master(self, i: int) -> bool:
+        """Whether the forward reads a copy, which each step writes anew from the master weights."""
+        return not self.frozen(i)
+
+    def read(self, i: int) -> torch.Tensor:
+        """Live weights that the forward reads of this rank's slice, flat; without a master copy, `weight` itself."""
+        parameter: Any = self.parameters[i]
+        return parameter.detach().view(-1).narrow(0, self.slices[i].start, self.slices[i].length)
+
+    def matches_master(self, i: int) -> bool:
+        """Whether the forward reads what the master weights of this rank's slice were rounded to, bit for bit."""
+        if not self.has_master(i):
+            return True
+        read, weight = self.read(i), self.weight(i)
+        same = _INTEGER_OF_SIZE[read.element_size()]  # a NaN is the same as itself here
+        return torch.equal(read.view(same), weight.to(read.device, read.dtype).view(same))
 
     def states(self, i: int) -> dict[str, torch.Tensor]:
         """Live optimizer states of this rank's slice, flat, by their key ("exp_avg", "exp_avg_sq")."""
@@ -61,11 +91,13 @@ class Replicated(Slices):
     group = None
 
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
-        self.optimizer = base_optimizer(engine)
-        self.parameters = list(parameters.values())
+        super().__init__(engine, parameters)
         self.slices = [Shard(name, cut_of(p), 0, p.numel()) for name, p in parameters.items()]
         self._masters = _stage0_masters(engine.optimizer)
         self._any = next(iter(self._masters.values()), None)  # all masters are updated at once
+
+    def has_master(self, i: int) -> bool:
+        return id(self.parameters[i]) in self._masters
 
     def gradient(self, i: int) -> torch.Tensor | None:
         """The reduced, still loss-scaled gradient of this rank's slice, flat; write back with `put_gradient`."""
@@ -91,16 +123,17 @@ class FlatPartitions(Slices):
     """
 
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
+        super().__init__(engine, parameters)
         self.zero = engine.optimizer
-        self.optimizer = base_optimizer(engine)
         self.group = self.zero.dp_process_group
-        self.parameters = list(parameters.values())
         self.slices = [self._slice(name, p) for name, p in parameters.items()]
         groups = {id(p): g for g, group in enumerate(self.zero.bit16_groups) for p in group}
         self._group_of = agreed_groups(engine, self.parameters, groups)
 
-    def gradient(self, i: int) -> torch.Tensor:
+    def gradient(self, i: int) -> torch.Tensor | None:
         parameter: Any = self.parameters[i]
+        if self.frozen(i):
+            return None
         if _mapping(parameter) is None:
             return self.weight(i)  # empty
         if self.zero.cpu_offload:  # gradients travel to the CPU while backward goes on
@@ -112,12 +145,18 @@ class FlatPartitions(Slices):
         _put(self, i, gradient, self.zero.cpu_offload)
 
     def _slice(self, name: str, parameter: nn.Parameter) -> Shard:
+        if not parameter.requires_grad:  # whole on every rank, which looks after an equal part of its mask
+            part = -(-parameter.numel() // dist.get_world_size(self.group))
+            start = min(part * dist.get_rank(self.group), parameter.numel())
+            return Shard(name, cut_of(parameter), start, min(part, parameter.numel() - start))
         mapping = _mapping(parameter)
         address = None if mapping is None else mapping.lp_fragment_address
         start, length = (0, 0) if address is None else (address.start, address.numel)
         return Shard(name, cut_of(parameter), start, length)
 
     def _place(self, i: int) -> tuple[torch.Tensor, int]:
+        if self.frozen(i):
+            return self.parameters[i], self.slices[i].start
         mapping = _mapping(self.parameters[i])
         start = 0 if mapping is None else mapping.hp_fragment_address.start
         return self.zero.single_partition_of_fp32_groups[self._group_of[i]], start
@@ -127,16 +166,21 @@ class CutParameters(Slices):
     """Stage 3: each parameter is cut on its own into equal parts; the last parts may hold padding, left out here."""
 
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
+        super().__init__(engine, parameters)
         self.zero = engine.optimizer
-        self.optimizer = base_optimizer(engine)
         self.group = self.zero.dp_process_group
-        self.parameters = list(parameters.values())
         self.slices = [self._slice(name, p) for name, p in parameters.items()]
-        at = {id(p): self.zero.grad_position.get(self.zero.get_param_id(p)) for p in self.parameters if not is_empty(p)}
+        at = {
+            id(p): self.zero.grad_position.get(self.zero.get_param_id(p))
+            for p in self.parameters
+            if p.requires_grad and not is_empty(p)
+        }
         groups = {key: place[0] for key, place in at.items() if place is not None}
         self._group_of = agreed_groups(engine, self.parameters, groups)
 
-    def gradient(self, i: int) -> torch.Tensor:
+    def gradient(self, i: int) -> torch.Tensor | None:
+        if self.frozen(i):
+            return None
         if is_empty(self.parameters[i]):
             return self.weight(i)
         # DeepSpeed's safe_get_local_grad would copy it, and from the CPU to the accelerator where it is offloaded
@@ -147,8 +191,18 @@ class CutParameters(Slices):
     def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
         _put(self, i, gradient, self.zero.offload_optimizer)
 
+    def read(self, i: int) -> torch.Tensor:
+        parameter: Any = self.parameters[i]
+        if _is_whole(parameter):  # the copy that the forward reads
+            return super().read(i)
+        part: torch.Tensor = parameter.ds_tensor
+        return part.detach().view(-1)[: self.slices[i].length]
+
     def _place(self, i: int) -> tuple[torch.Tensor, int]:
-        if is_empty(self.parameters[i]):
+        parameter: Any = self.parameters[i]
+        if self.frozen(i):
+            return parameter.ds_tensor, 0
+        if is_empty(parameter):
             return self.zero.fp32_partitioned_groups_flat[self._group_of[i]], 0
         group, offset, _ = self.zero.grad_position[self.zero.get_param_id(self.parameters[i])]
         return self.zero.fp32_partitioned_groups_flat[group], offset
@@ -157,6 +211,11 @@ class CutParameters(Slices):
         part = parameter.partition_numel()
         start = min(part * dist.get_rank(self.group), parameter.ds_numel)
         return Shard(name, cut_of(parameter), start, min(part, parameter.ds_numel - start))
+
+
+def _is_whole(parameter: Any) -> bool:
+    """Whether ZeRO-3 has the whole parameter on every rank now, as it keeps small ones."""
+    return hasattr(parameter, "ds_tensor") and parameter.ds_status.name == "AVAILABLE"
 
 
 def _mapping(parameter: Any) -> Any:
@@ -189,6 +248,7 @@ def agreed_groups(engine: Any, parameters: list[nn.Parameter], groups: dict[int,
 
 def _put(shards: FlatPartitions | CutParameters, i: int, gradient: torch.Tensor, offloaded: bool) -> None:
     live = shards.gradient(i)
+    assert live is not None
     if live.data_ptr() != gradient.data_ptr():
         live.copy_(gradient)
     if offloaded and shards.slices[i].length:
@@ -361,14 +421,15 @@ def updates_of(shards: Shards, i: int) -> int:
 def zero_inactive(shards: Shards, i: int, active: torch.Tensor) -> None:
     """Zero what is inactive in what the forward reads; `active` flags this rank's slice (bool).
 
-    Under ZeRO-1/2 every rank reads the whole parameter, so the flags of all ranks are brought together: one byte a
-    weight, once, before the first step.
+    Under ZeRO-1/2 every rank reads the whole parameter, and so it does of what ZeRO-3 keeps whole; there the flags of
+    all ranks are brought together: one byte per weight, when weights are put in place and not in every step.
     """
     parameter: Any = shards.parameters[i]
     if isinstance(shards, CutParameters):
         parameter.ds_tensor.data.view(-1)[: active.numel()].masked_fill_(~active.to(parameter.ds_tensor.device), 0)
-        return
-    if isinstance(shards, FlatPartitions):
+        if not _is_whole(parameter):
+            return
+    if not isinstance(shards, Replicated):
         start = shards.slices[i].start
         whole = torch.zeros(parameter.numel(), dtype=torch.uint8, device=parameter.device)
         whole[start : start + active.numel()] = active.to(parameter.device)
@@ -392,5 +453,27 @@ def put_reads(engine: Any, name: str, parameter: Any, values: Callable[[Shard], 
     length = min(part, numel - start)
     if length:
         parameter.ds_tensor.data.view(-1)[:length].copy_(read(start, start + length))
-    if parameter.ds_status.name == "AVAILABLE":  # small ones stay whole on every rank
+    if _is_whole(parameter):
         parameter.data.copy_(read(0, numel).view(parameter.ds_shape))
+
+
+def put_weights(engine: Any, names: Collection[str], values: Callable[[Shard], torch.Tensor]) -> None:
+    """Write parameters of the model, master weights and what the forward reads; `values` gives those of a shard, flat
+    and in float32. Call it on every rank."""
+    parameters = {name: p for name, p in named_parameters(engine.module) if name in names}
+    shards = shards_of(engine, {name: p for name, p in parameters.items() if p.requires_grad})
+    with torch.no_grad():
+        for i, part in enumerate(shards.slices):
+            if part.length:
+                shards.weight(i).copy_(values(part))
+        for name, parameter in parameters.items():
+            put_reads(engine, name, parameter, values)
+
+
+def stamp(parameter: Any) -> tuple[int, ...]:
+    """Changes when somebody writes the parameter in place or puts another tensor in its place, not when ZeRO gathers
+    it. What is written through `.data` escapes it."""
+    part = getattr(parameter, "ds_tensor", None)
+    if part is None:
+        return parameter._version, parameter.data_ptr()
+    return parameter._version, part._version

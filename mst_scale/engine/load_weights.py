@@ -1,0 +1,79 @@
+"""Changes the weights of a run between its steps, at every ZeRO stage and in every precision.
+
+`module.load_state_dict` writes what the forward pass reads. Under ZeRO, bf16 or fp16 the next step writes that anew
+from its master copy, and nothing of the masks is known there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mst_scale import zero_shards
+from mst_scale.distributed import SharedMistake
+from mst_scale.engine.types import Engine
+from mst_scale.shard import Shard
+
+
+def load_weights(engine: Engine, state_dict: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+    """Replace weights and buffers of the engine's model, between two steps, by those of a state dict.
+
+    The master weights are replaced too. Masks stay: inactive weights are 0 whatever the state dict says. Step,
+    schedule and optimizer states stay as they are. Where layers multiply with a function of what they store (some
+    `mst.method`s do), the state dict holds what is stored, as `engine.module.state_dict()` does.
+
+    `state_dict` holds whole tensors under the names of `engine.module.state_dict()`, the same on every rank; call it on
+    every rank. With `strict=False` names may be missing or be unknown: what is missing stays, what is unknown is
+    ignored. Raises UserError where a name (unless not strict) or a shape does not fit, before anything is written.
+    """
+    of: Any = engine
+    if not hasattr(of, "mst"):
+        raise SharedMistake("load_weights() changes an engine that mst_scale.initialize returns: this one has no .mst")
+    parameters = dict(zero_shards.named_parameters(of.module))
+    named = dict(of.module.state_dict(keep_vars=True))
+    buffers = {name: value for name, value in of.module.named_buffers() if name in named}
+    found = _with_tied_names(state_dict, named, parameters)
+    missing = sorted((parameters.keys() | buffers.keys()) - found.keys())
+    unknown = sorted(found.keys() - parameters.keys() - buffers.keys() - named.keys())
+    if zero_shards.stage_count(of) > 1:  # of the whole model, of which a stage has some layers
+        unknown = []
+    if strict and (missing or unknown):
+        what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which this model does not"
+        raise SharedMistake(
+            f"load_weights: the state dict {what} ({len(missing)} missing, {len(unknown)} unknown names); strict=False "
+            "takes what there is"
+        )
+    shapes = {name: tuple(zero_shards.shape_of(p)) for name, p in parameters.items()}
+    shapes |= {name: tuple(value.shape) for name, value in buffers.items()}
+    for name, shape in shapes.items():
+        if name in found and tuple(found[name].shape) != shape:
+            raise SharedMistake(
+                f"load_weights: {name} has shape {tuple(found[name].shape)} in the state dict and {shape} in this model"
+            )
+
+    def values(shard: Shard) -> torch.Tensor:
+        flat = found[shard.name].detach().reshape(-1)
+        start = shard.in_a_row
+        if start is not None:
+            return flat[start : start + shard.length].float()
+        return flat[shard.logical(torch.arange(shard.length)).to(flat.device)].float()
+
+    zero_shards.put_weights(of, found.keys() & parameters.keys(), values)
+    with torch.no_grad():
+        for name in buffers.keys() & found.keys():
+            buffers[name].copy_(found[name])
+    of.mst.weights_written()
+
+
+def _with_tied_names(
+    state_dict: Mapping[str, torch.Tensor], named: Mapping[str, Any], parameters: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """The state dict with the first name of each tied tensor, where it has another one alone, as safetensors does."""
+    first = {id(p): name for name, p in parameters.items()}
+    found = dict(state_dict)
+    for name, value in named.items():
+        if name in found and (own := first.get(id(value))) is not None:
+            found.setdefault(own, found[name])
+    return found
