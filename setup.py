@@ -31,6 +31,7 @@ EXTRAS = {
         "transformers>=4.53",
         "accelerate>=1.10",
         "lightning>=2.5",
+        "peft>=0.18",
         LM_EVAL,
         TRITON,
         WHEEL,

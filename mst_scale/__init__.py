@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from mst_scale.engine.api import initialize
     from mst_scale.engine.load_weights import load_weights
     from mst_scale.engine.types import MST, Engine
+    from mst_scale.hugging_face.merge_adapters import merge_adapters
     from mst_scale.runs.recording import record
 
 __version__ = "0.1.0"
-__all__ = ["MST", "Engine", "initialize", "integrate", "load_weights", "record", "warm_start"]
+__all__ = ["MST", "Engine", "initialize", "integrate", "load_weights", "merge_adapters", "record", "warm_start"]
 
 _WHERE = {
     "MST": "engine.types",
@@ -28,6 +29,7 @@ _WHERE = {
     "initialize": "engine.api",
     "integrate": "doors.integrate",
     "load_weights": "engine.load_weights",
+    "merge_adapters": "hugging_face.merge_adapters",
     "record": "runs.recording",
     "warm_start": "checkpoints.warm_start",
 }

@@ -12,7 +12,7 @@ from mst_scale.errors import UserError
 
 @dataclass(frozen=True)
 class TargetsConfig:
-    """Which parameters may become sparse: globs on their names. Norms, biases and embeddings never do."""
+    """Which parameters may become sparse: globs on their names. Norms, biases, embeddings and adapters never do."""
 
     include: list[str] = field(default_factory=lambda: ["*"])
     exclude: list[str] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Mixed Sparsity Training beside a DeepSpeed engine: the three parts joined in its optimizer step.
 
 api             `initialize`; types: what it returns
-targets           which parameters become sparse
+targets           which parameters become sparse; adapters: which never do
 controller        `engine.mst`: the run's place on its schedule, and its attention pattern
 sparse            the same with masks: the order of one optimizer step, as a list
 topology_step     one topology step: prune, grow, start what has grown

@@ -77,6 +77,10 @@ class ChangedWeights:
                     "(mst_scale.warm_start(engine, CHECKPOINT, anew=True))"
                 )
 
+    def mask_frozen(self) -> None:
+        """Mask frozen weights after a load; a checkpoint of adapters alone leaves those that the model came with."""
+        self._mask_again([i for i in range(len(self.names)) if self.shards.frozen(i)])
+
     def _before_forward(self, engine: Any, inputs: Any) -> None:
         if engine.module.training:  # averaged weights may be swapped in for an evaluation
             self.check()
@@ -91,6 +95,6 @@ class ChangedWeights:
                     zero_shards.zero_inactive(self.shards, i, masks[at].flags())
         if found:
             logger.warning(
-                "step %d: weights were changed between steps (%s): %d inactive ones are 0 again; %s",
+                "step %d: weights were changed other than by a step (%s): %d inactive ones are 0 again; %s",
                 self.engine.global_steps, self.names[changed[0]], found, CURE,
             )  # fmt: skip

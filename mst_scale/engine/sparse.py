@@ -69,8 +69,8 @@ class SparseController(Controller):
         self.masks_states = "momentum" not in self.policy.reads  # snfs averages dense gradients in Adam's own moment
         stated = mst.topology.granularity
         self.granularity: dict[str, int] | str = stated if isinstance(stated, str) else asdict(stated)
-        targets = choose_targets(engine.module, mst.targets)
-        zero_shards.refuse_unoptimized(engine, targets)
+        targets = choose_targets(engine.module, mst.targets, frozen=mst.masks is not None)
+        zero_shards.refuse_unoptimized(engine, {name: p for name, p in targets.items() if p.requires_grad})
         self.shards = zero_shards.shards_of(engine, targets)
         self.groups = zero_shards.groups_of(engine)
         named, of_checks = zero_shards.NamedCollectives("mst"), zero_shards.NamedCollectives("mst_drift")
@@ -174,6 +174,8 @@ class SparseController(Controller):
                 return
             scale = zero_shards.loss_scale(self.engine)
             for i, mask in enumerate(self.masks):
+                if self.shards.frozen(i):
+                    continue
                 gradient = self.shards.gradient(i)
                 if gradient is None:  # the loss does not depend on this parameter
                     gradient = torch.zeros(mask.length, device=mask.device)
@@ -368,6 +370,7 @@ class SparseController(Controller):
                 mask.retain_(*self.shards.states(i).values())
         self._compute_with_masks()
         self._follow_pattern()
+        self.changed.mask_frozen()
         self.changed.accept()
 
     def check_drift(self) -> None:

@@ -8,18 +8,20 @@ from torch import nn
 
 from mst_scale.config import TargetsConfig
 from mst_scale.distributed import logger
+from mst_scale.engine.adapters import adapters_of
+from mst_scale.errors import UserError
 from mst_scale.zero_shards import TABLES, named_parameters, shape_of
 
 BIAS = re.compile(r"(^|[._])bias(_table)?$")
 BARE = re.compile(r"embed|pos_emb|norm", re.IGNORECASE)  # in a parameter's path: of one that no layer multiplies with
 
 
-def choose_targets(model: nn.Module, targets: TargetsConfig) -> dict[str, nn.Parameter]:
+def choose_targets(model: nn.Module, targets: TargetsConfig, frozen: bool = False) -> dict[str, nn.Parameter]:
     """Matrices whose name matches an `include` glob and no `exclude` glob, in parameter order.
 
     Vectors (also those of shape (1, n) or (n, 1, 1)), biases, norms and embeddings never do: by their modules, and a
-    parameter that is no layer's weight by its name. The head does if `lm_head` says so, also where it is the token
-    embedding.
+    parameter that is no layer's weight by its name. Neither do adapters. The head does if `lm_head` says so, also where
+    it is the token embedding. `frozen`: matrices that are not trained may, whose masks are given and kept.
     """
     head = _head_of(model)
     if not hasattr(model, "get_output_embeddings") and not targets.lm_head:
@@ -28,13 +30,22 @@ def choose_targets(model: nn.Module, targets: TargetsConfig) -> dict[str, nn.Par
     embeddings = {id(p) for m in tables for p in m.parameters(recurse=False)}
     norms = {id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)}
     layers = {id(p) for m in model.modules() for n, p in m.named_parameters(recurse=False) if n == "weight"}
-    matrices = {
+    adapters = adapters_of(model)
+    all_matrices = {
         name: p
         for name, p in named_parameters(model)  # a tied tensor is listed once
-        if p.requires_grad and sum(side > 1 for side in shape_of(p)) > 1 and id(p) not in norms
+        if sum(side > 1 for side in shape_of(p)) > 1 and id(p) not in norms | adapters
         if not BIAS.search(name) and (id(p) in layers or not BARE.search(name))
         if (targets.lm_head if p is head else id(p) not in embeddings)
     }
+    matrices = {name: p for name, p in all_matrices.items() if p.requires_grad or frozen}
+    if all_matrices and not matrices:
+        raise UserError(
+            f"every matrix that could be sparse is frozen ({len(all_matrices)} of them; adapters never are sparse): "
+            "method fixed keeps the zeros of frozen weights, and methods that prune need weights that are trained"
+        )
+    if adapters:
+        logger.info("%d parameters belong to adapters, which are never sparse", len(adapters))
     return {name: matrices[name] for name in targets.choose(matrices)}
 
 

@@ -27,9 +27,11 @@ def sparsity_in_words(mst: SparseController) -> str:
     if mst.given is not None:
         last, total = mst.schedule.sparse_until, mst.schedule.total_steps
         until = f"for {total} steps" if last == total else f"until step {last} of {total}"
+        still = sum(mst.shards.frozen(i) for i in range(len(mst.masks)))
+        frozen = f" ({still} of them masked and not trained)" if still else ""
         return (
-            f"{len(mst.numels)} matrices with {weights:,} of {trained:,} parameters keep {mst.given.in_words()}: "
-            f"{100 * mst.sparsity:.3g} % sparse, {until}"
+            f"{len(mst.numels)} matrices{frozen} with {weights:,} of {trained:,} parameters keep "
+            f"{mst.given.in_words()}: {100 * mst.sparsity:.3g} % sparse, {until}"
         )
     return (
         f"{len(mst.numels)} matrices with {weights:,} of {trained:,} parameters become up to "

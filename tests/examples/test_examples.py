@@ -43,6 +43,12 @@ def test_growth_policy():
     assert "80% sparse" in text and losses(text)[-1] < losses(text)[0]
 
 
+def test_lora():
+    text = run("lora.py", "--steps", "40", ranks=2)
+    assert "before: 50.0% of the base is 0" in text and "after: 50.0% of the merged weights are 0" in text
+    assert "50.0% sparse" in text and losses(text)[1] < losses(text)[0] / 2
+
+
 def test_every_example_has_a_test():
     tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert {path.stem for path in EXAMPLES.glob("*.py")} <= tested

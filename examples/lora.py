@@ -1,0 +1,90 @@
+"""LoRA on a pruned model: the base keeps its zeros while adapters train, and after they are merged. Needs peft.
+
+python examples/lora.py
+deepspeed --num_accelerators 2 examples/lora.py --steps 200
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mst_scale
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 16,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 1},
+    "steps_per_print": 10**9,
+    "mst": {"method": "fixed", "targets": {"include": ["*layers*"]}},  # masks: the zeros that the weights have
+}
+
+
+def batch(step: int, stride: int) -> torch.Tensor:
+    """Sequences in which each token is the one before plus `stride`: a stand-in for a text."""
+    start = torch.randint(64, (16, 1), generator=torch.Generator().manual_seed(step))
+    return (start + stride * torch.arange(32)) % 64
+
+
+def pruned_model() -> LlamaForCausalLM:
+    """A stand-in for a pruned checkpoint (mst export --pattern …): trained a little, and half of each matrix is 0."""
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=32,
+    )  # fmt: skip
+    model = LlamaForCausalLM(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(60):
+        tokens = batch(step, stride=3)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, weight in model.named_parameters():
+        if "layers" in name and weight.dim() == 2:
+            weight.data[weight.abs() < weight.abs().median()] = 0
+    return model
+
+
+def zeros(model: torch.nn.Module) -> float:
+    """Share of zeros in the layers' own matrices, without adapters."""
+    weights = [p for n, p in model.named_parameters() if "layers" in n and p.dim() == 2 and "lora_" not in n]
+    return sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
+
+
+@torch.no_grad()
+def loss_of(model: torch.nn.Module) -> float:
+    tokens = batch(10_000, stride=5).to(next(model.parameters()).device)
+    return float(model(input_ids=tokens, labels=tokens).loss)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
+    steps = parser.parse_args().steps
+    model = get_peft_model(pruned_model(), LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    print(f"before: {zeros(model):.1%} of the base is 0, loss {loss_of(model):.3f} on the new task", flush=True)
+    engine, *_ = mst_scale.initialize(model=model, config={**CONFIG, "training": {"steps": steps}})
+    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    for step in range(steps):
+        tokens = batch(ranks * step + rank, stride=5).to(engine.device)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        if rank == 0 and (step + 1) % 20 == 0:
+            print(f"step {step + 1}: loss {loss.item():.3f}, {engine.mst.sparsity:.1%} sparse", flush=True)
+    tuned = loss_of(model)
+    merged = mst_scale.merge_adapters(model)
+    if rank == 0:
+        print(
+            f"after: {zeros(merged):.1%} of the merged weights are 0, loss {loss_of(merged):.3f} (unmerged {tuned:.3f})"
+        )
+
+
+if __name__ == "__main__":
+    main()
