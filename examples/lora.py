@@ -68,9 +68,10 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
     steps = parser.parse_args().steps
     model = get_peft_model(pruned_model(), LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
-    print(f"before: {zeros(model):.1%} of the base is 0, loss {loss_of(model):.3f} on the new task", flush=True)
     engine, *_ = mst_scale.initialize(model=model, config={**CONFIG, "training": {"steps": steps}})
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    if rank == 0:
+        print(f"before: {zeros(model):.1%} of the base is 0, loss {loss_of(model):.3f} on the new task", flush=True)
     for step in range(steps):
         tokens = batch(ranks * step + rank, stride=5).to(engine.device)
         loss = engine(input_ids=tokens, labels=tokens).loss

@@ -48,6 +48,7 @@ def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> in
     if masked:
         engine.mst.masks_replaced()
         engine.mst.weights_taken()
+        engine.mst.record.resumed(state.get("mst_config"))
     else:
         engine.mst.begin_with_these_weights()
     what = "weights, masks and" if masked else "weights (it has no masks) and"

@@ -2,7 +2,8 @@
 
 `model`, `data` and `training` stand here, `mst` in method.py, and its own blocks with the parts they speak to. Each
 field's default is the paper's GPT-2 small where the paper states one. Durations are given either in steps (an
-integer) or as a share of the run (a float in (0, 1)), so that a 300-step run has the shape of a 140,000-step one.
+integer) or as a share of the run (a float in (0, 1)), so that a 300-step run has the shape of a 140,000-step one. A
+field that cannot change the result of a run (a path, an interval of logging) says so in its metadata (changes.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def in_steps(duration: Duration, total: int) -> int:
 class ModelConfig:
     """The shape of a transformer. `preset` fills in a known shape; other keys override it."""
 
-    preset: str | None = None
+    preset: str | None = field(default=None, metadata={"changes_result": False})  # the keys that it fills in do
     arch: Literal["gpt", "bert"] = "gpt"  # causal, next token; or bidirectional, masked tokens
     n_layer: int = 12
     n_head: int = 12
@@ -43,7 +44,7 @@ class ModelConfig:
     tied_head: bool = True
     init_std: float = 0.02  # of the first weights; GPT-2's, whose largest width is 1600: a narrow model wants more
     mask_share: float = 0.15  # bert: of the positions, how many are masked and predicted; the head computes only those
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = field(default=False, metadata={"changes_result": False})
 
     @property
     def ffw(self) -> int:
@@ -96,7 +97,7 @@ class ModelConfig:
 class DataConfig:
     """Where tokens come from. With a `source`, a missing `dir` is prepared on first use."""
 
-    dir: str | None = None
+    dir: str | None = field(default=None, metadata={"changes_result": False})  # what lies there does
     source: str | None = None  # "stdlib", "package:NAME", a hub data set ("openwebtext"), or files ("corpus/*.jsonl")
     tokenizer: str | None = None  # None: "byte" for stdlib and packages, else "gpt2"
     text_key: str = "text"
@@ -160,19 +161,23 @@ class TrainingConfig:
     min_lr: float = 6e-5
     sparse_rate: float = 0.0  # a: at density d, the rate of matrices that can be masked is d^-a times that of others
     sparse_decay: float = 1.0  # their weight decay below density 1, as a multiple of that of others
-    log_every: int = 10
-    eval_every: int = 1_000  # 0: only at the end
+    log_every: int = field(default=10, metadata={"changes_result": False})
+    eval_every: int = field(default=1_000, metadata={"changes_result": False})  # 0: only at the end
     eval_sequences: int = 256  # rounded up to whole micro-batches
     eval_seed: int | None = None  # which ones; None: training.seed, so that runs of other seeds read other ones
-    eval_tasks: str | None = None  # "lambada,wikitext2" or "all": evaluated with the validation loss (mst eval --help)
-    eval_data: str | None = None  # a folder with the tasks' files; None: from the hub
+    # "lambada,wikitext2" or "all": evaluated with the validation loss (mst eval --help)
+    eval_tasks: str | None = field(default=None, metadata={"changes_result": False})
+    eval_data: str | None = field(
+        default=None, metadata={"changes_result": False}
+    )  # a folder with the tasks' files; None: hub
     init: str | None = None  # start from GPT-2's weights: a folder of transformers or a name on the hub
     save_every: int = 1_000  # 0: only at the end
     keep_checkpoints: int = 2
-    look_every: int = 500  # weight histograms and mask pictures in TensorBoard; 0: never
+    # weight histograms and mask pictures in TensorBoard; 0: never
+    look_every: int = field(default=500, metadata={"changes_result": False})
     stop_after_nonfinite: int = 5  # losses in a row
     spike: SpikeConfig = field(default_factory=SpikeConfig)
-    rival: RivalConfig = field(default_factory=RivalConfig)
+    rival: RivalConfig = field(default_factory=RivalConfig, metadata={"changes_result": False})
 
     def __post_init__(self) -> None:
         if self.steps < 1:

@@ -36,7 +36,8 @@ class MSTConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     targets: TargetsConfig = field(default_factory=TargetsConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
-    allow_unclassified: list[str] = field(default_factory=list)  # keys of DeepSpeed's, let in at the user's risk
+    # keys of DeepSpeed's, let in at the user's risk
+    allow_unclassified: list[str] = field(default_factory=list, metadata={"changes_result": False})
 
     def __post_init__(self) -> None:
         if self.seed is not None and self.seed < 0:

@@ -101,6 +101,15 @@ def known_keys() -> KeysView[str]:
 
 def row_of(key: str, value: Any, stage: int, precision: str) -> Row | None:
     """The row for a key; None: unclassified. A key without its own row takes the `.*` row of a block around it."""
+    return next((row for row in _rows_of(key) if row.speaks_of(value, stage, precision)), None)
+
+
+def section_of(key: str) -> str:
+    """The section of the table that names a key; empty: none does."""
+    return next((row.section for row in _rows_of(key)), "")
+
+
+def _rows_of(key: str) -> list[Row]:
     own = _by_key().get(key)
     if own is None:
         block, _, _ = key.rpartition(".")
@@ -108,7 +117,7 @@ def row_of(key: str, value: Any, stage: int, precision: str) -> Row | None:
         while block and not own:
             own = _by_key().get(f"{block}.*", [])
             block, _, _ = block.rpartition(".")
-    return next((row for row in own if row.speaks_of(value, stage, precision)), None)
+    return own
 
 
 def precision_of(deepspeed: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ first_masks       masks of weights that have none yet; given_masks: those of a f
 moved_weights     inactive weights stay 0, or the run stops
 changed_weights   weights that something else than a step has changed; load_weights: the supported way to change them
 weight_functions  layers multiply with a function of what is stored
+config_record     the config in checkpoints, and what a resumed run has changed
 stages            who shares which layers
 sequences         the parts of sequences that are cut over ranks
 words             what a run says of itself

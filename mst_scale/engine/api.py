@@ -18,6 +18,7 @@ from mst_scale.config import RECIPES, Experiment, load, read, states
 from mst_scale.config.parallel import KEYS, refuse_in_pipeline, sizes_of
 from mst_scale.config.support import refuse_unsupported
 from mst_scale.distributed import logger, speak
+from mst_scale.engine.config_record import ConfigRecord
 from mst_scale.engine.controller import Controller
 from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse import SparseController
@@ -88,10 +89,12 @@ def initialize(
             **others,
         )
     controller = (Controller if experiment.mst.stays_dense else SparseController)(engine, experiment)
+    controller.record = ConfigRecord(engine, experiment, own_loop=not isinstance(configs[0], Experiment))
     public: MST = controller
     engine.mst = public
     zero_shards.install(engine, controller)
     controller.begin()
+    controller.record.carry()
     return engine, made, loader, scheduler
 
 

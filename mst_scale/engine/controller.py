@@ -19,6 +19,7 @@ from mst_scale.checkpoints.multiplied import STATE
 from mst_scale.config import Experiment
 from mst_scale.dead_units.kinds import Tally
 from mst_scale.distributed import logger
+from mst_scale.engine.config_record import ConfigRecord
 from mst_scale.engine.types import MST
 from mst_scale.engine.weight_functions import WeightFunctions, functions_of
 from mst_scale.engine.words import phases_in_words
@@ -48,6 +49,7 @@ class Controller:
         self.dense_attention: str | None = None  # … and why others do not
         self.after_steps: list[Callable[[MST], None]] = []
         self.functions = functions_of(engine, experiment)
+        self.record: ConfigRecord | None = None
 
     def begin(self) -> None:
         """Nothing has been refused: let attention follow, and say in one line what has been chosen; a warning where

@@ -102,6 +102,7 @@ class SparseController(Controller):
         self.given = first_masks.read_given(self, mst.masks)
         first_masks.begin(self)
         self.digests = self.masks.digests(self.exchange)
+        self.given_digests = list(self.digests)
         self.active = self._active()
         self.woken_now: Tally = {}
         self.layers = self._layers(targets, mst.compute.backend)
@@ -334,11 +335,23 @@ class SparseController(Controller):
         return mask_files.Gathered(digests, sum(writes), number)
 
     def loaded(self, checkpoint: Path, state: dict[str, Any] | None) -> None:
-        mask_files.restore(checkpoint, self, state)
+        self._restore(checkpoint, state)
         self.masks_replaced()
 
     def take_masks(self, checkpoint: Path) -> None:
-        mask_files.restore(checkpoint, self, mask_files.read(mask_files.file_of(checkpoint, 0))[0])
+        self._restore(checkpoint, mask_files.read(mask_files.file_of(checkpoint, 0))[0])
+
+    def _restore(self, checkpoint: Path, state: dict[str, Any] | None) -> None:
+        mask_files.restore(checkpoint, self, state)
+        error = None
+        if self.given is not None and self.given.file is not None:
+            for mask, found, given in zip(self.masks, self.digests, self.given_digests, strict=True):
+                if found != given and not mask.dense:
+                    what = f"has another mask for {mask.name} than {self.given.file.path}"
+                    error = UserError(
+                        f"{checkpoint} {what}: name the file of masks that the run began with (mst.masks)"
+                    )
+        self.everyone.raise_first(error)
 
     def begin_with_these_weights(self) -> None:
         for mask in self.masks:

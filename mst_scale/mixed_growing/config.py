@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mst_scale.errors import UserError
@@ -47,8 +47,9 @@ class TopologyConfig:
     grown_moments: Literal["seeded", "living", "zero"] = "seeded"  # Adam's v of a grown weight (engine.second_moments)
     fresh_momentum: bool = False  # where masks go, all first moments of their matrices begin at 0, as in AC/DC
     wake_dead_units: bool = True  # where masks go: random incoming weights for units whose weights are all zero
-    track_coverage: bool = True  # ITOP: a second bit a weight in runs that start sparse, none in the others
-    check_every: int = 1_000  # steps between drift checks of the masks, 0: never
+    # ITOP: a second bit per weight in runs that start sparse, none in the others
+    track_coverage: bool = field(default=True, metadata={"changes_result": False})
+    check_every: int = field(default=1_000, metadata={"changes_result": False})  # steps between drift checks; 0: never
     rezero: bool = False  # zero inactive weights and their states after every update: for optimizers that move them
 
     @property

@@ -20,7 +20,7 @@ from mst_scale.config.check import batch_shape
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.costs.ledger import Ledger
 from mst_scale.costs.muon import optimizer_flops
-from mst_scale.data.corpus import identity
+from mst_scale.data.corpus import fingerprint, identity
 from mst_scale.data.masking import open_sampler
 from mst_scale.data.prepare import ensure
 from mst_scale.data.sampler import Sampler
@@ -124,17 +124,19 @@ def prepare(
         start = initial_weights(fitted, ranks)
     begins("model and engine", f" ({fitted.model.weights:,} weights; operators are compiled at first use)")
     engine = ranks.together(lambda: built_engine(fitted, out, start, mesh))
+    text, engine.mst.record.corpus = ranks.on_first(lambda: (identity(folder), fingerprint(folder)))
     place, left_out = Place(), []
     if loadable is not None:
         begins("checkpoint", f" {loadable[0]}")
         left_out = ranks.on_first(lambda: run_file.rollbacks(out / "run.json"))
         place = load(engine, ledger, out, ranks, loadable)
         place = replace(place, skipped=tuple(sorted({*place.skipped, *(batch for some in left_out for batch in some)})))
-    text = ranks.on_first(lambda: identity(folder))
     shape = (batch, micro, accumulation)
     story = begin_story(fitted, out, ranks, step=place.step, source=source, shape=shape, text=text)
     if story is not None and growth is not None:
         story.happened("grown", **growth.told())
+    if story is not None and engine.mst.record.changes:
+        story.happened("resumed with changes", changes=engine.mst.record.changes)
     return Prepared(
         fitted, out, ranks, batch, micro, accumulation,
         train, val, evaluated, engine, mesh, ledger, place, len(left_out), story,

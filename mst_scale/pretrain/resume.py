@@ -17,6 +17,7 @@ from typing import Any
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.store import MANIFEST, UNIVERSAL
 from mst_scale.config import Experiment, read, to_dict
+from mst_scale.config.changes import result_keys
 from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of
@@ -83,8 +84,12 @@ def refuse_another_model(out: Path, experiment: Experiment) -> None:
         return
     before, now = read(path)[1], json.loads(json.dumps(to_dict(experiment)))
     for block in SAME_ON_RESUME:
-        if before.get(block) != now[block]:
-            raise UserError(f"{path}: the run in {out} has another {block!r} block: choose another --out")
+        keys = [key for key in result_keys(experiment) if key.startswith(f"{block}.")]
+        told, wanted = before.get(block, {}), now[block]
+        if different := [key for key in keys if told.get(name := key.partition(".")[2]) != wanted[name]]:
+            raise UserError(
+                f"{path}: the run in {out} has another {block!r} block ({different[0]}): choose another --out"
+            )
     precisions = [precision_of(told) for told in (before, now)]
     if precisions[0] != precisions[1]:
         raise UserError(

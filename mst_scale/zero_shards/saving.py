@@ -125,9 +125,10 @@ def carry_state(
     engine: Any, name: str, saved: Callable[[], dict[str, Any]], loaded: Callable[[dict[str, Any] | None], None]
 ) -> None:
     """From now on checkpoints hold `saved()` under a name of its own in their client_state; a load gives it to
-    `loaded`, or None where there is none. Both are called on every rank, after the masks' own part."""
+    `loaded`, or None where there is none. Both are called on every rank, after the masks' own part. A load of weights
+    alone is none of the run that has saved them."""
     save, load = engine.save_checkpoint, engine.load_checkpoint
-    of_save = inspect.signature(save)
+    of_save, of_load = inspect.signature(save), inspect.signature(load)
 
     @functools.wraps(save)
     def save_checkpoint(*args: Any, **named: Any) -> Any:
@@ -137,7 +138,7 @@ def carry_state(
     @functools.wraps(load)
     def load_checkpoint(*args: Any, **named: Any) -> Any:
         path, state = load(*args, **named)
-        if path is not None:
+        if path is not None and not of_load.bind(*args, **named).arguments.get("load_module_only"):
             loaded((state or {}).get(name))
         return path, state
 

@@ -44,9 +44,10 @@ def test_growth_policy():
 
 
 def test_lora():
-    text = run("lora.py", "--steps", "40", ranks=2)
+    text = run("lora.py", "--steps", "40")
     assert "before: 50.0% of the base is 0" in text and "after: 50.0% of the merged weights are 0" in text
-    assert "50.0% sparse" in text and losses(text)[1] < losses(text)[0] / 2
+    before, *_, last, merged = losses(text)
+    assert "50.0% sparse" in text and last < merged < before, "masks cost a part of what the adapters have learned"
 
 
 def test_every_example_has_a_test():

@@ -153,6 +153,7 @@ def test_the_norm_of_an_offloaded_gradient_lies_where_deepspeed_adds_it_up(monke
     zero = SimpleNamespace(offload_optimizer=True, norm_for_param_grads={}, get_param_id=lambda parameter: 7)
     zero._get_fp32_grad_state_partition = partition
     shards = object.__new__(slices.CutParameters)
+    shards._frozen = [False]
     shards.zero, shards.parameters, shards.slices = zero, [torch.nn.Parameter(torch.zeros(3))], [Shard.whole("w", (3,))]
     gradient = shards.gradient(0)
     assert gradient.data_ptr() == live.data_ptr() and gradient.tolist() == [3, 0, 4], "live, without the padding"
