@@ -24,6 +24,8 @@ from mst_scale.errors import UserError
 from mst_scale.shard import Shard
 from mst_scale.zero_shards.weight_files import Weights, untrained_of
 
+CONFIG = "mst_config"  # in a checkpoint's client_state: the keys that it was trained with (engine.config_record)
+
 
 def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> int:
     """Continue from the weights and masks of a checkpoint's folder, with a fresh optimizer. Returns its step.
@@ -48,7 +50,7 @@ def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> in
     if masked:
         engine.mst.masks_replaced()
         engine.mst.weights_taken()
-        engine.mst.record.resumed(state.get("mst_config"))
+        engine.mst.record.resumed(state.get(CONFIG))
     else:
         engine.mst.begin_with_these_weights()
     what = "weights, masks and" if masked else "weights (it has no masks) and"

@@ -31,39 +31,38 @@ class ChangedWeights:
     """Watches the parameters of one engine on this rank."""
 
     def __init__(self, engine: Any, masks: MaskSet, shards: zero_shards.Shards, everyone: Exchange):
-        self.engine, self.masks, self.everyone = engine, masks, everyone
+        """`shards` are those of the masks."""
+        self.engine, self.masks, self.shards, self.everyone = engine, list(masks), shards, everyone
         everything = dict(zero_shards.named_parameters(engine.module))
         self.trained = {name: (p, p.requires_grad) for name, p in everything.items()}
-        mine = {id(p): i for i, p in enumerate(shards.parameters)}
-        followed = zero_shards.optimized(engine) | mine.keys()
+        self.mask_of = {id(p): i for i, p in enumerate(shards.parameters)}
         renormed = {id(p) for m in engine.module.modules() if getattr(m, "max_norm", None) for p in m.parameters()}
-        watched = {n: p for n, p in everything.items() if id(p) in followed - renormed}
-        self.shards = zero_shards.shards_of(engine, watched)
-        self.names, self.parameters = list(watched), list(watched.values())
-        self.mask_at = [mine.get(id(p)) for p in self.parameters]
-        self.stamps: list[tuple[int, ...]] = []
+        followed = (zero_shards.optimized(engine) | self.mask_of.keys()) - renormed
+        self.watched = {name: p for name, p in everything.items() if id(p) in followed}
+        self.stamps: dict[str, tuple[int, ...]] = {}
         engine.register_forward_pre_hook(self._before_forward)
 
     def accept(self) -> None:
         """Weights are as a step, a load or the start has left them."""
-        self.stamps = [zero_shards.stamp(p) for p in self.parameters]
+        self.stamps = self._now()
 
     def check(self) -> None:
         """Mask again, or refuse, what has changed. Ranks change the same, or they would train different models."""
-        stamps = [zero_shards.stamp(p) for p in self.parameters]
+        stamps = self._now()
         if stamps == self.stamps:
             return
-        changed = [i for i, stamp in enumerate(stamps) if stamp != self.stamps[i]]
-        lost = [i for i in changed if not self.shards.matches_master(i)]
+        changed = {name: self.watched[name] for name, stamp in stamps.items() if stamp != self.stamps[name]}
+        places = zero_shards.shards_of(self.engine, changed)
+        lost = [name for i, name in enumerate(changed) if not places.matches_master(i)]
         error = None
         if lost:
             stage = self.engine.zero_optimization_stage()
             error = SharedMistake(
-                f"{self.names[lost[0]]} was changed between steps ({len(lost)} parameters were), and with the master "
-                f"copy of the weights at ZeRO stage {stage} the next step would undo it: {CURE}"
+                f"{lost[0]} was changed between steps ({len(lost)} parameters in all), and from the master copy of the "
+                f"weights at ZeRO stage {stage} the next step would undo it: {CURE}"
             )
         self.everyone.raise_first(error)
-        self._mask_again(changed)
+        self._mask_again([self.mask_of[id(p)] for p in changed.values() if id(p) in self.mask_of])
         self.accept()
 
     def check_training(self) -> None:
@@ -79,22 +78,27 @@ class ChangedWeights:
 
     def mask_frozen(self) -> None:
         """Mask frozen weights after a load; a checkpoint of adapters alone leaves those that the model came with."""
-        self._mask_again([i for i in range(len(self.names)) if self.shards.frozen(i)])
+        self._mask_again([i for i in range(len(self.masks)) if self.shards.frozen(i)])
+
+    def _now(self) -> dict[str, tuple[int, ...]]:
+        return {name: zero_shards.stamp(p) for name, p in self.watched.items()}
 
     def _before_forward(self, engine: Any, inputs: Any) -> None:
         if engine.module.training:  # averaged weights may be swapped in for an evaluation
             self.check()
 
     def _mask_again(self, changed: list[int]) -> None:
-        masks, found = list(self.masks), 0
+        found, first = 0, ""
         for i in changed:
-            at = self.mask_at[i]
-            if at is not None and not masks[at].dense:
-                found += (stray := masks[at].count_inactive(self.shards.read(i)))
-                if stray or self.shards.frozen(i):
-                    zero_shards.zero_inactive(self.shards, i, masks[at].flags())
+            mask = self.masks[i]
+            if mask.dense:
+                continue
+            stray = mask.count_inactive(self.shards.read(i))
+            found, first = found + stray, first or (mask.name if stray else "")
+            if stray or self.shards.frozen(i):  # all ranks together
+                zero_shards.zero_inactive(self.shards, i, mask.flags())
         if found:
             logger.warning(
                 "step %d: weights were changed other than by a step (%s): %d inactive ones are 0 again; %s",
-                self.engine.global_steps, self.names[changed[0]], found, CURE,
+                self.engine.global_steps, first, found, CURE,
             )  # fmt: skip

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from mst_scale import zero_shards
+from mst_scale.checkpoints.warm_start import CONFIG
 from mst_scale.config import Experiment
 from mst_scale.config.changes import differences, result_keys
 from mst_scale.distributed import logger
-
-STATE = "mst_config"  # in a checkpoint's client_state
 
 
 class ConfigRecord:
@@ -28,7 +27,7 @@ class ConfigRecord:
 
     def carry(self) -> None:
         """From now on checkpoints hold the config, and loads compare it."""
-        zero_shards.carry_state(self.engine, STATE, self.now, self.resumed)
+        zero_shards.carry_state(self.engine, CONFIG, self.now, self.resumed)
 
     def now(self) -> dict[str, Any]:
         return {

@@ -165,7 +165,7 @@ class SparseController(Controller):
                     raise SharedMistake(f"{file.path} masks no weight of the matrices that mst.targets chooses")
                 raise SharedMistake(
                     "method fixed keeps the zeros that the weights have, and they have none: load a pruned model "
-                    "before the first step, or name a file with mst.masks"
+                    "before mst_scale.initialize, or name a file with mst.masks"
                 )
             self.stepping, self.updated = True, False
             self.under_way = self._begin(step) if self._is_due(step) else None
