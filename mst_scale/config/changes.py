@@ -33,12 +33,16 @@ def result_keys(experiment: Experiment, own_loop: bool = False) -> dict[str, Any
     return found
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What a person reads of every key that differs: "KEY OLD → NEW". A key of ours that one side does not have is of
-    another version, and is not compared."""
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The keys that differ. A key of ours that one side does not have is of another version, and is not compared."""
     keys = (*before, *(new for new in now if new not in before))
     comparable = [k for k in keys if (k in before and k in now) or k.partition(".")[0] not in BLOCKS]
-    return [f"{key} {_said(before, key)} → {_said(now, key)}" for key in comparable if before.get(key) != now.get(key)]
+    return [key for key in comparable if before.get(key) != now.get(key)]
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What a person reads of each: "KEY OLD → NEW"."""
+    return [f"{key} {_said(before, key)} → {_said(now, key)}" for key in differing(before, now)]
 
 
 def _said(values: Mapping[str, Any], key: str) -> str:

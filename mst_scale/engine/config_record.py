@@ -6,13 +6,17 @@ masks that a run is given `sparse`. A user may change everything else.
 
 from __future__ import annotations
 
+from logging import INFO, WARNING
 from typing import Any
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints.warm_start import CONFIG
 from mst_scale.config import Experiment
-from mst_scale.config.changes import differences, result_keys
+from mst_scale.config.changes import differences, differing, result_keys
 from mst_scale.distributed import logger
+
+# How long a run is: what would not be the same run up to here is refused (`mask_files`, `pretrain.lengthen`, `branch`).
+LENGTH = ("training.steps", "training.warmup", "training.decay")
 
 
 class ConfigRecord:
@@ -42,4 +46,5 @@ class ConfigRecord:
         if before is None:
             logger.info("the checkpoint does not say with which config it was trained: changes are not checked")
         elif self.changes:
-            logger.warning("resuming with changes: %s", ", ".join(self.changes))
+            meant = set(differing(before, self.now())) <= set(LENGTH)
+            logger.log(INFO if meant else WARNING, "resuming with changes: %s", ", ".join(self.changes))
