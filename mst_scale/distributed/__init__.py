@@ -11,7 +11,7 @@ mesh       who shares a layer, a sequence, a batch
 parser     a wrong option is one line, on one rank
 """
 
-from mst_scale.distributed.errors import Damaged, FailedElsewhere, SharedMistake, exit_code, is_plain, one_line, shown
+from mst_scale.distributed.errors import FailedElsewhere, SharedMistake, exit_code, is_plain, one_line, shown
 from mst_scale.distributed.exits import end, leave, tell_launcher, thread_failed
 from mst_scale.distributed.group import Ranks, init
 from mst_scale.distributed.launch import free_port, launched_rank, several
@@ -19,6 +19,7 @@ from mst_scale.distributed.mesh import Mesh, Sizes
 from mst_scale.distributed.messages import logger, may_rewrite, speak
 from mst_scale.distributed.peers import Watch
 from mst_scale.distributed.votes import Verdict, Votes
+from mst_scale.errors import Damaged
 
 __all__ = [
     "Damaged",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
-from mst_scale.distributed.errors import FailedElsewhere, exit_code, one_line
+from mst_scale.distributed.errors import FailedElsewhere, exit_code, is_plain, one_line
 from mst_scale.distributed.launch import complete_environment
 from mst_scale.distributed.messages import logger, speak
 
@@ -79,8 +79,8 @@ class Ranks:
         try:
             return what(), None
         except Exception as error:
-            if not isinstance(error, ValueError | OSError):
-                error.add_note(traceback.format_exc()) if hasattr(error, "add_note") else None
+            if not is_plain(error) and hasattr(error, "add_note"):
+                error.add_note(traceback.format_exc())
             return None, error
 
     def _share(self, outcome: tuple[Any, Exception | None] | None, source: int) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.store import MANIFEST, UNIVERSAL
-from mst_scale.config import Experiment, read, to_dict
+from mst_scale.config import Experiment, read_saved, to_dict
 from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of
@@ -81,7 +81,7 @@ def refuse_another_model(out: Path, experiment: Experiment) -> None:
     path = out / "config.json"
     if not store.list_tags(out / "checkpoints") or not path.exists():
         return
-    before, now = read(path)[1], json.loads(json.dumps(to_dict(experiment)))
+    before, now = read_saved(path), json.loads(json.dumps(to_dict(experiment)))
     for block in SAME_ON_RESUME:
         if before.get(block) != now[block]:
             raise UserError(f"{path}: the run in {out} has another {block!r} block: choose another --out")
@@ -116,7 +116,7 @@ def _shape_of_run(out: Path, keys: Iterable[str]) -> dict[str, Any] | None:
     path = out / "config.json"
     if not store.list_tags(out / "checkpoints") or not path.exists():
         return None
-    before = read(path)[1]
+    before = read_saved(path)
     if before.get("training", {}).get("init") is None:
         return None
     logger.info("%s has a checkpoint: the weights of %s are not read again", out, before["training"]["init"])
@@ -193,5 +193,5 @@ def _stated(deepspeed: dict[str, Any], world_size: int) -> tuple[int, int, int] 
     """What the config's own words come to on these ranks; None where they do not go together."""
     try:
         return batch_shape(deepspeed, world_size)
-    except ValueError:
+    except UserError:
         return None

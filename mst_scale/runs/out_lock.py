@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mst_scale.distributed import logger
+from mst_scale.errors import UserError
 
 NAME = "run.lock"
 HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
@@ -31,12 +32,12 @@ class OutLock:
         self.file: TextIO | None = None
 
     def take(self, restarted: bool, patience: float = PATIENCE) -> None:
-        """A ValueError where another run holds it; after a launcher's restart an OSError, and only when it stays so."""
+        """A UserError where another run holds it; after a launcher's restart an OSError, and only when it stays so."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + (patience if restarted else BRIEFLY)
         while not self._taken():
             if time.monotonic() >= deadline:
-                kind = OSError if restarted else ValueError
+                kind = OSError if restarted else UserError
                 raise kind(
                     f"another run writes into {self.path.parent} ({self._holder()}): wait for its end, stop it, or "
                     "choose another --out"

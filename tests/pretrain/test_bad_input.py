@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mst_scale import distributed
+from mst_scale.errors import UserError
 from mst_scale.pretrain import start, training_loop
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, attempt, logged_attempt
@@ -157,6 +158,8 @@ EARLY = [  # refused by each process for itself, before it looks for others
     (lambda f: arguments(f, zero_optimization={"stage": 7}), 2, "the stages are 0, 1, 2 and 3"),
     (lambda f: arguments(f, fp16={"enabled": True}, bf16={"enabled": True}), 2, "choose one"),
     (lambda f: arguments(f, optimizer={"params": {}}), 2, "optimizer.params.lr"),
+    (lambda f: arguments(f, optimizer="AdamW"), 2, "optimizer must be an object"),
+    (lambda f: arguments(f, zero_optimization="1"), 2, "zero_optimization must be an object"),
     (lambda f: arguments(f, scheduler={"type": "WarmupLR"}), 2, "training.lr_schedule"),
     (lambda f: arguments(f, zero_optimisation={"stage": 1}), 2, "did you mean 'zero_optimization'"),
     (lambda f: arguments(f, train_batch_size=-8), 2, "train_batch_size must be a positive integer"),
@@ -182,7 +185,7 @@ LATE = [  # refused by one rank, for all
     (lambda f: arguments(f, model={"n_embd": 2**16, "n_layer": 100}), 2, "GB a process in float32, and this machine"),
     (lambda f: adam(f, foo=1), 2, "optimizer.params.foo: AdamW has no such parameter"),
     (lambda f: adam(f, bias_correction=3), 2, "optimizer.params.bias_correction must be true or false, not 3"),
-    (lambda f: adam(f, amsgrad=True), 2, "DeepSpeed cannot run this config: FusedAdam does not support"),
+    (lambda f: adam(f, amsgrad=True), 2, "optimizer.params.amsgrad: DeepSpeed's AdamW has no AMSGrad"),
     (lambda f: arguments(f, optimizer={"type": "AdamX"}), 2, "optimizer.type = 'AdamX': there is no such optimizer"),
     (
         lambda f: arguments(f, optimizer={"type": "SGD", "params": {"lr": 1, "momentum": "x"}}),
@@ -210,13 +213,13 @@ LATE = [  # refused by one rank, for all
     (lambda f: arguments(f, data={"source": loop(f)}), 2, "no such file"),
     (empty_data_folder, 2, "there is no"),
     (short_data, 2, "fewer than one sequence"),
-    (odd_data, 2, "odd number of bytes"),
+    (odd_data, 1, "odd number of bytes"),
     (foreign_ids, 2, "holds id"),
     (large_vocabulary_in_an_old_bin, 2, "uint16"),
-    (truncated_corpus, 2, "damaged or was replaced"),
+    (truncated_corpus, 1, "damaged or was replaced"),
     (no_data_at_all, 2, "no data: give --data DIR"),
     (another_model_in_out, 2, "has another 'model' block"),
-    (broken_config_in_out, 2, "out/config.json: not valid JSON"),
+    (broken_config_in_out, 1, "out/config.json"),
     (another_precision_in_out, 2, "trains in fp32, not bf16: choose another --out"),
     (another_method_in_out, 2, "is of method static, not dense: choose another --out"),
     (run_exists_and_resume_never, 2, "holds a run already"),
@@ -344,9 +347,9 @@ def test_a_loss_that_stays_non_finite_stops_the_run_and_spares_the_checkpoint(tm
     """Rank 1's weights turn NaN after step 5: the next losses are NaN on one rank, both stop after 3 in a row."""
     argv = arguments(tmp_path, "--steps", "12", "--set", "training.stop_after_nonfinite=3")
     results = pool.run(poison, 2, argv, str(tmp_path / "out"))
-    assert [code for code, _, _ in results] == [1, 1]
+    assert [code for code, _, _ in results] == [3, 3]
     texts = [text for _, text, _ in results if "not a finite number in 3 steps in a row up to step 8" in text]
-    assert len(texts) >= 1, results
+    assert len(texts) == 1 and "Traceback" not in texts[0], results
     assert results[0][2] == ["step00000004"], "step 8 was not saved"
 
 
@@ -396,7 +399,7 @@ def remove(rank: int, world: int, argv: list[str], out: str) -> tuple[int, str]:
 def ending(error: Exception, linger: float, **environment: str) -> subprocess.Popen[str]:
     """A process that ends with `error` before it has met the others."""
     lines = f"exits.LINGER = {linger}", "print('here', flush=True)", f"exits.end({error!r})"
-    program = "; ".join(["from mst_scale.distributed import exits", *lines])
+    program = "; ".join(["from mst_scale.distributed import exits", "from mst_scale.errors import UserError", *lines])
     return subprocess.Popen(
         [sys.executable, "-c", program], env=tiny_run.environment(**environment), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -405,7 +408,7 @@ def ending(error: Exception, linger: float, **environment: str) -> subprocess.Po
 
 def test_a_rank_that_finds_the_mistake_first_lets_rank_0_say_it():
     """A launcher ends all ranks once one has failed: rank 1 waits for that, or rank 0 might never be heard."""
-    child = ending(ValueError("wrong"), 60.0, RANK="1", LOCAL_RANK="1")
+    child = ending(UserError("wrong"), 60.0, RANK="1", LOCAL_RANK="1")
     assert child.stdout is not None and child.stdout.readline() == "here\n"
     with pytest.raises(subprocess.TimeoutExpired):
         child.wait(3)
@@ -424,7 +427,7 @@ def test_a_rank_that_finds_the_mistake_first_lets_rank_0_say_it():
     ],
 )
 def test_a_mistake_of_one_machine_is_said_by_its_first_rank(ranks, said):
-    child = ending(ValueError("wrong"), 0.1, **ranks)
+    child = ending(UserError("wrong"), 0.1, **ranks)
     assert (child.communicate(timeout=60)[1], child.returncode) == (said, 2)
 
 
