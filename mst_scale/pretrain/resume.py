@@ -21,7 +21,7 @@ from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of
 from mst_scale.distributed import Ranks, Sizes, logger
-from mst_scale.errors import UserError
+from mst_scale.errors import Damaged, UserError
 from mst_scale.runs import run_file
 
 # The blocks in which a resumed run must agree with its checkpoint.
@@ -139,7 +139,7 @@ def loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any]) -> tuple[Pat
             return copy, True
         logger.error("%s is damaged: %s", copy, faults[0] if faults else "on another rank's share")
     logger.info("%s: making a copy that they can load", misfit)
-    seconds = ranks.on_first(lambda: _reshaped(source, misfit))
+    seconds = ranks.on_first(lambda: _reshaped(source, misfit), long=True)
     logger.info("made %s in %.1f s (mst reshape makes it beforehand)", copy, seconds)
     return copy, True
 
@@ -149,7 +149,7 @@ def _reshaped(source: Path, misfit: str) -> float:
 
     try:
         return reshape(source).seconds
-    except (UserError, OSError) as error:
+    except (UserError, Damaged, OSError) as error:
         kind = UserError if isinstance(error, UserError) else OSError
         raise kind(
             f"{misfit}, and no copy for them could be made ({error}): start on as many ranks as before, or make one "

@@ -49,6 +49,7 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
     threading.excepthook = distributed.thread_failed
     args = arguments(argv, __doc__)
     experiment = experiment_of(args)
+    distributed.timeout()  # refused here where it is no number: DeepSpeed's import would fail
     starting = Starting()
     starting.begins("torch and DeepSpeed")
     from mst_scale.pretrain.training_loop import train
