@@ -124,8 +124,14 @@ use_cpu_without_gpus() {
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_of "$1")}"
 }
 
+# A port for the ranks to meet at; fails where none is found.
 free_port() {
-    python -c 'from mst_scale.distributed import free_port; print(free_port())'
+    python -c '
+from mst_scale.distributed import end, free_port
+try:
+    print(free_port())
+except OSError as error:
+    end(error)'
 }
 
 # The processes below PID, those nearest to it first.
@@ -149,14 +155,17 @@ ranks_below() {
     done
 }
 
-# ask_ranks_below PID: one signal to one rank is enough for all to save and end; before there are any, end all that is
-# there. DeepSpeed's runner alone would leave behind what it has started; a rank that comes meanwhile saves and ends.
+# ask_ranks_below PID: one signal to one rank is enough for all to save and end; one that is frozen wakes up for it
+# (SIGCONT). Before there are any ranks, end all that is there. DeepSpeed's runner alone would leave behind what it has
+# started; a rank that comes meanwhile saves and ends.
 ask_ranks_below() {
     local pids
     pids="$(ranks_below "$1")"
     if [ -n "$pids" ]; then
         # shellcheck disable=SC2086
         kill -USR1 $pids 2>/dev/null
+        # shellcheck disable=SC2086
+        kill -CONT $pids 2>/dev/null
     else
         # shellcheck disable=SC2046
         kill -TERM "$1" $(all_below "$1") 2>/dev/null
@@ -205,7 +214,7 @@ remind() {
     local pids
     pids="$(ranks_below "$1")"
     # shellcheck disable=SC2086
-    [ -z "$pids" ] || kill -USR1 $pids
+    [ -z "$pids" ] || { kill -USR1 $pids; kill -CONT $pids; }
 }
 # The first signal lets the ranks save; a second Ctrl-C does not wait for them. It must not fail: a trap that does would
 # end the launcher.
@@ -227,15 +236,30 @@ listen() {
     done
 }
 
-# keep_running: `start` again, from the newest whole checkpoint, when it fails; not where that cannot help (wrong use).
+# outcome CODE: what run.json says of the start that has ended with this code (mst_scale/pretrain/outcome.py).
+# DeepSpeed's runner ends with 0 when its launcher is killed.
+outcome() {
+    # shellcheck disable=SC2154
+    python -m mst_scale.pretrain.outcome "$1" --deepspeed_config "$config" "${arguments[@]}" </dev/null
+}
+
+# keep_running: `start` again, from the newest whole checkpoint, when it fails; not where that cannot help (wrong use, and
+# a run that diverges at the same step again). A launcher has set `config` and `arguments`, those of mst_scale.pretrain.
 keep_running() {
     local attempt=0 code began wait_for
     listen
     while :; do
         began=$SECONDS
-        export MST_RESTART="$attempt"
+        export MST_RESTART="$attempt" MST_START="$$-$RANDOM-$SECONDS"
         code=0
         start || code=$?
+        if [ "$code" -eq 0 ] && [ "$(outcome 0)" != done ]; then
+            echo 'mst_scale: the ranks are gone, and run.json does not say that the run is finished' >&2
+            code=1
+        elif [ "$code" -eq 3 ] && [ "$(outcome 3)" = stop ]; then
+            echo 'mst_scale: the run has diverged at the same step as before; it is not started again' >&2
+            return 3
+        fi
         case "$code" in 0 | 2 | 126 | 127) return "$code" ;; esac
         [ -z "$stopping" ] || return "$code"
         [ $((SECONDS - began)) -lt "$healthy" ] || attempt=0

@@ -12,7 +12,7 @@ parser     a wrong option is one line, on one rank
 """
 
 from mst_scale.distributed.errors import FailedElsewhere, SharedMistake, exit_code, is_plain, one_line, shown
-from mst_scale.distributed.exits import end, leave, tell_launcher, thread_failed
+from mst_scale.distributed.exits import end, end_with_launcher, leave, tell_launcher, thread_failed
 from mst_scale.distributed.group import Ranks, init
 from mst_scale.distributed.launch import free_port, launched_rank, several, timeout
 from mst_scale.distributed.mesh import Mesh, Sizes
@@ -32,6 +32,7 @@ __all__ = [
     "Votes",
     "Watch",
     "end",
+    "end_with_launcher",
     "exit_code",
     "free_port",
     "init",
