@@ -36,7 +36,7 @@ import socket
 import sys
 import threading
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mst_scale.distributed.errors import FailedElsewhere
 from mst_scale.distributed.group import Ranks
@@ -205,7 +205,7 @@ class Watch:
                 looked = now
                 for key, _ in ready:
                     if key.data is None:
-                        self._note_signals()
+                        self._note_signals(key.fileobj)
                     elif any(self._hear(key.data, line) for line in key.data.lines()):
                         selector.unregister(key.fileobj)
                         there.remove(key.data)
@@ -237,10 +237,10 @@ class Watch:
             return True
         return False
 
-    def _note_signals(self) -> None:
+    def _note_signals(self, signals: Any) -> None:
         """A rank that was asked to stop tells rank 0, which may have heard nothing of it."""
-        assert self.ranks is not None and self.signals is not None
-        if any(number in STOP_SIGNALS for number in self.signals.recv(64)):
+        assert self.ranks is not None
+        if any(number in STOP_SIGNALS for number in signals.recv(64)):
             self.silence = min(self.silence, STOPPING_SECONDS)
             if not self.ranks.first:
                 self.peers[0].send("stopping")

@@ -1,5 +1,6 @@
 """A user's mistake costs one line on one rank, exit code 2 or 1, no traceback, and no rank hangs."""
 
+import errno
 import json
 import os
 import shutil
@@ -251,6 +252,57 @@ def test_refused_on_one_rank_for_all(tmp_path, make, code, message):
     assert len(lines) == 1, results
     assert message in lines[0]
     assert "Traceback" not in "".join(text for _, text in results)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_disk_that_fails_is_no_wrong_use(tmp_path, monkeypatch, number):
+    """The config is there, and can be read when the disk is back: a launcher starts the run again."""
+    argv, read = arguments(tmp_path), Path.read_text
+
+    def fails(path, *args, **named):
+        if path.name == "config.json":
+            raise OSError(number, os.strerror(number))
+        return read(path, *args, **named)
+
+    monkeypatch.setattr(Path, "read_text", fails)
+    code, text = attempt(0, 1, argv)
+    assert code == 1 and len(text.splitlines()) == 1 and "config.json" in text and os.strerror(number) in text
+
+
+@pytest.mark.parametrize("step", [2, 8], ids=["inactive weights", "scores"])
+def test_weights_that_are_nan_are_divergence_said_once(tmp_path, step):
+    """They are noticed when masked weights are counted after the first updates, and later by the topology step."""
+    mst = {"method": "rigl", "sparsity": {"max": 0.5}, "topology": {"interval": 3}}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    results = pool.run(poison_moments, 2, arguments(tmp_path, optimizer=optimizer, mst=mst), step)
+    assert [code for code, _ in results] == [3, 3], results
+    lines = [line for _, text in results for line in text.splitlines() if "NaN" in line]
+    assert len(lines) == 1 and "optimizer.params.lr" in lines[0], results
+    assert "Traceback" not in "".join(text for _, text in results)
+
+
+def poison_moments(rank: int, world: int, argv: list[str], step: int) -> tuple[int, str]:
+    """As a learning rate of 1e30 does; gradients that are not finite DeepSpeed leaves out."""
+    inner = training_loop.Run._update
+
+    def update(self):
+        if self.step == step and rank == 1:
+            for state in self.engine.optimizer.optimizer.state.values():
+                state["exp_avg"].fill_(np.nan)
+        return inner(self)
+
+    training_loop.Run._update = update
+    try:
+        return attempt(rank, world, argv)
+    finally:
+        training_loop.Run._update = inner
+
+
+def test_without_eps_the_optimizer_is_named_and_not_the_learning_rate(tmp_path):
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "eps": 0.0, "torch_adam": True}}
+    results = pool.run(attempt, 2, arguments(tmp_path, "--method", "rigl", optimizer=optimizer), seconds=120)
+    assert [code for code, _ in results] == [2, 2], results
+    assert "eps > 0" in results[0][1] and "optimizer.params.lr" not in results[0][1]
 
 
 def test_early_refusals_are_said_by_rank_0_alone(tmp_path, monkeypatch):
