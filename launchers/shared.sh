@@ -25,6 +25,11 @@ wrong() {
     exit 2
 }
 
+failed() {
+    printf 'mst_scale: %s\n' "$1" >&2
+    exit 1
+}
+
 # takes NAME "$@": the value of an option; fails where there is none.
 value_of() {
     if [ "$#" -lt 2 ] || [ -z "$2" ]; then wrong "$1 needs a value: see --help"; fi
@@ -44,7 +49,8 @@ need_config() {
     local said
     [ -n "${1:-}" ] || wrong "which config? a file, or the name of a ready one, such as demo; see --help"
     [ -f "$1" ] || { [ -f "$root/ds_configs/$1.json" ] && [[ "$1" != */* ]]; } || {
-        said="$(python -c 'import sys; from mst_scale.config import ready; print(ready.refusal(sys.argv[1]))' "$1")"
+        said="$(python -c 'import sys; from mst_scale.config import ready; print(ready.refusal(sys.argv[1]))' "$1")" ||
+            failed "$1 could not be looked up"
         wrong "$said"
     }
 }
@@ -52,10 +58,12 @@ need_config() {
 # need_whole_groups CONFIG NODE=PROCESSES… [--mapped OPTION] -- ARGUMENTS…: ranks that share a layer (DeepSpeed's
 # tensor_parallel.autotp_size) must stay inside a node. Nothing is asked where neither config nor arguments name the key.
 need_whole_groups() {
-    local said file="$1"
+    local said file="$1" code=0
     [ -f "$file" ] || file="$root/ds_configs/$file.json"
     grep -qs autotp_size "$file" || [[ "$*" == *autotp_size* ]] || return 0
-    said="$(python -m mst_scale.config.placement "$@")" || wrong "${said:-the sizes of tensor-parallel groups could not be read}"
+    said="$(python -m mst_scale.config.placement "$@")" || code=$?
+    [ "$code" -ne 2 ] || wrong "$said"
+    [ "$code" -eq 0 ] || failed 'the sizes of tensor-parallel groups could not be read'
 }
 
 # quoted WORD…: one string that a shell reads back as these words.
