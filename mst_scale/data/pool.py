@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from mst_scale.errors import Damaged, UserError
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -67,7 +65,7 @@ def _serve(work: Callable[[Any], Any], pipe: Connection, inherited: list[Connect
         try:
             outcome: tuple[Any, Exception | None] = (work(item), None)
         except Exception as error:
-            outcome = (None, error if isinstance(error, UserError | Damaged | OSError) else RuntimeError(repr(error)))
+            outcome = (None, error if isinstance(error, ValueError | OSError) else RuntimeError(repr(error)))
         try:
             pipe.send(outcome)
         except ConnectionError:
