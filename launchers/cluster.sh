@@ -31,8 +31,9 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"
 [ -z "${GLOO_SOCKET_IFNAME:-}" ] || export GLOO_SOCKET_IFNAME
 
 # --- DeepSpeed ---
-# Minutes that a rank waits for the others in a collective or at a barrier, also while a slow disk takes a checkpoint.
-export DEEPSPEED_TIMEOUT="${DEEPSPEED_TIMEOUT:-60}"
+# Minutes that a rank waits for the others: in any collective, also while a slow disk takes a checkpoint, and for a sign
+# of life from a rank that is frozen. Whoever keeps them waiting is named, and the run starts again.
+export DEEPSPEED_TIMEOUT="${DEEPSPEED_TIMEOUT:-30}"
 
 # --- Python ---
 # Output appears when it is written, also through ssh and in Slurm's log.
@@ -50,5 +51,5 @@ ulimit -c "${MST_CORE_LIMIT:-0}" 2>/dev/null || true
 carried=(
     PATH PYTHONPATH LD_LIBRARY_PATH OMP_NUM_THREADS PYTORCH_CUDA_ALLOC_CONF TORCH_NCCL_ASYNC_ERROR_HANDLING
     GLOO_SOCKET_IFNAME DEEPSPEED_TIMEOUT PYTHONUNBUFFERED PYTHONFAULTHANDLER TORCH_EXTENSIONS_DIR DS_ACCELERATOR HF_HOME
-    MST_LAUNCHER MST_RESTART MST_TRACEBACK MST_PROGRESS
+    MST_LAUNCHER MST_RESTART MST_START MST_TRACEBACK MST_PROGRESS
 )

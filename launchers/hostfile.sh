@@ -114,8 +114,8 @@ every_node() {
         code=0
         wait -n || code=$?
         [ "$code" -eq 0 ] || [ "$worst" -ne 0 ] || stop_what_waits "$BASHPID"
-        # 2 is a user's mistake, which rank 0 has found: more telling than the 1 of those that it has ended
-        if [ "$code" -ne 0 ] && { [ "$worst" -eq 0 ] || [ "$code" -eq 2 ]; }; then worst="$code"; fi
+        # 2 (wrong use) and 3 (diverged) come from the ranks: more telling than the 1 of those that were ended
+        if [ "$code" -ne 0 ] && { [ "$worst" -eq 0 ] || [ "$code" -eq 2 ] || [ "$code" -eq 3 ]; }; then worst="$code"; fi
     done
     return "$worst"
 }

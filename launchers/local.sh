@@ -45,13 +45,16 @@ compose() { # PORT [arguments of pretrain]
         --module mst_scale.pretrain --deepspeed_config "$config" "${@:2}")
 }
 if [ -n "$dry_run" ]; then
-    compose "${port:-$(free_port)}" "$@" # without --port each start takes another free one
+    chosen="${port:-$(free_port)}" # without --port each start takes another free one
+    compose "$chosen" "$@"
     with_environment "${command[@]}"
     exit 0
 fi
 arguments=("$@")
 start() {
-    compose "${port:-$(free_port)}" "${arguments[@]}"
+    local chosen="$port"
+    [ -n "$chosen" ] || chosen="$(free_port)" || return 1
+    compose "$chosen" "${arguments[@]}"
     guarded setsid "${command[@]}"
 }
 ask_to_stop() { ask_ranks_below "$1"; }

@@ -84,6 +84,7 @@ if [ -n "$dry_run" ]; then
     with_environment "${command[@]}"
     exit 0
 fi
+arguments=("$@")
 start() { guarded setsid "${command[@]}"; }
 ask_to_stop() { kill -USR1 "$1" 2>/dev/null || true; } # mpirun hands it on to the ranks
 remind() { ask_to_stop "$1"; }

@@ -25,6 +25,11 @@ wrong() {
     exit 2
 }
 
+failed() {
+    printf 'mst_scale: %s\n' "$1" >&2
+    exit 1
+}
+
 # takes NAME "$@": the value of an option; fails where there is none.
 value_of() {
     if [ "$#" -lt 2 ] || [ -z "$2" ]; then wrong "$1 needs a value: see --help"; fi
@@ -44,7 +49,8 @@ need_config() {
     local said
     [ -n "${1:-}" ] || wrong "which config? a file, or the name of a ready one, such as demo; see --help"
     [ -f "$1" ] || { [ -f "$root/ds_configs/$1.json" ] && [[ "$1" != */* ]]; } || {
-        said="$(python -c 'import sys; from mst_scale.config import ready; print(ready.refusal(sys.argv[1]))' "$1")"
+        said="$(python -c 'import sys; from mst_scale.config import ready; print(ready.refusal(sys.argv[1]))' "$1")" ||
+            failed "$1 could not be looked up"
         wrong "$said"
     }
 }
@@ -52,10 +58,12 @@ need_config() {
 # need_whole_groups CONFIG NODE=PROCESSES… [--mapped OPTION] -- ARGUMENTS…: ranks that share a layer (DeepSpeed's
 # tensor_parallel.autotp_size) must stay inside a node. Nothing is asked where neither config nor arguments name the key.
 need_whole_groups() {
-    local said file="$1"
+    local said file="$1" code=0
     [ -f "$file" ] || file="$root/ds_configs/$file.json"
     grep -qs autotp_size "$file" || [[ "$*" == *autotp_size* ]] || return 0
-    said="$(python -m mst_scale.config.placement "$@")" || wrong "${said:-the sizes of tensor-parallel groups could not be read}"
+    said="$(python -m mst_scale.config.placement "$@")" || code=$?
+    [ "$code" -ne 2 ] || wrong "$said"
+    [ "$code" -eq 0 ] || failed 'the sizes of tensor-parallel groups could not be read'
 }
 
 # quoted WORD…: one string that a shell reads back as these words.
@@ -124,8 +132,14 @@ use_cpu_without_gpus() {
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_of "$1")}"
 }
 
+# A port for the ranks to meet at; fails where none is found.
 free_port() {
-    python -c 'from mst_scale.distributed import free_port; print(free_port())'
+    python -c '
+from mst_scale.distributed import end, free_port
+try:
+    print(free_port())
+except OSError as error:
+    end(error)'
 }
 
 # The processes below PID, those nearest to it first.
@@ -149,14 +163,17 @@ ranks_below() {
     done
 }
 
-# ask_ranks_below PID: one signal to one rank is enough for all to save and end; before there are any, end all that is
-# there. DeepSpeed's runner alone would leave behind what it has started; a rank that comes meanwhile saves and ends.
+# ask_ranks_below PID: one signal to one rank is enough for all to save and end; one that is frozen wakes up for it
+# (SIGCONT). Before there are any ranks, end all that is there. DeepSpeed's runner alone would leave behind what it has
+# started; a rank that comes meanwhile saves and ends.
 ask_ranks_below() {
     local pids
     pids="$(ranks_below "$1")"
     if [ -n "$pids" ]; then
         # shellcheck disable=SC2086
         kill -USR1 $pids 2>/dev/null
+        # shellcheck disable=SC2086
+        kill -CONT $pids 2>/dev/null
     else
         # shellcheck disable=SC2046
         kill -TERM "$1" $(all_below "$1") 2>/dev/null
@@ -205,7 +222,7 @@ remind() {
     local pids
     pids="$(ranks_below "$1")"
     # shellcheck disable=SC2086
-    [ -z "$pids" ] || kill -USR1 $pids
+    [ -z "$pids" ] || { kill -USR1 $pids; kill -CONT $pids; }
 }
 # The first signal lets the ranks save; a second Ctrl-C does not wait for them. It must not fail: a trap that does would
 # end the launcher.
@@ -227,15 +244,30 @@ listen() {
     done
 }
 
-# keep_running: `start` again, from the newest whole checkpoint, when it fails; not where that cannot help (wrong use).
+# outcome CODE: what run.json says of the start that has ended with this code (mst_scale/pretrain/outcome.py).
+# DeepSpeed's runner ends with 0 when its launcher is killed.
+outcome() {
+    # shellcheck disable=SC2154
+    python -m mst_scale.pretrain.outcome "$1" --deepspeed_config "$config" "${arguments[@]}" </dev/null
+}
+
+# keep_running: `start` again, from the newest whole checkpoint, when it fails; not where that cannot help (wrong use, and
+# a run that diverges at the same step again). A launcher has set `config` and `arguments`, those of mst_scale.pretrain.
 keep_running() {
     local attempt=0 code began wait_for
     listen
     while :; do
         began=$SECONDS
-        export MST_RESTART="$attempt"
+        export MST_RESTART="$attempt" MST_START="$$-$RANDOM-$SECONDS"
         code=0
         start || code=$?
+        if [ "$code" -eq 0 ] && [ "$(outcome 0)" != done ]; then
+            echo 'mst_scale: the ranks are gone, and run.json does not say that the run is finished' >&2
+            code=1
+        elif [ "$code" -eq 3 ] && [ "$(outcome 3)" = stop ]; then
+            echo 'mst_scale: the run has diverged at the same step as before; it is not started again' >&2
+            return 3
+        fi
         case "$code" in 0 | 2 | 126 | 127) return "$code" ;; esac
         [ -z "$stopping" ] || return "$code"
         [ $((SECONDS - began)) -lt "$healthy" ] || attempt=0

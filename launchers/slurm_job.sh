@@ -54,16 +54,18 @@ export MST_STOPPED="$scratch/stopped"
 # And a rank of this node this one when it has found a user's mistake. srun hands on the highest of all exit codes: that
 # of a task which it ended (143), where there is one.
 export MST_REFUSED="$scratch/refused"
+export MST_DIVERGED="$scratch/diverged" # likewise where the run has diverged
 
 # another port for each start: the one before may still be closing its connections. From 32768 on the system gives ports
 # to any connection.
 port_of() { printf '%s' $((20000 + (SLURM_JOB_ID * 16 + $1 + ${SLURM_RESTART_COUNT:-0}) % 12000)); }
 start() {
     local code=0
-    rm -f "$MST_STOPPED" "$MST_REFUSED"
+    rm -f "$MST_STOPPED" "$MST_REFUSED" "$MST_DIVERGED"
     MASTER_PORT="$(port_of "$MST_RESTART")"
     export MASTER_PORT
     guarded "${step[@]}" || code=$?
+    [ ! -e "$MST_DIVERGED" ] || code=3
     [ ! -e "$MST_REFUSED" ] || code=2
     return "$code"
 }
@@ -106,7 +108,7 @@ esac
 if [ "$code" -ne 2 ] && { [ -n "$stopping" ] || { [ "$code" -eq 0 ] && [ -e "$MST_STOPPED" ]; }; }; then
     echo "mst_scale: the job was asked to stop; its run goes on in the next job"
     requeue
-elif [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "$failures" -lt "$requeues" ]; then
+elif [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "$code" -ne 3 ] && [ "$failures" -lt "$requeues" ]; then
     echo "mst_scale: the run failed on these nodes ($SLURM_JOB_NODELIST); it is queued again" >&2
     scontrol update "JobId=$SLURM_JOB_ID" "Comment=${comment:+$comment }mst_failures=$((failures + 1))"
     requeue

@@ -81,4 +81,4 @@ for method in methods:
     else:
         print(f"{method:<14}{0:>5}{'–':>18}{'–':>14}{'–':>8}")
 TABLE
-[ "$failed" -eq 0 ] || wrong "$failed runs failed: the same command tries them again"
+[ "$failed" -eq 0 ] || failed "$failed runs failed: the same command tries them again"

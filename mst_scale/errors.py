@@ -1,8 +1,10 @@
 """The errors that decide how a program ends: a wrong use, a run that diverged, or a damaged file.
 
 UserError        wrong use: one line that says how to fix it, exit code 2, never restarted
-DivergedError    the loss or a score is not finite: exit code 3
-anything else    a crash: a traceback and exit code 1, which launchers restart
+DivergedError    the loss or a score is not finite: one line, exit code 3; restarted, unless it recurs at the same step
+Damaged          a file is not what was written: one line, exit code 1
+OSError          the machine failed (disk full, I/O error, network): one line, exit code 1, restarted
+anything else    a crash: a traceback and exit code 1, restarted
 """
 
 from __future__ import annotations
@@ -18,3 +20,7 @@ class UserError(ValueError):
 
 class DivergedError(ArithmeticError):
     """The loss or a score is not finite, so that training cannot continue from here."""
+
+
+class Damaged(ValueError):
+    """A file does not hold what was written to it (cut short, a flipped bit). Nobody has used anything wrongly."""

@@ -174,7 +174,7 @@ def restore(checkpoint: Path, keeper: Keeper, state: Mapping[str, Any] | None) -
         found = _fitting(checkpoint, keeper, state, names)
         mine = set(keeper.masks.names)  # of a pipeline's masks those of this stage
         keeper.masks.load([{name: mask for name, mask in shards.items() if name in mine} for shards in found.ranks])
-    except (ValueError, OSError) as error:
+    except Exception as error:  # whatever it is: the other ranks must not wait for this one
         failure = error
     keeper.everyone.raise_first(failure)
     assert state is not None
@@ -239,11 +239,29 @@ def _schedule_in(words: str) -> Schedule | None:
         values = {k.arg: k.value for k in ast.parse(words, mode="eval").body.keywords}  # type: ignore[attr-defined]
         pieces = [[ast.literal_eval(k.value) for k in piece.keywords] for piece in values.pop("pieces").elts]
         del values["update_until"]
-        return Schedule(
+        schedule = Schedule(
             phases=tuple(Phase(*piece) for piece in pieces), **{k: ast.literal_eval(v) for k, v in values.items()}
         )
-    except (SyntaxError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
-        return None
+    except (SyntaxError, ValueError, TypeError, AttributeError, KeyError, RecursionError, MemoryError):
+        return None  # ast reports what is nested too deep as MemoryError
+    return schedule if _is_sound(schedule) else None
+
+
+def _is_sound(schedule: Schedule) -> bool:
+    """Whether a schedule read from a file has the types of one, and phases that cover the run without gaps."""
+    if not isinstance(schedule.cosine_bounds, tuple):
+        return False
+    whole = [schedule.total_steps, schedule.interval, *schedule.cosine_bounds]
+    whole += [number for phase in schedule.phases for number in (phase.start, phase.stop, phase.stages)]
+    shares = (schedule.max_sparsity, schedule.update_fraction, schedule.update_decay)
+    if not all(type(number) is int and number >= 0 for number in whole) or schedule.interval == 0:
+        return False
+    if not all(type(share) in (int, float) and 0 <= share <= 1 for share in shares):
+        return False
+    ends = [0, *(phase.stop for phase in schedule.phases)]
+    joined = all(before == phase.start < phase.stop for before, phase in zip(ends, schedule.phases, strict=False))
+    named = all(phase.name in ("warmup", "ultra", "restore", "dense") for phase in schedule.phases)
+    return joined and named and 0 < ends[-1] == schedule.total_steps
 
 
 def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:
@@ -256,7 +274,7 @@ def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:
     for folder in (checkpoint.parent, *sorted(checkpoint.parent.iterdir())):
         if not file_of(folder, 0).is_file():
             continue
-        with contextlib.suppress(ValueError), _opened(file_of(folder, 0)) as file:  # a damaged one is another's
+        with contextlib.suppress(Damaged), _opened(file_of(folder, 0)) as file:  # a damaged one is another's
             head = _said(file)
             if isinstance(head, dict) and all(head.get(key) == value for key, value in state.items()):
                 return folder

@@ -67,7 +67,7 @@ def inspect(path: Path) -> Report:
     masks = mask_files.read_all(checkpoint)
     try:
         layers = [report(name, masks.shards(name)) for name in masks.head["names"]]
-    except ValueError as error:
+    except (UserError, Damaged) as error:
         raise Damaged(f"{checkpoint}: {error}") from None
     weights, active = sum(math.prod(layer.shape) for layer in layers), sum(layer.active for layer in layers)
     sparsity = 1 - active / weights if weights else 0.0

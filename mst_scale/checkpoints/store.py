@@ -20,6 +20,7 @@ from typing import Any
 
 from mst_scale.distributed import Damaged, FailedElsewhere, Ranks, Sizes, logger
 from mst_scale.errors import UserError
+from mst_scale.latest import tag_in
 
 PARTIAL = ".partial"
 ASIDE = ".aside"
@@ -114,8 +115,8 @@ def locate(path: Path) -> Path:
     if tags:
         raise Damaged(f"no checkpoint in {folder} is whole")
     latest = folder / "latest"
-    if latest.is_file() and (folder / latest.read_text().strip()).is_dir():
-        return folder / latest.read_text().strip()
+    if latest.is_file() and (named := folder / tag_in(latest)).is_dir():
+        return named
     raise UserError(f"{path} holds no checkpoint: give a run's folder, or one of its checkpoints/step…")
 
 

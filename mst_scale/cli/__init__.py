@@ -2,7 +2,8 @@
 
 One file a verb; plan_text is how `mst plan` speaks.
 
-Exit codes: 0 done, 1 it failed, 2 used wrongly. A user's mistake is one line; MST_TRACEBACK=1 shows where it arose.
+Exit codes: 0 success, 1 failure, 2 usage error, 3 diverged. Usage errors print one line; set MST_TRACEBACK=1 for a full
+traceback.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from mst_scale.config.blocks import (
     TrainingConfig,
     in_steps,
 )
-from mst_scale.config.load import BLOCKS, load, read, resolve, states, to_dict
+from mst_scale.config.load import BLOCKS, load, read, read_saved, resolve, states, to_dict
 from mst_scale.config.method import MSTConfig
 from mst_scale.config.presets import MODELS, RECIPES
 from mst_scale.config.targets import TargetsConfig
@@ -42,6 +42,7 @@ __all__ = [
     "in_steps",
     "load",
     "read",
+    "read_saved",
     "resolve",
     "states",
     "to_dict",

@@ -83,9 +83,6 @@ def check(experiment: Experiment) -> None:
             f"training.min_lr = {training.min_lr:g} is above optimizer.params.lr = {peak:g}, and the rate would rise: "
             "set training.min_lr below it"
         )
-    for key in ("zero_optimization", "optimizer", *PRECISIONS, "data_types"):
-        if not isinstance(ds.get(key, {}), dict):
-            raise UserError(f"{key} must be an object, not {shown(ds[key])}")
     stage = ds.get("zero_optimization", {}).get("stage", 0)
     if not isinstance(stage, int) or isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise UserError(f"zero_optimization.stage = {shown(stage)}: the stages are 0, 1, 2 and 3")

@@ -50,5 +50,5 @@ def refuse(experiment: Experiment, begun: bool) -> None:
     small = smaller_model(mst.grow_from)
     try:
         mst.growth.refuse(small, experiment.model)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{OPTION} {mst.grow_from}: {error}") from None

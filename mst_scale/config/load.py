@@ -31,10 +31,11 @@ from mst_scale.config.presets import MODELS, RECIPES
 from mst_scale.config.ready import config_file, refusal
 from mst_scale.config.support import known_keys
 from mst_scale.distributed import shown
-from mst_scale.errors import UserError
+from mst_scale.errors import Damaged, UserError
 from mst_scale.methods import METHODS
 
 Block = TypeVar("Block")
+DEEPSPEED_BLOCKS = ("optimizer", "zero_optimization", "fp16", "bf16", "data_types")  # that we read ourselves
 BLOCKS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
 
 
@@ -75,8 +76,10 @@ def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
         raw = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=_without_repeats)
     except FileNotFoundError:
         raise UserError(refusal(config)) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (PermissionError, IsADirectoryError, NotADirectoryError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:  # the machine's failure (EIO, ESTALE), whose message alone would not name the file
+        raise OSError(error.errno, f"cannot be read: {error.strerror}", str(path)) from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except KeyError as error:
@@ -88,6 +91,14 @@ def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(raw, dict):
         raise UserError(f"{path}: a config is a JSON object, this is a {type(raw).__name__}")
     return str(Path(config)), raw
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """Return the resolved config that a run has written; a file that does not hold it any more is Damaged."""
+    try:
+        return read(path)[1]
+    except UserError as error:
+        raise Damaged(f"{error}; the run wrote this file, and run.json beside it holds the same as 'config'") from None
 
 
 def states(config: Experiment | str | Path | dict[str, Any], block: str, key: str) -> bool:
@@ -127,8 +138,11 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
     try:
         refuse_senseless(raw)
         refuse_unusable_of_deepspeed(deepspeed)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{where}: {error}") from None
+    for key in DEEPSPEED_BLOCKS:
+        if not isinstance(deepspeed.get(key, {}), dict):
+            raise UserError(f"{where}: {key} must be an object, not {shown(deepspeed[key])}")
     ours_at_top = [*BLOCKS, "recipe"]
     for key in deepspeed:
         if key in known_keys():
@@ -204,7 +218,7 @@ def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
         arguments[key] = _typed(hints[key], value, f"{path}.{key}", where)
     try:
         return cls(**arguments)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
 
@@ -257,7 +271,7 @@ def _within(path: str, value: Any, where: str) -> None:
         if isinstance(value, int):
             refuse_large(path, value)
         refuse_unusable(path, value)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
 

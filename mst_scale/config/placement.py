@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from mst_scale.config.load import load
 from mst_scale.config.parallel import KEYS, sizes_of
+from mst_scale.errors import UserError
 
 
 def refusal(tensor: int, nodes: Mapping[str, int], mapped: str = "") -> str | None:
@@ -50,7 +51,7 @@ def main(words: Sequence[str]) -> int:
         nodes, mapped = nodes[:at], nodes[at + 1]
     try:
         tensor = sizes_of(load(config, overrides(arguments)).deepspeed).tensor
-    except (ValueError, OSError):
+    except (UserError, OSError):
         return 0
     counts: Counter[str] = Counter()
     for node in nodes:

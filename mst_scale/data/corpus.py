@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mst_scale.errors import UserError
+from mst_scale.errors import Damaged, UserError
 
 FORMAT = "mst_scale corpus 1"
 META = "meta.json"
@@ -53,7 +53,7 @@ def open_tokens(
     check_ids: bool = True,
     masked: bool = False,
 ) -> TokenFile:
-    """The ids of a split, or a ValueError that says what is wrong with the folder and what to do.
+    """The ids of a split, or a UserError (Damaged, for a file that was cut short) that says what to do.
 
     `vocab_size` is the model's: ids must be below it. meta.json guarantees that; a bare `.bin` is read through once
     (1 to 3 s per GB from a fast disk), so let one rank do it and give the others `check_ids=False`. `masked`: BERT
@@ -80,7 +80,7 @@ def open_tokens(
     if meta is not None:
         check_size(path, meta["splits"][split]["tokens"], dtype.itemsize)
     elif path.stat().st_size % dtype.itemsize:
-        raise UserError(f"{path} has an odd number of bytes: it is cut short or not uint16 ids; copy or make it again")
+        raise Damaged(f"{path} has an odd number of bytes: it is cut short or not uint16 ids; copy or make it again")
     tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)
     known = meta or {}
     mask = known.get("mask") if masked else None
@@ -96,7 +96,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     try:
         meta = json.loads((folder / META).read_text())
     except (ValueError, RecursionError):
-        raise UserError(f"{folder / META} is not JSON; make the corpus again (--force)") from None
+        raise Damaged(f"{folder / META} is not JSON (was it cut short?); make the corpus again (--force)") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         found = meta.get("format") if isinstance(meta, dict) else None
         raise UserError(
@@ -104,7 +104,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
             "away if another program wrote it"
         )
     if (missing := _missing(meta)) is not None:
-        raise UserError(f"{folder / META} is damaged: {missing}; make the corpus again (--force)")
+        raise Damaged(f"{folder / META} is damaged: {missing}; make the corpus again (--force)")
     return meta
 
 
@@ -151,7 +151,7 @@ def fingerprint(folder: str | Path) -> str:
 
 
 def verify(folder: str | Path) -> dict[str, Any]:
-    """Read everything and compare with the digests; returns meta.json, or ValueError with what differs."""
+    """Read everything and compare with the digests; returns meta.json, or raises Damaged and says what differs."""
     folder = Path(folder)
     if not (folder / META).exists():
         open_tokens(folder)
@@ -164,7 +164,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
             while block := handle.read(BLOCK_BYTES):
                 digest.update(block)
         if digest.hexdigest() != split["sha256"]:
-            raise UserError(
+            raise Damaged(
                 f"{folder / split['file']} is damaged: its SHA-256 is not meta.json's; make it again (--force)"
             )
     return meta
@@ -174,7 +174,7 @@ def check_sizes(folder: Path, meta: dict[str, Any]) -> None:
     for split in meta["splits"].values():
         path = folder / split["file"]
         if not path.is_file():
-            raise UserError(f"there is no {path}, which {META} describes; copy it again, or make it again (--force)")
+            raise Damaged(f"there is no {path}, which {META} describes; copy it again, or make it again (--force)")
         check_size(path, split["tokens"], np.dtype(meta["dtype"]).itemsize)
 
 
@@ -189,7 +189,7 @@ def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None
 def check_size(path: Path, tokens: int, itemsize: int) -> None:
     size = path.stat().st_size
     if size != tokens * itemsize:
-        raise UserError(
+        raise Damaged(
             f"{path} has {size:,} bytes, but {META} says {tokens:,} tokens of {itemsize} bytes; it is damaged or was "
             "replaced: copy it again, or make it again (--force)"
         )

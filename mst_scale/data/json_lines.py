@@ -77,7 +77,7 @@ class JsonLines:
             return None
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UserError(f"{path}: the line at byte {at} is not JSON; every line must be one object") from None
         if not isinstance(row, dict):
             raise UserError(f"{path}: the line at byte {at} is not a JSON object like {{{self.text_key!r}: …}}")

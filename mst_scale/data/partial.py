@@ -144,7 +144,7 @@ class Partial:
 
 
 def check_free(out: Path, recipe: dict[str, Any]) -> None:
-    """ValueError if `out` holds something that is not this recipe's unfinished work."""
+    """Raise UserError if `out` holds something that is not this recipe's unfinished work."""
     partial = Partial(out)
     begun = partial.recipe()
     if begun is not None and partial.worth_keeping:

@@ -30,7 +30,7 @@ from mst_scale.data.recipe import Recipe
 from mst_scale.data.reporting import Report
 from mst_scale.data.sources import SPLITS, Chunk, Source, describe_files
 from mst_scale.data.tokenizer import Tokenizer, is_file, load_tokenizer, token_dtype
-from mst_scale.errors import UserError
+from mst_scale.errors import Damaged, UserError
 
 JOURNAL_BYTES = 64 << 20  # of ids: ten seconds or more of a core that tokenises with a BPE
 # Peak resident size as measured, with a BPE of 50,257 ids: 73 MB in the main process for text, 141 MB for Parquet with
@@ -44,8 +44,8 @@ def prepare(
 ) -> dict[str, Any]:
     """Make the corpus in `out`, or finish it, or find it there; returns its meta.json.
 
-    ValueError: `out` holds something else (`force` replaces it), or the recipe cannot be followed. OSError: the disk is
-    full, the network is down, …: after the cure, the same call goes on.
+    Raises UserError if `out` holds something else (`force` replaces it) or the recipe cannot be followed, Damaged if a
+    corpus in `out` is not whole, and OSError if the disk is full or the network is down: the same call then continues.
     """
     if workers is not None and workers < 1:
         raise UserError(f"workers must be at least 1, not {workers}")
@@ -104,7 +104,7 @@ def _finished(out: Path, recipe: Recipe, identity: dict[str, Any]) -> dict[str, 
     check_sizes(out, meta)
     files = None
     if recipe.source != "stdlib":  # another Python's library would do as well
-        with contextlib.suppress(ValueError):  # a finished corpus is good without its source
+        with contextlib.suppress(UserError, Damaged):  # a finished corpus is good without its source
             files = local_files(recipe)
     if files is not None and describe_files(files) != meta["source"]:
         raise UserError(f"the files of the source have changed since {out} was made from them; --force makes it anew")

@@ -11,14 +11,15 @@ mesh       who shares a layer, a sequence, a batch
 parser     a wrong option is one line, on one rank
 """
 
-from mst_scale.distributed.errors import Damaged, FailedElsewhere, SharedMistake, exit_code, is_plain, one_line, shown
-from mst_scale.distributed.exits import end, leave, tell_launcher, thread_failed
+from mst_scale.distributed.errors import FailedElsewhere, SharedMistake, exit_code, is_plain, one_line, shown
+from mst_scale.distributed.exits import end, end_with_launcher, leave, tell_launcher, thread_failed
 from mst_scale.distributed.group import Ranks, init
-from mst_scale.distributed.launch import free_port, launched_rank, several
+from mst_scale.distributed.launch import free_port, launched_rank, several, timeout
 from mst_scale.distributed.mesh import Mesh, Sizes
 from mst_scale.distributed.messages import logger, may_rewrite, speak
 from mst_scale.distributed.peers import Watch
 from mst_scale.distributed.votes import Verdict, Votes
+from mst_scale.errors import Damaged
 
 __all__ = [
     "Damaged",
@@ -31,6 +32,7 @@ __all__ = [
     "Votes",
     "Watch",
     "end",
+    "end_with_launcher",
     "exit_code",
     "free_port",
     "init",
@@ -45,4 +47,5 @@ __all__ = [
     "speak",
     "tell_launcher",
     "thread_failed",
+    "timeout",
 ]

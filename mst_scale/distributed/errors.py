@@ -1,4 +1,4 @@
-"""What went wrong, in one line, and which exit code says so: 2 for wrong use, 1 for a failure."""
+"""Describes an error in one line and maps its class to an exit code: 2 wrong use, 3 divergence, 1 any other failure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import unicodedata
 from typing import Any
 
-from mst_scale.errors import DivergedError, UserError
+from mst_scale.errors import Damaged, DivergedError, UserError
 
 # A path that cannot be right, whatever the machine does.
 WRONG_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
@@ -18,10 +18,6 @@ LONGEST = 300  # characters of a library's message
 
 class SharedMistake(UserError):
     """A user's mistake that every rank raises at the same place: rank 0 alone says it."""
-
-
-class Damaged(ValueError):
-    """A file is not what was written: nobody has used anything wrongly, and still one line says it all."""
 
 
 class FailedElsewhere(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -16,6 +17,9 @@ from mst_scale.distributed.errors import FailedElsewhere, SharedMistake, exit_co
 from mst_scale.distributed.launch import launched_rank
 from mst_scale.distributed.messages import logger
 
+OF_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")  # variables of DeepSpeed's launcher and torchrun
+PR_SET_PDEATHSIG = 1  # prctl(2)
+LOOK_SECONDS = 1.0
 LINGER = 20.0  # s; a launcher ends all ranks when it sees that one has failed, which takes a second or two
 
 
@@ -26,8 +30,8 @@ def end(error: BaseException, alike: bool = False) -> NoReturn:
     are `alike`. Leaves at once: a rank that unwinds slowly, waiting for collectives, would hang the others. Only a rank
     that leaves it to another to speak lets that one go first, or the launcher might end it before it has spoken.
     """
-    if exit_code(error) == 2:
-        tell_launcher("MST_REFUSED")
+    if variable := {2: "MST_REFUSED", 3: "MST_DIVERGED"}.get(exit_code(error)):
+        tell_launcher(variable)
     silent = isinstance(error, FailedElsewhere) or (isinstance(error, SharedMistake) and launched_rank() != 0)
     if silent or (launched_rank() != 0 and (alike or not _met())):
         _linger(exit_code(error))
@@ -46,12 +50,38 @@ def end(error: BaseException, alike: bool = False) -> NoReturn:
 
 def tell_launcher(variable: str) -> None:
     """What an exit code cannot tell slurm_job.sh: a run that was asked to stop ends with 0, like a finished one
-    (MST_STOPPED), and srun may hide the 2 of a mistake behind the code of a task that it ended (MST_REFUSED)."""
+    (MST_STOPPED), and srun may hide the 2 of wrong use (MST_REFUSED), or the 3 of a run that diverged (MST_DIVERGED),
+    behind the code of a task that it ended."""
     if name := os.environ.get(variable):
         try:
             Path(name).touch()
         except OSError as error:
             logger.error("cannot write %s (%s): the launcher does not know how the run ended", name, error)
+
+
+def end_with_launcher() -> None:
+    """End this rank, from now on, when the DeepSpeed or torchrun launcher that has started it is gone.
+
+    A launcher that is killed leaves its ranks behind. They would hold the GPUs and the run's folder while the next
+    start waits for both. mpirun and srun have daemons of their own that see to it.
+    """
+    if not any(name in os.environ for name in OF_LAUNCHERS):
+        return
+    with contextlib.suppress(OSError, AttributeError):  # Linux: also a rank that is stopped wakes up to look
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+    threading.Thread(target=_await_end_of, args=(os.getppid(),), name="mst_scale launcher", daemon=True).start()
+
+
+def _await_end_of(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(LOOK_SECONDS)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(2 * LOOK_SECONDS)  # the first rank of the machine says why, before it notices that this one is gone
+    else:
+        with contextlib.suppress(OSError):
+            said = f"mst_scale: the launcher (process {launcher}) is gone, so its ranks end; the same command continues"
+            print(f"\n{said} from the newest whole checkpoint", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _linger(code: int) -> None:

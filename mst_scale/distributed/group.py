@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
-from mst_scale.distributed.errors import FailedElsewhere, exit_code, one_line
-from mst_scale.distributed.launch import complete_environment
+from mst_scale.distributed.errors import FailedElsewhere, exit_code, is_plain, one_line
+from mst_scale.distributed.launch import complete_environment, timeout
 from mst_scale.distributed.messages import logger, speak
 
 T = TypeVar("T")
-# Preparing a corpus on one rank may take hours while the others wait; a rank that dies is noticed by its launcher.
-CONTROL_TIMEOUT = timedelta(hours=24)
+LOOK_EVERY = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,22 @@ class Ranks:
     world_size: int
     control: Any  # a gloo process group for flags and small objects
     joined: bool = True  # the process group is ours to leave
+    long_tasks: Iterator[int] = field(default_factory=itertools.count)  # numbers them, alike on all ranks
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
-    def on_first(self, what: Callable[[], T]) -> T:
-        """`what()` on rank 0 alone; its result, or its error, on every rank."""
-        return self._share(self._attempt(what) if self.first else None, source=0)
+    def on_first(self, what: Callable[[], T], long: bool = False) -> T:
+        """Run `what` on rank 0 alone; return its result, or raise its error, on every rank.
+
+        A `long` task, such as preparing a corpus, may take longer than the timeout of collectives. The others wait
+        for its end outside of any collective; that rank 0 is alive, they know from its `Watch`.
+        """
+        outcome = self._attempt(what) if self.first else None
+        if long and self.world_size > 1:
+            self._await_end_of(f"mst_scale/long_task/{next(self.long_tasks)}")
+        return self._share(outcome, source=0)
 
     def together(self, what: Callable[[], T]) -> T:
         """`what()` on every rank; if it fails anywhere, it fails everywhere, and the lowest such rank says why."""
@@ -75,12 +83,25 @@ class Ranks:
         if self.joined:
             dist.destroy_process_group()
 
+    def _await_end_of(self, task: str) -> None:
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store = _get_default_store()
+        if self.first:
+            store.set(task, "done")
+            return
+        while True:
+            with contextlib.suppress(dist.DistStoreError):  # not yet done
+                store.wait([task], LOOK_EVERY)
+                return
+
     def _attempt(self, what: Callable[[], T]) -> tuple[Any, Exception | None]:
         try:
             return what(), None
         except Exception as error:
-            if not isinstance(error, ValueError | OSError):
-                error.add_note(traceback.format_exc()) if hasattr(error, "add_note") else None
+            if not is_plain(error) and hasattr(error, "add_note"):
+                error.add_note(traceback.format_exc())
             return None, error
 
     def _share(self, outcome: tuple[Any, Exception | None] | None, source: int) -> Any:
@@ -107,11 +128,13 @@ def init() -> Ranks:
 
     complete_environment()
     speak()
+    limit = timeout()
+    _bound_later_groups(limit)
     joined = not dist.is_initialized()
     if joined:
         try:
             with contextlib.redirect_stdout(io.StringIO()) as said:  # stdout may be JSON: no place for greetings
-                ds_comm.init_distributed(verbose=False, auto_mpi_discovery=False)
+                ds_comm.init_distributed(verbose=False, auto_mpi_discovery=False, timeout=limit)
             logger.debug("%s", said.getvalue())
         except dist.DistNetworkError as error:
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -123,6 +146,18 @@ def init() -> Ranks:
         rank=dist.get_rank(),
         local_rank=int(os.environ["LOCAL_RANK"]),
         world_size=dist.get_world_size(),
-        control=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
+        control=dist.new_group(backend="gloo", timeout=limit),
         joined=joined,
     )
+
+
+def _bound_later_groups(limit: timedelta) -> None:
+    """Give the groups that DeepSpeed makes the same timeout as the world group.
+
+    DeepSpeed calls `new_group` without one. torch then takes its own default (30 minutes, 10 for NCCL), which it has no
+    function to set.
+    """
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d.default_pg_timeout = limit
+    distributed_c10d.default_pg_nccl_timeout = limit

@@ -6,12 +6,24 @@ import contextlib
 import os
 import random
 import socket
+from datetime import timedelta
 
 from mst_scale.errors import UserError
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+DEFAULT_TIMEOUT = 30  # minutes, as in launchers/cluster.sh
+LONGEST_TIMEOUT = 60 * 24 * 30
+MINUTE = 60.0  # seconds
 LOWEST_PORT = 10_000  # below, the well-known services
+
+
+def timeout() -> timedelta:
+    """Return how long a rank waits for the others, in a collective or for a sign of life: DEEPSPEED_TIMEOUT minutes."""
+    stated = os.environ.get("DEEPSPEED_TIMEOUT", str(DEFAULT_TIMEOUT))
+    if not stated.isascii() or not stated.isdecimal() or not 1 <= int(stated[:9]) <= LONGEST_TIMEOUT:
+        raise UserError(f"DEEPSPEED_TIMEOUT = {stated!r}: give minutes, a whole number from 1 to {LONGEST_TIMEOUT:,}")
+    return timedelta(seconds=int(stated) * MINUTE)
 
 
 def several() -> bool:

@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
                 if option != "set" and isinstance(text, str | Path):  # what --set holds, the config looks at
                     try:
                         refuse_unprintable(f"argument {option}", str(text))
-                    except ValueError as error:
+                    except UserError as error:
                         self.error(str(error))
         return found, rest
 

@@ -1,14 +1,26 @@
-"""Notices a rank that has gone, and tells the others.
+"""Notices a rank that is gone or makes no progress, names it, and ends the others.
 
-A rank that is killed leaves the others in a collective that may wait for it for ever. So every rank keeps one TCP
-connection to rank 0, in a thread of its own. A process that ends closes its sockets, whatever ended it, and a machine
-that is gone stops answering TCP's keep-alives: rank 0 then names the lost rank and tells the others, and all leave with
-exit code 1. A frozen or slow process answers keep-alives still, so it is waited for.
+If one rank stops, the others block in a collective. So every rank keeps one TCP connection to rank 0, served by a
+thread of its own, and three things are noticed:
+
+killed    A process that ends closes its sockets, whatever ended it, and a machine that is down stops answering TCP's
+          keep-alives.
+frozen    A process that is stopped (SIGSTOP, a debugger, a hung machine) sends no sign of life. Every rank sends one to
+          rank 0, and rank 0 to every rank, a few times within the timeout (`distributed.timeout`).
+stuck     A process whose main thread hangs still sends signs of life. When a collective times out on some ranks, the
+          ranks that did not take part in it are named.
+
+Rank 0 tells all ranks, and all leave with exit code 1, so that the launcher can start the run again. The messages:
 
     a rank → rank 0     {"rank", "host", "pid", "token"}   at the start
+                        "alive"                            a sign of life
+                        "stopping"                         it was asked to save and end
+                        "late" or "cut off"                its collective has timed out, or was ended by another rank
                         "bye" or "failed"                  when it ends by itself; nothing if it is killed
-    rank 0 → a rank     "bye" or "failed"                  of itself
-                        "gone …" or "failed …"             of another rank: leave at once, or after a grace
+    rank 0 → a rank     "alive", "bye", "failed"           of itself
+                        "gone …" or "failed …"             of another rank: leave at once, or after a grace period
+
+A run that was asked to stop does not wait the whole timeout for a frozen rank, which cannot save: see STOPPING_SECONDS.
 """
 
 from __future__ import annotations
@@ -19,6 +31,7 @@ import os
 import re
 import secrets
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -27,14 +40,49 @@ from typing import Any, NoReturn
 
 from mst_scale.distributed.errors import FailedElsewhere
 from mst_scale.distributed.group import Ranks
+from mst_scale.distributed.launch import timeout
 from mst_scale.distributed.messages import logger
 
 MEET_SECONDS = 60.0
 NEWS_SECONDS = 3.0  # from a collective's failure to the news of the lost rank
 LATE_NEWS_SECONDS = 30.0  # on a machine that is too busy to bring them, where the error itself tells of a lost peer
 LOST_PEER = re.compile(r"connection|peer|remote|socket|broken pipe", re.IGNORECASE)
+TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+COLLECT_SECONDS = 5.0  # from the first rank whose collective has timed out to the last one
 GRACE = 10.0  # for a rank that ends by itself after another has failed: it has its own message and exit code
+SILENCE = 0.8  # of the timeout: a frozen rank is named before collectives time out on the others
+STOPPING_SECONDS = 30.0  # of silence, once the run was asked to stop
+BEATS = 10  # signs of life within the silence that is allowed …
+BEAT_SECONDS = 5.0  # … and at least one each 5 s
 KEEP_ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6))  # 10 + 6 · 5 = 40 s
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Peer:
+    """The other end of a connection: who it is, when it was last heard of, and what it has said of itself."""
+
+    def __init__(self, connection: socket.socket, who: str):
+        self.connection, self.who = connection, who
+        self.heard = time.monotonic()
+        self.waiting = False  # its collective has failed, so it is not the rank that the others wait for
+        self.unread = b""
+
+    def lines(self) -> list[str]:
+        """Return the messages that have come; the last one is "" if the other end is gone."""
+        try:
+            more = self.connection.recv(4096, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except OSError:
+            more = b""
+        *whole, self.unread = (self.unread + more).split(b"\n")
+        self.heard = time.monotonic()
+        return [line.decode(errors="replace").strip() for line in whole] + ([] if more else [""])
+
+    def send(self, message: str) -> None:
+        """Send a message, unless the other end is gone, or frozen for so long that its buffer is full."""
+        with contextlib.suppress(OSError):
+            self.connection.send(message.encode() + b"\n", socket.MSG_DONTWAIT)
 
 
 class Watch:
@@ -45,14 +93,18 @@ class Watch:
         self.lost: str | None = None
         self.ending = False
         self.leaving = threading.Lock()  # one message, whichever thread leaves
-        self.peers: dict[socket.socket, dict[str, Any]] = {}  # on rank 0, who is at the other end
-        self.to_first: socket.socket | None = None
+        self.peers: list[Peer] = []  # on rank 0 all others, elsewhere rank 0
+        self.silence = 0.0  # seconds without a sign of life after which a rank counts as frozen
+        self.waiting = False  # this rank's own collective has failed
+        self.verdict_at: float | None = None  # on rank 0: when the ranks that a collective waits for are named
+        self.signals: socket.socket | None = None  # where the numbers of the signals that have come can be read
 
     def start(self, ranks: Ranks) -> None:
         """Connect to rank 0; without that connection the run goes on unwatched, and says so."""
         if ranks.world_size == 1:
             return
         self.ranks = ranks
+        self.silence = SILENCE * timeout().total_seconds()
         token, port, listener = secrets.token_hex(16), 0, None
         if ranks.first:
             listener = _listen(ranks.world_size)
@@ -66,15 +118,15 @@ class Watch:
         except OSError as error:
             logger.error("rank %d is not watched (%s): if a rank is killed, others may wait for it", ranks.rank, error)
             return
-        target = self._watch_all if ranks.first else self._watch_first
-        threading.Thread(target=target, name="mst_scale watch", daemon=True).start()
+        self._hear_signals()
+        threading.Thread(target=self._watch, name="mst_scale watch", daemon=True).start()
 
     def close(self) -> None:
         """This rank ends as it should."""
         self._tell("bye")
 
     def explain(self, error: BaseException) -> None:
-        """Called before a rank ends with `error`: if that is only because another has gone, say that and leave.
+        """Called before a rank ends with `error`: if that is only because of another rank, say that and leave.
 
         A collective fails on the survivors a moment before the news of the lost rank arrives.
         """
@@ -83,7 +135,11 @@ class Watch:
         if isinstance(error, FailedElsewhere):
             self._tell("bye")
             return
-        deadline = time.monotonic() + (LATE_NEWS_SECONDS if LOST_PEER.search(str(error)) else NEWS_SECONDS)
+        seconds = NEWS_SECONDS
+        if isinstance(error, RuntimeError) and (TIMED_OUT.search(str(error)) or LOST_PEER.search(str(error))):
+            seconds = LATE_NEWS_SECONDS
+            self._wait_in_vain(late=TIMED_OUT.search(str(error)) is not None)
+        deadline = time.monotonic() + seconds
         while isinstance(error, RuntimeError) and self.lost is None and time.monotonic() < deadline:
             time.sleep(0.05)
         if isinstance(error, RuntimeError) and self.lost is not None:
@@ -101,56 +157,136 @@ class Watch:
                 peer.settimeout(MEET_SECONDS)
                 try:
                     who = json.loads(_line(peer))
-                except (OSError, ValueError):
+                except (OSError, ValueError, RecursionError):
                     peer.close()
                     continue
                 if not isinstance(who, dict) or who.get("token") != token:
                     peer.close()  # somebody else on the network
                     continue
                 _keep_alive(peer)
-                self.peers[peer] = who
+                self.peers.append(Peer(peer, f"rank {who['rank']} ({who['host']}, process {who['pid']})"))
 
     def _meet_first(self, port: int, token: str) -> None:
         assert self.ranks is not None
         first = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=MEET_SECONDS)
-        first.settimeout(None)
         _keep_alive(first)
         who = {"rank": self.ranks.rank, "host": socket.gethostname(), "pid": os.getpid(), "token": token}
         first.sendall(json.dumps(who).encode() + b"\n")
-        self.to_first = first
+        self.peers.append(Peer(first, "rank 0"))
+
+    def _hear_signals(self) -> None:
+        """Python runs its handlers on the main thread only, which may be blocked in a collective; this socket gets the
+        signal's number at once."""
+        if threading.current_thread() is threading.main_thread():
+            self.signals, into = socket.socketpair()
+            into.setblocking(False)
+            signal.set_wakeup_fd(into.detach(), warn_on_full_buffer=False)
 
     # --- watching ---
 
-    def _watch_all(self) -> None:
+    def _watch(self) -> None:
+        """Send and receive signs of life until this rank ends."""
+        there = list(self.peers)
+        looked = beaten = time.monotonic()
         with selectors.DefaultSelector() as selector:
-            for peer, who in self.peers.items():
-                peer.settimeout(None)
-                selector.register(peer, selectors.EVENT_READ, who)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    word = _line(key.fileobj)  # type: ignore[arg-type]
-                    selector.unregister(key.fileobj)
-                    if word != "bye" and not self.ending:
-                        self._gone(_who(key.data), word)
+            for peer in there:
+                selector.register(peer.connection, selectors.EVENT_READ, peer)
+            if self.signals is not None:
+                selector.register(self.signals, selectors.EVENT_READ)
+            while there and not self.ending:
+                every = min(BEAT_SECONDS, min(self.silence, STOPPING_SECONDS) / BEATS)
+                ready = selector.select(every)
+                now = time.monotonic()
+                if (
+                    now - looked > every + self.silence / 2
+                ):  # this process was frozen itself, and has read nothing meanwhile
+                    for peer in there:
+                        peer.heard = now
+                looked = now
+                for key, _ in ready:
+                    if key.data is None:
+                        self._note_signals(key.fileobj)
+                    elif any(self._hear(key.data, line) for line in key.data.lines()):
+                        selector.unregister(key.fileobj)
+                        there.remove(key.data)
+                if now - beaten >= every:
+                    beaten = now
+                    for peer in there:
+                        peer.send("alive")
+                for peer in there:
+                    if now - peer.heard > self.silence:
+                        silent = f"has given no sign of life for {now - peer.heard:.0f} s: it is frozen, or cut off"
+                        self._lose(peer.who, silent)
+                if self.verdict_at is not None and now > self.verdict_at:
+                    self._name_the_stuck(there)
 
-    def _watch_first(self) -> None:
-        assert self.to_first is not None
-        word, _, who = _line(self.to_first).partition(" ")
-        if word != "bye" and not self.ending:
-            self._gone(who or "rank 0", word)
+    def _hear(self, peer: Peer, line: str) -> bool:
+        """Take one message; whether it is the peer's last."""
+        word, _, who = line.partition(" ")
+        if line == "stopping":
+            self.silence = min(self.silence, STOPPING_SECONDS)
+        elif line in ("late", "cut off"):
+            peer.waiting = True
+            self._expect_verdict(line == "late")
+        elif line == "bye":
+            return True
+        elif line != "alive" and not self.ending:
+            if word == "gone":
+                self._lose(*who.split(": ", 1))
+            self._fail(who or peer.who, killed=word != "failed")
+            return True
+        return False
 
-    def _gone(self, who: str, word: str) -> None:
+    def _note_signals(self, signals: Any) -> None:
+        """A rank that was asked to stop tells rank 0, which may have heard nothing of it."""
+        assert self.ranks is not None
+        if any(number in STOP_SIGNALS for number in signals.recv(64)):
+            self.silence = min(self.silence, STOPPING_SECONDS)
+            if not self.ranks.first:
+                self.peers[0].send("stopping")
+
+    def _wait_in_vain(self, late: bool) -> None:
+        """This rank's collective has failed: it is not the one that the others wait for."""
+        assert self.ranks is not None
+        self.waiting = True
+        if self.ranks.first:
+            self._expect_verdict(late)
+        elif self.peers:
+            self.peers[0].send("late" if late else "cut off")
+
+    def _expect_verdict(self, late: bool) -> None:
+        if late and self.verdict_at is None:
+            self.verdict_at = time.monotonic() + COLLECT_SECONDS
+
+    def _name_the_stuck(self, peers: list[Peer]) -> None:
+        stuck = [peer.who for peer in peers if not peer.waiting]
+        stuck = stuck if self.waiting else ["rank 0", *stuck]
+        seconds = timeout().total_seconds()
+        if stuck:
+            self._lose(", ".join(stuck), f"made no progress for {seconds:.0f} s, and a collective waited in vain")
+        self._lose("every rank", f"has waited for the others for {seconds:.0f} s: the network between them is down")
+
+    def _fail(self, who: str, killed: bool) -> None:
         """`who` has failed, and says why itself; or it was killed. The first to go is named, and nobody after it."""
-        killed = word != "failed"
-        how = "is gone without a word: killed (out of memory?), or its machine is down" if killed else "has failed"
-        self.lost = f"{who} {how}"
-        for peer in self.peers:
-            with contextlib.suppress(OSError):
-                peer.sendall(f"{'gone' if killed else 'failed'} {who}\n".encode())
-        if not killed:
-            time.sleep(GRACE)
+        if killed:
+            self._lose(who, "is gone without a word: killed (out of memory?), or its machine is down")
+        self.lost = f"{who} has failed"
+        self._pass_on(f"failed {who}")
+        time.sleep(GRACE)
         if not self.ending:
             self._leave()
+
+    def _lose(self, who: str, how: str) -> NoReturn:
+        """Tell the others who is lost, and leave."""
+        self.lost = f"{who} {how}"
+        self._pass_on(f"gone {who}: {how}")
+        self._leave()
+
+    def _pass_on(self, message: str) -> None:
+        assert self.ranks is not None
+        if self.ranks.first:
+            for peer in self.peers:
+                peer.send(message)
 
     def _leave(self) -> NoReturn:
         with self.leaving:
@@ -166,9 +302,11 @@ class Watch:
 
     def _tell(self, word: str) -> None:
         self.ending = True
-        for peer in (*self.peers, *filter(None, [self.to_first])):
-            with contextlib.suppress(OSError):
-                peer.sendall(word.encode() + b"\n")
+        for peer in self.peers:
+            peer.send(word)
+        if self.signals is not None and threading.current_thread() is threading.main_thread():
+            os.close(signal.set_wakeup_fd(-1))
+            self.signals = None
 
 
 def _listen(world_size: int) -> socket.socket:
@@ -180,19 +318,12 @@ def _listen(world_size: int) -> socket.socket:
 def _line(peer: socket.socket) -> str:
     """What the other end says, up to the line's end; "" if it is gone."""
     said = b""
-    try:
-        while not said.endswith(b"\n"):
-            more = peer.recv(1)
-            if not more:
-                return ""
-            said += more
-    except OSError:
-        return ""
+    while not said.endswith(b"\n"):
+        more = peer.recv(1)
+        if not more:
+            return ""
+        said += more
     return said.decode(errors="replace").strip()
-
-
-def _who(peer: dict[str, Any]) -> str:
-    return f"rank {peer['rank']} ({peer['host']}, process {peer['pid']})"
 
 
 def _keep_alive(peer: socket.socket) -> None:

@@ -22,7 +22,7 @@ def read_given(mst: SparseController, stated: str | None) -> GivenMasks | None:
     names = mst.stages.joined({name: None for name, _ in zero_shards.named_parameters(mst.engine.module)})
     try:
         given = GivenMasks(stated, list(names), mst.numels)
-    except (ValueError, OSError) as met:  # of a file that this host does not have, say
+    except Exception as met:  # this host may lack the file, for example
         error = met
     mst.everyone.raise_first(error)
     return given
@@ -52,7 +52,7 @@ def _keep_given(mst: SparseController, given: GivenMasks) -> None:
     flags, error = [], None
     try:
         flags = [given.of(mst.shards, i) for i in range(len(mst.masks))]
-    except (ValueError, OSError) as met:
+    except Exception as met:  # whatever it is: the other ranks must not wait for this one
         error = met
     mst.everyone.raise_first(error)
     active = mst.exchange.sum(torch.tensor([int(f.sum()) for f in flags], dtype=torch.int64)).tolist()

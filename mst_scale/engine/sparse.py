@@ -119,7 +119,7 @@ class SparseController(Controller):
         try:
             units = self.units.units
             found = Channels(units, names, self.seed, lambda step: self.schedule.at(step).sparsity, lambda: self.step)
-        except ValueError as met:
+        except Exception as met:  # whatever it is: the other ranks must not wait for this one
             error = met
         self.everyone.raise_first(error)
         assert found is not None
@@ -135,7 +135,7 @@ class SparseController(Controller):
             layers = SparseLayers(
                 self.engine.module, targets, shapes, backend, side, forwards=forwards, always=always, channels=channels
             )
-        except ValueError as met:  # of this rank's device, say
+        except Exception as met:  # the devices of ranks may differ
             error = met
         self.everyone.raise_first(error)
         assert layers is not None

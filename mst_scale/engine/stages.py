@@ -42,7 +42,7 @@ class Stages:
         error = None
         try:
             what()
-        except (ValueError, RuntimeError) as met:
+        except Exception as met:  # whatever it is: the other stages must not wait for this rank
             error = met
         everyone.raise_first(error)
 

@@ -177,7 +177,7 @@ def _read(path: Path) -> Result | None:
         found = json.loads(path.read_text())
         _key(found)
         return dict(found) if isinstance(found["tasks"], dict) and isinstance(found["settings"], dict) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

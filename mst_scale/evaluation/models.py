@@ -80,7 +80,7 @@ def is_transformers(folder: Path) -> bool:
     """Whether a folder's config.json is one of transformers."""
     try:
         return "model_type" in json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, RecursionError):
         return False
 
 
@@ -99,7 +99,7 @@ def _ours(path: Path, tokenizer: str | None, device: torch.device, experiment: P
         raise UserError(f"{path} is a file: give a run's folder, a checkpoint, or a model's folder")
     try:
         store.locate(path)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{error}; nor is it a model of transformers (no config.json with a model_type)") from None
     source = open_source(path, experiment)
     named = chosen(tokenizer, tokenizer_of(source.experiment), str(path))
@@ -134,6 +134,8 @@ def _transformers(name: str, folder: Path | None, tokenizer: str | None, device:
             raise OSError(
                 f"model {name!r} is no folder here, and cannot be had from the hub ({type(error).__name__}: {what})"
             ) from None
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+            raise  # the machine's failure, not the folder's content
         raise UserError(f"{name} is no causal language model that transformers can load: {what}") from None
     if trained := about.get("attention"):
         pattern = Pattern(**trained)

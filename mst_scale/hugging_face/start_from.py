@@ -20,7 +20,7 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import ModelConfig
-from mst_scale.errors import UserError
+from mst_scale.errors import Damaged, UserError
 from mst_scale.hugging_face.gpt2_names import from_hugging_face, hugging_face_config
 from mst_scale.hugging_face.hub import offline_unless_reachable
 from mst_scale.models.gpt import GPT
@@ -85,7 +85,7 @@ def _run(folder: Path) -> dict[str, Any] | None:
     try:
         model = json.loads((folder / "config.json").read_text())["model"]
         return dict(model) if (folder / "checkpoints").is_dir() else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -96,7 +96,7 @@ def _config(folder: Path) -> dict[str, Any]:
         if raw["model_type"] != "gpt2":
             raise UserError(f"{path}: --init takes a GPT-2, and this is {raw['model_type']!r}")
         missing = [key for key in ("n_layer", "n_head", "n_embd", "vocab_size") if key not in raw]
-    except (OSError, KeyError, TypeError, json.JSONDecodeError):
+    except (FileNotFoundError, NotADirectoryError, KeyError, TypeError, RecursionError, ValueError):
         what = "has no config.json of transformers with a model_type, and is no run of ours"
         raise UserError(f"{folder} {what}: --init takes a GPT-2 or a run's folder") from None
     if missing:
@@ -140,11 +140,11 @@ def _of_gpt2(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
     for path in files:
         try:
             state.update(load_file(path))
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is damaged or cut short ({error})") from None
+        except SafetensorError as error:
+            raise Damaged(f"{path} is damaged or cut short ({error})") from None
     try:
         return from_hugging_face(state, config)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{folder}: {error}") from None
 
 

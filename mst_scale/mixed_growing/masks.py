@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mst_scale.errors import UserError
+from mst_scale.errors import Damaged, UserError
 from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange, Exchanges
 from mst_scale.mixed_growing.permutation import mix64
@@ -247,7 +247,7 @@ def assemble(shards: Sequence[StoredMask], name: str = "mask") -> Tensor:
     """The packed bits of a whole parameter from the shards of all ranks."""
     whole = _whole(shards, name)
     if whole.count() != whole.active:
-        raise UserError(
+        raise Damaged(
             f"mask of {name} holds {whole.count()} live weights and should hold {whole.active}: it is damaged"
         )
     return whole.packed()
@@ -279,7 +279,7 @@ def _reslice(layer: LayerMask, pieces: Sequence[StoredMask]) -> tuple[int, Tenso
         if piece.shard.shape != layer.shape:
             raise UserError(f"mask of {layer.name} has shape {piece.shard.shape}, the model {layer.shape}")
         if (piece.active, piece.bits is None) != (pieces[0].active, pieces[0].bits is None):
-            raise UserError(f"masks of {layer.name} come from different steps: their active counts differ")
+            raise Damaged(f"masks of {layer.name} come from different steps: their active counts differ")
     dense = pieces[0].bits is None
     bits = None if dense else _gather(layer, [(p, p.bits) for p in pieces])
     counted = all(p.ever is not None for p in pieces)
@@ -291,7 +291,7 @@ def _gather(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]
     """The layer's slice out of pieces that cover it."""
     for piece, packed in pieces:
         if packed is None or packed.numel() != bitwise.byte_count(piece.shard.length):
-            raise UserError(f"mask of {layer.name} at weight {piece.shard.start} is cut short")
+            raise Damaged(f"mask of {layer.name} at weight {piece.shard.start} is cut short")
     if layer.shard.in_a_row is None or any(piece.shard.in_a_row is None for piece, _ in pieces):
         return _gather_scattered(layer, pieces)
     return _gather_ranges(layer, pieces)
@@ -310,7 +310,7 @@ def _gather_ranges(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor |
             if start <= position < start + piece.shard.length
         ]
         if not reach:
-            raise UserError(f"mask of {layer.name} lacks weight {position}: a rank's file is missing")
+            raise Damaged(f"mask of {layer.name} lacks weight {position}: a rank's file is missing")
         until, start, packed = max(reach, key=lambda piece: piece[0])
         until = min(until, end)
         assert packed is not None
@@ -332,6 +332,6 @@ def _gather_scattered(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tenso
         found = whole[index]
         if (found == 2).any():
             first = int(index[found == 2][0])
-            raise UserError(f"mask of {layer.name} lacks weight {first}: a rank's file is missing")
+            raise Damaged(f"mask of {layer.name} lacks weight {first}: a rank's file is missing")
         bits.append(bitwise.pack(found.bool()))
     return (torch.cat(bits) if bits else bitwise.zeros(0, whole.device)).to(layer.device)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mst_scale.errors import UserError
+from mst_scale.errors import DivergedError
 from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchange
 
@@ -60,8 +60,9 @@ def peak_keys(scores: Sequence[Scores], exchange: Exchange) -> list[int]:
     peaks = exchange.max(torch.tensor(local, dtype=torch.int64)).tolist()
     for layer, peak in zip(scores, peaks, strict=True):
         if peak > INFINITY_KEY:
-            raise UserError(
-                f"{layer.name}: a score is NaN, so its weights cannot be ranked: the run has diverged; "
-                "resume from a checkpoint before that, with a lower learning rate"
+            raise DivergedError(
+                f"the weights of {layer.name} cannot be ranked, because a weight or gradient is NaN: the run has "
+                "diverged. Lower optimizer.params.lr (or set optimizer.params.eps, e.g. to 1e-8, if it is 0: Adam then "
+                "divides 0 by 0), and run the same command to continue from the last checkpoint"
             )
     return peaks

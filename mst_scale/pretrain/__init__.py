@@ -5,6 +5,7 @@ training_loop   every step as a list
 options         which experiment the command line asks for
 refusals        what DeepSpeed, torch or the machine would refuse later
 prepare         token files, first weights, the engine
+outcome         what a launcher does after a start has ended
 resume          from which checkpoint a run continues, on which batch
 lengthen        more steps than a run was begun with
 growing         a smaller run's weights as this one's first

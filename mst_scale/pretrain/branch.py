@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.checkpoints import store
-from mst_scale.config import Experiment, in_steps, load, to_dict
+from mst_scale.config import Experiment, in_steps, load, read_saved, resolve, to_dict
 from mst_scale.distributed import Ranks, logger
 from mst_scale.errors import UserError
 from mst_scale.pretrain.course import masks_part
@@ -36,7 +36,7 @@ def planned(experiment: Experiment, origin: str, out: Path) -> Experiment:
     if experiment.training.restart:
         raise UserError(f"{OPTION} needs a rate that does not begin anew: leave training.restart out")
     if (begun := _begun(out)) is not None:
-        before = load(begun).training
+        before = resolve(read_saved(begun), str(begun)).training
         return _decaying(experiment, before.warmup, before.decay)
     checkpoint = checkpoint_of(origin)
     manifest = store.head(checkpoint)

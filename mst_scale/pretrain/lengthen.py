@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 
 from mst_scale.checkpoints import store
-from mst_scale.config import Experiment, in_steps, load, read
+from mst_scale.config import Experiment, in_steps, read_saved, resolve
 from mst_scale.distributed import Ranks, logger
 from mst_scale.errors import UserError
 from mst_scale.pretrain.course import masks_part, rates_part
@@ -91,9 +91,9 @@ def _none_kept(both: Common) -> str:
 def _shorter(out: Path, experiment: Experiment) -> Experiment | None:
     """The run in OUT as it was begun, if it was to end earlier; another method is another course anyway."""
     path = out / "config.json"
-    if not path.is_file() or read(path)[1].get("training", {}).get("steps", 0) >= experiment.training.steps:
+    if not path.is_file() or read_saved(path).get("training", {}).get("steps", 0) >= experiment.training.steps:
         return None
-    before = load(path)
+    before = resolve(read_saved(path), str(path))
     return before if before.mst.method == experiment.mst.method else None
 
 

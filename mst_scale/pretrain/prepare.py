@@ -105,7 +105,7 @@ def prepare(
     ledger = Ledger(fitted.model, batch, optimizer_flops(fitted.model, fitted.deepspeed))
     loadable = None if source is None else resume.loadable(source, ranks, fitted.deepspeed)
     begins("corpus", f" {fitted.data.dir or fitted.data.source or ''}")
-    folder = ranks.on_first(lambda: corpus(fitted.data))
+    folder = ranks.on_first(lambda: corpus(fitted.data), long=True)
 
     def opened(split: str, seed: int) -> Sampler:
         return open_sampler(folder, split, fitted.model, seed, check_ids=ranks.first)

@@ -24,7 +24,7 @@ from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.distributed import Mesh, shown
 from mst_scale.errors import UserError
 
-HERE, THEIRS = Path(__file__).parents[1], Path(deepspeed.__file__).parent
+HERE = Path(__file__).parents[1]
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "csv_monitor": None}
 # Parameters that DeepSpeed takes out before it makes an Adam.
 OF_ADAM = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
@@ -55,15 +55,16 @@ def refuse_deepspeeds_part(config: dict[str, Any], mesh: Mesh | None = None) -> 
 
 @contextlib.contextmanager
 def in_deepspeeds_words() -> Iterator[None]:
-    """What fails in DeepSpeed's hands is told as its refusal; what the machine refuses, and our own code, stay."""
+    """Report what DeepSpeed's `initialize` raises about the config as a UserError.
+
+    Errors of our own code, and those of the machine (a RuntimeError may be a lack of memory), are passed on.
+    """
     try:
         yield
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        last = frames[-1]
         ours = [frame for frame in frames if Path(frame.filename).is_relative_to(HERE)][-1]
-        explicit = THEIRS in Path(last.filename).parents and (last.line or "").lstrip().startswith(("raise", "assert"))
-        machine = isinstance(error, OSError | MemoryError) or (isinstance(error, RuntimeError) and not explicit)
+        machine = isinstance(error, OSError | MemoryError | RuntimeError) and not isinstance(error, NotImplementedError)
         if ours.name != "initialize" or machine:
             raise
         raise UserError(f"DeepSpeed cannot run this config{_reason(error)}") from error
@@ -100,6 +101,8 @@ def refuse_optimizer(experiment: Experiment) -> None:
     for key in known:
         if key in FLAGS and not isinstance(params.get(key, False), bool):
             raise UserError(f"optimizer.params.{key} must be true or false, not {shown(params[key])}")
+    if params.get("amsgrad") and name.lower() in ("adam", "adamw") and not params.get("torch_adam"):
+        raise UserError(f"optimizer.params.amsgrad: DeepSpeed's {name} has no AMSGrad; set torch_adam, or remove it")
     made_by_torch = getattr(torch.optim, name, None)
     if made_by_torch is not None and name.lower() not in MADE_BY_DEEPSPEED:
         try:

@@ -16,13 +16,13 @@ from typing import Any
 
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.store import MANIFEST, UNIVERSAL
-from mst_scale.config import Experiment, read, to_dict
+from mst_scale.config import Experiment, read_saved, to_dict
 from mst_scale.config.changes import result_keys
 from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of
 from mst_scale.distributed import Ranks, Sizes, logger
-from mst_scale.errors import UserError
+from mst_scale.errors import Damaged, UserError
 from mst_scale.runs import run_file
 
 # The blocks in which a resumed run must agree with its checkpoint.
@@ -82,7 +82,7 @@ def refuse_another_model(out: Path, experiment: Experiment) -> None:
     path = out / "config.json"
     if not store.list_tags(out / "checkpoints") or not path.exists():
         return
-    before, now = read(path)[1], json.loads(json.dumps(to_dict(experiment)))
+    before, now = read_saved(path), json.loads(json.dumps(to_dict(experiment)))
     for block in SAME_ON_RESUME:
         keys = [key for key in result_keys(experiment) if key.startswith(f"{block}.")]
         told, wanted = before.get(block, {}), now[block]
@@ -121,7 +121,7 @@ def _shape_of_run(out: Path, keys: Iterable[str]) -> dict[str, Any] | None:
     path = out / "config.json"
     if not store.list_tags(out / "checkpoints") or not path.exists():
         return None
-    before = read(path)[1]
+    before = read_saved(path)
     if before.get("training", {}).get("init") is None:
         return None
     logger.info("%s has a checkpoint: the weights of %s are not read again", out, before["training"]["init"])
@@ -144,7 +144,7 @@ def loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any]) -> tuple[Pat
             return copy, True
         logger.error("%s is damaged: %s", copy, faults[0] if faults else "on another rank's share")
     logger.info("%s: making a copy that they can load", misfit)
-    seconds = ranks.on_first(lambda: _reshaped(source, misfit))
+    seconds = ranks.on_first(lambda: _reshaped(source, misfit), long=True)
     logger.info("made %s in %.1f s (mst reshape makes it beforehand)", copy, seconds)
     return copy, True
 
@@ -154,7 +154,7 @@ def _reshaped(source: Path, misfit: str) -> float:
 
     try:
         return reshape(source).seconds
-    except (UserError, OSError) as error:
+    except (UserError, Damaged, OSError) as error:
         kind = UserError if isinstance(error, UserError) else OSError
         raise kind(
             f"{misfit}, and no copy for them could be made ({error}): start on as many ranks as before, or make one "
@@ -198,5 +198,5 @@ def _stated(deepspeed: dict[str, Any], world_size: int) -> tuple[int, int, int] 
     """What the config's own words come to on these ranks; None where they do not go together."""
     try:
         return batch_shape(deepspeed, world_size)
-    except ValueError:
+    except UserError:
         return None

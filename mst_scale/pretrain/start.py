@@ -47,8 +47,10 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: true, and nothing a user can act on
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     threading.excepthook = distributed.thread_failed
+    distributed.end_with_launcher()
     args = arguments(argv, __doc__)
     experiment = experiment_of(args)
+    distributed.timeout()  # refused here where it is no number: DeepSpeed's import would fail
     starting = Starting()
     starting.begins("torch and DeepSpeed")
     from mst_scale.pretrain.training_loop import train

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from mst_scale.costs.dense_short import shortened
 from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units.kinds import in_words
 from mst_scale.distributed import Ranks, Sizes, Verdict, logger
+from mst_scale.errors import DivergedError
 from mst_scale.pretrain import batches, lengthen, resume
 from mst_scale.pretrain.batches import Share
 from mst_scale.pretrain.learning_rate import learning_rate, set_groups
@@ -36,6 +37,7 @@ from mst_scale.randomness import counter_hash
 from mst_scale.runs import rival
 from mst_scale.runs.observer import Observer
 from mst_scale.runs.record import Record, state_of
+from mst_scale.runs.run_file import DIVERGED, FINISHED, STOPPED
 from mst_scale.runs.starting import Starting
 
 FAILED_SAVES = 3  # in a row, after which a run stops
@@ -144,7 +146,7 @@ class Run:
             self._refuse_nonfinite()
         if stop and not last:
             if self.run_file is not None:
-                self.run_file.ended("asked to stop", self.step)
+                self.run_file.ended(STOPPED, self.step)
                 distributed.tell_launcher("MST_STOPPED")
             self.record.say(f"asked to stop: step {self.step} is saved, the same command continues")
             raise SystemExit(0)
@@ -264,7 +266,21 @@ class Run:
                 f"rate {rate:.3g}); the checkpoints in {self.checkpoints} are from before: lower the learning rate or "
                 "look at the data, then resume"
             )
-            self.ranks.refuse(FloatingPointError(message))
+            raise DivergedError(message)
+
+    def end_diverged(self, error: DivergedError) -> NoReturn:
+        """End the run on all ranks, each of which has met the same error.
+
+        If a launcher has restarted the run and it diverges at the step at which the start before has diverged, run.json
+        says so, and the launcher does not try again.
+        """
+        if self.run_file is not None:
+            before = self.run_file.starts[-2] if len(self.run_file.starts) > 1 else {}
+            again = resume.restarted() and before.get("how") in DIVERGED and before.get("last_step") == self.step
+            self.run_file.ended(DIVERGED[again], self.step)
+            if again:
+                error = DivergedError(f"{error}. The start before diverged at the same step: restarting does not help")
+        self.ranks.refuse(error)
 
     def _save(self, final: bool) -> None:
         """A save that fails before the end costs nothing but itself: the run goes on and saves again when it is due."""
@@ -300,15 +316,18 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
     fitted = ranks.together(lambda: shortened(experiment, replicas))
     run = Run(prepare(fitted, out, ranks, args.resume, args.branch_decay_from, begins=starting.begins), stop)
     begun, first = time.monotonic(), run.step
-    if first < run.training.steps:
-        starting.begins("first step")
-        run.advance()
-        starting.done()
-    elif ranks.first:
-        run.record.say(f"{out} is finished, at step {first:,}; {lengthen.advice(out, run.experiment)}")
-    run.to_the_end()
+    try:
+        if first < run.training.steps:
+            starting.begins("first step")
+            run.advance()
+            starting.done()
+        elif ranks.first:
+            run.record.say(f"{out} is finished, at step {first:,}; {lengthen.advice(out, run.experiment)}")
+        run.to_the_end()
+    except DivergedError as error:
+        run.end_diverged(error)
     if run.run_file is not None:
-        run.run_file.ended("finished", run.step)
+        run.run_file.ended(FINISHED, run.step)
         more = beside(run.experiment, run.step * run.batch)
         corpora = [start.get("corpus") for start in run.run_file.starts]
         told = functools.partial(

@@ -21,9 +21,10 @@ import numpy as np
 
 from mst_scale.config import Experiment, load
 from mst_scale.dead_units.kinds import KINDS
-from mst_scale.errors import UserError
+from mst_scale.errors import Damaged, UserError
 from mst_scale.report.thinned import Thinned
 from mst_scale.runs import snapshots
+from mst_scale.runs.metrics import is_step
 from mst_scale.sparsity_variation import Schedule
 
 SERIES = (
@@ -216,9 +217,9 @@ class Reader:
             self.offset += len(line)
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
+            if isinstance(row, dict) and is_step(row.get("step")):
                 self._take(row)
             else:
                 self._damaged()
@@ -293,7 +294,7 @@ class Reader:
         try:
             experiment = load(run.config)
             schedule = experiment.schedule
-        except (ValueError, TypeError) as error:
+        except (UserError, TypeError) as error:
             run.notes.append(f"config.json is not one of this version ({error}): phases are known from the rows alone")
             return
         run.experiment = experiment
@@ -322,7 +323,7 @@ class Reader:
                 continue
             try:
                 kept[path] = (modified, snapshots.load(path))
-            except ValueError as error:
+            except (Damaged, OSError) as error:
                 kept[path] = (modified, str(error))
         self.kept_snapshots = kept
         self.run.snapshots = [snapshot for _, snapshot in kept.values() if not isinstance(snapshot, str)]
@@ -342,7 +343,7 @@ class Reader:
 
                 path = locate(self.folder)
                 self.looked_at = saved, path.name, look(path)
-        except (ValueError, OSError, KeyError, RuntimeError) as error:
+        except (UserError, Damaged, OSError, KeyError, RuntimeError) as error:
             self.run.notes.append(f"no snapshots of the weights, and no checkpoint to look at ({error})")
             return
         _, name, snapshot = self.looked_at
@@ -355,7 +356,7 @@ class Reader:
             return None
         try:
             found = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self.run.notes.append(f"{name} cannot be read ({error})")
             return None
         return found if isinstance(found, dict) else None

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+LARGEST_STEP = 1 << 53  # below, every integer is a float too
+
 
 class MetricsFile:
     """The `metrics.jsonl` of a run that stands at `step`; nothing of it needs space before a row is written."""
@@ -62,8 +64,13 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    sane = isinstance(row, dict) and type(row.get("step")) is int and type(row.get("seconds", 0.0)) in (int, float)
+    sane = isinstance(row, dict) and is_step(row.get("step")) and type(row.get("seconds", 0.0)) in (int, float)
     return row if sane else None
+
+
+def is_step(value: Any) -> bool:
+    """Whether a value read from a file can be the number of a step."""
+    return type(value) is int and 0 <= value < LARGEST_STEP
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from mst_scale.config import Experiment
 from mst_scale.distributed import Ranks, logger
 from mst_scale.engine.stages import Stages, exchanges_of
 from mst_scale.engine.targets import choose_targets
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits as bitwise
 from mst_scale.mixed_growing.exchange import Exchanges
 from mst_scale.runs import snapshots
@@ -63,7 +64,7 @@ class Observer:
             return mst.shards
         try:
             shards = zero_shards.shards_of(self.engine, choose_targets(self.engine.module, experiment.mst.targets))
-        except ValueError as error:
+        except UserError as error:
             logger.info("no snapshots of weights are kept: %s", error)
             return None
         groups = zero_shards.groups_of(self.engine)

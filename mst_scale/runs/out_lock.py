@@ -1,7 +1,12 @@
 """Refuses a second run that would write into the same folder.
 
 Two runs would destroy each other's rows and checkpoints. The first rank holds a lock on `OUT/run.lock`, which the
-system releases when the process ends, however it ends. On a file system without locks the run logs that and goes on.
+system releases when the process ends, however it ends. Some network file systems have no locks, or locks that other
+machines do not see. So the holder also writes its name into that file, with a number that it raises every few seconds:
+
+- A run that finds the name of another machine, or gets no lock, waits a moment: if the number rises, it is refused.
+- A run that finds another name in place of its own (it was frozen, and another has taken the folder over; or both have
+  started at the same moment) ends at once.
 """
 
 from __future__ import annotations
@@ -10,17 +15,26 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
+import secrets
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import TextIO
 
+from mst_scale import distributed
 from mst_scale.distributed import logger
+from mst_scale.errors import UserError
 
 NAME = "run.lock"
 HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 BRIEFLY = 3.0  # seconds for one that is just ending
 PATIENCE = 120.0  # seconds after a restart: a killed rank may take some to go, a dead machine's lock on NFS 90
+BEAT = 5.0  # seconds from one number to the next
+STILL = 3 * BEAT  # seconds after which a run whose number has not risen is gone
+WIDTH = 250  # bytes of the line, always the same, so that it is replaced in place
+LINE = re.compile(r"(process \d+ on (\S+)), (\w+), sign of life \d+")
 
 
 class OutLock:
@@ -29,14 +43,21 @@ class OutLock:
     def __init__(self, out: Path):
         self.path = out / NAME
         self.file: TextIO | None = None
+        self.machine = machine()
+        self.token = secrets.token_hex(8)
+        self.over = threading.Event()
+        self.beats: threading.Thread | None = None
 
     def take(self, restarted: bool, patience: float = PATIENCE) -> None:
-        """A ValueError where another run holds it; after a launcher's restart an OSError, and only when it stays so."""
+        """Take the folder, and keep it until `release`.
+
+        Raises UserError where another run holds it; after a launcher's restart OSError, and only when it stays so.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + (patience if restarted else BRIEFLY)
         while not self._taken():
             if time.monotonic() >= deadline:
-                kind = OSError if restarted else ValueError
+                kind = OSError if restarted else UserError
                 raise kind(
                     f"another run writes into {self.path.parent} ({self._holder()}): wait for its end, stop it, or "
                     "choose another --out"
@@ -44,36 +65,95 @@ class OutLock:
             time.sleep(0.5)
 
     def release(self) -> None:
+        self.over.set()
+        if self.beats is not None:
+            self.beats.join()
+            self.beats = None
         if self.file is not None:
+            if self.token in self._line():
+                with contextlib.suppress(OSError):
+                    self.file.truncate(0)
             self.file.close()
             self.file = None
 
     def _taken(self) -> bool:
-        """Whether the lock is ours; also true on a file system without locks."""
+        """Whether the folder is ours; also true where the file cannot even be opened."""
         try:
             file = self.path.open("a+")
         except OSError as error:
             self._unlocked(error)
             return True
+        locked = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            file.close()
             if error.errno in HELD:
+                file.close()
                 return False
+            locked = False
             self._unlocked(error)
-            return True
+        if self._lives_elsewhere(locked):
+            file.close()
+            return False
         self.file = file
-        with contextlib.suppress(OSError):  # on a full disk the holder's name is missing
-            file.truncate(0)
-            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self.over.clear()
+        self._beat(0)
+        self.beats = threading.Thread(target=self._keep, name="mst_scale folder", daemon=True)
+        self.beats.start()
         return True
 
+    def _lives_elsewhere(self, locked: bool) -> bool:
+        """Whether a run that our lock does not tell us of holds the folder."""
+        before = self._line()
+        found = LINE.match(before)
+        if found is None or (locked and found[2] == self.machine):
+            return False
+        logger.info("%s was last held by %s: waiting %.0f s for a sign of life", self.path.parent, found[1], STILL)
+        deadline = time.monotonic() + STILL
+        while time.monotonic() < deadline:
+            time.sleep(min(0.2, BEAT / 2))
+            if self._line() != before:
+                return LINE.match(self._line()) is not None  # else it has released the folder
+        return False
+
+    # --- while it is ours ---
+
+    def _keep(self) -> None:
+        number, wait = 0, BEAT / 5  # soon at first: another run may have started at the same moment
+        while not self.over.wait(wait):
+            number, wait = number + 1, BEAT
+            line = self._line()
+            if LINE.match(line) and self.token not in line:
+                said = f"another run has taken over {self.path.parent} ({self._holder()}): this one ends"
+                distributed.end(UserError(said))
+            self._beat(number)
+
+    def _beat(self, number: int) -> None:
+        line = f"process {os.getpid()} on {self.machine}, {self.token}, sign of life {number}"
+        with contextlib.suppress(OSError):  # on a full disk: then another run may come, and this one notices
+            where = os.open(self.path, os.O_WRONLY)  # opened each time, which makes NFS hand it on
+            try:
+                os.pwrite(where, line.ljust(WIDTH - 1).encode() + b"\n", 0)
+            finally:
+                os.close(where)
+
+    def _line(self) -> str:
+        try:
+            return self.path.read_text("utf-8", errors="replace")
+        except OSError:
+            return ""
+
     def _unlocked(self, error: OSError) -> None:
-        logger.info("%s cannot be locked (%s): see that no other run writes there", self.path, error)
+        logger.info("%s cannot be locked (%s): other runs in it are noticed by their signs of life", self.path, error)
 
     def _holder(self) -> str:
-        try:
-            return self.path.read_text().strip() or "unknown"
-        except OSError:
-            return "unknown"
+        found = LINE.match(self._line())
+        return found[1] if found else "unknown"
+
+
+def machine() -> str:
+    """Return the name of this machine, and of its kernel's present run: machines of one name are told apart."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = "/" + Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    return f"{socket.gethostname()}{boot}"

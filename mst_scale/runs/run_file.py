@@ -20,7 +20,10 @@ from typing import Any
 from mst_scale.checkpoints.store import write_if_possible
 
 PACKAGES = ("mst_scale", "torch", "deepspeed", "numpy", "safetensors", "triton", "mpi4py")
-SCHEDULERS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "MST_LAUNCHER", "MST_RESTART")
+SCHEDULERS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "MST_LAUNCHER", "MST_RESTART", "MST_START")
+# How a start ended, as run.json says it; a start that was killed or crashed has no such word.
+FINISHED, STOPPED = "finished", "asked to stop"
+DIVERGED = ("diverged", "diverged again at the same step")
 
 
 class RunFile:
@@ -54,10 +57,10 @@ class RunFile:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of run.json; empty where there is no file, or it is not one that we wrote."""
+    """Return the content of run.json, or an empty dict if there is no such file or it is not one that we wrote."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

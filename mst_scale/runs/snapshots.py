@@ -12,13 +12,14 @@ import json
 import os
 import re
 import zipfile
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mst_scale.errors import UserError
+from mst_scale.errors import Damaged
 
 FOLDER = "snapshots"
 CELLS = 96
@@ -101,7 +102,7 @@ def save(run: Path, snapshot: Snapshot) -> None:
 
 
 def load(path: Path) -> Snapshot:
-    """A file that cannot be read is a ValueError that names it."""
+    """Read one snapshot; a file that cannot be parsed is Damaged."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
@@ -110,8 +111,8 @@ def load(path: Path) -> Snapshot:
             alive = {name: arrays[f"alive:{name}"].astype(np.float32) / 255 for name in names}
         matrices = [Matrix(**{**entry, "shape": tuple(entry["shape"])}) for entry in about.pop("matrices")]
         return Snapshot(**about, matrices=matrices, weights=weights, alive=alive)
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
+    except (ValueError, KeyError, TypeError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error) as error:
+        raise Damaged(f"{path} cannot be read ({type(error).__name__}: {error})") from None
 
 
 def paths(run: Path) -> list[Path]:

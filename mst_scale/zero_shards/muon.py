@@ -52,7 +52,7 @@ def takes_over(engine: Any, masks_weights: bool) -> bool:
         return False
     try:
         refuse_untested(engine)
-    except ValueError as reason:
+    except UserError as reason:
         if masks_weights:
             raise
         logger.warning("DeepSpeed's own Muon trains, which clips orthogonalised updates: %s", reason)

@@ -24,13 +24,16 @@ from mst_scale.errors import UserError
 
 
 def load(path: Path, classes: Sequence[Any] = (), mmap: bool = False) -> Any:
-    """What is in the file, on the CPU; a ValueError that names it if that is not data."""
+    """Return what the file holds, on the CPU.
+
+    Raises UserError if it holds more than data, and Damaged if it cannot be parsed.
+    """
     try:
         with _refusing(), _allowing(classes):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except OSError:
+    except (OSError, MemoryError):
         raise
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{path}: {one_line(error)}") from None
     except Exception as error:  # whatever a reader of pickles and archives may trip over
         raise Damaged(f"{path} is damaged or cut short ({one_line(error)})") from None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mst_scale.errors import UserError
+from mst_scale.latest import tag_in
 from mst_scale.zero_shards import safe_load
 from mst_scale.zero_shards.logical import named_parameters, shape_of
 from mst_scale.zero_shards.slices import laid_out, put_reads
@@ -62,7 +63,7 @@ def saved_classes() -> list[Any]:
 
 
 def load_checkpoint(engine: Any, checkpoint: Path, universal: bool = False) -> dict[str, Any]:
-    """Weights, optimizer and our own state; a checkpoint that does not fit is a ValueError that says so."""
+    """Weights, optimizer and our own state; a checkpoint that does not fit is a UserError."""
     before = engine._config.load_universal_checkpoint
     engine._config.load_universal_checkpoint = universal
     try:
@@ -110,7 +111,7 @@ def carry_along(engine: Any, follower: Any) -> None:
         if given.get("load_module_only"):  # at ZeRO-3 DeepSpeed's own loads nothing, and masks have to fit
             folder, tag = Path(given["load_dir"]), given.get("tag")
             if tag is None and (folder / "latest").is_file():
-                tag = (folder / "latest").read_text().strip()
+                tag = tag_in(folder / "latest")
             if tag is not None:
                 return str(folder / tag), follower.load_weights(folder / tag)
         path, state = load(*args, **named)
@@ -165,7 +166,7 @@ def fit_universal_checkpoints(engine: Any) -> None:
         others = order.bind(*args, **named).arguments
         load_dir, tag = others.pop("load_dir"), others.pop("tag", None)
         if tag is None:
-            tag = (Path(load_dir) / "latest_universal").read_text().strip()
+            tag = tag_in(Path(load_dir) / "latest_universal")
         of_weights = {"load_optimizer_states": False} if stage == 0 else {}  # ZeRO's come later, and from elsewhere
         path, state = engine._load_checkpoint(load_dir, tag, **{**others, **of_weights})
         if path is not None:

@@ -327,6 +327,26 @@ def test_the_schedule_stands_in_files_as_it_always_has(tmp_path):
         mask_files.restore(tmp_path, other, state)
 
 
+@pytest.mark.parametrize(
+    ("said", "instead"),
+    [
+        ("interval=3", "interval=0"),
+        ("interval=3", "interval='3'"),
+        ("interval=3", "interval=" + "-" * 100_000 + "3"),
+        ("start=3", "start=None"),
+        ("start=3", "start=4"),
+        ("max_sparsity=0.8", "max_sparsity='most'"),
+        ("phase='ultra'", "phase=[]"),
+        ("cosine_bounds=(0, 33, 34, 35, 36)", "cosine_bounds=5"),
+    ],
+    ids=lambda words: words[:20],
+)
+def test_words_that_are_no_schedule_are_another_schedule(said, instead):
+    same = SparsityConfig(max=0.8).schedule(42, TopologyConfig(interval=3))
+    assert mask_files._same_course(OLD, same, 20)
+    assert said in OLD and not mask_files._same_course(OLD.replace(said, instead), same, 20)
+
+
 def test_masks_are_those_of_a_longer_run_that_was_the_same_up_to_them(tmp_path):
     def of(total: int, warmup: int = 3):
         return SparsityConfig(max=0.8, warmup=warmup, ultra=30, restore=3).schedule(total, TopologyConfig(interval=3))

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.cli import main
 from tests.checkpoints.test_mask_files import SHAPES, whole
@@ -58,3 +60,11 @@ def test_bad_input_is_one_line_and_damage_is_no_wrong_use(tmp_path, capsys):
         assert main(["inspect", str(tmp_path / name)]) == code
         streams = capsys.readouterr()
         assert message in streams.err and len(streams.err.splitlines()) == 1 and not streams.out
+
+
+@pytest.mark.parametrize("content", [bytes(range(128, 256)), b"a\0b", b"", b"../elsewhere", b"x" * 5000])
+def test_a_damaged_latest_is_one_line_and_no_wrong_use(tmp_path, capsys, content):
+    (tmp_path / "latest").write_bytes(content)
+    assert main(["inspect", str(tmp_path)]) == 1
+    streams = capsys.readouterr()
+    assert "latest is damaged" in streams.err and len(streams.err.splitlines()) == 1 and not streams.out

@@ -88,7 +88,7 @@ def _text(name: str, text: str):
         (_without("train.bin"), r"there is no .*train.bin; `mst data SOURCE --out"),
         (_cut("train.bin", 2), r"train.bin has [\d,]+ bytes, but meta.json says [\d,]+ tokens of 2 bytes; .*--force"),
         (_cut("train.bin", 1), r"train.bin has [\d,]+ bytes, but meta.json"),
-        (_text("meta.json", "{"), r"meta.json is not JSON; make the corpus again"),
+        (_text("meta.json", "{"), r"meta.json is not JSON .*make the corpus again"),
         (_text("meta.json", '{"format": "mst_scale corpus 1"}'), r"meta.json is damaged: no tokenizer; make the"),
         (lambda folder: _say(folder, vocab_size="x"), r"meta.json is damaged: no vocab_size"),
         (lambda folder: _say(folder, dtype="object"), r"meta.json is damaged: dtype 'object'"),

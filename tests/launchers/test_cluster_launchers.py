@@ -1,5 +1,6 @@
 """The launchers, for real: this machine, mpirun, a hostfile over ssh and pdsh (two addresses of the loopback)."""
 
+import json
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mst_scale.runs.run_file import DIVERGED
 from tests.support import tiny_run
 from tests.support.launched import (
     HOSTILE,
@@ -40,6 +42,48 @@ def test_local_restarts_after_a_kill_and_finishes(tmp_path):
     assert run["starts"][1]["from_step"] >= 50 and run["starts"][1]["job"]["MST_RESTART"] == "1"
     assert [row["step"] for row in tiny_run.rows(out)] == list(range(10, steps + 1, 10))
     assert not list(tmp_path.rglob("hostile")), "no shell has read the names"
+
+
+def test_a_killed_launcher_below_ends_its_ranks_and_the_run_starts_again(tmp_path):
+    """Of deepspeed.launcher.launch, which the ranks are children of; one of them is frozen at that moment."""
+    out, made = tmp_path / "out", config(tmp_path)
+    child = launch("local.sh", str(made), "--out", str(out), cwd=tmp_path)
+    wait_for_checkpoint(out, child)
+    ranks = rank_processes(out)
+    os.kill(ranks[1], signal.SIGSTOP)  # no other rank goes on without it
+    raw = json.loads(made.read_text())
+    raw["training"]["steps"] = (int((out / "checkpoints" / "latest").read_text().removeprefix("step")) // 50 + 2) * 50
+    made.write_text(json.dumps(raw))
+    parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in ranks.values()}
+    (between,) = parents
+    assert b"deepspeed.launcher.launch" in Path(f"/proc/{between}/cmdline").read_bytes()
+    os.kill(between, signal.SIGKILL)
+    text = finish(child)
+    assert f"the launcher (process {between}) is gone" in text and "run.json does not say" in text
+    assert "(1 of 3)" in text and story(out)["starts"][-1]["how"] == "finished"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+def test_a_frozen_rank_wakes_up_to_save_when_the_launcher_is_asked_to_stop(tmp_path):
+    out = tmp_path / "out"
+    child = launch("local.sh", str(config(tmp_path)), "--out", str(out), cwd=tmp_path)
+    wait_for_checkpoint(out, child)
+    os.kill(rank_processes(out)[1], signal.SIGSTOP)
+    child.send_signal(signal.SIGTERM)
+    finish(child)
+    assert story(out)["starts"][-1]["how"] == "asked to stop"
+
+
+def test_a_run_that_diverges_at_the_same_step_twice_is_not_tried_again(tmp_path):
+    made = config(tmp_path, steps=40)
+    raw = json.loads(made.read_text())
+    raw["optimizer"]["params"]["lr"] = 1e30
+    made.write_text(json.dumps(raw))
+    child = launch("local.sh", "--processes", "1", str(made), "--out", str(tmp_path / "out"), cwd=tmp_path)
+    text = child.communicate(timeout=PATIENCE)[0]
+    assert child.returncode == 3 and "restarting does not help" in text and "(2 of 3)" not in text, text
+    assert [start["how"] for start in story(tmp_path / "out")["starts"]] == list(DIVERGED)
+    assert "Traceback" not in text
 
 
 def test_a_mistake_is_not_tried_again(tmp_path):

@@ -1,5 +1,6 @@
 """What the launchers would run, and their signals and restarts, with programs that stand for the real ones."""
 
+import json
 import os
 import shutil
 import signal
@@ -159,13 +160,16 @@ def test_a_job_begins_with_the_doctor_and_ends_with_its_report_where_something_i
     """Told nodes are not tried again; a rank that was killed meanwhile is a failure like any other."""
     tools = programs(
         tmp_path / "bin",
-        srun=f'echo "$*" >> starts; case "$*" in *" mst_scale doctor") echo a report; exit {doctor} ;; esac',
+        srun=f'echo "$*" >> starts; case "$*" in *" mst_scale doctor") echo a report; exit {doctor} ;; esac\n'
+        + ended("out", "finished"),
         scontrol='echo "$*" >> asked; echo NodeAddr=127.0.0.1',
         squeue=":",
         sleep=":",
     )
     job = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "MST_DOCTOR": "1"}
-    child = launch("slurm_job.sh", str(tmp_path), "srun", "1", "3", "5", "demo", cwd=tmp_path, PATH=tools, **job)
+    child = launch(
+        "slurm_job.sh", str(tmp_path), "srun", "1", "3", "5", "demo", "--out", "out", cwd=tmp_path, PATH=tools, **job
+    )
     text = child.communicate(timeout=PATIENCE)[0]
     lines = (tmp_path / "starts").read_text().splitlines()
     assert len(lines) == steps and "--ntasks=2 --ntasks-per-node=1" in lines[0] and "a report" in text
@@ -180,6 +184,48 @@ def test_the_doctor_is_shown_before_the_run_it_looks_ahead_of(tmp_path):
         submitted, first, then = shown("slurm.sh", "--starter", starter, *words, cwd=tmp_path).splitlines()
         assert submitted.startswith("env MST_DOCTOR=1 sbatch ") and first.endswith(wanted)
         assert "mst_scale.pretrain" in then and "mst_scale doctor" not in then
+
+
+def ended(out: str, how: str) -> str:
+    """Writes what run.json says of a start that has ended."""
+    record = json.dumps({"starts": [{"how": how, "last_step": 5, "job": {"MST_START": "'$MST_START'"}}]})
+    return f"mkdir -p {out}; echo '{record}' > {out}/run.json"
+
+
+@pytest.mark.parametrize(
+    ("code", "how", "starts", "ends_with"),
+    [
+        (0, "finished", 1, 0),
+        (0, "", 2, 1),  # its launcher was killed: DeepSpeed's runner ends with 0 all the same
+        (3, "diverged", 2, 3),
+        (3, "diverged again at the same step", 1, 3),
+    ],
+)
+def test_what_the_record_of_the_run_says_decides(tmp_path, code, how, starts, ends_with):
+    record = ended("out", how) if how else ":"
+    tools = programs(tmp_path / "bin", deepspeed=f"echo start >> starts; {record}; exit {code}")
+    words = ["--restarts", "1", str(config(tmp_path)), "--out", "out"]
+    child = launch("local.sh", *words, cwd=tmp_path, PATH=tools)
+    text = child.communicate(timeout=PATIENCE)[0]
+    assert (child.returncode, (tmp_path / "starts").read_text().count("start")) == (ends_with, starts), text
+    assert ("run.json does not say that the run is finished" in text) == (not how)
+
+
+def test_a_record_of_an_earlier_start_does_not_count(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text('{"starts": [{"how": "finished", "job": {"MST_START": "1-2-3"}}]}')
+    tools = programs(tmp_path / "bin", deepspeed="exit 0")
+    words = ["--restarts", "0", str(config(tmp_path)), "--out", "out"]
+    assert launch("local.sh", *words, cwd=tmp_path, PATH=tools).wait(timeout=PATIENCE) == 1
+
+
+def test_a_failing_search_for_a_port_is_a_failure_and_no_wrong_use(tmp_path):
+    """The command would have been `deepspeed --master_port ''`, which is refused with code 2 and never tried again."""
+    body = f'case "$*" in *free_port*) exit 1 ;; esac; exec {sys.executable} "$@"'
+    tools = programs(tmp_path / "bin", deepspeed="touch started; exit 2", python=body)
+    child = launch("local.sh", "--restarts", "1", str(config(tmp_path)), cwd=tmp_path, PATH=tools)
+    text = child.communicate(timeout=PATIENCE)[0]
+    assert child.returncode == 1 and "(1 of 1)" in text and not (tmp_path / "started").exists()
 
 
 RUN = 'trap "touch asked; exit 0" TERM; touch running; while :; do read -r -t 0.1 <> <(:) || true; done'
@@ -226,7 +272,7 @@ def test_a_run_that_has_not_heard_is_asked_again(tmp_path):
 
 @pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGTERM])
 def test_a_sweep_lets_its_run_save_and_ends(tmp_path, signum):
-    tools = programs(tmp_path / "bin", deepspeed=RUN)
+    tools = programs(tmp_path / "bin", deepspeed=f"{ended('runs/sweep/dense-1', 'asked to stop')}\n{RUN}")
     words = ["--methods", "dense,mst", "--seeds", "1", str(config(tmp_path))]
     child = launch("sweep.sh", *words, cwd=tmp_path, PATH=tools)
     wait_for_file(tmp_path / "running", child)

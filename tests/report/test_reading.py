@@ -102,6 +102,18 @@ ODD = (
     % ("0" * 400),
     '{"step": NaN, "loss": 1.0}',
 )
+NO_ROWS = ("[" * 100_000, f'{{"step": 1{"0" * 23}, "loss": 1.0}}', '{"step": -3}', '{"step": true}')
+
+
+def test_lines_without_a_possible_step_are_damaged_and_hide_no_later_row(tmp_path):
+    folder = runs.write(tmp_path / "run", until=100)
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(f"{line}\n" for line in (*NO_ROWS, json.dumps({**last, "step": 110})))
+    made = Report([folder], tmp_path / "report")
+    made.read()
+    assert made.write(pictures=False)["runs"][0]["step"] == 110
+    assert f"{len(NO_ROWS)} lines of metrics.jsonl could not be read" in "\n".join(read(folder).notes)
 
 
 @pytest.mark.parametrize("first", range(len(ODD)))

@@ -3,15 +3,18 @@
 import json
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from mst_scale import distributed
 from mst_scale.checkpoints import store
 from mst_scale.compiled import build_locks
-from mst_scale.runs import run_file
+from mst_scale.errors import UserError
+from mst_scale.runs import out_lock, run_file
 from mst_scale.runs.out_lock import OutLock
 from tests.checkpoints.test_store import Engine, alone
 from tests.support import pool, tiny_run
@@ -280,6 +283,62 @@ def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog)
     caplog.set_level("INFO", "mst_scale")
     OutLock(tmp_path / "out").take(restarted=False)
     assert caplog.text.count("cannot be locked") == 1
+
+
+@pytest.fixture
+def two_machines(monkeypatch):
+    """Each has locks that the other does not see, and signs of life come quickly."""
+    import fcntl
+
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: None)
+    monkeypatch.setattr(out_lock, "BEAT", 0.1)
+    monkeypatch.setattr(out_lock, "STILL", 0.5)
+    monkeypatch.setattr(out_lock, "BRIEFLY", 0.1)
+
+    def on(name, folder):
+        monkeypatch.setattr(out_lock, "machine", lambda: name)
+        return OutLock(folder)
+
+    return on
+
+
+def test_a_run_of_another_machine_is_noticed_without_a_shared_lock(tmp_path, two_machines):
+    one, other = two_machines("one", tmp_path), two_machines("other", tmp_path)
+    one.take(restarted=False)
+    with pytest.raises(UserError, match=r"another run writes into .*process \d+ on one\)"):
+        other.take(restarted=False)
+    one.release()
+    started = time.monotonic()
+    other.take(restarted=False)
+    assert time.monotonic() - started < 0.4, "a run that has ended is not waited for"
+    other.release()
+
+
+def test_the_folder_of_a_killed_run_of_another_machine_is_taken_over(tmp_path, two_machines):
+    one, other = two_machines("one", tmp_path), two_machines("other", tmp_path)
+    one.take(restarted=False)
+    one.over.set()  # no sign of life any more
+    one.beats.join()
+    other.take(restarted=False)
+    assert other._holder() == f"process {os.getpid()} on other"
+    other.release()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_frozen_run_that_was_taken_over_ends_when_it_wakes_up(tmp_path, two_machines, monkeypatch):
+    """And likewise the earlier of two that start at the same moment."""
+    ended = []
+    monkeypatch.setattr(distributed, "end", lambda error: ended.append(error) or sys.exit())
+    one, other = two_machines("one", tmp_path), two_machines("other", tmp_path)
+    monkeypatch.setattr(other, "_lives_elsewhere", lambda locked: False)
+    one.take(restarted=False)
+    other.take(restarted=False)
+    one.beats.join(10)
+    assert len(ended) == 1 and isinstance(ended[0], UserError) and "on other" in str(ended[0])
+    assert other.beats.is_alive()
+    one.release()
+    assert "on other" in other._holder(), "it has left the other's name there"
+    other.release()
 
 
 # --- what a run tells about itself ---
