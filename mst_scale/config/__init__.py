@@ -19,7 +19,7 @@ from mst_scale.config.blocks import (
     TrainingConfig,
     in_steps,
 )
-from mst_scale.config.load import BLOCKS, load, read, resolve, states, to_dict
+from mst_scale.config.load import BLOCKS, load, overridden_in_recipe, read, resolve, states, to_dict
 from mst_scale.config.method import MSTConfig
 from mst_scale.config.presets import MODELS, RECIPES
 from mst_scale.config.targets import TargetsConfig
@@ -40,6 +40,7 @@ __all__ = [
     "TrainingConfig",
     "in_steps",
     "load",
+    "overridden_in_recipe",
     "read",
     "resolve",
     "states",
