@@ -14,7 +14,7 @@ parser     a wrong option is one line, on one rank
 from mst_scale.distributed.errors import Damaged, FailedElsewhere, SharedMistake, exit_code, is_plain, one_line, shown
 from mst_scale.distributed.exits import end, leave, tell_launcher, thread_failed
 from mst_scale.distributed.group import Ranks, init
-from mst_scale.distributed.launch import free_port, launched_rank, several
+from mst_scale.distributed.launch import complete_environment, free_port, launched_rank, several, under_mpi
 from mst_scale.distributed.mesh import Mesh, Sizes
 from mst_scale.distributed.messages import logger, may_rewrite, speak
 from mst_scale.distributed.peers import Watch
@@ -30,6 +30,7 @@ __all__ = [
     "Verdict",
     "Votes",
     "Watch",
+    "complete_environment",
     "end",
     "exit_code",
     "free_port",
@@ -45,4 +46,5 @@ __all__ = [
     "speak",
     "tell_launcher",
     "thread_failed",
+    "under_mpi",
 ]

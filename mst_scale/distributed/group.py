@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
+from mst_scale.compiled.first_use import announced
 from mst_scale.distributed.errors import FailedElsewhere, exit_code, one_line
 from mst_scale.distributed.launch import complete_environment
 from mst_scale.distributed.messages import logger, speak
@@ -110,7 +111,10 @@ def init() -> Ranks:
     joined = not dist.is_initialized()
     if joined:
         try:
-            with contextlib.redirect_stdout(io.StringIO()) as said:  # stdout may be JSON: no place for greetings
+            with (
+                announced(),
+                contextlib.redirect_stdout(io.StringIO()) as said,
+            ):  # stdout may be JSON: no place for greetings
                 ds_comm.init_distributed(verbose=False, auto_mpi_discovery=False)
             logger.debug("%s", said.getvalue())
         except dist.DistNetworkError as error:

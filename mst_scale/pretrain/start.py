@@ -47,6 +47,7 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: true, and nothing a user can act on
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     threading.excepthook = distributed.thread_failed
+    distributed.speak()  # reading the config has something to say, long before the ranks meet
     args = arguments(argv, __doc__)
     experiment = experiment_of(args)
     starting = Starting()
