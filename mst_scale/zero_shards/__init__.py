@@ -14,6 +14,7 @@ slices        for every sparse parameter this rank's slice, with live views of i
 muon          Muon in one place at every stage
 powers        Adam's powers of its betas on a CPU, from the count of updates alone
 saving        saves that fail together, loads that carry masks, universal checkpoints at every stage
+other_layout  what to do with a checkpoint of other ranks or another stage
 safe_load     checkpoints are data, and run nothing
 weight_files  where a checkpoint's weights lie on disk
 universal     DeepSpeed's universal layout, for every stage
