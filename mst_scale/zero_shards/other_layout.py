@@ -1,7 +1,7 @@
 """Says which commands let a checkpoint of another number of ranks, or another ZeRO stage, continue.
 
-DeepSpeed's own loading then fails with an exception that depends on the stages: a ZeRORuntimeException, a missing file, an
-empty AssertionError.
+DeepSpeed's own loading then fails with an exception that depends on the stages: a ZeRORuntimeException, a missing file,
+an empty AssertionError.
 """
 
 from __future__ import annotations
