@@ -9,6 +9,9 @@ what this processor can do, one of the compiler and what `-march=native` means t
 compute node) takes what another with the same processor has built. A library is written under another name, loaded by a
 process of its own, synced to disk and renamed, so that a build that is interrupted, or a compiler that reports success
 without writing a whole file, leaves nothing behind. One process builds, the others of the same machine wait for it.
+
+first_use     says what is compiled and for how long, also of what DeepSpeed compiles
+build_locks   removes the locks of builds that were killed
 """
 
 from __future__ import annotations
