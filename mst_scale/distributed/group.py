@@ -101,9 +101,11 @@ class Ranks:
         raise FailedElsewhere(exit_code(error))
 
 
-def init() -> Ranks:
-    """Join the process group that the launcher prepared; without a launcher, be the only rank."""
-    import deepspeed.comm as ds_comm
+def init(through_deepspeed: bool = True) -> Ranks:
+    """Join the process group that the launcher prepared; without a launcher, be the only rank.
+
+    Without `through_deepspeed` torch alone makes the group: DeepSpeed on a CPU compiles an operator for its own.
+    """
     import torch.distributed as dist
 
     complete_environment()
@@ -115,7 +117,7 @@ def init() -> Ranks:
                 announced(),
                 contextlib.redirect_stdout(io.StringIO()) as said,
             ):  # stdout may be JSON: no place for greetings
-                ds_comm.init_distributed(verbose=False, auto_mpi_discovery=False)
+                _join(through_deepspeed)
             logger.debug("%s", said.getvalue())
         except dist.DistNetworkError as error:
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -130,3 +132,15 @@ def init() -> Ranks:
         control=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
         joined=joined,
     )
+
+
+def _join(through_deepspeed: bool) -> None:
+    if through_deepspeed:
+        import deepspeed.comm as ds_comm
+
+        ds_comm.init_distributed(verbose=False, auto_mpi_discovery=False)
+    else:
+        import torch
+
+        on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
