@@ -6,7 +6,7 @@ The paper says so: "the learned parameters are more concentrated, making them be
 The model of the config demo (2 layers, width 64, bytes of SymPy's sources) is trained by the recipe mst-best (80 %
 sparse at most, dense again at the end), dense for as many steps, and dense for as many steps as give MST's validation
 loss: a model that has learned more loses more, whatever trained it. The dense ones have the rate that the study demo
-found best for them, MST the one of the study main. All are pruned as `mst export --how … --prune` does it, without
+found best for them, MST the one of the study main. All are pruned as `mst export --method … --prune` does it, without
 training afterwards; magnitude prunes the head too, which is the embedding, and the others leave it as it is.
 
     loss        on the run's validation corpus; mean over seeds ± half the range

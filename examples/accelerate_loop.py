@@ -1,7 +1,7 @@
 """A loop with Accelerate, and one line that makes it sparse; two more give it a report.
 
-accelerate launch --num_processes 2 examples/accelerate_loop.py --out runs/accelerate
 python examples/accelerate_loop.py --out runs/accelerate && mst report runs/accelerate
+accelerate launch --num_processes 2 examples/accelerate_loop.py --out runs/accelerate     # on two GPUs
 """
 
 from __future__ import annotations

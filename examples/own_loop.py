@@ -44,7 +44,7 @@ def main() -> None:
     steps = parser.parse_args().steps
     config = {
         "train_micro_batch_size_per_gpu": 32,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 2},
         "bf16": {"enabled": True},
         "steps_per_print": 10**9,

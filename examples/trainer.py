@@ -1,9 +1,12 @@
-"""A causal language model with transformers' Trainer, as its documentation shows it, and two lines that make it sparse.
+"""Trains a causal language model with transformers' Trainer, with two lines that make it sparse.
 
-deepspeed --num_accelerators 2 examples/trainer.py --deepspeed examples/ds_trainer.json --output_dir runs/trainer
+python examples/trainer.py --deepspeed examples/ds_trainer.json --output_dir runs/trainer \
+    --max_steps 40 --logging_steps 5 --learning_rate 1e-2
 mst report runs/trainer
+deepspeed examples/trainer.py --deepspeed examples/ds_trainer.json --output_dir runs/trainer     # on several GPUs
 
-Every other option is Trainer's own (--max_steps, --resume_from_checkpoint, --report_to tensorboard, …).
+On CPUs Trainer runs in one process only: Accelerate does not see other ranks there. Every other option is Trainer's own
+(--per_device_train_batch_size, --resume_from_checkpoint, --report_to tensorboard, …).
 """
 
 from __future__ import annotations

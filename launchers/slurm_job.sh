@@ -30,7 +30,7 @@ step_of() {
 }
 examination=()
 if [ -n "${MST_DOCTOR:-}" ]; then
-    step_of mst_scale doctor
+    step_of mst_scale doctor --full
     examination=("${step[@]}")
 fi
 step_of mst_scale.pretrain --deepspeed_config "$config" "${arguments[@]}"

@@ -35,6 +35,7 @@ Duration = int | float
 """Steps if int, share of the run if float."""
 
 DEFAULT_INTERVAL = 100  # the paper's Δ_t
+PHASES = ("warmup", "ultra", "restore", "dense")  # in this order a phase's number is the same for every method
 
 
 @dataclass(frozen=True)

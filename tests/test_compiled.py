@@ -1,11 +1,18 @@
 """C++ kernels built at first use: whatever the compiler, the disk or another process does, what is loaded is whole."""
 
+import fcntl
 import logging
+import os
 import shutil
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from mst_scale import compiled
+from mst_scale.compiled import first_use
+from tests.support.forked import context
 
 
 @pytest.fixture
@@ -80,3 +87,59 @@ def test_a_cache_that_cannot_be_written_is_explained(toy_kernel, tmp_path):
     blocker.write_text("")
     with pytest.raises(RuntimeError, match="MST_SCALE_CACHE"):
         compiled.build("toy", toy_kernel, blocker / "cache")
+
+
+def builds(folder, log, slow):
+    """An extension of torch, with a stand-in for the compiler that takes `slow` seconds."""
+    from torch.utils import cpp_extension
+
+    def load(name):
+        target = Path(cpp_extension._get_build_directory(name, verbose=False)) / f"{name}.so"
+        if not target.exists():
+            time.sleep(slow)
+            target.touch()
+            with open(log, "a") as file:
+                file.write("compiled\n")
+        return name
+
+    os.environ["TORCH_EXTENSIONS_DIR"] = folder
+    torchs, cpp_extension.load = cpp_extension.load, load
+    try:
+        with first_use.announced():
+            assert cpp_extension.load(name="fused_adam") == "fused_adam"
+        assert cpp_extension.load is load, "as it was"
+    finally:
+        cpp_extension.load = torchs
+
+
+def test_what_is_compiled_at_first_use_is_said_with_its_time(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(first_use, "SAY_EVERY", 0.1)
+    log = tmp_path / "log"
+    with caplog.at_level(logging.INFO, logger="mst_scale"):
+        builds(str(tmp_path), log, 0.35)
+        builds(str(tmp_path), log, 0.35)
+    said = [record.getMessage() for record in caplog.records]
+    assert log.read_text() == "compiled\n"
+    assert said[0].startswith("compiling DeepSpeed's fused Adam into") and "torch_adam" in said[0]
+    assert any("s so far" in line for line in said[1:-1]) and "done in 0." in said[-1]
+
+
+def test_processes_that_start_together_compile_once(tmp_path):
+    log = tmp_path / "log"
+    children = [context.Process(target=builds, args=(str(tmp_path), str(log), 0.5)) for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(120)
+    assert [child.exitcode for child in children] == [0, 0, 0] and log.read_text() == "compiled\n"
+
+
+def test_a_process_that_waits_for_anothers_build_says_so(tmp_path, caplog):
+    path = tmp_path / "build.lock"
+    with open(path, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        threading.Timer(0.3, lambda: fcntl.flock(held, fcntl.LOCK_UN)).start()
+        with caplog.at_level(logging.INFO, logger="mst_scale"), first_use.lock(path, "the kernel"):
+            pass
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and all("another process, which is compiling the kernel" in line for line in said)

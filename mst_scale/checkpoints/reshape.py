@@ -58,7 +58,7 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
         if (source / mask_files.FOLDER).is_dir():
             shutil.copytree(source / mask_files.FOLDER, draft / mask_files.FOLDER)
         manifest = store.head(source) or {}
-        kept = ("tag", "step", "batch", "micro", "ranks")
+        kept = ("tag", "step", "batch", "micro", "ranks", "optimizer")
         about: dict[str, Any] = {key: manifest[key] for key in kept if key in manifest}
         store.seal_alone(draft, target, {"step": step, **about, "universal": True})
     except BaseException:

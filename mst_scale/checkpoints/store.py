@@ -46,12 +46,13 @@ def save(
     micro: int,
     keep: int,
     state: dict[str, Any],
+    optimizer: str | None = None,
     sizes: Sizes = WHOLE,
 ) -> float:
     """One checkpoint on all ranks, whole or not at all; the seconds it took.
 
     A full disk is an OSError that leaves the older ones alone. `batch` is the global batch, to be kept on other ranks,
-    and `micro` the sequences of it that a rank computes at a time.
+    and `micro` the sequences of it that a rank computes at a time. `optimizer` names the code that updates weights.
     """
     start = time.monotonic()
     tag = tag_of(step)
@@ -64,7 +65,8 @@ def save(
         digests = ranks.together(lambda: _digests(draft, _share(names, ranks)))
         ranks.on_first(lambda: None)  # every rank has read its share back
         saved = layout(ranks.world_size, int(engine.zero_optimization_stage()), sizes)
-        _seal(draft, final, digests, ranks, {"tag": tag, "step": step, "batch": batch, "micro": micro, **saved})
+        about = {"tag": tag, "step": step, "batch": batch, "micro": micro, "optimizer": optimizer, **saved}
+        _seal(draft, final, digests, ranks, about)
     except (OSError, FailedElsewhere):
         if ranks.first:
             shutil.rmtree(draft, ignore_errors=True)

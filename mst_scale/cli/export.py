@@ -10,7 +10,9 @@ from typing import Any
 
 from mst_scale.cli.data import _bytes
 from mst_scale.dead_units.kinds import in_words
+from mst_scale.distributed import logger
 from mst_scale.distributed.parser import at_least, refuse_no_folder
+from mst_scale.errors import UserError
 
 ABOUT = """\
 Write a folder that transformers.AutoModelForCausalLM.from_pretrained loads: config.json, model.safetensors (in parts
@@ -22,15 +24,17 @@ and pass through memory one matrix at a time.
 
 --prune S sets the smallest weights of each layer to zero until the share S of the weights that may be sparse
 (mst.targets, spread by mst.sparsity.distribution) is zero, and reports the loss on the run's validation corpus before
-and after; for that the model is loaded into memory. Weights that training left at zero count as pruned.
+and after; for that the model is loaded into memory. Weights that training left at zero count as pruned. Zeros are
+stored like any other weight, so a pruned folder is as large as an unpruned one.
 
---how says which weights go:
+--method says which weights become zero:
   magnitude   the smallest (the default)
-  wanda       of each row of a matrix the share S whose |weight| · norm of its input is smallest (arXiv 2306.11695)
-  sparsegpt   in each 128 inputs of a matrix the share S that the other weights can best make up for, and these then do
-              (arXiv 2301.00774)
+  wanda       in each row of a matrix, the fraction S with the smallest |weight| · norm of its input (arXiv 2306.11695)
+  sparsegpt   in each block of 128 input columns, the fraction S whose removal is easiest to compensate; the remaining
+              weights are updated accordingly (arXiv 2301.00774)
 The last two look at the inputs of layers over 128 sequences of the run's own training corpus, or of --calibration, and
-prune block after block. They pass over a head that is the token embedding: no linear layer multiplies with it.
+prune block after block. They pass over a head that is the token embedding: no linear layer multiplies with it. Where
+the run's own corpus is gone, the loss is measured on the validation split of --calibration.
 
 --pattern N:M leaves in each matrix at most N weights in every M consecutive inputs of an output, in each of these ways.
 
@@ -41,8 +45,8 @@ examples:
   mst export runs/demo exported/demo
   mst export runs/gpt2/checkpoints/step00100000 exported/ultra --dtype bfloat16
   mst export runs/demo exported/demo-90 --prune 0.9 --json
-  mst export runs/gpt2 exported/gpt2-half --prune 0.5 --how wanda
-  mst export runs/gpt2 exported/gpt2-24 --pattern 2:4 --how sparsegpt --calibration corpora/openwebtext
+  mst export runs/gpt2 exported/gpt2-half --prune 0.5 --method wanda
+  mst export runs/gpt2 exported/gpt2-24 --pattern 2:4 --method sparsegpt --calibration corpora/openwebtext
 """
 
 
@@ -58,7 +62,8 @@ def add(subparsers: Any) -> None:
     option("checkpoint", metavar="CHECKPOINT", help="a run or a checkpoint")
     option("out", metavar="OUT", help="the folder to write; it must not exist")
     option("--prune", type=float, metavar="S", help="prune to the sparsity S, and report the loss")
-    option("--how", metavar="HOW", help="prune by magnitude (the default), wanda or sparsegpt")
+    option("--method", metavar="M", help="prune by magnitude (the default), wanda or sparsegpt")
+    option("--how", help=argparse.SUPPRESS)  # the name of --method before
     option("--pattern", metavar="N:M", help="prune to N of M consecutive inputs, as in 2:4, in place of --prune")
     option("--calibration", metavar="DIR", help="corpus for wanda and sparsegpt (default: the run's own)")
     option("--calibration-sequences", type=at_least(1), metavar="N", help="how many of its sequences (default: 128)")
@@ -76,11 +81,15 @@ def run(args: argparse.Namespace) -> int:
     from mst_scale.hugging_face.export import export
 
     refuse_no_folder("OUT", Path(args.out))
+    if args.how is not None:
+        if args.method is not None:
+            raise UserError("--how is the old name of --method: give --method alone")
+        logger.warning("--how is now called --method, and will be removed in the next release")
     done = export(
         Path(args.checkpoint),
         Path(args.out),
         prune=args.prune,
-        how=args.how,
+        how=args.how if args.method is None else args.method,
         pattern=args.pattern,
         calibration=args.calibration,
         calibration_sequences=args.calibration_sequences,
@@ -94,7 +103,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     step = "" if done.step is None else f", step {done.step:,}"
     share = f", {done.zeros / done.matrices:.2%} zeros in its sparse matrices" if done.matrices else ""
-    print(f"{done.out}: {done.parameters:,} parameters in {len(done.files)} file(s){step}{share}")
+    size = f"{done.bytes / 1e6:,.1f} MB in {len(done.files)} file(s)"
+    print(f"{done.out}: {done.parameters:,} parameters, {size}{step}{share}")
+    if done.zeros:
+        print(f"the {done.zeros:,} zeros are stored like any other weight: they make the file no smaller")
     if done.dead_units:
         print(f"dead units (all their weights are zero): {in_words(done.dead_units)}")
     print(f"tokenizer: {done.tokenizer or 'no files; the model card says why'}")

@@ -17,9 +17,42 @@ SHOWN = 5  # ways to share a model
 
 def text(answer: Plan) -> str:
     """A conclusion, then tables that fit 100 columns."""
-    parts = [conclusion(answer), layout_table(answer), memory_table(answer), link_table(answer), phase_table(answer)]
+    parts = [
+        headline(answer),
+        conclusion(answer),
+        layout_table(answer),
+        memory_table(answer),
+        link_table(answer),
+        phase_table(answer),
+    ]
     parts += [side_table(answer), topology_table(answer), assumptions(answer)]
     return "\n\n".join(part for part in parts if part)
+
+
+def headline(answer: Plan) -> str:
+    """The setting that gains most and what it gains, or that nothing does; empty for a dense run."""
+    from mst_scale.plan.answer import overrides
+
+    if not answer.sparse_parameters:
+        return ""
+    best, ranks = answer.best, answer.setting.ranks
+    days, dense = (f"{seconds / 86400:,.3g}" for seconds in (best.run_seconds, best.dense_seconds))
+    needed, now = (f"{held.needed / GB:.1f}" for held in (best.memory, answer.memory))
+    memory = f"{needed} GB per GPU" + (f" instead of {now}" if needed != now else ", unchanged")
+    on = f"on {ranks:,} GPU{'s' if ranks > 1 else ''}"
+    run = f"{days} days instead of {dense} for a dense run ({times(best.speedup)}) {on}"
+    if not best.gains:
+        said = f"No gain in time is expected from sparsity here: {run}; memory: {memory}. The FLOPs saved are below."
+        return "\n".join(textwrap.wrap(said, 98, subsequent_indent="  "))
+    masks = "the masks of this config" if best.side is None else f"masks of {best.side} × {best.side} blocks"
+    lines = textwrap.wrap(
+        f"Best setting: {masks}: {run}; memory: {memory}. Expected, not measured.", 98, subsequent_indent="  "
+    )
+    lines += [f"  {word}" for word in (*overrides(best.setting, answer.given), *best.overrides)]
+    if best.side is not None:
+        own = answer.dense_hours / answer.expected_hours
+        lines.append(f"  Blocks cost some loss (docs/does-it-work.md). Without them the run takes {times(own)}:")
+    return "\n".join(lines)
 
 
 def conclusion(answer: Plan) -> str:
@@ -54,11 +87,11 @@ def conclusion(answer: Plan) -> str:
             f"{' '.join(overrides(s, answer.given))}"
         )
     if best.setting == s:
-        lines.append("recommended: this configuration")
+        lines.append("recommended layout: this configuration")
         lines += [f"  {word}" for word in overrides(s, answer.given) if answer.given.sizes != s.sizes]
     else:
         needed = f"{best.memory.needed / GB:.1f} GB, {duration(best.seconds.total)} a step"
-        lines.append(f"recommended: {stated(best.setting)} ({needed})")
+        lines.append(f"recommended layout: {stated(best.setting)} ({needed})")
         lines += [f"  {word}" for word in overrides(best.setting, answer.given)]
     return "\n".join(lines)
 
@@ -210,7 +243,8 @@ def side_table(answer: Plan) -> str:
     title = f"expected, not measured: a dense step against one at {100 * answer.sparsest.sparsity:.0f} % sparsity"
     if answer.experiment.mst.topology.granularity == "channel":  # which is chosen instead of blocks
         return "\n".join([title, *aligned(rows)])
-    how = "to choose: --set mst.compute.backend=block --set mst.topology.granularity.block=16"
+    side = answer.best.side or 16
+    how = f"to choose: --set mst.compute.backend=block --set mst.topology.granularity.block={side}"
     return "\n".join([title, *aligned(rows), how])
 
 

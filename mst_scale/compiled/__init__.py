@@ -9,12 +9,14 @@ what this processor can do, one of the compiler and what `-march=native` means t
 compute node) takes what another with the same processor has built. A library is written under another name, loaded by a
 process of its own, synced to disk and renamed, so that a build that is interrupted, or a compiler that reports success
 without writing a whole file, leaves nothing behind. One process builds, the others of the same machine wait for it.
+
+first_use     says what is compiled and for how long, also of what DeepSpeed compiles
+build_locks   removes the locks of builds that were killed
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import logging
 import os
@@ -26,6 +28,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from mst_scale.compiled import first_use
 
 SHARED = Path(__file__).parent
 FLAGS = ["-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
@@ -73,11 +77,10 @@ def build(
         return library
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "build.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel even if this process is killed
+        with first_use.lock(folder / "build.lock", f"the CPU kernel {name}"):
             if wanted():
-                log.info("compiling the CPU kernel %s with %s into %s (once)", name, shlex.join(program), folder)
-                with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                what = f"compiling the CPU kernel {name} with {shlex.join(program)} into {folder} (once)"
+                with first_use.elapsed(what), tempfile.TemporaryDirectory(dir=folder) as scratch:
                     whole = Path(scratch) / library.name
                     _command([*program, *flags, f"-I{SHARED}", "-o", str(whole), str(sources / "kernel.cpp")])
                     # in another process: loading a library that is cut short may kill the process

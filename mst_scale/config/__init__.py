@@ -20,7 +20,16 @@ from mst_scale.config.blocks import (
     TrainingConfig,
     in_steps,
 )
-from mst_scale.config.load import BLOCKS, load, read, read_saved, resolve, states, to_dict
+from mst_scale.config.load import (
+    BLOCKS,
+    load,
+    overridden_in_recipe,
+    read,
+    read_saved,
+    resolve,
+    states,
+    to_dict,
+)
 from mst_scale.config.method import MSTConfig
 from mst_scale.config.presets import MODELS, RECIPES
 from mst_scale.config.targets import TargetsConfig
@@ -41,6 +50,7 @@ __all__ = [
     "TrainingConfig",
     "in_steps",
     "load",
+    "overridden_in_recipe",
     "read",
     "read_saved",
     "resolve",

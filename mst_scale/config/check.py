@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 from mst_scale.config.blocks import Experiment
 from mst_scale.config.limits import refuse_large
 from mst_scale.config.parallel import refuse_untried
-from mst_scale.config.support import refuse_unsupported
+from mst_scale.config.support import refuse_unsupported, stage_of
 from mst_scale.distributed import shown
 from mst_scale.errors import UserError
 
@@ -83,9 +83,10 @@ def check(experiment: Experiment) -> None:
             f"training.min_lr = {training.min_lr:g} is above optimizer.params.lr = {peak:g}, and the rate would rise: "
             "set training.min_lr below it"
         )
-    stage = ds.get("zero_optimization", {}).get("stage", 0)
-    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise UserError(f"zero_optimization.stage = {shown(stage)}: the stages are 0, 1, 2 and 3")
+    for key in ("zero_optimization", "optimizer", *PRECISIONS, "data_types"):
+        if not isinstance(ds.get(key, {}), dict):
+            raise UserError(f"{key} must be an object, not {shown(ds[key])}")
+    stage_of(ds)
     enabled = [name for name in PRECISIONS if ds.get(name, {}).get("enabled")]
     if len(enabled) > 1:
         raise UserError("fp16 and bf16 are both enabled: choose one")

@@ -44,6 +44,40 @@ def load(config: str | Path | dict[str, Any], overrides: Iterable[str] = (), met
 
     Later wins: presets of its recipe and method, the file, a recipe among `overrides`, `method`, the other overrides.
     """
+    where, raw = _composed(config, overrides, method)
+    return resolve(raw, where)
+
+
+def overridden_in_recipe(
+    config: str | Path | dict[str, Any], overrides: Iterable[str] = (), method: str | None = None
+) -> str | None:
+    """Return one line about the keys that replace values of the config's recipe; None if there are none.
+
+    The arguments are those of `load`, which accepts such a config.
+    """
+    _, raw = _composed(config, overrides, method)
+    name = raw.get("recipe")
+    if not isinstance(name, str) or name not in RECIPES:
+        return None
+    changed = list(_replaced(RECIPES[name], raw, ""))
+    return f"these keys override the recipe {name!r}: {'; '.join(changed)}" if changed else None
+
+
+def _replaced(recipe: Mapping[str, Any], user: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Each value of a recipe for which the user's block has another one, as `key = value (recipe: value)`."""
+    for key, value in recipe.items():
+        if key not in user or user[key] == value:
+            continue
+        if isinstance(value, Mapping) and isinstance(user[key], Mapping):
+            yield from _replaced(value, user[key], f"{path}{key}.")
+        else:
+            yield f"{path}{key} = {json.dumps(user[key], default=str)} (recipe: {json.dumps(value)})"
+
+
+def _composed(
+    config: str | Path | dict[str, Any], overrides: Iterable[str], method: str | None
+) -> tuple[str, dict[str, Any]]:
+    """Return the name for messages and the config with the command line's changes, before presets are filled in."""
     where, raw = read(config)
     overrides = list(overrides)
     asked = [name for key, _, name in (one.partition("=") for one in overrides) if key == "recipe"]
@@ -55,7 +89,7 @@ def load(config: str | Path | dict[str, Any], overrides: Iterable[str] = (), met
         _take_method(raw, method, where)
     for override in overrides:
         apply_override(raw, override)
-    return resolve(raw, where)
+    return where, raw
 
 
 def _take_method(raw: dict[str, Any], method: str, where: str) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.config.method import MSTConfig
+from mst_scale.distributed import shown
 from mst_scale.errors import UserError
 
 TABLE = Path(__file__).with_name("deepspeed_support.txt")
@@ -129,6 +130,19 @@ def precision_of(deepspeed: Mapping[str, Any]) -> str:
     return "fp32"
 
 
+def stage_of(deepspeed: Mapping[str, Any]) -> int:
+    """Return the ZeRO stage of a config, 0 where it states none.
+
+    Raises:
+        UserError: if the stage is not one of 0, 1, 2 and 3. Every other check depends on it, so it comes first.
+    """
+    block = deepspeed.get("zero_optimization")
+    stage = block.get("stage", 0) if isinstance(block, Mapping) else 0  # what is no object is refused by `stated`
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in STAGES:
+        raise UserError(f"zero_optimization.stage = {shown(stage)}: the stages are 0, 1, 2 and 3")
+    return stage
+
+
 def stated(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """(key, value) of all that a config states. `null` and "auto" state nothing."""
     for name, value in block.items():
@@ -146,9 +160,7 @@ def stated(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 def refuse_unsupported(deepspeed: Mapping[str, Any], mst: MSTConfig) -> list[str]:
     """Raise for the first key that sparse training is not known to be exact with; else what a user should be told."""
-    stage = deepspeed.get("zero_optimization") or {}
-    stage = stage.get("stage") if isinstance(stage, Mapping) else stage
-    stage = stage if isinstance(stage, int) and not isinstance(stage, bool) else 0
+    stage = stage_of(deepspeed)
     _refuse_scattered_muon(deepspeed)
     if mst.stays_dense:
         return []

@@ -14,7 +14,7 @@ parser     a wrong option is one line, on one rank
 from mst_scale.distributed.errors import FailedElsewhere, SharedMistake, exit_code, is_plain, one_line, shown
 from mst_scale.distributed.exits import end, end_with_launcher, leave, tell_launcher, thread_failed
 from mst_scale.distributed.group import Ranks, init
-from mst_scale.distributed.launch import free_port, launched_rank, several, timeout
+from mst_scale.distributed.launch import complete_environment, free_port, launched_rank, several, timeout, under_mpi
 from mst_scale.distributed.mesh import Mesh, Sizes
 from mst_scale.distributed.messages import logger, may_rewrite, speak
 from mst_scale.distributed.peers import Watch
@@ -31,6 +31,7 @@ __all__ = [
     "Verdict",
     "Votes",
     "Watch",
+    "complete_environment",
     "end",
     "end_with_launcher",
     "exit_code",
@@ -48,4 +49,5 @@ __all__ = [
     "tell_launcher",
     "thread_failed",
     "timeout",
+    "under_mpi",
 ]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
+from mst_scale.compiled.first_use import announced
 from mst_scale.distributed.errors import FailedElsewhere, exit_code, is_plain, one_line
 from mst_scale.distributed.launch import complete_environment, timeout
 from mst_scale.distributed.messages import logger, speak
@@ -121,9 +122,11 @@ class Ranks:
         raise FailedElsewhere(exit_code(error))
 
 
-def init() -> Ranks:
-    """Join the process group that the launcher prepared; without a launcher, be the only rank."""
-    import deepspeed.comm as ds_comm
+def init(through_deepspeed: bool = True) -> Ranks:
+    """Join the process group that the launcher prepared; without a launcher, be the only rank.
+
+    Without `through_deepspeed` torch alone makes the group: DeepSpeed on a CPU compiles an operator for its own.
+    """
     import torch.distributed as dist
 
     complete_environment()
@@ -133,8 +136,9 @@ def init() -> Ranks:
     joined = not dist.is_initialized()
     if joined:
         try:
-            with contextlib.redirect_stdout(io.StringIO()) as said:  # stdout may be JSON: no place for greetings
-                ds_comm.init_distributed(verbose=False, auto_mpi_discovery=False, timeout=limit)
+            # stdout may be JSON: no place for greetings
+            with announced(), contextlib.redirect_stdout(io.StringIO()) as said:
+                _join(through_deepspeed, limit)
             logger.debug("%s", said.getvalue())
         except dist.DistNetworkError as error:
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -149,6 +153,18 @@ def init() -> Ranks:
         control=dist.new_group(backend="gloo", timeout=limit),
         joined=joined,
     )
+
+
+def _join(through_deepspeed: bool, limit: timedelta) -> None:
+    if through_deepspeed:
+        import deepspeed.comm as ds_comm
+
+        ds_comm.init_distributed(verbose=False, auto_mpi_discovery=False, timeout=limit)
+    else:
+        import torch
+
+        on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=limit)
 
 
 def _bound_later_groups(limit: timedelta) -> None:

@@ -1,17 +1,28 @@
-"""Says what the backends "auto" would be here for GPT-2 small, and why."""
+"""Says what the backends "auto" would be here for GPT-2 small, and why; and measures what that choice reads (--tune).
+
+A GPU's kernels choose their tiles at their first launch, so that is made; Triton's cache keeps what they chose.
+"""
 
 from __future__ import annotations
 
+import importlib
+import time
+
 import torch
 
-from mst_scale.doctor.device import device
+from mst_scale.distributed import Ranks
 from mst_scale.doctor.finding import Finding, ok
+from mst_scale.doctor.versions import device
+from mst_scale.hybrid_sparse_attention import Pattern
+from mst_scale.hybrid_sparse_attention import attention as sparse_attention
 from mst_scale.hybrid_sparse_attention import dispatch as attention_dispatch
+from mst_scale.sparse_linear import crossovers
 from mst_scale.sparse_linear import dispatch as linear_dispatch
 
 WIDTHS = {"qkv": (2304, 768), "out": (768, 768), "up": (3072, 768), "down": (768, 3072), "head": (50304, 768)}
 SPARSITY = 0.96
 SIDE = 32
+HEADS_AND_LENGTHS, STRIDE = ((64, 1024), (64, 4096), (128, 2048), (128, 4096)), 256
 
 
 def found() -> list[Finding]:
@@ -40,3 +51,26 @@ def linear(where: str, dtype: torch.dtype, side: int) -> Finding:
 
 def _type(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def tuned(ranks: Ranks | None) -> list[Finding]:
+    """On the first rank of each machine: machines may differ, and so may their caches."""
+    if ranks is not None and ranks.local_rank != 0:
+        return []
+    where = device()
+    options = ["--device", "cuda", "--tune"] if where == "cuda" else ["--tune"]
+    importlib.import_module("mst_scale.benchmarks.linear").main(options)
+    rows = crossovers.measured_here()
+    written = ok("tune", f"{len(rows)} crossovers written to {crossovers.own()}", crossovers=rows)
+    return [written, *([tiles(where)] if where == "cuda" else [])]
+
+
+def tiles(where: str) -> Finding:
+    """Attention's; those of linear layers were chosen on the way to the crossovers."""
+    began = time.monotonic()
+    for head_dim, length in HEADS_AND_LENGTHS:
+        shape = (2, 4, length, head_dim)
+        q, k, v = (torch.randn(shape, device=where, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        sparse_attention(q, k, v, Pattern("strided", STRIDE)).sum().backward()
+    seconds = time.monotonic() - began
+    return ok("tune, attention", f"tiles for heads of 64 and 128 chosen in {seconds:.1f} s; Triton's cache keeps them")

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from mst_scale.distributed import Ranks
-from mst_scale.doctor.device import device
 from mst_scale.doctor.finding import Finding, look, ok, skip, wrong
+from mst_scale.doctor.versions import device
 from mst_scale.mixed_growing.exchange import Exchange
 
 SMALL_ROUNDS, LARGE_ROUNDS = 40, 7

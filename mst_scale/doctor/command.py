@@ -21,7 +21,7 @@ from mst_scale.doctor.report import Report
 LINGER = 20.0  # seconds for rank 0 to speak, where the ranks could not meet
 
 
-def examination(as_json: bool, tuned: bool = False) -> tuple[bool, Ranks | None]:
+def examination(as_json: bool, full: bool = False, tuned: bool = False) -> tuple[bool, Ranks | None]:
     """Whether nothing is wrong, the same on every rank, and the ranks, if they have met."""
     first = distributed.launched_rank() == 0
     out = sys.stdout if first else open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
@@ -30,10 +30,10 @@ def examination(as_json: bool, tuned: bool = False) -> tuple[bool, Ranks | None]
         warnings.simplefilter("ignore")
         for name in ("mst_scale", "DeepSpeed"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        return _examined(Report(out, as_json), Progress(quiet=not first), tuned)
+        return _examined(Report(out, as_json), Progress(quiet=not first), full or tuned, tuned)
 
 
-def _examined(report: Report, progress: Progress, tuned: bool) -> tuple[bool, Ranks | None]:
+def _examined(report: Report, progress: Progress, full: bool, tuned: bool) -> tuple[bool, Ranks | None]:
     began = time.monotonic()
     try:
         from mst_scale.doctor.examine import Check, checks, examine, meeting
@@ -42,11 +42,12 @@ def _examined(report: Report, progress: Progress, tuned: bool) -> tuple[bool, Ra
         report.end(time.monotonic() - began)
         return False, None
     early = _locks()
-    with progress.during("the ranks meet (DeepSpeed builds an operator at first use)"):
-        group, met = meeting(distributed.init)
-    todo = [Check("meeting", lambda _: [early, met]), *checks(tuned)]
+    what = "the ranks meet" + (" (DeepSpeed compiles an operator at first use)" if full else "")
+    with progress.during(what):
+        group, met = meeting(lambda: distributed.init(through_deepspeed=full))
+    todo = [Check("meeting", lambda _: [early, met]), *checks(full, tuned)]
     fine = examine(group, todo, report.add, progress)
-    report.end(time.monotonic() - began)
+    report.end(time.monotonic() - began, full)
     return fine, group
 
 

@@ -14,13 +14,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from mst_scale.distributed import Ranks
-from mst_scale.doctor import board, choices, collectives, kernels, ranks, room, training, tune, versions
-from mst_scale.doctor.board import Board
+from mst_scale.doctor import collectives, ranks, room, versions
 from mst_scale.doctor.finding import WRONG, Finding, failed, look, merged, ok, wrong
 from mst_scale.doctor.progress import Progress
 from mst_scale.mixed_growing.exchange import Exchange
@@ -29,6 +29,7 @@ LONGEST = 600.0  # seconds for one check: compiling takes most, a minute or two 
 TUNING = 3600.0
 GRACE = 5.0  # for a rank to come to its end by itself when another has failed
 TICK = 0.1
+MEET_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,26 @@ class Check:
     seconds: float = LONGEST
 
 
-def checks(tuned: bool = False) -> list[Check]:
-    return [
+def checks(full: bool = False, tuned: bool = False) -> list[Check]:
+    """The quick checks, which compile and train nothing; with `full` those that do, too."""
+    quick = [
         Check("versions", lambda _: versions.found()),
         Check("room", lambda _: room.found()),
         Check("ranks", ranks.found, together=True),
-        Check("kernels", lambda _: kernels.found()),
         Check("collectives", collectives.found, together=True),
+    ]
+    if not full:
+        return quick
+    from mst_scale.doctor import choices, kernels, training  # and with them torch's compiler: seconds
+
+    return [
+        *quick,
+        Check("kernels", lambda _: kernels.found()),
         # at stage 0 each rank chooses its own masks, at the others ranks hold shards of one
         Check("training, ZeRO 0", lambda group: training.found(group, 0), together=True),
         Check("training, ZeRO 1", lambda group: training.found(group, 1), together=True),
         Check("training, ZeRO 3", lambda group: training.found(group, 3), together=True),
-        *([Check("tune", tune.found, seconds=TUNING)] if tuned else []),
+        *([Check("tune", choices.tuned, seconds=TUNING)] if tuned else []),
         Check("choices", lambda _: choices.found()),
     ]
 
@@ -67,7 +76,7 @@ def examine(
     fine, left_behind = True, ""
     shared, of_checks = Board(), group
     if group is not None:
-        shared = board.between(group)
+        shared = board_between(group)
         hosts = Exchange(group.control).all(socket.gethostname())
         of_checks = replace(group, control=dist.new_group(backend="gloo"))
     for check in todo:
@@ -134,7 +143,7 @@ def attempt(check: Check, group: Ranks | None, shared: Board) -> tuple[list[Find
 
 def on_own_device() -> None:
     """CUDA's current device is a thread's own."""
-    from mst_scale.doctor.device import device
+    from mst_scale.doctor.versions import device
 
     if device() == "cuda":
         import torch
@@ -150,3 +159,42 @@ def meeting(meet: Callable[[], Ranks]) -> tuple[Ranks | None, Finding]:
         cure = "the lines below, and the launcher's output; with another port if that one is taken"
         return None, failed("ranks meet", error, cure)
     return group, ok("ranks meet", f"{group.world_size} of them" if group.world_size > 1 else "one process")
+
+
+class Board:
+    """Where a rank that fails in a check tells those who wait for it in a collective of that check.
+
+    They wait on a thread and poll this key-value store, which needs no collective. Without a store there is one rank.
+    """
+
+    def __init__(self, store: Any = None):
+        self.store = store
+
+    def tell(self, check: str) -> None:
+        if self.store is not None:
+            self.store.set(check, "failed")
+
+    def told(self, check: str) -> bool:
+        """Whether a rank has failed in this check."""
+        return self.store is not None and bool(self.store.check([check]))
+
+
+def board_between(ranks: Ranks) -> Board:
+    """The board of all ranks: rank 0 holds it."""
+    if ranks.world_size == 1:
+        return Board()
+    own: list[Any] = []
+
+    def hold() -> int:
+        own.append(_store(0, is_master=True))
+        return int(own[0].port)
+
+    port = ranks.on_first(hold)
+    return Board(own[0] if own else _store(port, is_master=False))
+
+
+def _store(port: int, is_master: bool) -> Any:
+    from torch.distributed import TCPStore
+
+    timeout = timedelta(seconds=MEET_SECONDS)
+    return TCPStore(os.environ["MASTER_ADDR"], port, is_master=is_master, timeout=timeout, wait_for_workers=False)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mst_scale import tile_choice
-from mst_scale.doctor.device import device
 from mst_scale.doctor.finding import Finding, each, look, ok, skip, wrong
+from mst_scale.doctor.versions import device
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.hybrid_sparse_attention import dispatch as attention_dispatch
 from mst_scale.hybrid_sparse_attention.definition import definition as attention_definition

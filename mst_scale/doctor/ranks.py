@@ -13,9 +13,8 @@ from typing import Any
 
 from mst_scale import shipped
 from mst_scale.distributed import Ranks
-from mst_scale.doctor.device import device
 from mst_scale.doctor.finding import Finding, look, ok, who, wrong
-from mst_scale.doctor.versions import installed
+from mst_scale.doctor.versions import device, installed
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.randomness import counter_hash
 

@@ -26,13 +26,14 @@ class Report:
             for finding in findings:
                 print(self.line(finding), file=self.out, flush=True)
 
-    def end(self, seconds: float) -> None:
+    def end(self, seconds: float, full: bool = True) -> None:
         if self.as_json:
             print(json.dumps([finding.to_dict() for finding in self.found]), file=self.out, flush=True)
             return
         count = {verdict: sum(one.verdict == verdict for one in self.found) for verdict in COLOURS}
         said = f"{count[OK]} ok, {count[LOOK]} to look at, {count[WRONG]} wrong"
-        print(f"\n{said}; {seconds:.0f} s", file=self.out, flush=True)
+        more = "" if full else "; `mst doctor --full` also checks kernels and a few steps of sparse training"
+        print(f"\n{said}; {seconds:.0f} s{more}", file=self.out, flush=True)
 
     def line(self, finding: Finding) -> str:
         mark = f"{finding.verdict:<5}"

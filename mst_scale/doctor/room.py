@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mst_scale.compiled import build_locks, cache_folder
-from mst_scale.doctor.device import device
 from mst_scale.doctor.finding import Finding, each, look, ok, wrong
+from mst_scale.doctor.versions import device
 
 MB, GB = 1_000_000, 1_000_000_000
 FULL = 100 * MB  # of a disk: nothing can be written there to the end

@@ -10,8 +10,8 @@ import torch
 
 from mst_scale import tile_choice
 from mst_scale.distributed import Ranks
-from mst_scale.doctor.device import device
 from mst_scale.doctor.finding import Finding, ok, wrong
+from mst_scale.doctor.versions import device
 from mst_scale.mixed_growing.exchange import Exchange
 
 STEPS, INTERVAL, BATCH, CONTEXT, VOCABULARY = 4, 2, 2, 32, 64
@@ -54,7 +54,7 @@ def engine_at(stage: int, ranks: Ranks) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "train_batch_size": BATCH * ranks.world_size,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": device() == "cpu"}},
         "bf16": {"enabled": device() == "cuda"},
         "zero_optimization": {"stage": stage},
         "steps_per_print": 2**31,

@@ -23,7 +23,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from mst_scale import compiled, shipped
-from mst_scale.doctor.device import device
 from mst_scale.doctor.finding import Finding, each, look, ok, skip, wrong
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -147,6 +146,14 @@ def ninja() -> Finding:
 
 
 # --- what there is ---
+
+
+def device() -> str:
+    """Return "cuda" or "cpu", as DeepSpeed chooses it: DS_ACCELERATOR goes before what is there."""
+    import torch
+
+    asked = os.environ.get("DS_ACCELERATOR", "cuda")
+    return "cuda" if asked == "cuda" and torch.cuda.is_available() else "cpu"
 
 
 def installed(name: str) -> str | None:

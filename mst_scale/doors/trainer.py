@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from mst_scale.distributed import SharedMistake, logger
 from mst_scale.runs.progress import flops_unit
 from mst_scale.runs.record import Row
+from mst_scale.sparsity_variation import PHASES
 
 if TYPE_CHECKING:
     from mst_scale.doors.integrate import Door
@@ -85,7 +86,7 @@ class SparseTraining(TrainerCallback):
         if "loss" in logs:
             known = {"loss": logs["loss"], "grad_norm": logs.get("grad_norm")}
             row = recording.row(**{key: float(value) for key, value in known.items() if value is not None})
-            ours = _logged(row, recording.mst)
+            ours = _logged(row)
             logs |= ours
             state.log_history[-1] |= ours
             self._beside_the_bar(row)
@@ -106,13 +107,12 @@ class SparseTraining(TrainerCallback):
                 bar.set_postfix_str(_in_words(row), refresh=False)
 
 
-def _logged(row: Row, mst: Any) -> dict[str, float]:
-    """Numbers only, as TensorBoard and W&B want them; `phase` is the place of the phase among the schedule's."""
-    here = max(i for i, phase in enumerate(mst.schedule.phases) if phase.start <= row["step"])
+def _logged(row: Row) -> dict[str, float]:
+    """Return the numbers that TensorBoard and W&B show; a phase is logged as its index in `PHASES`."""
     return {
         "mst/sparsity": row["sparsity"],
         "mst/target_sparsity": row["target_sparsity"],
-        "mst/phase": here,
+        "mst/phase": PHASES.index(row["phase"]),
         "mst/flops_saved": row["flops_dense"] - row["flops"],
         "mst/flops_reduction": row["reduction"],
     }

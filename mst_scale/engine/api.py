@@ -14,10 +14,11 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from mst_scale import zero_shards
-from mst_scale.config import RECIPES, Experiment, load, read, states
+from mst_scale.compiled.first_use import announced
+from mst_scale.config import RECIPES, Experiment, load, overridden_in_recipe, read, states
 from mst_scale.config.parallel import KEYS, refuse_in_pipeline, sizes_of
 from mst_scale.config.support import refuse_unsupported
-from mst_scale.distributed import logger, speak
+from mst_scale.distributed import complete_environment, logger, speak, under_mpi
 from mst_scale.engine.config_record import ConfigRecord
 from mst_scale.engine.controller import Controller
 from mst_scale.engine.sequences import cut_sequences
@@ -76,10 +77,14 @@ def initialize(
         zero_shards.refuse_arguments(model, **others)
     speak()
     cut_sequences(model, **others)
+    if not isinstance(configs[0], Experiment) and (changes := overridden_in_recipe(configs[0])):
+        logger.info("%s", changes)
     for note in notes:
         logger.warning("%s", note)
     zero_shards.hasten()
-    with zero_shards.asserted_of_cutting(model, sizes_of(experiment.deepspeed).tensor):
+    if not torch.distributed.is_initialized() and not under_mpi():
+        complete_environment()  # a free port for a script that no launcher started: DeepSpeed would always take 29500
+    with announced(), zero_shards.asserted_of_cutting(model, sizes_of(experiment.deepspeed).tensor):
         engine, made, loader, scheduler = _deepspeeds_own(
             args,
             model,

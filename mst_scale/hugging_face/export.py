@@ -48,6 +48,7 @@ from mst_scale.models import build
 from mst_scale.pruning import Request, prune_model, requested
 from mst_scale.pruning.calibration import batches, open_calibration
 from mst_scale.pruning.way import Amount
+from mst_scale.runs import run_file
 from mst_scale.shard import Shard
 from mst_scale.zero_shards.weight_files import Weights
 
@@ -66,6 +67,8 @@ class Exported:
     matrices: int
     """All weights of those matrices."""
     files: list[str]
+    bytes: int
+    """The size of those files, which zeros do not make smaller."""
     tokenizer: str | None
     """The tokenizer whose files were written."""
     dead_units: dict[str, list[int]] = field(default_factory=dict)
@@ -134,6 +137,7 @@ def export(
             zeros=writer.zeros,
             matrices=writer.counted,
             files=[file.name for file in files],
+            bytes=sum(file.stat().st_size for file in files),
             tokenizer=None if tokenizer_note else name,
             dead_units={kind: list(counts) for kind, counts in writer.lines.tally().items()},
             losses=pruned.losses,
@@ -230,12 +234,15 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
     return Source(checkpoint, config.parent if config.name == "config.json" else None, experiment, step, weights)
 
 
-def _corpus(experiment: Experiment) -> str:
-    """The folder of the run's corpus."""
+def _corpus(experiment: Experiment, run: Path | None = None) -> str:
+    """Return the folder of the run's corpus, which a relative path names from where the run was started."""
     data = experiment.data
-    if data.dir is None and data.source is None:
+    if _names_no_text(experiment):
         raise UserError("the config names no text to measure the loss on: give it data.dir, a folder of mst data")
-    return data.dir or f"corpora/{data.source}"
+    stated = Path(data.dir or f"corpora/{data.source}")
+    starts = [] if run is None or stated.is_dir() else run_file.read(run / "run.json").get("starts", [])
+    folders = (Path(start["folder"]) / stated for start in reversed(starts) if "folder" in start)
+    return str(next((folder for folder in folders if folder.is_dir()), stated))
 
 
 def tokenizer_of(experiment: Experiment) -> TrainedWith | None:
@@ -319,19 +326,29 @@ class _Plan:
     request: Request
     amounts: dict[str, Amount]
     corpus: str
+    """The folder of the calibration."""
     calibration: Sampler | None
+    validation: Sampler
 
     @classmethod
     def of(cls, source: Source, request: Request) -> _Plan:
         experiment = source.experiment
         shapes = {name: tuple(p.shape) for name, p in source.targets().items()}
         amounts = request.amounts(shapes, experiment.mst.sparsity.distribution)
-        corpus = _corpus(experiment) if request.calibration is None else request.calibration
-        if not request.looks:
-            return cls(request, amounts, corpus, None)
-        calibration = open_calibration(corpus, experiment.model, request.sequences)
-        _refuse_other_ids(Path(corpus), experiment)
-        return cls(request, amounts, corpus, calibration)
+        own = None if request.calibration and _names_no_text(experiment) else _corpus(experiment, source.run)
+        corpus = request.calibration or str(own)
+        calibration = open_calibration(corpus, experiment.model, request.sequences) if request.looks else None
+        if request.calibration is not None:
+            _refuse_other_ids(Path(corpus), experiment)
+            if own is None or not Path(own).is_dir():
+                logger.warning("the run's own corpus %s is not here: the loss is measured on %s", own or "", corpus)
+                own = corpus
+        validation = open_sampler(str(own), "val", experiment.model, experiment.eval_seed)
+        return cls(request, amounts, corpus, calibration, validation)
+
+
+def _names_no_text(experiment: Experiment) -> bool:
+    return experiment.data.dir is None and experiment.data.source is None
 
 
 def _refuse_other_ids(corpus: Path, experiment: Experiment) -> None:
@@ -359,9 +376,8 @@ class _Pruned:
 
 
 def _prune(source: Source, plan: _Plan) -> _Pruned:
-    """Prune the model in memory, with its loss on the run's validation corpus before and after."""
-    experiment, request = source.experiment, plan.request
-    sampler = open_sampler(_corpus(experiment), "val", experiment.model, experiment.eval_seed)
+    """Prune the model in memory, with its validation loss before and after."""
+    experiment, request, sampler = source.experiment, plan.request, plan.validation
     seen = [] if plan.calibration is None else batches(plan.calibration, request.sequences)
     model = source.model()
     before = validation_loss(model, sampler, experiment)

@@ -19,6 +19,7 @@ skipping      which layers skip what is masked
 topology      what a topology step sends and, at least, takes
 layouts       the ways in which ranks can share a model
 recommend     which of them, stage, offload, micro-batch and recomputation
+best          which masks gain most with that
 why           in words, and what the next best costs
 answer        all of it for one config
 

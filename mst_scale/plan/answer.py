@@ -13,6 +13,7 @@ from mst_scale.costs.flops import dense_step_flops
 from mst_scale.costs.muon import optimizer_flops
 from mst_scale.errors import UserError
 from mst_scale.plan.activations import activations
+from mst_scale.plan.best import Best, best_setting
 from mst_scale.plan.clock import Seconds, step_seconds
 from mst_scale.plan.expected import ASSUMPTIONS, EXPECTED, Side, by_side
 from mst_scale.plan.gpus import GB, Machine
@@ -46,6 +47,8 @@ class Plan:
     stages: list[Choice]
     """The config at every ZeRO stage it can run at, with and without offload."""
     recommended: Choice
+    best: Best
+    """The masks that gain most on the recommended layout."""
     layouts: list[Choice]
     """The fastest of every way to share the model, and what is recommended of its own."""
     why: list[str]
@@ -194,6 +197,14 @@ class Plan:
                 "set": overrides(self.recommended.setting, self.given),
                 "why": self.why,
             },
+            "best": {
+                "side": self.best.side,
+                "speedup": self.best.speedup,
+                "days": self.best.run_seconds / 3600 / 24,
+                "dense_days": self.best.dense_seconds / 3600 / 24,
+                "memory": self.best.memory.needed,
+                "set": [*overrides(self.best.setting, self.given), *self.best.overrides],
+            },
             "layouts": [{**_row(choice, self.machine), "seconds": asdict(choice.seconds)} for choice in self.layouts],
         }
 
@@ -240,6 +251,7 @@ def plan(
         seconds,
         _every_stage(experiment, setting, machine),
         recommended,
+        best_setting(experiment, setting, recommended.setting, machine),
         rows,
         said,
         phases(experiment, seconds, setting, machine),

@@ -89,7 +89,7 @@ def phase_seconds(experiment: Experiment, s: Setting, machine: Machine) -> list[
 
 def by_side(experiment: Experiment, s: Setting, machine: Machine) -> list[Side]:
     """The sparsest phase by the side of its blocks, whatever the config says; none where masks cannot be of blocks."""
-    if experiment.mst.stays_dense or experiment.mst.method == "fixed":
+    if not may_be_blocks(experiment):
         return []
     segments = experiment.schedule.segments()
     sparsest = max(segments, key=lambda segment: (segment.sparsity, segment.stop - segment.start))
@@ -97,7 +97,7 @@ def by_side(experiment: Experiment, s: Setting, machine: Machine) -> list[Side]:
     dense = step_seconds(experiment, s, machine)
     found = []
     for side in (1, *SIDES):
-        there = _of_side(experiment, side)
+        there = of_side(experiment, side)
         density = densities(there, sparse_matrices(there), sparsest.sparsity)
         seconds = sparse_seconds(there, s, machine, density, pattern)
         kernels: dict[str, float] = defaultdict(float)
@@ -109,7 +109,13 @@ def by_side(experiment: Experiment, s: Setting, machine: Machine) -> list[Side]:
     return found
 
 
-def _of_side(experiment: Experiment, side: int) -> Experiment:
+def may_be_blocks(experiment: Experiment) -> bool:
+    """Return whether the masks of this run could be made of blocks."""
+    return not experiment.mst.stays_dense and experiment.mst.method != "fixed"
+
+
+def of_side(experiment: Experiment, side: int) -> Experiment:
+    """Return the experiment with masks of blocks that are multiplied as blocks; with side 1, of single weights."""
     topology, compute = experiment.mst.topology, experiment.mst.compute
     made: Literal["element"] | BlockGranularity = "element"
     if side > 1:

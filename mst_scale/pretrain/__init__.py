@@ -3,6 +3,7 @@
 start           from the command line to the loop; __main__ is the command (python -m mst_scale.pretrain)
 training_loop   every step as a list
 options         which experiment the command line asks for
+adam            torch's Adam or DeepSpeed's
 refusals        what DeepSpeed, torch or the machine would refuse later
 prepare         token files, first weights, the engine
 outcome         what a launcher does after a start has ended

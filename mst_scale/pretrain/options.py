@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from mst_scale.checkpoints import store
-from mst_scale.config import RATE_DURATIONS, Experiment, growth, load, read
+from mst_scale.config import RATE_DURATIONS, Experiment, growth, load, overridden_in_recipe, read
 from mst_scale.config.check import check
 from mst_scale.config.ready import config_file
 from mst_scale.distributed import logger
@@ -60,6 +60,8 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
         if getattr(args, key) is not None:
             overrides.append(f"training.{key}={json.dumps(getattr(args, key))}")
     experiment = load(args.deepspeed_config, overrides, args.method)
+    if changes := overridden_in_recipe(args.deepspeed_config, overrides, args.method):
+        logger.info("%s", changes)
     if args.branch_decay_from is not None and experiment.training.init is not None:
         raise UserError("--branch-decay-from says where the run begins: leave out --init")
     begun = args.branch_decay_from is not None or bool(store.list_tags(out_of(args, experiment) / "checkpoints"))

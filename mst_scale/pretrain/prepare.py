@@ -31,6 +31,7 @@ from mst_scale.errors import UserError
 from mst_scale.hugging_face import start_from
 from mst_scale.models import build
 from mst_scale.pretrain import branch, growing, lengthen, refusals, resume
+from mst_scale.pretrain.adam import with_adam
 from mst_scale.pretrain.learning_rate import MASKED
 from mst_scale.runs import run_file
 from mst_scale.runs.optional_writes import OptionalWrites
@@ -122,8 +123,10 @@ def prepare(
         start = growth.weights
     elif source is None:
         start = initial_weights(fitted, ranks)
-    begins("model and engine", f" ({fitted.model.weights:,} weights; operators are compiled at first use)")
-    engine = ranks.together(lambda: built_engine(fitted, out, start, mesh))
+    begins("model and engine", f" ({fitted.model.weights:,} weights)")
+    saved = None if source is None else ranks.on_first(lambda: (store.head(source) or {}).get("optimizer"))
+    chosen = ranks.together(lambda: with_adam(fitted, source is None, saved))
+    engine = ranks.together(lambda: built_engine(chosen, out, start, mesh))
     text, engine.mst.record.corpus = ranks.on_first(lambda: (identity(folder), fingerprint(folder)))
     place, left_out = Place(), []
     if loadable is not None:

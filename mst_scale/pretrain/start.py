@@ -48,6 +48,7 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     threading.excepthook = distributed.thread_failed
     distributed.end_with_launcher()
+    distributed.speak()  # reading the config has something to say, long before the ranks meet
     args = arguments(argv, __doc__)
     experiment = experiment_of(args)
     distributed.timeout()  # refused here where it is no number: DeepSpeed's import would fail

@@ -295,6 +295,7 @@ class Run:
             self.save_seconds = store.save(
                 self.engine, self.checkpoints, self.ranks,
                 step=self.step, batch=self.batch, micro=self.micro, keep=keep, state=state,
+                optimizer=zero_shards.adam_of(self.engine),
                 sizes=Sizes() if self.mesh is None else self.mesh.sizes,
             )  # fmt: skip
             self.failed_saves = 0

@@ -58,7 +58,7 @@ def prune_model(model: nn.Module, way: Way, amounts: Mapping[str, Amount], batch
     if not done:
         raise UserError(
             f"no linear layer multiplies with {', '.join(amounts)}, so there are no inputs to prune by: choose other "
-            "mst.targets (--config FILE), or --how magnitude"
+            "mst.targets (--config FILE), or --method magnitude"
         )
     return [name for name in amounts if name not in done]
 

@@ -86,7 +86,7 @@ def requested(
 ) -> Request | None:
     """What the options ask for; None: nothing is pruned."""
     if how is not None and how not in HOW:
-        raise UserError(f"--how {how!r} is unknown: choose one of {', '.join(HOW)}")
+        raise UserError(f"--method {how!r} is unknown: choose one of {', '.join(HOW)}")
     if share is not None and not 0 <= share < 1:
         raise UserError(f"--prune {share}: give the share of weights that become zero, 0 ≤ S < 1")
     groups = None if pattern is None else parse(pattern)
@@ -101,14 +101,14 @@ def requested(
     if (how or DEFAULT) not in looking:
         for option, value in (("--calibration", calibration), ("--calibration-sequences", sequences)):
             if value is not None:
-                raise UserError(f"{option} is for --how {' or '.join(looking)}: magnitude looks at no text")
+                raise UserError(f"{option} is for --method {' or '.join(looking)}: magnitude looks at no text")
     if share is None:
         if how is not None:
-            raise UserError(f"--how {how}: say how much, with --prune S or --pattern N:M")
+            raise UserError(f"--method {how}: say how much, with --prune S or --pattern N:M")
         return None
     how = how or DEFAULT
     if how in looking and share == 0:
-        raise UserError(f"--prune {share} --how {how} prunes nothing: give 0 < S < 1, or leave both out")
+        raise UserError(f"--prune {share} --method {how} prunes nothing: give 0 < S < 1, or leave both out")
     if sequences is not None and sequences < 1:
         raise UserError(f"--calibration-sequences {sequences}: give at least 1")
     return Request(how, share, groups, calibration, SEQUENCES if sequences is None else sequences)

@@ -14,6 +14,7 @@ slices        for every sparse parameter this rank's slice, with live views of i
 muon          Muon in one place at every stage
 powers        Adam's powers of its betas on a CPU, from the count of updates alone
 saving        saves that fail together, loads that carry masks, universal checkpoints at every stage
+other_layout  what to do with a checkpoint of other ranks or another stage
 safe_load     checkpoints are data, and run nothing
 weight_files  where a checkpoint's weights lie on disk
 universal     DeepSpeed's universal layout, for every stage
@@ -45,13 +46,16 @@ from mst_scale.zero_shards.slices import (
     zero_inactive,
 )
 from mst_scale.zero_shards.step import (
+    TORCH_FUSED,
     NamedCollectives,
+    adam_of,
     around_model_step,
     base_optimizer,
     clip_factor,
     grad_norm,
     has_moments,
     loss_scale,
+    on_cpu,
     optimized,
     optimizer_name,
     passes_of_a_step,
@@ -66,10 +70,12 @@ __all__ = [
     "FORWARDS",
     "HOOKS",
     "TABLES",
+    "TORCH_FUSED",
     "Follower",
     "Groups",
     "NamedCollectives",
     "Shards",
+    "adam_of",
     "around_model_step",
     "asserted_of_cutting",
     "base_optimizer",
@@ -91,6 +97,7 @@ __all__ = [
     "loss_scale",
     "muon_shapes",
     "named_parameters",
+    "on_cpu",
     "optimized",
     "optimizer_name",
     "partitioned_construction",

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
-from mst_scale.zero_shards.step import base_optimizer
+from mst_scale.zero_shards.step import base_optimizer, on_cpu
 
 
 def multiplies_powers(engine: Any) -> bool:
@@ -37,8 +36,7 @@ def _elsewhere(optimizer: Any) -> Callable[[float, float], None] | None:
     """What updates a number of its own, as number 0; None for an optimizer that keeps no powers."""
     if type(optimizer).__name__ == "DeepSpeedCPUAdam":
         return functools.partial(_by_cpu_adam, optimizer)
-    on_cpu = get_accelerator().device_name() == "cpu"
-    return functools.partial(_by_fused, optimizer) if type(optimizer).__name__ == "FusedAdam" and on_cpu else None
+    return functools.partial(_by_fused, optimizer) if type(optimizer).__name__ == "FusedAdam" and on_cpu() else None
 
 
 def _numbers() -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from mst_scale.errors import UserError
 from mst_scale.latest import tag_in
 from mst_scale.zero_shards import safe_load
 from mst_scale.zero_shards.logical import named_parameters, shape_of
+from mst_scale.zero_shards.other_layout import explained
 from mst_scale.zero_shards.slices import laid_out, put_reads
 from mst_scale.zero_shards.step import base_optimizer
 
@@ -162,7 +163,8 @@ def fit_universal_checkpoints(engine: Any) -> None:
     @functools.wraps(load)
     def load_checkpoint(*args: Any, **named: Any) -> Any:
         if not engine.load_universal_checkpoint():
-            return load(*args, **named)
+            with explained(engine, load, args, named):
+                return load(*args, **named)
         others = order.bind(*args, **named).arguments
         load_dir, tag = others.pop("load_dir"), others.pop("tag", None)
         if tag is None:

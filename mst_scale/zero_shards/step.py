@@ -25,6 +25,21 @@ def optimizer_name(engine: Any) -> str:
     return type(base_optimizer(engine)).__name__
 
 
+TORCH_FUSED = ("torch.AdamW, fused", "torch.Adam, fused")
+
+
+def adam_of(engine: Any) -> str:
+    """Return the optimizer's package and class, and whether it is torch's fused kernel: what a checkpoint records."""
+    optimizer = base_optimizer(engine)
+    fused = ", fused" if optimizer.defaults.get("fused") else ""
+    return f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}{fused}"
+
+
+def on_cpu() -> bool:
+    """Return whether DeepSpeed computes on the CPU."""
+    return str(get_accelerator().device_name()) == "cpu"
+
+
 def optimized(engine: Any) -> set[int]:
     """Ids of the model's parameters that are in a group of the optimizer, and of those that have no weights here."""
     optimizer = engine.optimizer

@@ -27,7 +27,8 @@ def config(name: str) -> list[str]:
 def test_a_conclusion_and_tables_that_fit_100_columns(name, gpus, capsys):
     text = said(capsys, *config(name), "--gpus", str(gpus))
     lines = text.splitlines()
-    assert lines[0].startswith("It fits: ") and "GPU-hours" in lines[0]
+    (fits,) = [line for line in lines if line.startswith("It fits: ")]
+    assert "GPU-hours" in fits
     assert max(map(len, lines)) <= 100
     for word in (
         "weights",
@@ -60,6 +61,35 @@ def test_masked_dense_layers_are_promised_flops_only(capsys, monkeypatch):
     row = {"backend": "block", "dtype": "bfloat16", "block": 32, "shape": [4096, 1024], "sparsity": 0.9}
     monkeypatch.setattr(crossovers, "table", lambda: [row])
     assert "not measured on GPUs for blocks" in said(capsys, *words), "auto: its table has a row of this side"
+
+
+def test_the_best_setting_and_its_gain_come_first(capsys):
+    """At 1.3 B on 8 GPUs single weights gain next to nothing, and blocks do."""
+    words = [*config("gpt3_1.3b"), "--gpus", "8"]
+    best = json.loads(said(capsys, *words, "--json"))["best"]
+    assert (
+        best["side"] == 32
+        and best["speedup"] > 2
+        and best["days"] * best["speedup"] == pytest.approx(best["dense_days"])
+    )
+    text = said(capsys, *words)
+    head = " ".join(text.partition("\n\n")[0].split())
+    assert head.startswith("Best setting: masks of 32 × 32 blocks") and f"÷{best['speedup']:.2f}" in head
+    assert f"{best['memory'] / 1e9:.1f} GB per GPU" in head and all(word in head for word in best["set"])
+    chosen = [word.removeprefix("--set ") for word in best["set"]]
+    followed = [*words, *(part for word in chosen for part in ("--set", word))]
+    again = json.loads(said(capsys, *followed, "--json"))
+    assert again["best"]["side"] is None, "with it, the config's own masks are the best setting"
+    assert again["expected"]["run_speedup"] == pytest.approx(best["speedup"]), "the gain that was promised"
+
+
+def test_a_plan_without_a_gain_says_so_first(capsys):
+    """One sparse attention pattern at most is left where masks cannot be of blocks."""
+    words = [*config("gpt2_small"), "--gpus", "8", "--method", "fixed", "--set", 'mst.masks="zeros"']
+    text = said(capsys, *words, "--set", "mst.attention.pattern=dense")
+    assert text.startswith("No gain in time is expected from sparsity here")
+    dense = said(capsys, *config("gpt2_small"), "--gpus", "8", "--method", "dense")
+    assert dense.startswith("It fits: "), "a dense run has no gain to speak of"
 
 
 def test_what_blocks_of_each_side_are_expected_to_gain(capsys):

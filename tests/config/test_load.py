@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mst_scale.config import METHODS, MODELS, RECIPES, in_steps, load, to_dict
+from mst_scale.config import METHODS, MODELS, RECIPES, in_steps, load, overridden_in_recipe, to_dict
 from mst_scale.config.check import BATCH_KEYS, batch_shape, check
 from mst_scale.config.limits import LARGEST
 from mst_scale.config.load import BLOCKS
@@ -88,6 +88,16 @@ def test_dense_short_needs_the_run_it_is_compared_with():
     with pytest.raises(ValueError, match="goes with method dense-short, not with rigl"):
         load(MINIMAL, ["mst.like=c.json"], method="rigl")
     assert load(MINIMAL, ["mst.like=c.json"], method="dense-short").mst.sparsity.variation == "dense"
+
+
+def test_keys_that_override_a_recipe_are_named_in_one_line():
+    assert overridden_in_recipe({**MINIMAL, "recipe": "mst-best"}) is None
+    assert overridden_in_recipe({**MINIMAL, "mst": {"method": "rigl"}}) is None, "no recipe"
+    own = {**MINIMAL, "recipe": "mst-best", "mst": {"method": "mst", "sparsity": {"max": 0.9, "warmup": 0.1}}}
+    said = overridden_in_recipe(own, ["training.decay=0.1"])
+    assert "mst.sparsity.max = 0.9 (recipe: 0.8)" in said and "training.decay = 0.1 (recipe: 0.4)" in said
+    assert "warmup" not in said and "method" not in said, "only what the recipe says otherwise"
+    assert 'mst.method = "rigl"' in overridden_in_recipe({**MINIMAL, "recipe": "mst-best"}, method="rigl")
 
 
 def test_recipes():

@@ -21,6 +21,7 @@ from mst_scale.config import MSTConfig, load
 from mst_scale.config.check import check
 from mst_scale.config.support import TABLE, known_keys, refuse_unsupported, row_of, rows
 from mst_scale.config.support_page import page
+from mst_scale.errors import UserError
 from tests.support import pool
 from tests.support.toy_engine import mst_config, watched
 from tests.support.toys import Toy, allow_fp16, toy
@@ -287,6 +288,14 @@ def test_what_is_not_exact_is_refused_in_one_line_unless_the_run_stays_dense(con
         refuse_unsupported(config, SPARSE)
     assert len(str(caught.value).splitlines()) == 1
     assert refuse_unsupported(config, load({"mst": {"method": "dense"}}).mst) == []
+
+
+@pytest.mark.parametrize("stage", [4, -1, True, "2", 2.5, None])
+@pytest.mark.parametrize("method", ["mst", "dense"])
+def test_a_stage_that_does_not_exist_is_named_before_any_other_key(stage, method):
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    with pytest.raises(UserError, match=r"^zero_optimization\.stage"):
+        refuse_unsupported(config, load({"mst": {"method": method}}).mst)
 
 
 def test_what_is_off_or_not_stated_is_let_in():

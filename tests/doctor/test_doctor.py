@@ -5,7 +5,9 @@ import io
 import json
 import logging
 import os
+import resource
 import shutil
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -16,25 +18,28 @@ import pytest
 
 from mst_scale import compiled
 from mst_scale.compiled import build_locks
-from mst_scale.doctor import command, examine, kernels, ranks, room, training, versions
+from mst_scale.doctor import choices, command, examine, kernels, ranks, room, training, versions
 from mst_scale.doctor.finding import LOOK, OK, SKIP, WRONG, Finding, merged, ok, wrong
 from mst_scale.doctor.report import Report
 from mst_scale.hybrid_sparse_attention import cpp
 from tests.support import pool, tiny_run
 from tests.support.forked import context
 
-HERE = {
+QUICK = {
     "build locks", "ranks meet", "Python", "torch", "DeepSpeed", "Triton", "apex", "GPU driver", "nvcc", "C++ compiler",
     "ninja", "memory", "disk, this folder", "disk, kernels", "disk, DeepSpeed", "shared memory", "ranks",
-    "random numbers", "threads", "devices", "attention, cpp", "attention, triton", "linear, compiled", "linear, MKL",
-    "linear, blocks", "linear, 2:4", "training, ZeRO 0", "training, ZeRO 1", "training, ZeRO 3", "auto, attention",
-    "auto, linear",
+    "random numbers", "threads", "devices",
+}  # fmt: skip
+HERE = QUICK | {
+    "attention, cpp", "attention, triton", "linear, compiled", "linear, MKL", "linear, blocks", "linear, 2:4",
+    "training, ZeRO 0", "training, ZeRO 1", "training, ZeRO 3", "auto, attention", "auto, linear",
 }  # fmt: skip
 ALONE = HERE | {"collectives"}
-TOGETHER = HERE | {"same software", "clocks", "small all-reduce", "all-gather", "reduce-scatter"}
+BETWEEN = {"same software", "clocks", "small all-reduce", "all-gather", "reduce-scatter"}
+TOGETHER = HERE | BETWEEN
 
 
-def examined(rank, world, ill=None, as_json=True):
+def examined(rank, world, ill=None, as_json=True, full=True):
     """(nothing is wrong, what was printed) of a rank; `ill(rank)` comes first."""
     levels = {name: logging.getLogger(name).level for name in ("mst_scale", "DeepSpeed")}
     with contextlib.ExitStack() as undone:
@@ -42,7 +47,7 @@ def examined(rank, world, ill=None, as_json=True):
             undone.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         out = undone.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        fine, _ = command.examination(as_json)
+        fine, _ = command.examination(as_json, full)
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     return fine, out.getvalue()
@@ -61,9 +66,7 @@ def verdicts(findings: list[Finding]) -> dict[str, str]:
 
 def test_one_process_on_a_healthy_machine_as_it_is_typed(tmp_path):
     """A process of its own: its exit code, and nothing but JSON on stdout."""
-    import subprocess
-
-    words = [sys.executable, "-m", "mst_scale", "doctor", "--json"]
+    words = [sys.executable, "-m", "mst_scale", "doctor", "--full", "--json"]
     child = subprocess.run(words, env=tiny_run.environment(), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stdout + child.stderr
     findings = found(child.stdout)
@@ -73,6 +76,26 @@ def test_one_process_on_a_healthy_machine_as_it_is_typed(tmp_path):
     assert findings["attention, cpp"]["numbers"]["float32"]["error"] <= 2e-6
     assert all("CUDA" in findings[name]["said"] for name in ("attention, triton", "linear, blocks"))
     assert findings["auto, attention"]["numbers"]["chosen"] == "cpp"
+
+
+def test_the_quick_check_compiles_nothing_and_takes_seconds(tmp_path):
+    """With empty caches, as on a new machine, in processor time, which other processes do not lengthen."""
+    caches = {"MST_SCALE_CACHE": str(tmp_path / "kernels"), "TORCH_EXTENSIONS_DIR": str(tmp_path / "operators")}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    words = [sys.executable, "-m", "mst_scale", "doctor", "--json"]
+    child = subprocess.run(
+        words, env=tiny_run.environment(**caches), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert child.returncode == 0, child.stdout + child.stderr
+    assert set(found(child.stdout)) == QUICK | {"collectives"}
+    assert not list(tmp_path.rglob("*.so")) and not list(tmp_path.rglob("*.o"))
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
+
+
+def test_the_quick_check_of_two_ranks():
+    (fine, said), (too, silence) = pool.run(examined, 2, None, True, False)
+    assert fine and too and silence == "" and set(found(said)) == QUICK | BETWEEN
 
 
 def test_two_ranks_on_a_healthy_machine():
@@ -260,7 +283,7 @@ def ills(rank):
         (ranks, "time", SimpleNamespace(time=lambda: real() - 3600)),
         (room, "shutil", SimpleNamespace(disk_usage=lambda place: SimpleNamespace(free=0))),
         (cpp, "attention_cpp", lambda *x, **how: attention(*x, **how) + 1),
-        (examine.choices, "found", breaks),
+        (choices, "found", breaks),
     ]
 
 
@@ -289,7 +312,7 @@ def fails_between_collectives(rank: int, port: str, log: str) -> None:
 
     training.step = step
     sys.stdout = open(log, "w")  # noqa: SIM115
-    command.leave(*command.examination(True))
+    command.leave(*command.examination(True, full=True))
 
 
 def test_a_rank_that_fails_between_collectives_ends_as_a_finding_and_nobody_hangs(tmp_path):
@@ -318,24 +341,24 @@ def test_a_rank_that_fails_between_collectives_ends_as_a_finding_and_nobody_hang
 
 def test_tune_runs_the_benchmark_and_says_where_it_wrote(monkeypatch, tmp_path):
     from mst_scale.benchmarks import linear
-    from mst_scale.doctor import tune
     from mst_scale.sparse_linear import crossovers
 
     monkeypatch.setenv("MST_SCALE_CACHE", str(tmp_path))
     row = {"backend": "cpu", "dtype": "float32", "threads": 1, "shape": [8, 8], "sparsity": 0.5}
     asked = []
     monkeypatch.setattr(linear, "main", lambda words: (asked.append(words), crossovers.keep([row])))
-    (finding,) = tune.found(None)
+    (finding,) = choices.tuned(None)
     assert asked == [["--tune"]] and str(Path(tmp_path) / "crossover.json") in finding.said
     assert finding.numbers["crossovers"] == [row]
     crossovers.table.cache_clear()
 
 
 def test_tune_lets_attention_choose_its_tiles_by_using_it(monkeypatch):
-    from mst_scale.doctor import tune
 
     used = []
-    monkeypatch.setattr(tune, "HEADS_AND_LENGTHS", ((64, 96), (128, 80)))
-    monkeypatch.setattr(tune, "attention", lambda q, k, v, pattern: used.append((q.shape[-1], pattern)) or q + k + v)
-    assert "Triton's cache" in tune.tiles("cpu").said
+    monkeypatch.setattr(choices, "HEADS_AND_LENGTHS", ((64, 96), (128, 80)))
+    monkeypatch.setattr(
+        choices, "sparse_attention", lambda q, k, v, pattern: used.append((q.shape[-1], pattern)) or q + k + v
+    )
+    assert "Triton's cache" in choices.tiles("cpu").said
     assert [(size, pattern.stride) for size, pattern in used] == [(64, 256), (128, 256)]

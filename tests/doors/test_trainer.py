@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import mst_scale
+from mst_scale.config import load
+from mst_scale.doors.trainer import _logged
 from tests.doors.opened import Words, deepspeed_config, digests, model, opened
 from tests.support import pool
 from tests.support.toy_engine import STAGES
@@ -86,6 +88,15 @@ def test_trainer_is_a_loop_of_ones_own(tmp_path, stage, kind):
         assert sparsest == pytest.approx(0.8, abs=0.01)
         assert phases == {0, 1, 2, 3}
         assert reduction > 1.3
+
+
+@pytest.mark.parametrize("method", ["mst", "gd", "dsd", "acdc", "sparse", "dense"])
+def test_a_phase_has_the_same_number_for_every_method(method):
+    schedule = load({"training": {"steps": 280}, "mst": {"method": method}}).schedule
+    for step in (0, 100, 200, 279):
+        phase = schedule.at(step).phase
+        row = {"phase": phase, "sparsity": 0.0, "target_sparsity": 0.0, "flops": 1, "flops_dense": 1, "reduction": 1.0}
+        assert _logged(row)["mst/phase"] == {"warmup": 0, "ultra": 1, "restore": 2, "dense": 3}[phase]
 
 
 def whole_state(trainer):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from mst_scale.cli import main
 from mst_scale.cli.export import ABOUT
 from mst_scale.data.masking import open_sampler
+from mst_scale.errors import UserError
 from mst_scale.hugging_face.bert_names import from_hugging_face as bert_from_hugging_face
 from mst_scale.hugging_face.export import Source, export, open_source, validation_loss
 from mst_scale.hugging_face.gpt2_names import from_hugging_face
@@ -133,8 +134,8 @@ def test_wrong_input_is_refused_before_anything_is_written(run, tmp_path, monkey
             export(run, out, **options)
         assert not list(tmp_path.glob("out*"))
 
-    refused("--how 'best' is unknown: choose one of magnitude, wanda, sparsegpt", how="best", prune=0.5)
-    refused(r"--prune 0 --how wanda prunes nothing", how="wanda", prune=0)
+    refused("--method 'best' is unknown: choose one of magnitude, wanda, sparsegpt", how="best", prune=0.5)
+    refused(r"--prune 0 --method wanda prunes nothing", how="wanda", prune=0)
     refused(r"--pattern 2:4 makes a share of 0.5 zero, not --prune 0.6", pattern="2:4", prune=0.6)
     refused(r"--pattern 2:5: .* has 16 inputs, which are no multiple of 5", pattern="2:5")
     nowhere = str(tmp_path / "nowhere")
@@ -173,12 +174,59 @@ def test_the_command_tells_of_every_way():
 
 def test_the_command(run, tmp_path, capsys):
     words = ["export", str(run), str(tmp_path / "hf")]
-    assert main([*words, "--pattern", "2:4", "--how", "wanda", "--calibration-sequences", "4"]) == 0
+    assert main([*words, "--pattern", "2:4", "--method", "wanda", "--calibration-sequences", "4"]) == 0
     said = capsys.readouterr().out
     assert "not pruned, for no linear layer multiplies with it: wte.weight" in said and "before pruning" in said
-    assert main(["export", str(run), str(tmp_path / "no"), "--prune", "0.5", "--how", "wnada"]) == 2
+    assert main(["export", str(run), str(tmp_path / "no"), "--prune", "0.5", "--method", "wnada"]) == 2
     refusal = capsys.readouterr().err.splitlines()
-    assert refusal == ["mst: --how 'wnada' is unknown: choose one of magnitude, wanda, sparsegpt"]
+    assert refusal == ["mst: --method 'wnada' is unknown: choose one of magnitude, wanda, sparsegpt"]
+
+
+def test_the_old_name_of_the_option_works_with_a_warning(run, tmp_path, caplog):
+    words = ["export", str(run), str(tmp_path / "hf"), "--prune", "0.5", "--how", "magnitude"]
+    assert main(words) == 0
+    assert [record.levelname for record in caplog.records if "--method" in record.getMessage()] == ["WARNING"]
+    assert main([*words[:2], str(tmp_path / "no"), *words[3:], "--method", "magnitude"]) == 2
+
+
+def test_sizes_are_printed_and_that_zeros_save_nothing(run, tmp_path, capsys):
+    assert main(["export", str(run), str(tmp_path / "hf"), "--prune", "0.5"]) == 0
+    said = capsys.readouterr().out
+    size = (tmp_path / "hf" / "model.safetensors").stat().st_size
+    assert f"{size / 1e6:,.1f} MB in 1 file(s)" in said and "they make the file no smaller" in said
+    assert main(["export", str(run), str(tmp_path / "hf2"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] == (tmp_path / "hf2" / "model.safetensors").stat().st_size
+
+
+@pytest.fixture
+def elsewhere(run, tmp_path, monkeypatch) -> Path:
+    """A copy of the run whose config names its corpus by a relative path, seen from another folder than its own."""
+    there = tmp_path / "there"
+    shutil.copytree(run, there / "run")
+    raw = json.loads((there / "run" / "config.json").read_text())
+    shutil.copytree(raw["data"]["dir"], there / "corpora" / "x")
+    raw["data"] = {"dir": "corpora/x"}
+    (there / "run" / "config.json").write_text(json.dumps(raw))
+    (there / "run" / "run.json").write_text(json.dumps({"starts": [{"folder": str(there)}]}))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    return there
+
+
+def test_a_relative_corpus_is_found_from_where_the_run_was_started(elsewhere, tmp_path):
+    done = export(elsewhere / "run", tmp_path / "hf", how="sparsegpt", pattern="2:4", calibration_sequences=2)
+    assert done.losses.keys() == {"before", "after"} and done.pruning["calibration"] == str(elsewhere / "corpora" / "x")
+
+
+def test_a_calibration_is_enough_where_the_runs_own_corpus_is_gone(elsewhere, tmp_path, caplog):
+    whole = export(elsewhere / "run", tmp_path / "hf", how="sparsegpt", pattern="2:4", calibration_sequences=2)
+    (elsewhere / "corpora").rename(tmp_path / "moved")
+    asked = {"how": "sparsegpt", "pattern": "2:4", "calibration_sequences": 2}
+    done = export(elsewhere / "run", tmp_path / "hf2", calibration=str(tmp_path / "moved" / "x"), **asked)
+    assert done.losses == whole.losses, "the same text, measured there"
+    assert sum("the loss is measured on" in record.getMessage() for record in caplog.records) == 1
+    with pytest.raises(UserError, match=r"corpora/x does not exist"):
+        export(elsewhere / "run", tmp_path / "hf3", **asked)
 
 
 def test_a_config_that_names_no_text_is_refused_by_that(run, tmp_path):

@@ -160,8 +160,8 @@ def test_a_job_begins_with_the_doctor_and_ends_with_its_report_where_something_i
     """Told nodes are not tried again; a rank that was killed meanwhile is a failure like any other."""
     tools = programs(
         tmp_path / "bin",
-        srun=f'echo "$*" >> starts; case "$*" in *" mst_scale doctor") echo a report; exit {doctor} ;; esac\n'
-        + ended("out", "finished"),
+        srun='echo "$*" >> starts; case "$*" in *" mst_scale doctor --full") echo a report; '
+        f"exit {doctor} ;; esac\n" + ended("out", "finished"),
         scontrol='echo "$*" >> asked; echo NodeAddr=127.0.0.1',
         squeue=":",
         sleep=":",
@@ -180,7 +180,10 @@ def test_a_job_begins_with_the_doctor_and_ends_with_its_report_where_something_i
 
 def test_the_doctor_is_shown_before_the_run_it_looks_ahead_of(tmp_path):
     words = ["--dry-run", "--doctor", "--nodes", "2", str(config(tmp_path))]
-    for starter, wanted in ("srun", "slurm_rank.sh python -m mst_scale doctor"), ("deepspeed", "8 mst_scale doctor"):
+    for starter, wanted in (
+        ("srun", "slurm_rank.sh python -m mst_scale doctor --full"),
+        ("deepspeed", "8 mst_scale doctor --full"),
+    ):
         submitted, first, then = shown("slurm.sh", "--starter", starter, *words, cwd=tmp_path).splitlines()
         assert submitted.startswith("env MST_DOCTOR=1 sbatch ") and first.endswith(wanted)
         assert "mst_scale.pretrain" in then and "mst_scale doctor" not in then

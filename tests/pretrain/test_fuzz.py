@@ -184,8 +184,8 @@ OPTIONS = {
     "report": ["--out", "--every", "--json"],
     "reshape": ["--json"],
     "export": [
-        "--prune", "--how", "--pattern", "--calibration", "--calibration-sequences", "--dtype", "--shard-size",
-        "--tokenizer", "--config", "--json",
+        "--prune", "--method", "--how", "--pattern", "--calibration", "--calibration-sequences", "--dtype",
+        "--shard-size", "--tokenizer", "--config", "--json",
     ],
     "eval": ["--tasks", "--data-dir", "--tokenizer", "--stride", "--shots", "--batch-size", "--device", "--out"],
     "bench": ["--nonsense"],

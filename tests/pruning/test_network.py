@@ -87,7 +87,7 @@ def test_a_model_that_computes_nothing_finite_is_refused(how: str):
 
 @looking
 def test_nothing_to_prune_by_is_refused(how: str):
-    with pytest.raises(ValueError, match=r"no linear layer multiplies with wte\.weight, .* or --how magnitude"):
+    with pytest.raises(ValueError, match=r"no linear layer multiplies with wte\.weight, .* or --method magnitude"):
         prune_model(model_of(GPT2, True), HOW[how], {"wte.weight": HALF}, batches(1))
 
 

@@ -15,9 +15,12 @@ SHAPES = {"a": (8, 16), "b": (16, 32)}
 @pytest.mark.parametrize(
     ("asked", "line"),
     [
-        ({"how": "obd", "share": 0.5}, "--how 'obd' is unknown: choose one of magnitude, wanda, sparsegpt"),
-        ({"how": "wanda"}, "--how wanda: say how much, with --prune S or --pattern N:M"),
-        ({"how": "wanda", "share": 0.0}, "--prune 0.0 --how wanda prunes nothing: give 0 < S < 1, or leave both out"),
+        ({"how": "obd", "share": 0.5}, "--method 'obd' is unknown: choose one of magnitude, wanda, sparsegpt"),
+        ({"how": "wanda"}, "--method wanda: say how much, with --prune S or --pattern N:M"),
+        (
+            {"how": "wanda", "share": 0.0},
+            "--prune 0.0 --method wanda prunes nothing: give 0 < S < 1, or leave both out",
+        ),
         ({"share": 1.0}, "--prune 1.0: give the share of weights that become zero, 0 ≤ S < 1"),
         ({"share": float("nan")}, "--prune nan: give the share of weights that become zero, 0 ≤ S < 1"),
         ({"pattern": "2/4"}, "--pattern '2/4': write N:M, as in 2:4, where N of M weights stay"),
@@ -29,11 +32,11 @@ SHAPES = {"a": (8, 16), "b": (16, 32)}
         ),
         (
             {"share": 0.5, "calibration": "corpora/x"},
-            "--calibration is for --how wanda or sparsegpt: magnitude looks at no text",
+            "--calibration is for --method wanda or sparsegpt: magnitude looks at no text",
         ),
         (
             {"how": "magnitude", "pattern": "2:4", "sequences": 9},
-            "--calibration-sequences is for --how wanda or sparsegpt: magnitude looks at no text",
+            "--calibration-sequences is for --method wanda or sparsegpt: magnitude looks at no text",
         ),
         ({"how": "wanda", "share": 0.5, "sequences": 0}, "--calibration-sequences 0: give at least 1"),
     ],

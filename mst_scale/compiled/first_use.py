@@ -1,0 +1,93 @@
+"""Says what is being compiled at first use and for how long, and lets one process of a machine do it.
+
+DeepSpeed compiles an operator (its Adam, above all) through `torch.utils.cpp_extension.load` when it is first used: for
+minutes, without a word, in every process that starts meanwhile. Inside `announced()` this happens under one lock for
+each operator, which the kernel releases even if the process that compiles is killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mst_scale.compiled import build_locks
+
+SAY_EVERY = 15.0  # seconds
+TITLES = {
+    "fused_adam": "DeepSpeed's fused Adam",
+    "cpu_adam": "DeepSpeed's CPU Adam",
+    "deepspeed_shm_comm": "DeepSpeed's communication through shared memory",
+}
+HINTS = {"fused_adam": "; optimizer.params.torch_adam = true takes torch's Adam, which needs no compilation"}
+logger = logging.getLogger("mst_scale")
+
+
+@contextmanager
+def elapsed(what: str) -> Iterator[None]:
+    """Log that `what` begins, how long it has taken every `SAY_EVERY` seconds, and how long it took."""
+    logger.info("%s", what)
+    ended, began = threading.Event(), time.monotonic()
+
+    def repeat() -> None:
+        while not ended.wait(SAY_EVERY):
+            logger.info("%s: %.0f s so far", what, time.monotonic() - began)
+
+    speaker = threading.Thread(target=repeat, daemon=True)
+    speaker.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        speaker.join()
+    logger.info("%s: done in %.1f s", what, time.monotonic() - began)
+
+
+@contextmanager
+def lock(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock file `path`; say so if another process compiles `what` meanwhile."""
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with elapsed(f"waiting for another process, which is compiling {what}"):
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def announced() -> Iterator[None]:
+    """Announce what torch compiles inside this block, and compile it in one process of this machine at a time."""
+    from torch.utils import cpp_extension
+
+    load = cpp_extension.load
+
+    @functools.wraps(load)
+    def load_announced(name: str, *args: Any, **named: Any) -> Any:
+        folder = Path(named.get("build_directory") or cpp_extension._get_build_directory(name, verbose=False))
+        title = TITLES.get(name, name)
+        if _is_built(folder, name):  # torch still compares it with its sources
+            return load(name, *args, **named)
+        with lock(folder.parent / f"{name}.mst_lock", title):
+            if _is_built(folder, name):
+                return load(name, *args, **named)
+            build_locks.clear(folder.parent)  # of builds that were killed: torch would wait for its own lock for ever
+            hint = HINTS.get(name, "")
+            with elapsed(f"compiling {title} into {folder} (once on this machine; a minute or more{hint})"):
+                return load(name, *args, **named)
+
+    cpp_extension.load = load_announced
+    try:
+        yield
+    finally:
+        cpp_extension.load = load
+
+
+def _is_built(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.so").is_file()

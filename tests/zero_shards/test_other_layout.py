@@ -1,0 +1,61 @@
+"""A loop of one's own that resumes on other ranks, or at another stage, is told the two commands that let it."""
+
+import re
+
+import pytest
+
+import mst_scale
+from mst_scale.checkpoints.reshape import reshape
+from mst_scale.errors import UserError
+from mst_scale.zero_shards.other_layout import misfit
+from tests.support import pool
+from tests.support.toy_engine import mst_config, train
+from tests.support.toys import toy
+
+
+def saved(rank, world, stage, folder):
+    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world, "fp32"))
+    train(engine, rank, world, 4)
+    engine.save_checkpoint(folder)
+
+
+def told(rank, world, stage, folder):
+    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world, "fp32"))
+    try:
+        engine.load_checkpoint(folder)
+    except UserError as error:
+        return str(error)
+    return f"loaded step {engine.mst.step}"
+
+
+def followed(rank, world, stage, folder, tag):
+    config = {**mst_config(stage, world, "fp32"), "checkpoint": {"load_universal": True}}
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    engine.load_checkpoint(folder, tag=tag)
+    return engine.mst.step
+
+
+CASES = [((2, 2), (2, 1)), ((1, 1), (1, 2)), ((3, 3), (2, 1)), ((2, 3), (2, 2)), ((2, 0), (2, 2)), ((0, 1), (2, 2))]
+
+
+@pytest.mark.parametrize(("stages", "worlds"), CASES)
+def test_another_layout_is_told_what_to_run_and_that_works(tmp_path, stages, worlds):
+    pool.run(saved, worlds[0], stages[0], str(tmp_path))
+    for said in pool.run(told, worlds[1], stages[1], str(tmp_path)):
+        assert f"`mst reshape {tmp_path / 'global_step4'}`" in said and '"load_universal": true' in said
+        assert "\n" not in said
+    folder, tag = re.search(r'engine\.load_checkpoint\("(.*)", tag="(.*)"\)', said).groups()
+    reshape(tmp_path / "global_step4")
+    assert pool.run(followed, worlds[1], stages[1], folder, tag) == [4] * worlds[1]
+
+
+def test_the_same_layout_and_other_failures_are_left_alone(tmp_path):
+    pool.run(saved, 2, 2, str(tmp_path))
+    assert pool.run(told, 2, 1, str(tmp_path)) == ["loaded step 4"] * 2, "stages 1 and 2 write the same files"
+    step = tmp_path / "global_step4"
+    assert misfit(step, 2, 2) is None and misfit(step, 2, 4) is not None and misfit(step, 3, 2) is not None
+    for path in step.glob("*optim_states.pt"):
+        path.write_bytes(b"cut short")
+    with pytest.raises(pool.RankError) as caught:
+        pool.run(told, 2, 2, str(tmp_path))
+    assert "mst reshape" not in str(caught.value)
