@@ -270,7 +270,7 @@ def test_a_loop_of_ones_own_may_have_no_model_in_its_config(tmp_path, blocks):
         made = Report([lacking(tmp_path / name, absent, blocks)], tmp_path / f"page-{name}")
         made.read()
         found = made.write(pictures=False)
-        text = Path(found["page"]).read_text()
+        text = re.sub(r"base64,[\w+/=]+", "", Path(found["page"]).read_text())  # pictures may spell anything
         assert row_of(text, "batch") == ["8 sequences"] and row_of(text, "steps")[0].startswith("200")
         assert ">model<" not in text and ">tokens<" not in text and "None" not in text and "nan" not in text
         assert ("loss-steps" in [figure["name"] for figure in found["figures"]]) == (name == "a")
