@@ -17,8 +17,8 @@ ABOUT = """\
 Evaluate a model on the paper's tasks with lm-evaluation-harness (pip install 'mst_scale[eval]'), and show the result
 beside the paper's rows.
 
-MODEL is a run's folder or a checkpoint, a folder of transformers (as `mst export` writes it), or a name on the Hugging
-Face hub: `gpt2` is OpenAI's checkpoint.
+MODEL is a run's folder or a checkpoint (also of Trainer, Accelerate or a loop of your own), a folder of transformers
+(as `mst export` writes it), or a name on the Hugging Face hub: `gpt2` is OpenAI's checkpoint.
 
 TASKS: lambada, wikitext2, ptb, wikitext103, 1bw, rte, mrpc, or all. Their documents come from the hub, or from the
 files of --data-dir, named after the task:
