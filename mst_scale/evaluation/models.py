@@ -43,6 +43,7 @@ class Model:
     context: int
     vocab_size: int
     device: torch.device
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,12 @@ def _ours(path: Path, tokenizer: str | None, device: torch.device, experiment: P
     model = source.model().to(device)
     # a checkpoint elsewhere, with a config of its own, keeps its results itself
     folder = source.run if source.run is not None else source.checkpoint
-    return Model(str(path), source.step, folder, digest, model, config.context, config.vocab_size, device), text
+    size = config.vocab_size
+    return Model(str(path), source.step, folder, digest, model, config.context, size, device, _count(model)), text
+
+
+def _count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _trained_with_transformers(
@@ -137,7 +143,8 @@ def _trained_with_transformers(
     digest = store.file_digest(manifest) if manifest.is_file() else str(source.checkpoint.resolve())
     folder = source.checkpoint if source.run is None else source.run
     context = _context_of(str(path), config)
-    return Model(str(path), source.step, folder, digest, logits, context, config.vocab_size, device), text
+    size = config.vocab_size
+    return Model(str(path), source.step, folder, digest, logits, context, size, device, _count(model)), text
 
 
 def _context_of(name: str, config: Any) -> int:
@@ -180,7 +187,8 @@ def _transformers(name: str, folder: Path | None, tokenizer: str | None, device:
 
     _refuse_a_look_ahead(name, logits, device)
     digest = _digest(folder) if folder is not None else f"{name}@{getattr(config, '_commit_hash', None)}"
-    return Model(name, about.get("step"), folder, digest, logits, context, config.vocab_size, device), text
+    step, size = about.get("step"), config.vocab_size
+    return Model(name, step, folder, digest, logits, context, size, device, _count(model)), text
 
 
 def _text_of(name: str, tokenizer: str | None, about: dict[str, Any], vocab_size: int) -> Text:
