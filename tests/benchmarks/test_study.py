@@ -45,7 +45,7 @@ def test_a_variant_like_another(folder):
     plan = read_plan("tiny", folder)
     mst, more = plan.variants["mst"], plan.variants["more"]
     assert (more.method, more.rates) == ("mst", (1e-3,)) and mst.set["mst.sparsity.max"] == 0.5
-    assert more.set == {"mst.sparsity.max": 0.7, "mst.attention.pattern": "dense"}
+    assert more.set == {"mst.sparsity.max": 0.7, "mst.attention.pattern": "dense", "mst.topology.interval": 1}
 
 
 def test_what_a_cell_comes_to(folder):
