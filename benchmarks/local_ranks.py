@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+from mst_scale.errors import UserError
+
 
 def run_on(ranks: int, work: Callable[..., Any], *arguments: Any) -> Any:
     """What `work(*arguments)` returns on rank 0. It finds its place in the environment, as under a launcher."""
@@ -20,7 +22,7 @@ def run_on(ranks: int, work: Callable[..., Any], *arguments: Any) -> Any:
         if results.empty():
             raise
         code, said = results.get()  # by the rank that found it
-        raise (ValueError if code == 2 else OSError)(said) from None
+        raise (UserError if code == 2 else OSError)(said) from None
     return results.get()
 
 

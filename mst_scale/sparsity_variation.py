@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
@@ -36,6 +36,7 @@ Duration = int | float
 
 DEFAULT_INTERVAL = 100  # the paper's Δ_t
 PHASES = ("warmup", "ultra", "restore", "dense")  # in this order a phase's number is the same for every method
+SHORTEST_DEFAULT = 25  # a topology step costs a few steps: more often than this, sparse training is slower than dense
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,7 @@ class SparsityConfig:
             raise UserError(f"total_steps {total_steps} must be at least 1")
         phases = self._phases(total_steps)
         gradual = [p.stop - p.start for p in phases if p.name in ("warmup", "restore")]
-        interval = moves.interval or max(1, min([DEFAULT_INTERVAL, *(length // 5 for length in gradual)]))
+        interval = moves.interval or default_interval(gradual)
         return Schedule(
             total_steps=total_steps,
             interval=interval,
@@ -362,6 +363,12 @@ class SparsityConfig:
                 # Δ_R is T_R/N whether restoration is staged or continuous
                 bounds.update(Phase("restore", restore.start, restore.stop, self.stages).stage_starts())
         return tuple(sorted(bounds))
+
+
+def default_interval(gradual: Collection[int]) -> int:
+    """Return the steps between topology steps where `mst.topology.interval` is null: a fifth of the shortest of the
+    gradual phases, which have these lengths, but at least SHORTEST_DEFAULT and at most DEFAULT_INTERVAL."""
+    return max(SHORTEST_DEFAULT, min([DEFAULT_INTERVAL, *(length // 5 for length in gradual)]))
 
 
 def _steps(duration: Duration, total: int) -> float:

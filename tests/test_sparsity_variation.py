@@ -120,18 +120,43 @@ def test_topology_steps_of_the_preset():
 
 
 def test_a_run_of_300_steps_has_the_papers_shape():
-    schedule = resolved(300)
+    schedule = resolved(300, interval=4)
     assert [(p.name, p.start, p.stop) for p in schedule.phases] == [
         ("warmup", 0, 21),  # 300/14 = 21.43, 11·300/14 = 235.7, 12·300/14 = 257.1
         ("ultra", 21, 236),
         ("restore", 236, 257),
         ("dense", 257, 300),
     ]
-    assert schedule.interval == 4
     stages = [segment for segment in schedule.segments() if segment.phase == "restore"]
     assert [s.start for s in stages] == [236, 241, 245, 249, 253]  # 236 + 4.2 i, and none before that
     assert [s.sparsity for s in stages] == pytest.approx([0.96 * (1 - x / 5) ** 3 for x in range(5)], abs=EXACT)
     assert mean_sparsity(schedule) == pytest.approx(mean_sparsity(PAPER), abs=0.015)  # 5 warm-up levels, not 100
+
+
+@pytest.mark.parametrize(
+    ("total", "stated", "interval"),
+    [
+        (1, {}, 25),
+        (200, {}, 25),
+        (1_750, {}, 25),  # a fifth of 125 steps
+        (2_100, {}, 30),
+        (7_000, {}, 100),
+        (140_000, {}, 100),
+        (200, {"variation": "sparse"}, 100),  # it has no gradual phase
+        (2_401, {"warmup": 0, "ultra": 0.928571, "restore": 0.035714}, 25),  # a fifth of 86 steps would be 17
+        (200, {"interval": 2}, 2),
+        (140_000, {"interval": 1_000}, 1_000),
+    ],
+)
+def test_the_default_interval_follows_from_the_steps_alone(total: int, stated: dict[str, Any], interval: int):
+    assert resolved(total, **stated).interval == interval
+
+
+@pytest.mark.parametrize("total", [60, 200, 500, 1_000])
+def test_a_short_run_has_few_topology_steps(total: int):
+    """At most one in 25 between its ends of phases and stages, which are seven at most."""
+    steps = list(resolved(total).topology_steps())
+    assert len(steps) <= total // 25 + 7
 
 
 @pytest.mark.parametrize("shape", ["warmup", "restore"])

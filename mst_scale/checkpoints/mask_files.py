@@ -19,7 +19,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -208,6 +208,14 @@ def _fitting(checkpoint: Path, keeper: Keeper, state: Mapping[str, Any] | None, 
         "seed": before["seed"] == keeper.seed,
         "granularity": before["granularity"] == keeper.granularity,
     }
+    saved, step = _schedule_in(before["schedule"]), int(found.head["step"])
+    if not same["schedule"] and saved is not None:
+        with_its_interval = replace(keeper.schedule, interval=saved.interval)
+        if _same_course(before["schedule"], with_its_interval, step):
+            raise UserError(
+                f"{checkpoint} was trained with a topology step every {saved.interval} steps, and this run would have "
+                f"one every {keeper.schedule.interval}: set mst.topology.interval to {saved.interval}"
+            )
     for what, fits in same.items():
         if not fits:
             raise UserError(

@@ -100,12 +100,13 @@ def list_tags(folder: Path) -> list[str]:
 
 
 def locate(path: Path) -> Path:
-    """The checkpoint that a path means: itself, a run's newest whole one, or what DeepSpeed's `latest` names."""
+    """Return the checkpoint that a path means: itself, the newest complete one of a run of ours, or the newest one that
+    Trainer, Accelerate or a loop of your own has saved there."""
     if path.name.endswith(PARTIAL):
         raise UserError(f"{path} is a save that did not finish: name another checkpoint")
     if not path.is_dir():
         raise UserError(f"there is no folder {path}: give a run's folder or a checkpoint's")
-    if (path / MANIFEST).is_file() or (path / "mst").is_dir() or any(path.glob("*model_states.pt")):
+    if _is_checkpoint(path):
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     tags = [tag for tag in list_tags(folder) if (folder / tag / MANIFEST).is_file()]
@@ -116,10 +117,56 @@ def locate(path: Path) -> Path:
         logger.error("checkpoint %s is damaged: %s; trying the one before it", folder / tag, faults[0])
     if tags:
         raise Damaged(f"no checkpoint in {folder} is whole")
-    latest = folder / "latest"
-    if latest.is_file() and (named := folder / tag_in(latest)).is_dir():
+    for place in dict.fromkeys((path, folder)):
+        if (other := _of_other_loops(place)) is not None:
+            return other
+    raise UserError(
+        f"{path} holds no checkpoint: give a run's folder, one of its checkpoints/step…, or a folder that Trainer, "
+        "Accelerate or engine.save_checkpoint has written"
+    )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or (path / "mst").is_dir() or any(path.glob("*model_states.pt"))
+
+
+def _of_other_loops(folder: Path) -> Path | None:
+    """The newest checkpoint in a folder that `pretrain` has not written; None where there is none.
+
+    engine.save_checkpoint   DIR/global_stepN, and DIR/latest names the newest
+    Accelerate               DIR/pytorch_model, named by DIR/latest; with automatic names DIR is
+                             OUT/checkpoints/checkpoint_N
+    Trainer                  OUT/checkpoint-N as DIR
+
+    DeepSpeed writes `latest` when a checkpoint is complete: of Trainer's and Accelerate's folders only those that have
+    it are read.
+    """
+    if (named := _named_by_latest(folder)) is not None:
         return named
-    raise UserError(f"{path} holds no checkpoint: give a run's folder, or one of its checkpoints/step…")
+    steps = ((number, path) for number, path in _numbered(folder, "global_step") if _is_checkpoint(path))
+    if (newest := max(steps, default=None)) is not None:
+        return newest[1]
+    nested = [*_numbered(folder, "checkpoint-"), *_numbered(folder / "checkpoints", "checkpoint_")]
+    for _, path in sorted(nested, reverse=True):
+        if (named := _named_by_latest(path)) is not None:
+            return named
+    return None
+
+
+def _named_by_latest(folder: Path) -> Path | None:
+    latest = folder / "latest"
+    if not latest.is_file():
+        return None
+    named = folder / tag_in(latest)
+    return named if named.is_dir() and _is_checkpoint(named) else None
+
+
+def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
+    """The folders whose names are this prefix and a number."""
+    if not folder.is_dir():
+        return []
+    found = ((path.name.removeprefix(prefix), path) for path in folder.iterdir() if path.name.startswith(prefix))
+    return [(int(digits), path) for digits, path in found if digits.isdecimal() and path.is_dir()]
 
 
 def head(checkpoint: Path) -> dict[str, Any] | None:

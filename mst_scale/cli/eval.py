@@ -14,11 +14,11 @@ from mst_scale.errors import UserError
 from mst_scale.hugging_face.hub import offline_unless_reachable
 
 ABOUT = """\
-Evaluate a model on the paper's tasks with lm-evaluation-harness (pip install 'mst_scale[eval]'), and show the result
-beside the paper's rows.
+Evaluate a model on the paper's tasks with lm-evaluation-harness (pip install 'mst_scale[eval]'). A model of the paper's
+sizes, with GPT-2's vocabulary and context, is shown beside the paper's rows.
 
-MODEL is a run's folder or a checkpoint, a folder of transformers (as `mst export` writes it), or a name on the Hugging
-Face hub: `gpt2` is OpenAI's checkpoint.
+MODEL is a run's folder or a checkpoint (also of Trainer, Accelerate or a loop of your own), a folder of transformers
+(as `mst export` writes it), or a name on the Hugging Face hub: `gpt2` is OpenAI's checkpoint.
 
 TASKS: lambada, wikitext2, ptb, wikitext103, 1bw, rte, mrpc, or all. Their documents come from the hub, or from the
 files of --data-dir, named after the task:
@@ -131,7 +131,7 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
         refuse_single_tokens,
     )
     from mst_scale.evaluation.models import open_model
-    from mst_scale.evaluation.paper import table
+    from mst_scale.evaluation.paper import comparable, table
 
     settings = Settings(
         data_dir=None if args.data_dir is None else Path(args.data_dir),
@@ -159,19 +159,25 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
 
     result = evaluate(model, text, tasks, docs, settings, out=out, ranks=ranks, say=say)
     if first:
-        print(as_json(result) if args.json else shown(result, table(result["tasks"]), out))
+        beside_paper = comparable(model.context, model.vocab_size, model.parameters)
+        words = table(result["tasks"], beside_paper=beside_paper)
+        print(as_json(result) if args.json else shown(result, words, out, beside_paper))
     return 0
 
 
-def shown(result: dict[str, Any], beside: str, out: Path | None) -> str:
-    """The result for people: the table beside the paper, and how it was computed."""
+def shown(result: dict[str, Any], table: str, out: Path | None, beside_paper: bool) -> str:
+    """The result for people: the table, with the paper's rows or why not, and how it was computed."""
     s = result["settings"]
     step = "" if result["step"] is None else f", step {result['step']:,}"
-    lines = [f"{result['model']}{step}, tokenizer {result['tokenizer']}", "", beside, ""]
+    lines = [f"{result['model']}{step}, tokenizer {result['tokenizer']}", "", table, ""]
     how = f"windows of {s['context']} tokens, stride {s['stride']}, not detokenised"
     if any(name in ("rte", "mrpc") for name in result["tasks"]):
         how += f"; rte and mrpc with {s['shots']} examples"
-    lines.append(f"{how}. The paper's rows: GPT-2 small on OpenWebText, as printed.")
+    lines.append(f"{how}.")
+    if beside_paper:
+        lines.append("The paper's rows: GPT-2 small on OpenWebText, as printed.")
+    else:
+        lines.append("The paper's rows are not shown: they are of other models (GPT-2 small and Tiny, context 1024).")
     if out is not None:
         lines.append(f"written to {out}")
     return "\n".join(lines)

@@ -19,8 +19,10 @@ Write a folder that transformers.AutoModelForCausalLM.from_pretrained loads: con
 where it is large), tokenizer files, and a model card with the run's figures.
 
 CHECKPOINT is a run's folder (its newest whole checkpoint) or a checkpoint's, of any ZeRO stage and number of ranks, in
-the middle of sparse training or at its end. Weights that are zero stay exactly zero. The weights are the fp32 masters
-and pass through memory one matrix at a time.
+the middle of sparse training or at its end. The folders of Trainer, Accelerate (save_state) and engine.save_checkpoint
+are read too; a transformers model keeps its architecture, configuration and tokenizer, and cannot be pruned.
+
+Weights that are zero stay exactly zero. The weights are the fp32 masters and pass through memory one matrix at a time.
 
 --prune S sets the smallest weights of each layer to zero until the share S of the weights that may be sparse
 (mst.targets, spread by mst.sparsity.distribution) is zero, and reports the loss on the run's validation corpus before
@@ -44,6 +46,7 @@ EXAMPLES = """\
 examples:
   mst export runs/demo exported/demo
   mst export runs/gpt2/checkpoints/step00100000 exported/ultra --dtype bfloat16
+  mst export runs/trainer exported/llama          # Trainer's output folder: its newest checkpoint-N
   mst export runs/demo exported/demo-90 --prune 0.9 --json
   mst export runs/gpt2 exported/gpt2-half --prune 0.5 --method wanda
   mst export runs/gpt2 exported/gpt2-24 --pattern 2:4 --method sparsegpt --calibration corpora/openwebtext

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 ABOUT = """\
 Step, phase, sparsity and the mask of every sparse parameter of a checkpoint.
 
-PATH is a checkpoint's folder, or a run's: then its newest whole checkpoint. The sha256 of a mask does not depend on how
+PATH is a checkpoint's folder, or a run's: then its newest complete checkpoint. Folders that Trainer, Accelerate or
+engine.save_checkpoint have written are read too. The sha256 of a mask does not depend on how
 many ranks saved it, nor on the ZeRO stage. --json prints
 {"checkpoint", "step", "phase", "sparsity", "target_sparsity", "granularity",
 "layers": [{"name", "shape", "active", "density", "ever_active", "sha256"} …],

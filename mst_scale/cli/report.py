@@ -22,7 +22,7 @@ RUN is the OUT folder of a training run, finished or not. The page is RUN/report
 as PNG and SVG, light and dark. Several runs go into ./report or --out; those that differ only in their seed are one
 line, mean and range. Weights are those of the ends of phases (RUN/snapshots), or where there are none of the newest
 checkpoint. What a run does not tell, or what would say nothing, is left out with a note. --json prints {"page",
-"figures", "notes", "runs"}.
+"headline", "figures", "notes", "runs"}.
 
 --frontier asks one question of finished runs, dense ones of several lengths (and sizes) among them: how many times its
 FLOPs is each method worth? That is the FLOPs that dense training needs for the method's validation loss, read between
@@ -104,6 +104,7 @@ def _progress(message: str) -> None:
 
 
 def _words(found: dict[str, Any]) -> str:
-    lines = [f"{found['page']}: {len(found['figures'])} figures, each also as PNG and SVG beside it"]
+    lines = [found["headline"]] if found.get("headline") else []
+    lines += [f"{found['page']}: {len(found['figures'])} figures, each also as PNG and SVG beside it"]
     lines += [f"  {note}" for note in found["notes"]]
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mst_scale import zero_shards
-from mst_scale.checkpoints import warm_start
+from mst_scale.checkpoints import model_config, warm_start
 from mst_scale.checkpoints.multiplied import STATE
 from mst_scale.config import Experiment
 from mst_scale.dead_units.kinds import Tally
@@ -176,6 +176,10 @@ class Controller:
             call(self)
 
     def saving(self, checkpoint: Path) -> dict[str, Any]:
+        if self.engine.global_rank == 0:
+            attended = self.pattern if self.attended else Pattern("dense")
+            module = self.engine.module
+            model_config.save(checkpoint, module, method=self.method, step=self.step, pattern=attended)
         return {}
 
     def loaded(self, checkpoint: Path, state: dict[str, Any] | None) -> None:

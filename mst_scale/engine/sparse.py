@@ -322,6 +322,7 @@ class SparseController(Controller):
     # --- checkpoints ---
 
     def saving(self, checkpoint: Path) -> dict[str, Any]:
+        super().saving(checkpoint)
         return mask_files.save(checkpoint, self)
 
     def digests_of(self, masks: MaskSet) -> list[int]:

@@ -5,7 +5,7 @@ all are done that becomes `eval.json`. The same command continues: a task is tak
 are the same (their digests say so). Results of another checkpoint or other settings that lie there are kept beside it,
 in `eval.<key>.json`, where the same evaluation finds them again. `eval.json`:
 
-    {"model", "step", "digest", "tokenizer", "settings": {"context", "stride", "shots", "detokenised"},
+    {"model", "parameters", "step", "digest", "tokenizer", "settings": {"context", "stride", "shots", "detokenised"},
      "tasks": {NAME: {"metrics": {…}, "documents": how many, "source", "digest", "seconds"}},
      "versions": {"mst_scale", "torch", "lm_eval"}}
 
@@ -84,6 +84,7 @@ def evaluate(
     stride = settings.stride_of(model.context)
     result: Result = {
         "model": model.name,
+        "parameters": model.parameters,
         "step": model.step,
         "digest": model.digest,
         "tokenizer": text.name,

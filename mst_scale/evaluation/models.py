@@ -1,6 +1,7 @@
 """Opens the model that a name means, and the tokenizer that belongs to it:
 
-a run's folder or a checkpoint     our GPT, its fp32 weights read from the checkpoint
+a run's folder or a checkpoint     our GPT, or the transformers model that Trainer, Accelerate or a loop of your own has
+                                   trained; its fp32 weights are read from the checkpoint
 a folder with transformers' config.json, for instance of `mst export`
 a name on the Hugging Face hub     `gpt2` is OpenAI's checkpoint
 """
@@ -17,11 +18,12 @@ from typing import Any
 
 import torch
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import model_config, store
 from mst_scale.data.tokenizer import chosen, is_missing, load_tokenizer, trained_with
 from mst_scale.distributed import logger
 from mst_scale.errors import UserError
 from mst_scale.hugging_face.export import open_source, tokenizer_of
+from mst_scale.hugging_face.transformers_source import TransformersSource, find, open_transformers
 from mst_scale.hybrid_sparse_attention import Pattern, attach
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -41,6 +43,7 @@ class Model:
     context: int
     vocab_size: int
     device: torch.device
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def open_model(
     `config`: of a checkpoint of ours that lies apart from its run.
     """
     path = Path(name)
-    if is_transformers(path):
+    if is_transformers(path) and not (path / "latest").is_file():  # of Trainer's checkpoint-N the fp32 masters are read
         return _transformers(name, path, tokenizer, device)
     if on_hub(name):
         return _transformers(name, None, tokenizer, device)
@@ -78,10 +81,7 @@ def on_hub(name: str) -> bool:
 
 def is_transformers(folder: Path) -> bool:
     """Whether a folder's config.json is one of transformers."""
-    try:
-        return "model_type" in json.loads((folder / "config.json").read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, RecursionError):
-        return False
+    return model_config.is_transformers(folder / "config.json")
 
 
 def our_text(name: str, vocab_size: int) -> Text:
@@ -101,6 +101,8 @@ def _ours(path: Path, tokenizer: str | None, device: torch.device, experiment: P
         store.locate(path)
     except UserError as error:
         raise UserError(f"{error}; nor is it a model of transformers (no config.json with a model_type)") from None
+    if (found := find(path, experiment)) is not None:
+        return _trained_with_transformers(path, open_transformers(*found), tokenizer, device)
     source = open_source(path, experiment)
     named = chosen(tokenizer, tokenizer_of(source.experiment), str(path))
     if named is None:
@@ -114,7 +116,42 @@ def _ours(path: Path, tokenizer: str | None, device: torch.device, experiment: P
     model = source.model().to(device)
     # a checkpoint elsewhere, with a config of its own, keeps its results itself
     folder = source.run if source.run is not None else source.checkpoint
-    return Model(str(path), source.step, folder, digest, model, config.context, config.vocab_size, device), text
+    size = config.vocab_size
+    return Model(str(path), source.step, folder, digest, model, config.context, size, device, _count(model)), text
+
+
+def _count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _trained_with_transformers(
+    path: Path, source: TransformersSource, tokenizer: str | None, device: torch.device
+) -> tuple[Model, Text]:
+    """A model of transformers, its weights read from a checkpoint of DeepSpeed."""
+    model, config = source.model().to(device), source.skeleton.config
+    if model.get_output_embeddings() is None:
+        raise UserError(f"{path} is a {type(model).__name__}, which predicts no next token")
+    beside = source.checkpoint if source.tokenizer is None else source.tokenizer.parent
+    text = _text_of(str(beside), tokenizer, {}, config.vocab_size)
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = model(ids).logits
+        return result
+
+    _refuse_a_look_ahead(str(path), logits, device)
+    manifest = source.checkpoint / store.MANIFEST
+    digest = store.file_digest(manifest) if manifest.is_file() else str(source.checkpoint.resolve())
+    folder = source.checkpoint if source.run is None else source.run
+    context = _context_of(str(path), config)
+    size = config.vocab_size
+    return Model(str(path), source.step, folder, digest, logits, context, size, device, _count(model)), text
+
+
+def _context_of(name: str, config: Any) -> int:
+    context = getattr(config, "n_positions", None) or getattr(config, "max_position_embeddings", None)
+    if not context:
+        raise UserError(f"{name}: its config.json does not say how long a text may be (max_position_embeddings)")
+    return int(context)
 
 
 def _transformers(name: str, folder: Path | None, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
@@ -143,9 +180,7 @@ def _transformers(name: str, folder: Path | None, tokenizer: str | None, device:
             raise UserError(f"{name} was trained with {pattern} attention, and here it stays dense: {reason}")
         logger.info("%s attends as it was trained: %s", name, pattern)
     config = model.config
-    context = getattr(config, "n_positions", None) or getattr(config, "max_position_embeddings", None)
-    if not context:
-        raise UserError(f"{name}: its config.json does not say how long a text may be (max_position_embeddings)")
+    context = _context_of(name, config)
     text = _text_of(name, tokenizer, about, config.vocab_size)
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
@@ -154,7 +189,8 @@ def _transformers(name: str, folder: Path | None, tokenizer: str | None, device:
 
     _refuse_a_look_ahead(name, logits, device)
     digest = _digest(folder) if folder is not None else f"{name}@{getattr(config, '_commit_hash', None)}"
-    return Model(name, about.get("step"), folder, digest, logits, int(context), config.vocab_size, device), text
+    step, size = about.get("step"), config.vocab_size
+    return Model(name, step, folder, digest, logits, context, size, device, _count(model)), text
 
 
 def _text_of(name: str, tokenizer: str | None, about: dict[str, Any], vocab_size: int) -> Text:

@@ -8,6 +8,7 @@ word stand below.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 COLUMNS = ("LAMBADA acc", "LAMBADA ppl", "WikiText2", "PTB", "WikiText103", "1BW", "RTE", "MRPC")
@@ -19,6 +20,10 @@ PAPER: dict[str, tuple[float | None, ...]] = {
     "MST": (60.54, 13.67, 33.33, 34.64, 34.95, 45.90, 52.62, 70.96),
     "OpenAI GPT-2": (60.43, 12.04, 25.19, 30.46, 26.38, 43.39, None, None),
 }
+CONTEXT = 1024
+VOCABULARY = range(50_257, 50_305)  # GPT-2's ids, and a padded vocabulary
+SIZES = (124_318_464, 30_308_736)  # GPT-2 small without biases and norms, and the paper's Tiny: 12·n·d² + (V + 1024)·d
+NEAR = 0.02  # biases, norms and the padding of a vocabulary
 # (task, metric, factor) of each column
 PER_TOKEN = (
     ("lambada", "token_acc", 100), ("lambada", "token_perplexity", 1), ("wikitext2", "token_perplexity", 1),
@@ -32,13 +37,25 @@ PER_WORD = (
 )  # fmt: skip
 
 
-def rows(tasks: dict[str, Any], name: str = "this model") -> dict[str, list[float | None]]:
+def comparable(context: int, vocab_size: int, parameters: int) -> bool:
+    """Whether a model has the context, the vocabulary and the size of one in the paper's table.
+
+    Perplexities per token depend on the vocabulary, and all figures on context and size: beside another model the
+    paper's rows would say nothing.
+    """
+    sized = any(abs(parameters / size - 1) <= NEAR for size in SIZES)
+    return context == CONTEXT and vocab_size in VOCABULARY and sized
+
+
+def rows(
+    tasks: dict[str, Any], name: str = "this model", paper: Mapping[str, tuple[float | None, ...]] = PAPER
+) -> dict[str, list[float | None]]:
     """The paper's rows and ours, by name; None where there is no value. `tasks`: as in eval.json."""
     ours = {f"{name}, per token": _row(tasks, PER_TOKEN)}
     word = _row(tasks, PER_WORD)
     if any(value is not None for value in word):
         ours[f"{name}, per word"] = word
-    return {**{key: list(values) for key, values in PAPER.items()}, **ours}
+    return {**{key: list(values) for key, values in paper.items()}, **ours}
 
 
 def _row(tasks: dict[str, Any], columns: tuple[Any, ...]) -> list[float | None]:
@@ -50,9 +67,9 @@ def _row(tasks: dict[str, Any], columns: tuple[Any, ...]) -> list[float | None]:
     return values
 
 
-def table(tasks: dict[str, Any], name: str = "this model") -> str:
-    """Aligned columns; – where there is nothing."""
-    found = rows(tasks, name)
+def table(tasks: dict[str, Any], name: str = "this model", *, beside_paper: bool = True) -> str:
+    """Aligned columns, with the paper's rows above ours or without them; – where there is nothing."""
+    found = rows(tasks, name, PAPER if beside_paper else {})
     keep = [i for i in range(len(COLUMNS)) if any(row[i] is not None for key, row in found.items() if key not in PAPER)]
     lines = [["", *(COLUMNS[i] for i in keep)]]
     lines += [[key, *("–" if row[i] is None else _number(row[i]) for i in keep)] for key, row in found.items()]

@@ -12,6 +12,7 @@ measure what that costs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import mask_files, store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import Experiment, ModelConfig, load
 from mst_scale.data.corpus import META, read_meta
@@ -41,8 +42,10 @@ from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.hugging_face import bert_names, gpt2_names, model_card
 from mst_scale.hugging_face.bert_names import VOCABULARY
+from mst_scale.hugging_face.export_transformers import write_folder
 from mst_scale.hugging_face.gpt2_names import Entry
 from mst_scale.hugging_face.safetensors_stream import DTYPES, write_model
+from mst_scale.hugging_face.transformers_source import TransformersSource, find, open_transformers
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
 from mst_scale.models import build
 from mst_scale.pruning import Request, prune_model, requested
@@ -96,7 +99,8 @@ def export(
     tokenizer: str | None = None,
     config: Path | None = None,
 ) -> Exported:
-    """Write the Hugging Face folder `out` from a checkpoint, or from a run's newest whole one.
+    """Write the Hugging Face folder `out` from a checkpoint, or from a run's newest whole one. A transformers model
+    that Trainer, Accelerate or a loop of your own has trained keeps its architecture.
 
     `prune`, `how`, `pattern` and the two of calibration are what `mst_scale.pruning.requested` takes.
     """
@@ -105,15 +109,19 @@ def export(
     request = requested(how, prune, pattern, calibration, calibration_sequences)
     if out.exists():
         raise UserError(f"{out} exists: choose another OUT")
+    if (found := find(path, config)) is not None:
+        if request is not None:
+            raise UserError(
+                f"{path} is a model of transformers ({found[1]}), and --prune and --pattern take models of "
+                "mst_scale.pretrain: export it without them"
+            )
+        return _of_transformers(open_transformers(*found), out, dtype, shard_bytes, tokenizer)
     source = open_source(path, config, causal=False)
     experiment = source.experiment
     text = chosen(tokenizer, tokenizer_of(experiment), str(path))
     name, identity = (None, None) if text is None else (text.name, text.identity)
     plan = None if request is None else _Plan.of(source, request)
-    draft = out.with_name(out.name + store.PARTIAL)
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
+    with _draft_of(out) as draft:
         end_of_text, tokenizer_note = write_tokenizer(draft, name, experiment.model.vocab_size)
         pruned = _Pruned() if plan is None else _prune(source, plan)
         writer = _Writer(source, pruned.matrices)
@@ -146,10 +154,6 @@ def export(
         told = {**done.to_dict(), "dead_units": in_words(done.dead_units), "pruned": pruned.words}
         card = model_card.text(experiment, source.run, told, source.pattern, tokenizer_note)
         (draft / "README.md").write_text(card)
-        os.rename(draft, out)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
     if tokenizer_note:
         logger.warning("%s", tokenizer_note)
     if source.pattern.kind != "dense":
@@ -161,6 +165,38 @@ def export(
             "attach it as README.md there says" if experiment.model.causal else "use the checkpoint",
         )
     return done
+
+
+@contextlib.contextmanager
+def _draft_of(out: Path) -> Iterator[Path]:
+    """A folder to write to; it becomes `out` at the end, and is removed where an error comes before."""
+    draft = out.with_name(out.name + store.PARTIAL)
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        os.rename(draft, out)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _of_transformers(
+    source: TransformersSource, out: Path, dtype: str, shard_bytes: int, tokenizer: str | None
+) -> Exported:
+    with _draft_of(out) as draft:
+        found, note = write_folder(source, draft, dtype=dtype, shard_bytes=shard_bytes, tokenizer=tokenizer)
+    if note:
+        logger.warning("%s", note)
+    if source.pattern.kind != "dense":
+        logger.warning(
+            "%s was trained with %s attention; transformers' model attends to everything, and loses by it: attach the "
+            "pattern as README.md there says",
+            source.checkpoint,
+            source.pattern,
+        )
+    written = None if note else tokenizer or "the model's own"
+    return Exported(source.checkpoint, out, source.step, tokenizer=written, **found)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -218,7 +254,10 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
     if config is None:
         config = next((p / "config.json" for p in checkpoint.parents if (p / "config.json").is_file()), None)
         if config is None:
-            raise UserError(f"there is no config.json beside {checkpoint}: name the experiment with --config FILE")
+            raise UserError(
+                f"there is no config.json beside {checkpoint}: name the experiment, or the config.json of its "
+                "transformers model, with --config FILE"
+            )
     experiment = load(config)
     if causal and not experiment.model.causal:
         raise UserError(f"{path} is a BERT: it fills in masked tokens, and predicts no next token")
@@ -230,8 +269,14 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
         if found != shape:
             what = "is missing" if found is None else f"has shape {found}, not {shape}"
             raise UserError(f"{checkpoint}: {name} {what}: it is not the model that {config} describes")
-    step = (manifest or {}).get("step")
+    step = (manifest or _masks_head(checkpoint)).get("step")
     return Source(checkpoint, config.parent if config.name == "config.json" else None, experiment, step, weights)
+
+
+def _masks_head(checkpoint: Path) -> dict[str, Any]:
+    """What the masks say of a checkpoint without a manifest, of a loop of your own; empty where it has none."""
+    path = mask_files.file_of(checkpoint, 0)
+    return mask_files.read(path)[0] if path.is_file() else {}
 
 
 def _corpus(experiment: Experiment, run: Path | None = None) -> str:

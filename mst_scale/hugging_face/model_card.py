@@ -7,11 +7,14 @@ load it. Every figure comes from the run's own files; what they do not hold is l
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mst_scale.config import Experiment
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.runs.metrics import read
+
+if TYPE_CHECKING:
+    from mst_scale.hugging_face.transformers_source import TransformersSource
 
 LOADING = """\
 ```python
@@ -69,6 +72,30 @@ def text(
     return "\n".join(lines)
 
 
+def of_transformers(source: TransformersSource, exported: dict[str, Any], tokenizer_note: str) -> str:
+    """The model card of a transformers model, of which a run.json may say how it was trained."""
+    skeleton, pattern = source.skeleton, source.pattern
+    kind = type(skeleton).__name__
+    parameters = f"{kind}, {exported['parameters']:,} parameters"
+    rows = [
+        ("model", parameters),
+        ("method", source.method),
+        *_trained(source.experiment, source.run, exported, pattern),
+    ]
+    lines = [
+        "---", "library_name: transformers", f"tags: [mst_scale, {source.config['model_type']}]", "---", "",
+        f"# {kind}, trained with mst_scale ({source.method})", "",
+        "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), "",
+        "FLOPs are counted in the paper's accounting, training as it was computed against the same steps computed",
+        "dense.", "", LOADING.format(loader=kind), "",
+    ]  # fmt: skip
+    if pattern.kind != "dense":
+        lines += [ATTACHING.format(kind=pattern.kind, stride=pattern.stride), ""]
+    if tokenizer_note:
+        lines += [f"This folder has {tokenizer_note}.", ""]
+    return "\n".join(lines)
+
+
 def figures(
     experiment: Experiment, run: Path | None, exported: dict[str, Any], pattern: Pattern
 ) -> list[tuple[str, str]]:
@@ -76,6 +103,14 @@ def figures(
     model = experiment.model
     shape = f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, context {model.context}"
     table = [("model", f"{shape}, vocabulary {model.vocab_size:,}"), ("method", str(experiment.mst.method))]
+    return table + _trained(experiment, run, exported, pattern)
+
+
+def _trained(
+    experiment: Experiment | None, run: Path | None, exported: dict[str, Any], pattern: Pattern
+) -> list[tuple[str, str]]:
+    """The rows that do not depend on the architecture."""
+    table: list[tuple[str, str]] = []
     step = exported["step"]
     last: dict[str, Any] = {}
     validated: dict[str, Any] = {}
@@ -84,7 +119,8 @@ def figures(
             if step is None or row["step"] <= step:
                 last, validated = row, row if row.get("val_loss") is not None else validated
     if step is not None:
-        table.append(("steps", f"{step:,} of {experiment.training.steps:,}"))
+        of = "" if experiment is None else f" of {experiment.training.steps:,}"
+        table.append(("steps", f"{step:,}{of}"))
     if last:
         table.append(("tokens", f"{last['tokens']:,}"))
     if pattern.kind != "dense":
@@ -97,18 +133,20 @@ def figures(
     if last.get("flops"):
         spent, dense = last["flops"], last["flops_dense"]
         grown = f"as many dense steps without what came before the first take {dense:.3g}"
-        fewer = grown if experiment.mst.growth else f"{dense / spent:.2f} times fewer than dense"
+        fewer = (
+            grown if experiment is not None and experiment.mst.growth else f"{dense / spent:.2f} times fewer than dense"
+        )
         table.append(("FLOPs", f"{spent:.3g}, {fewer}"))
     if exported["matrices"]:
         zeros = (
             f"{exported['zeros'] / exported['matrices']:.2%} of the {exported['matrices']:,} weights that may be sparse"
         )
         table.append(("zeros", zeros))
-    if exported["dead_units"]:
+    if exported.get("dead_units"):
         table.append(("units whose weights are all zero", exported["dead_units"]))
-    if exported["pruned"]:
+    if exported.get("pruned"):
         table.append(("pruned after training", exported["pruned"]))
-    if exported["losses"]:
+    if exported.get("losses"):
         before, after = exported["losses"]["before"], exported["losses"]["after"]
         table.append(("validation loss before and after pruning", f"{before:.4f}, {after:.4f}"))
     return table

@@ -34,7 +34,7 @@ class BlockGranularity:
 class TopologyConfig:
     """Mixed-Growing: how often the topology moves, how far, and by which scores."""
 
-    interval: int | None = None  # None: 100 steps, or a fifth of the shortest gradual phase where that is less
+    interval: int | None = None  # None: a fifth of the shortest gradual phase, but 25 to 100 steps
     policy: str = "mst"  # mst, rigl, set, mest, snfs, static, gmp, or one that was registered
     granularity: Literal["element", "channel"] | BlockGranularity = "element"  # channel: dead_units/channels.py
     update_fraction: float = 0.3

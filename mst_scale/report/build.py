@@ -92,7 +92,12 @@ class Report:
         sections = [overview, *(job.section for job in jobs)]
         if len(groups) > 1:
             sections.append(Section("Machine and code", tables=facts.tables("Start", groups, facts.machine)))
-        return {**self._written(title, _lead(self.runs), sections, refresh), "runs": table.rows(groups)}
+        headline = table.headline(groups)
+        return {
+            **self._written(title, _lead(self.runs), sections, refresh, headline),
+            "headline": headline,
+            "runs": table.rows(groups),
+        }
 
     def write_frontier(self, *, say: Say = lambda _: None) -> dict[str, Any]:
         """The page of what methods are worth on the frontier of the dense runs."""
@@ -109,8 +114,10 @@ class Report:
         lead = f"{len(compared)} settings over FLOPs; those that differ only in their seed are one."
         return {**self._written("What FLOPs are worth", lead, [section], None), "runs": frontier.rows(compared)}
 
-    def _written(self, title: str, lead: str, sections: list[Section], refresh: int | None) -> dict[str, Any]:
-        document = page(title[:200], lead, sections, refresh)
+    def _written(
+        self, title: str, lead: str, sections: list[Section], refresh: int | None, headline: str = ""
+    ) -> dict[str, Any]:
+        document = page(title[:200], lead, sections, refresh, headline)
         path = self.out / "index.html"
         draft = path.with_suffix(".partial")
         draft.write_text(document, encoding="utf-8")

@@ -54,6 +54,7 @@ h1 { font-size: 1.5rem; margin: 0.2rem 0 0.4rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 2.2rem 0 0.6rem; border-bottom: 1px solid var(--grid); overflow-wrap: anywhere; }
 h3 { font-size: 1rem; margin: 1.2rem 0 0.3rem; }
 a { color: var(--series-0); }
+p.headline { font-size: 1.15rem; margin: 0.4rem 0; }
 p.lead, footer { color: var(--axis); }
 nav ul { display: flex; flex-wrap: wrap; gap: 0.3rem 1.2rem; padding: 0; margin: 0.6rem 0; list-style: none; }
 .tables { display: flex; flex-wrap: wrap; gap: 0.4rem 2.5rem; align-items: flex-start; }
@@ -75,7 +76,11 @@ figure { margin: 0; min-width: 0; }
 .place > input:focus-visible + label { outline: 2px solid var(--series-0); }
 .place > figure { display: none; order: 1; flex: 0 0 100%; margin-top: 0.5rem; }
 .place > input:checked + label + figure { display: block; }
-@media (min-width: 64rem) { /* two columns: neighbours of a choice are level with its figures */
+@media (min-width: 64rem) { /* two columns: the first of an odd number of figures takes both, none is left empty */
+  .figures.odd > :first-child { grid-column: 1 / -1; }
+  .figures.odd > :first-child svg { display: block; margin: 0 auto; max-height: 40rem; }
+}
+@media (min-width: 64rem) { /* neighbours of a choice are level with its figures */
   .figures:has(.place) > figure { margin-top: 1.75rem; }
 }
 figcaption { font-size: 0.9rem; color: var(--axis); margin-top: 0.3rem; overflow-wrap: anywhere; }
@@ -84,12 +89,13 @@ figcaption a { white-space: nowrap; }
 """
 
 
-def page(title: str, lead: str, sections: Sequence[Section], refresh: int | None = None) -> str:
-    """The whole page; with `refresh` it loads itself anew after so many seconds."""
+def page(title: str, lead: str, sections: Sequence[Section], refresh: int | None = None, headline: str = "") -> str:
+    """The whole page, whose result is `headline`; with `refresh` it loads itself anew after so many seconds."""
     shown = [s for s in sections if s.figures or s.tables or s.notes]
     again = f'<meta http-equiv="refresh" content="{refresh}">\n' if refresh else ""
     links = "".join(f'<li><a href="#{s.anchor}">{html.escape(s.title)}</a></li>' for s in shown)
     body = "\n".join(_section(section) for section in shown)
+    result = f'<p class="headline">{html.escape(headline)}</p>\n' if headline else ""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -107,7 +113,7 @@ def page(title: str, lead: str, sections: Sequence[Section], refresh: int | None
 <body>
 <header>
 <h1>{html.escape(title)}</h1>
-<p class="lead">{html.escape(lead)}</p>
+{result}<p class="lead">{html.escape(lead)}</p>
 <nav><ul>{links}</ul></nav>
 </header>
 <main>
@@ -128,7 +134,8 @@ def _section(section: Section) -> str:
         parts += ['<div class="tables">', *map(_table, section.tables), "</div>"]
     if section.figures:
         places = groupby(section.figures, lambda figure: figure.place or figure.key)
-        parts += ['<div class="figures">', *(_place(name, list(figures)) for name, figures in places), "</div>"]
+        drawn = [_place(name, list(figures)) for name, figures in places]
+        parts += [f'<div class="figures{" odd" if len(drawn) % 2 else ""}">', *drawn, "</div>"]
     if section.notes:
         items = "".join(f"<li>{html.escape(note)}</li>" for note in section.notes)
         parts.append(f'<div class="notes"><h3>Notes</h3><ul>{items}</ul></div>')

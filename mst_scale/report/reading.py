@@ -41,6 +41,7 @@ SPIKE = 3.0  # times the median of the rows before
 SPIKE_WINDOW, SPIKE_SLOWEST = 100, 20  # rows in that median, and how many it needs
 MAX_SPIKES = 200
 MAX_SPANS = 400
+OTHER_CHECKPOINTS = ("checkpoint-*/", "global_step*/", "pytorch_model/")  # of Trainer, a loop of your own, Accelerate
 
 
 @dataclass
@@ -333,7 +334,8 @@ class Reader:
             self._read_checkpoint()
 
     def _read_checkpoint(self) -> None:
-        saved = sorted(path.name for path in (self.folder / "checkpoints").glob("*/"))
+        folders = (path for pattern in ("checkpoints/*/", *OTHER_CHECKPOINTS) for path in self.folder.glob(pattern))
+        saved = sorted(str(path.relative_to(self.folder)) for path in folders)
         if not saved:
             return
         try:
@@ -342,7 +344,7 @@ class Reader:
                 from mst_scale.report.from_checkpoint import look
 
                 path = locate(self.folder)
-                self.looked_at = saved, path.name, look(path)
+                self.looked_at = saved, str(path.relative_to(self.folder)).removeprefix("checkpoints/"), look(path)
         except (UserError, Damaged, OSError, KeyError, RuntimeError) as error:
             self.run.notes.append(f"no snapshots of the weights, and no checkpoint to look at ({error})")
             return

@@ -49,6 +49,29 @@ def rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
     ]
 
 
+LITTLE = 1.005  # a reduction that rounds to 1.00 is none
+
+
+def headline(groups: Sequence[Group]) -> str:
+    """The result in a sentence: the loss that was reached, and the FLOPs it took. Of several runs that of the lowest
+    validation loss; "" where no run tells a loss."""
+    told = [row for row in rows(groups) if row["val_loss"] is not None] or [
+        row for row in rows(groups) if row["loss"] is not None
+    ]
+    if not told:
+        return ""
+    key = "val_loss" if told[0]["val_loss"] is not None else "loss"
+    best = min(told, key=lambda row: row[key])
+    kind = "validation" if key == "val_loss" else "training"
+    reduction = best["reduction"] or 1.0
+    fewer = f" with {reduction:.1f}× fewer FLOPs than its steps computed dense" if reduction >= LITTLE else ""
+    if len(groups) > 1:
+        return f"{best['name']} reached the lowest {kind} loss of these runs, {best[key]:.4f},{fewer}".rstrip(",") + "."
+    running = bool(best["steps"]) and best["step"] < best["steps"]
+    when = f"At step {best['step']:,} of {best['steps']:,}: a" if running else "Reached a"
+    return f"{when} {kind} loss of {best[key]:.4f}{fewer}."
+
+
 COLUMNS: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
     ("run", lambda row: row["name"] + (f" ({len(row['runs'])} seeds)" if len(row["runs"]) > 1 else "")),
     ("parameters", lambda row: _said(row["parameters"], lambda n: counted(float(f"{n:.3g}")))),
@@ -186,9 +209,17 @@ def events(runs: Sequence[Run]) -> list[Table]:
     for run in runs:
         lines = [(start, f"started again from step {start.get('from_step', '?')}") for start in run.starts[1:]]
         for event in listed(run.launched.get("events")):
-            more = ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("time", "what", "start"))
+            told = {key: value for key, value in event.items() if key not in ("time", "what", "start")}
+            more = ", ".join(f"{key.replace('_', ' ')} {_shown(value)}" for key, value in told.items())
             lines.append((event, f"{event.get('what', '?')}: {more}" if more else str(event.get("what", "?"))))
-        told = sorted((moment(entry.get("time")), words) for entry, words in lines)[-MOST_EVENTS:]
-        if told:
-            tables.append(Table("What happened" + (f": {run.name}" if len(runs) > 1 else ""), [], told))
+        shown = sorted((moment(entry.get("time")), words) for entry, words in lines)[-MOST_EVENTS:]
+        if shown:
+            tables.append(Table("What happened" + (f": {run.name}" if len(runs) > 1 else ""), [], shown))
     return tables
+
+
+def _shown(value: Any) -> str:
+    """A value of an event for people: losses with at most four decimals, as everywhere on the page."""
+    if isinstance(value, float):
+        return str(round(value, 4))
+    return ", ".join(map(_shown, value)) if isinstance(value, list) else str(value)

@@ -17,7 +17,6 @@ from mst_scale.report.topology import MAP, block_of, short
 from mst_scale.runs.snapshots import Matrix, Snapshot, kind_of
 
 PHASES_SHOWN = 5  # columns of a picture; a run with more phases shows its last ones
-FEWEST = 3  # columns of the layout, so that one picture is not blown up
 MARKERS = "osD^vP*X"
 
 
@@ -30,17 +29,17 @@ def heat_maps(run: Run, all_blocks: bool) -> list[Plot]:
 
 
 def heat_map(run: Run, name: str) -> Plot:
-    """Weights above their mask, where there is one."""
+    """Weights above their mask, where there is one; beside it where there is one snapshot only."""
     shown = [s for s in run.snapshots if name in s.weights and s.step > 0][-PHASES_SHOWN:]
     masked = any((s.alive[name] < 1).any() for s in shown)
+    abreast = len(shown) == 1
 
     def draw(figure: Figure, theme: Theme) -> None:
         if not shown:
             raise Missing("there is no snapshot of the weights but that of the start")
-        grid = figure.subplots(1 + masked, max(FEWEST, len(shown)), squeeze=False)
-        for axes in grid[:, len(shown) :].flat:
-            axes.set_visible(False)
-        grid = grid[:, : len(shown)]
+        lines = 1 + masked
+        grid = figure.subplots(*((1, lines) if abreast else (lines, len(shown))), squeeze=False)
+        grid = grid.T if abreast else grid
         # one scale for all phases: the largest cells, but for outliers that would make the rest dark
         top = max(float(np.quantile(s.weights[name], 0.995)) for s in shown) or 1.0
         rows: list[tuple[str, str, list[np.ndarray], dict[str, Any]]] = [
@@ -55,7 +54,8 @@ def heat_map(run: Run, name: str) -> Plot:
                 axes.set_yticks([])
                 axes.grid(visible=False)
                 axes.set_aspect("auto")
-                axes.set_box_aspect(min(1.4, max(0.7, image.shape[0] / image.shape[1])))
+                if not abreast:  # one snapshot fills the width
+                    axes.set_box_aspect(min(1.4, max(0.7, image.shape[0] / image.shape[1])))
                 axes.spines[:].set_visible(True)
             line[0].set_ylabel(what, fontsize=10)
             bar = figure.colorbar(drawn, ax=list(line), pad=0.02, aspect=12)
@@ -67,9 +67,11 @@ def heat_map(run: Run, name: str) -> Plot:
                 bar.ax.yaxis.set_major_locator(FixedLocator([0, 0.5, 1]))
                 bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         when = "in" if run.from_checkpoint else "end of"
-        for upper, lower, snapshot in zip(grid[0], grid[-1], shown, strict=True):
-            upper.set_title(f"{when}\n{_words(snapshot)}", fontsize=9, fontweight="normal", loc="center")
-            lower.set_xlabel(f"step {snapshot.step:,}", fontsize=9)
+        for column, snapshot in zip(grid.T, shown, strict=True):
+            for upper in column if abreast else column[:1]:
+                upper.set_title(f"{when}\n{_words(snapshot)}", fontsize=9, fontweight="normal", loc="center")
+            for lower in column if abreast else column[-1:]:
+                lower.set_xlabel(f"step {snapshot.step:,}", fontsize=9)
         what = "Weights and mask" if masked else "Weights"
         figure.suptitle(f"{what}: {_placed(name)}", x=0.01, ha="left", fontsize=11.5, fontweight="bold")
 
@@ -80,7 +82,7 @@ def heat_map(run: Run, name: str) -> Plot:
         scale = f"{shape[0]} outputs (rows) × {shape[1]} inputs (columns)"
         scale += "." if shape == cells else f", in {cells[0]} × {cells[1]} cells."
     return Plot(
-        f"weights-{_key(name)}", scale, draw, 4.2 if masked else 2.6,
+        f"weights-{_key(name)}", scale, draw, 4.2 if masked and not abreast else 2.6,
         place=f"weights-{_key(kind_of(name)).replace('*', 'n')}", choice=f"block {block_of(name)}",
     )  # fmt: skip
 

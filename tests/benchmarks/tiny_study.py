@@ -20,7 +20,10 @@ TINY = {
     "variants": {
         "dense": {"shares": [0.5, 1.0]},
         "dense-short": {"as_long_as": "mst"},
-        "mst": {"method": "mst", "set": {"mst.sparsity.max": 0.5, "mst.attention.pattern": "dense"}, "rates": [1e-2]},
+        "mst": {
+            "method": "mst", "rates": [1e-2],
+            "set": {"mst.sparsity.max": 0.5, "mst.attention.pattern": "dense", "mst.topology.interval": 1},
+        },
     },
 }  # fmt: skip
 

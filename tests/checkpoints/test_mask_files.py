@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mst_scale.checkpoints import mask_files
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet, assemble
@@ -358,3 +359,15 @@ def test_masks_are_those_of_a_longer_run_that_was_the_same_up_to_them(tmp_path):
     (other,) = keepers(whole(2), even(1), schedule=of(60, warmup=4))
     with pytest.raises(ValueError, match="another schedule of sparsity"):
         mask_files.restore(tmp_path, other, state)
+
+
+def test_another_interval_is_named_with_the_key_that_sets_it(tmp_path):
+    """Such as the default of an earlier version, which was shorter in short runs."""
+
+    def of(interval: int | None):
+        return SparsityConfig(max=0.8).schedule(200, TopologyConfig(interval=interval))
+
+    state = save(tmp_path, whole(1), even(1), schedule=of(2))
+    (keeper,) = keepers(whole(2), even(1), schedule=of(None))
+    with pytest.raises(UserError, match=r"set mst\.topology\.interval to 2"):
+        mask_files.restore(tmp_path, keeper, state)

@@ -178,7 +178,7 @@ def test_topology_steps_by_hand():
 
 def test_topology_steps_cost_only_what_is_masked():
     """Counted step by step for MST: step s reads the gradient of the forward pass after s - 1 steps."""
-    experiment = load(RAW)
+    experiment = load(RAW, ["mst.topology.interval=1"])
     schedule, sparse = experiment.schedule, sparse_matrices(experiment)
     count, total = 0, 0.0
     for s in schedule.topology_steps():

@@ -19,7 +19,7 @@ from mst_scale.cli import main
 from mst_scale.config import ModelConfig
 from mst_scale.data.tokenizer import ByteTokenizer
 from mst_scale.evaluation import evaluate as module
-from mst_scale.evaluation.paper import PAPER, rows
+from mst_scale.evaluation.paper import PAPER, comparable, rows, table
 from mst_scale.evaluation.scorer import Score, Scorer
 from mst_scale.hugging_face.export import export, open_source
 from mst_scale.models.gpt import GPT
@@ -180,7 +180,8 @@ def test_a_model_of_the_hub(run, data, capsys, tmp_path, monkeypatch):
         assert found["tasks"][name]["metrics"] == pytest.approx(entry["metrics"], rel=1e-4), name
     assert main(["eval", "gpt2", *words]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("gpt2, tokenizer of gpt2") and "OpenAI GPT-2" in shown and "this model, per token" in shown
+    assert shown.startswith("gpt2, tokenizer of gpt2") and "this model, per token" in shown
+    assert "OpenAI GPT-2" not in shown, "it is smaller"
 
 
 def test_export_and_two_processes_give_the_same(run, data, capsys, tmp_path):
@@ -264,7 +265,7 @@ def test_a_killed_evaluation_is_finished_and_leaves_no_half_result(run, data, ca
     assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
     shown = capsys.readouterr()
     assert "lambada: was evaluated before" in shown.err
-    assert "OpenAI GPT-2" in shown.out and "this model, per word" in shown.out
+    assert "OpenAI GPT-2" not in shown.out and "this model, per word" in shown.out
     assert "stride 32, not detokenised" in shown.out
     main([*words, "--stride", "64"])
     assert calls[3:] == ["lambada", "wikitext2"], "other settings, another evaluation"
@@ -321,11 +322,29 @@ def test_the_papers_rows():
     assert found["this model, per word"] == [50.0, 9.0, *[None] * 6]
 
 
+@pytest.mark.parametrize(
+    ("context", "vocab_size", "parameters", "expected"),
+    [
+        (1024, 50_257, 124_439_808, True),  # OpenAI's GPT-2 small
+        (1024, 50_304, ModelConfig(preset="gpt2", vocab_size=50_304).weights, True),
+        (1024, 50_304, 30_345_600, True),  # the paper's Tiny, with a padded vocabulary
+        (1024, 50_257, 354_823_168, False),  # GPT-2 medium
+        (128, 257, 122_944, False),  # the demo
+        (512, 50_257, 124_439_808, False),
+        (1024, 32_000, 110_000_000, False),
+    ],
+)
+def test_the_papers_rows_stand_beside_models_of_its_table(context, vocab_size, parameters, expected):
+    assert comparable(context, vocab_size, parameters) == expected
+    tasks = {"lambada": {"metrics": {"token_acc": 0.6, "token_perplexity": 3.0}}}
+    assert ("OpenAI GPT-2" in table(tasks, beside_paper=expected)) == expected
+
+
 def test_a_checkpoint_apart_from_its_run_is_read_with_its_config(run, data, tmp_path, capsys):
     (checkpoint,) = [path.parent for path in (run / "checkpoints").glob("*6/manifest.json")]
     shutil.copytree(checkpoint, tmp_path / "apart")
     words = [str(tmp_path / "apart"), "--tasks", "wikitext2", "--data-dir", str(data), "--tokenizer", "byte"]
-    assert main(["eval", *words]) == 2 and "name the experiment with --config FILE" in capsys.readouterr().err
+    assert main(["eval", *words]) == 2 and "--config FILE" in capsys.readouterr().err
     assert main(["eval", *words, "--config", str(run / "config.json"), "--json"]) == 0
     there = json.loads(capsys.readouterr().out)["tasks"]["wikitext2"]["metrics"]
     assert main(["eval", str(run), *words[1:], "--out", str(tmp_path / "eval.json"), "--json"]) == 0

@@ -62,8 +62,8 @@ def test_growth_policy(tmp_path):
     assert "80% sparse" in text and losses(text)[-1] < losses(text)[0]
 
 
-def test_lora():
-    text = run("lora.py", "--steps", "40")
+def test_lora(tmp_path):
+    (text,) = run("lora", tmp_path)
     assert "before: 50.0% of the base is 0" in text and "after: 50.0% of the merged weights are 0" in text
     before, *_, last, merged = losses(text)
     assert "50.0% sparse" in text and last < merged < before, "masks cost a part of what the adapters have learned"

@@ -25,8 +25,18 @@ COLOURS = """JSON.stringify([getComputedStyle(document.body).backgroundColor, ge
 EVERY_CHOICE = """document.head.insertAdjacentHTML('beforeend',
   '<style>.place > figure { display: block !important; }</style>')"""
 SHOWN = """JSON.stringify([...document.querySelectorAll('.place figure')].filter(f => f.offsetHeight).map(f => f.id))"""
-LEVEL = """JSON.stringify(['loss-steps', 'gradient-norm'].map(
-  id => document.querySelector('#' + id + ' svg').getBoundingClientRect().top))"""
+# of each two neighbours in a row, how far apart the tops of their drawings are
+LEVEL = """JSON.stringify([...document.querySelectorAll('.figures')].flatMap(grid => {
+  const shown = [...grid.children].map(place => {
+    const svg = [...place.querySelectorAll('svg')].find(svg => svg.getBoundingClientRect().height > 0)
+    return [place.getBoundingClientRect(), svg.getBoundingClientRect().top]
+  })
+  return shown.slice(1).flatMap(([box, top], i) =>
+    box.left > shown[i][0].right ? [Math.abs(top - shown[i][1])] : [])
+}))"""
+# of each grid of two columns, the width that its figures leave empty in its last row
+EMPTY = """JSON.stringify([...document.querySelectorAll('.figures')].map(grid =>
+  grid.getBoundingClientRect().right - grid.lastElementChild.getBoundingClientRect().right))"""
 CUT_OFF = """[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth).length"""
 WIDTH = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
@@ -97,8 +107,9 @@ def test_one_figure_of_a_place_is_shown_and_the_reader_chooses_which(browser, pa
     shown = json.loads(browser.evaluate(SHOWN))
     assert {"loss-steps", "churn", "weights-blocks-0-mlp-up"} <= set(shown)
     assert not {"loss-flops", "loss-time", "layers-grown", "weights-blocks-15-mlp-up"} & set(shown)
-    before, after = json.loads(browser.evaluate(LEVEL))
-    assert abs(before - after) <= 1, "neighbours are level"
+    apart = json.loads(browser.evaluate(LEVEL))
+    assert len(apart) > 4 and max(apart) <= 1, "neighbours are level"
+    assert max(map(abs, json.loads(browser.evaluate(EMPTY)))) <= 1, "no place beside a figure is empty"
     for choice, figure in (("FLOPs", "loss-flops"), ("time", "loss-time")):
         browser.evaluate(f"[...document.querySelectorAll('label')].find(l => l.textContent == '{choice}').click()")
         assert [name for name in json.loads(browser.evaluate(SHOWN)) if name.startswith("loss")] == [figure]

@@ -1,0 +1,47 @@
+"""Keeps the configuration of a transformers model in its checkpoints, so that they can be exported and evaluated.
+
+DeepSpeed's files hold weights and no architecture. Trainer writes a `config.json` beside its checkpoints; Accelerate
+and a loop of your own do not. `<tag>/transformers_config.json` is that file, with a block `mst_scale` (method, step,
+and the attention pattern of the step) as in the `config.json` of an exported model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mst_scale.checkpoints.store import write_if_possible
+from mst_scale.hybrid_sparse_attention import Pattern
+
+NAME = "transformers_config.json"
+
+
+def save(checkpoint: Path, module: Any, *, method: str | None, step: int, pattern: Pattern) -> None:
+    """Write the file, if `module` is a transformers model. Called by one rank."""
+    transformers = sys.modules.get("transformers")  # a model of theirs has imported it
+    if transformers is None or not isinstance(module, transformers.PreTrainedModel):
+        return
+    about: dict[str, Any] = {"method": method, "step": step}
+    if pattern.kind != "dense":
+        about["attention"] = asdict(pattern)
+    config = {**json.loads(module.config.to_json_string()), "architectures": [type(module).__name__]}
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    write_if_possible(checkpoint / NAME, json.dumps({**config, "mst_scale": about}, indent=2) + "\n")
+
+
+def is_transformers(path: Path) -> bool:
+    """Whether a file is the configuration of a transformers model."""
+    try:
+        return "model_type" in json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, RecursionError):
+        return False
+
+
+def config_of(checkpoint: Path) -> Path | None:
+    """Return the file that describes a checkpoint's model, ours or one of transformers: its own, or else the nearest
+    config.json above it."""
+    found = (checkpoint / NAME, *(parent / "config.json" for parent in checkpoint.parents))
+    return next((path for path in found if path.is_file()), None)
