@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mst_scale import zero_shards
 from mst_scale.config import RECIPES, Experiment, load, read, states
 from mst_scale.config.parallel import KEYS, refuse_in_pipeline, sizes_of
-from mst_scale.config.support import refuse_unsupported
+from mst_scale.config.support import precision_of, refuse_unsupported
 from mst_scale.distributed import logger, speak
 from mst_scale.engine.controller import Controller
 from mst_scale.engine.sequences import cut_sequences
@@ -68,6 +68,7 @@ def initialize(
     _refuse_growth(configs[0], experiment)
     unread = _refuse_two_schedules(configs[0], experiment, others)
     notes = [*refuse_unsupported(experiment.deepspeed, experiment.mst), *unread]
+    zero_shards.refuse_precision(precision_of(experiment.deepspeed))
     _refuse_unread_sizes(model, experiment, others)
     if isinstance(model, deepspeed.PipelineModule):
         refuse_in_pipeline(experiment.deepspeed)

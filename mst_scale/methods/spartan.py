@@ -51,7 +51,8 @@ class SoftlyMasked(torch.autograd.Function):
         ctx.save_for_backward(stored, mask)
         ctx.sharpness, ctx.size = sharpness, size
         soft = stored.double() * mask
-        return (soft * largest(soft, kept)).to(stored.dtype)
+        # θ·m(|θ|) grows with |θ|, so these are its largest; m itself has other last bits on another CPU
+        return (soft * largest(stored, kept)).to(stored.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
