@@ -8,6 +8,7 @@ topology_step     one topology step: prune, grow, start what has grown
 second_moments    what a grown weight starts with
 first_masks       masks of weights that have none yet; given_masks: those of a file, or of the weights' zeros
 moved_weights     inactive weights stay 0, or the run stops
+kernel_choice     from which sparsity layers multiply with their masks: the same on all ranks, and when resumed
 weight_functions  layers multiply with a function of what is stored
 stages            who shares which layers
 sequences         the parts of sequences that are cut over ranks

@@ -144,6 +144,7 @@ class SparseLayers:
         self.products: dict[str, Product] = {}
         self.parameters = dict(parameters)
         self.left_dense: list[str] = []
+        self.crossovers: dispatch.Crossovers = {}  # of the run; where they say nothing, the tables'
         stored_across = _stored_across()
         forwards = {nn.Linear: _forward, **stored_across, **forwards}  # of subclasses, which may do more, not
         if backend == "dense" and not always:
@@ -174,7 +175,8 @@ class SparseLayers:
         if name not in self.products or sparsity == 0:
             return "dense"
         parameter, shape = self.parameters[name], self.products[name].shape
-        return dispatch.select(self.backend, parameter.device.type, parameter.dtype, shape, sparsity, self.block)
+        device, dtype = parameter.device.type, parameter.dtype
+        return dispatch.select(self.backend, device, dtype, shape, sparsity, self.block, self.crossovers)
 
     def set_mask(self, name: str, active: torch.Tensor | None, chosen: str) -> None:
         """Multiply with what `active` (bool, the parameter's shape) keeps from now on; None: dense."""
