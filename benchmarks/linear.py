@@ -10,22 +10,22 @@ only. Runs alternate in one process and medians are compared; ranges are the mid
 
 `crossover` rows say from which sparsity on ours is faster: our time is interpolated between the measured sparsities.
 --tune keeps them, for one thread and for all, and for MKL, which computes where there is no compiler, in the table that
-mst.compute.backend "auto" reads before the shipped one: crossover.json in ~/.cache/mst_scale ($XDG_CACHE_HOME).
+mst.compute.backend "auto" reads before the shipped one: crossover.json in ~/.cache/mst_scale ($XDG_CACHE_HOME). Shapes
+that are in it are not measured again when a run starts.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from mst_scale.distributed.parser import Parser, at_least
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear import cpp, crossovers
+from mst_scale.sparse_linear.measuring import Layer, crossover
 from mst_scale.sparse_linear.mkl import MKLIndex
 
 from . import linear_cuda
@@ -48,31 +48,8 @@ def alternate(runs: Sequence[Run], seconds: float) -> list[list[float]]:
     return for_seconds(runs, seconds, least=5)
 
 
-class Layer:
-    """The tensors of one layer, and what can be timed on them."""
-
-    def __init__(self, dtype: str, shape: tuple[int, int]):
-        self.tokens = TOKENS.get(shape, 2048)
-        self.dtype, self.shape = dtype, shape
-        self.generator = torch.Generator().manual_seed(0)
-        kind = getattr(torch, dtype)
-        outputs, inputs = shape
-        self.x = torch.randn(self.tokens, inputs, generator=self.generator).to(kind).requires_grad_()
-        self.weight = torch.randn(outputs, inputs, generator=self.generator).to(kind).requires_grad_()
-        self.dy = torch.randn(self.tokens, outputs, generator=self.generator).to(kind)
-
-    def both_ways(self, linear: Callable[..., torch.Tensor]) -> Run:
-        return lambda: torch.autograd.grad(linear(self.x, self.weight), (self.x, self.weight), self.dy)
-
-    def dense(self) -> Run:
-        return self.both_ways(F.linear)
-
-    def active(self, sparsity: float) -> torch.Tensor:
-        return torch.rand(self.shape, generator=self.generator) >= sparsity
-
-    def sparse(self, sparsity: float, kind: Any = cpp.CompiledIndex) -> Run:
-        index = kind(self.active(sparsity))
-        return self.both_ways(lambda x, weight: index.linear(x, weight, None, False))
+def layer_of(dtype: str, shape: tuple[int, int]) -> Layer:
+    return Layer(dtype, shape, TOKENS.get(shape, 2048))
 
 
 def row_of(layer: Layer, sparsity: float, ours: list[float], rival: str, theirs: list[float]) -> Row:
@@ -92,7 +69,7 @@ def row_of(layer: Layer, sparsity: float, ours: list[float], rival: str, theirs:
 
 def compare(dtype: str, shape: tuple[int, int], sparsities: Sequence[float], seconds: float) -> list[Row]:
     """One layer at several sparsities against dense, all in turns; at 3072×768 also against MKL; the crossover."""
-    layer = Layer(dtype, shape)
+    layer = layer_of(dtype, shape)
     runs = [layer.dense(), *(layer.sparse(s) for s in sparsities)]
     with_mkl = [s for s in sparsities if s >= 0.9] if shape == UP and dtype == "float32" else []
     runs += [layer.sparse(s, MKLIndex) for s in with_mkl]
@@ -112,20 +89,6 @@ def _crossover_row(crossed: float | None, least: float) -> Row:
     return {**nothing, "what": "crossover", "sparsity": crossed, "why": why}
 
 
-def crossover(ours: dict[float, float], dense: float) -> float | None:
-    """The sparsity at which our time equals the dense one; None if we are faster at the least sparsity measured."""
-    points = sorted(ours.items(), reverse=True)
-    if points[-1][1] <= dense:
-        return None
-    before = (1.0, 0.0)
-    for sparsity, time_ in points:
-        if time_ > dense:
-            share = (dense - before[1]) / (time_ - before[1])
-            return before[0] + share * (sparsity - before[0])
-        before = (sparsity, time_)
-    raise AssertionError("unreachable: the last point is slower")
-
-
 def tune(dtypes: Sequence[str], seconds: float) -> list[Row]:
     """Measure crossovers for one thread and for all, of the compiled kernel and of MKL, which is used where no compiler
     is; keep them in the table that `auto` reads."""
@@ -135,7 +98,7 @@ def tune(dtypes: Sequence[str], seconds: float) -> list[Row]:
         torch.set_num_threads(threads)
         for dtype in dtypes:
             for shape in TUNED:
-                layer = Layer(dtype, shape)
+                layer = layer_of(dtype, shape)
                 cases = [(name, s) for name in kinds for s in TUNED_AT[name]]
                 dense, *ours = alternate([layer.dense(), *(layer.sparse(s, kinds[n]) for n, s in cases)], seconds)
                 times = dict(zip(cases, map(statistics.median, ours), strict=True))
@@ -143,10 +106,15 @@ def tune(dtypes: Sequence[str], seconds: float) -> list[Row]:
                     of_kind = {s: times[name, s] for s in TUNED_AT[name]}
                     crossed = crossover(of_kind, statistics.median(dense)) or min(of_kind)
                     entry = {"backend": name, "dtype": dtype, "threads": threads, "shape": list(shape)}
-                    found.append({**entry, "sparsity": round(crossed, 2)})
+                    gains = {str(s): round(statistics.median(dense) / time, 2) for s, time in of_kind.items()}
+                    found.append({**entry, "sparsity": round(crossed, 2), **crossovers.here(), "gains": gains})
                     print(found[-1], flush=True)
     torch.set_num_threads(everything)
-    kept = [row for row in crossovers.measured_here() if row["backend"] not in kinds or row["dtype"] not in dtypes]
+    kept = [
+        row
+        for row in crossovers.measured_here()
+        if row["backend"] not in kinds or row["dtype"] not in dtypes or not crossovers.is_of_here(row)
+    ]
     crossovers.keep([*found, *kept])
     print(f"wrote {crossovers.own()}")
     return found

@@ -28,6 +28,7 @@ from torch import nn
 from mst_scale.distributed import Mesh
 from mst_scale.errors import UserError
 from mst_scale.shard import Cut, Range
+from mst_scale.transforms import refuse_transforms
 
 KEY = "tensor_parallel.autotp_size"
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -109,7 +110,7 @@ class ColumnLinear(nn.Linear):
             _mark(self.bias, Cut((n_out,), rows, ((0, 1),)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(Copied.apply(x, self.tensor.group), self.weight, self.bias)
+        return self.product(copied(x, self.tensor.group), self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank {self.tensor.rank} of {self.tensor.size}"
@@ -126,7 +127,7 @@ class RowLinear(nn.Linear):
         _mark(self.weight, Cut((n_out, n_in), ((0, n_out),), ((start, stop),)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = Summed.apply(self.product(x, self.weight, None), self.tensor.group)
+        y = summed(self.product(x, self.weight, None), self.tensor.group)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -138,8 +139,22 @@ def _mark(parameter: Any, cut: Cut) -> None:
     parameter.mst_cut = cut
 
 
-class Copied(torch.autograd.Function):
+def copied(x: torch.Tensor, group: Any) -> torch.Tensor:
     """The same values on every rank; the gradient is the sum of theirs."""
+    refuse_transforms("tensor parallelism", "run the model on one rank", x)
+    y: torch.Tensor = Copied.apply(x, group)
+    return y
+
+
+def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum of the ranks' values; the gradient is the same on every rank already."""
+    refuse_transforms("tensor parallelism", "run the model on one rank", x)
+    y: torch.Tensor = Summed.apply(x, group)
+    return y
+
+
+class Copied(torch.autograd.Function):
+    """See `copied`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -148,19 +163,20 @@ class Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(grads[0], ctx.group), None
+        return Summed.apply(grads[0], ctx.group), None
 
 
 class Summed(torch.autograd.Function):
-    """The sum of the ranks' values; the gradient is the same on every rank already."""
+    """See `summed`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
         return _sum(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0], None
+        return Copied.apply(grads[0], ctx.group), None
 
 
 def _sum(x: torch.Tensor, group: Any) -> torch.Tensor:

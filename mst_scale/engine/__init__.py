@@ -9,6 +9,7 @@ second_moments    what a grown weight starts with
 first_masks       masks of weights that have none yet; given_masks: those of a file, or of the weights' zeros
 moved_weights     inactive weights stay 0, or the run stops
 changed_weights   weights that something else than a step has changed; load_weights: the supported way to change them
+kernel_choice     from which sparsity layers multiply with their masks: the same on all ranks, and when resumed
 weight_functions  layers multiply with a function of what is stored
 config_record     the config in checkpoints, and what a resumed run has changed
 stages            who shares which layers

@@ -34,7 +34,14 @@ from mst_scale.dead_units.kinds import Tally
 from mst_scale.dead_units.live import LiveUnits
 from mst_scale.dead_units.units import Units
 from mst_scale.distributed import SharedMistake
-from mst_scale.engine import changed_weights, first_masks, moved_weights, topology_step, words
+from mst_scale.engine import (
+    changed_weights,
+    first_masks,
+    kernel_choice,
+    moved_weights,
+    topology_step,
+    words,
+)
 from mst_scale.engine.controller import Controller
 from mst_scale.engine.stages import Stages, exchanges_of
 from mst_scale.engine.targets import choose_targets
@@ -106,7 +113,8 @@ class SparseController(Controller):
         self.active = self._active()
         self.woken_now: Tally = {}
         self.layers = self._layers(targets, mst.compute.backend)
-        self._compute_with_masks()
+        kernel_choice.agree(self)
+        self.compute_with_masks()
         words.warn_of_few_blocks(self, self.counts(self.schedule.max_sparsity))
 
     def _elements(
@@ -145,6 +153,7 @@ class SparseController(Controller):
         return self.layers.products
 
     def begin(self) -> None:
+        kernel_choice.carry(self)
         super().begin()
         self.changed.accept()
 
@@ -248,7 +257,7 @@ class SparseController(Controller):
                 self.digests = self.masks.digests(self.exchange)
                 self.active = self._active()
                 self.woken_now = self.stages.added(self.units.woken if self.units.woken_at == self.step else {})
-                self._compute_with_masks()
+                self.compute_with_masks()
             self._ask_for_dense_gradients()
             every = self.topology.check_every
             if every and self.step % every == 0 and not self.dense:
@@ -299,7 +308,7 @@ class SparseController(Controller):
 
     # --- layers that compute with their masks ---
 
-    def _compute_with_masks(self) -> None:
+    def compute_with_masks(self) -> None:
         """Give the layers that multiply with their masks the ones of now; the same on every rank.
 
         A layer's bits are brought together, one layer at a time, in an all-reduce of 1/8 byte a weight. Ranks that
@@ -382,7 +391,7 @@ class SparseController(Controller):
         if self.masks_states:
             for i, mask in enumerate(self.masks):
                 mask.retain_(*self.shards.states(i).values())
-        self._compute_with_masks()
+        self.compute_with_masks()
         self._follow_pattern()
         self.changed.mask_frozen()
         self.changed.accept()

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
+from mst_scale.transforms import refuse_transforms
 
+TO_DEFINITION = 'set mst.attention.backend to "definition", which computes every pair and masks'
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Backward = Callable[..., Tensors3]
 
@@ -94,9 +97,16 @@ def sparse_operator(name: str, forward: Forward, backward: Backward) -> SparseAt
     def run_autograd(ctx: Any, dout: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (*backward_op(*ctx.saved_tensors, dout, *ctx.options), None, None, None, None)
 
+    def run_second(ctx: Any, *grads: torch.Tensor) -> NoReturn:
+        raise UserError(
+            f"sparse attention ({name}) has no second derivatives, which create_graph=True asks for; {TO_DEFINITION}"
+        )
+
     forward_op.register_autograd(run_autograd, setup_context=setup_context)
+    backward_op.register_autograd(run_second)
 
     def apply(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool) -> torch.Tensor:
+        refuse_transforms(f"sparse attention ({name})", TO_DEFINITION, q, k, v, vmap=True)
         return forward_op(q, k, v, pattern.kind, pattern.stride, causal, 1.0 / math.sqrt(q.shape[-1]))[0]
 
     return apply

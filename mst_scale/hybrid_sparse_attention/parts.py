@@ -20,6 +20,7 @@ from torch import nn
 
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.module import Attend, SelfAttention
+from mst_scale.transforms import refuse_transforms
 
 
 class Part:
@@ -53,6 +54,7 @@ class Part:
         """The sum over the parts of each one's share (its sum of losses / `count`); the gradient is the share's own."""
         if self.parts == 1:
             return share
+        refuse_transforms("sequence parallelism", "run the model on one rank", share)
         mean: torch.Tensor = _Sum.apply(share, self.group)
         return mean
 

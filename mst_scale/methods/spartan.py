@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mst_scale.errors import UserError
 from mst_scale.methods.method import ALL, NO_HEAD, NO_HSA, STILL, Method, WeightFunction, largest
+from mst_scale.transforms import refuse_second_derivatives
 
 HALVINGS = 60
 
@@ -51,10 +52,12 @@ class SoftlyMasked(torch.autograd.Function):
         ctx.save_for_backward(stored, mask)
         ctx.sharpness, ctx.size = sharpness, size
         soft = stored.double() * mask
-        return (soft * largest(soft, kept)).to(stored.dtype)
+        # θ·m(|θ|) grows with |θ|, so these are its largest; m itself has other last bits on another CPU
+        return (soft * largest(stored, kept)).to(stored.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivatives("method spartan", "choose another mst.method")
         stored, mask = ctx.saved_tensors
         theta, gradient = stored.double(), gradients[0].double()
         slope = mask * (1 - mask)

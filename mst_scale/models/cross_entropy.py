@@ -14,8 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from mst_scale.errors import UserError
+from mst_scale.transforms import has_tangent, transformed
 
 IGNORE = -1  # the target of a position that does not count
 
@@ -28,7 +30,12 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, count: torch.Tens
     """
     if logits.shape[:-1] != targets.shape:
         raise UserError(f"targets have shape {tuple(targets.shape)}, logits {tuple(logits.shape)} need one a row")
-    loss: torch.Tensor = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), count)
+    logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    if transformed() or has_tangent(logits):  # by operations that torch transforms
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(wide, targets, ignore_index=IGNORE, reduction="sum")
+        return losses / ((targets != IGNORE).sum() if count is None else count)
+    loss: torch.Tensor = _CrossEntropy.apply(logits, targets, count)
     return loss
 
 
@@ -54,6 +61,10 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, index, lse, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: by operations that torch differentiates again
+            probability = logits.to(weight.dtype).softmax(-1)
+            onehot = torch.zeros_like(probability).scatter_(1, index[:, None], 1.0)
+            return ((probability - onehot) * (weight * grads[0])[:, None]).to(logits.dtype), None, None
         weight = weight * grads[0]
         result = torch.empty_like(logits)
         rows = (tensor.split(_pieces(logits)) for tensor in (logits, result, index, lse, weight))

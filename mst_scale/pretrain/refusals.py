@@ -19,8 +19,10 @@ import deepspeed
 import torch
 from pydantic import ValidationError
 
+from mst_scale import zero_shards
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import sizes_of, without_sizes
+from mst_scale.config.support import precision_of
 from mst_scale.distributed import Mesh, shown
 from mst_scale.errors import UserError
 
@@ -36,6 +38,7 @@ OF_MUON = ("muon_lr", "adam_lr", "momentum", "ns_method", "lr", "betas", "eps", 
 def refuse(experiment: Experiment, ranks: int, mesh: Mesh | None = None) -> None:
     """All of them; each rank looks for itself, as machines may differ."""
     refuse_what_cannot_fit(experiment, ranks)
+    zero_shards.refuse_precision(precision_of(experiment.deepspeed))
     refuse_deepspeeds_part(without_sizes(experiment.deepspeed), mesh)
     refuse_optimizer(experiment)
     refuse_monitors(experiment.deepspeed)

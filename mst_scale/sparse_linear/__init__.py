@@ -3,7 +3,9 @@
 config           what a user can say of it
 definition       what a sparse linear layer computes
 layers           a model's sparse layers, and the masks they follow
-dispatch         which backend multiplies; crossovers: from which sparsity on it is faster than a dense product
+dispatch         which backend multiplies
+crossovers       from which sparsity on it is faster than a dense product; measuring: that on this machine's CPU
+derivatives      gradients of sparse products, as often as wanted
   cpu              single weights on CPUs: cpp, the compiled kernel, or mkl
   block            B × B blocks on GPUs, by the tiles of tiles
   narrow           whole rows and columns on any device

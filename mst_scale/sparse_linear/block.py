@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 
 from mst_scale.errors import UserError
+from mst_scale.sparse_linear.derivatives import InputGradient, WeightGradient
 from mst_scale.sparse_linear.tiles import gradient_tiles, product_tiles, sum_warps
 from mst_scale.tile_choice import among
 
@@ -220,6 +221,9 @@ class BlockIndex:
         outputs, inputs = self.shape
         return self._product(x, weight, bias, self.rows, outputs, inputs, weight.stride(0), weight.stride(1))
 
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.forward(x, weight, None)
+
     def input_gradient(self, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         outputs, inputs = self.shape
         return self._product(dy, weight, None, self.columns, inputs, outputs, weight.stride(1), weight.stride(0))
@@ -303,8 +307,11 @@ class _BlockLinear(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         dy = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        dx = ctx.index.input_gradient(dy, weight).view(x.shape) if wants_x else None
-        dw = None
+        dx = dw = None
+        if wants_x:
+            # the dense gradient of dx is of masked weights too, which are zero
+            dense = ctx.dense_gradient and torch.is_grad_enabled()
+            dx = (dy @ weight if dense else InputGradient.apply(dy, weight, ctx.index)).view(x.shape)
         if wants_weight:
-            dw = dy.T @ flat if ctx.dense_gradient else ctx.index.weight_gradient(flat, dy)
+            dw = dy.T @ flat if ctx.dense_gradient else WeightGradient.apply(flat, dy, ctx.index)
         return dx, dw, (dy.sum(0) if wants_bias else None), None

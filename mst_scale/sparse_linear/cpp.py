@@ -20,6 +20,8 @@ import torch
 
 from mst_scale import compiled
 from mst_scale.errors import UserError
+from mst_scale.sparse_linear import derivatives
+from mst_scale.transforms import leave_graph, refuse_second_derivatives
 
 SOURCES = Path(__file__).parent / "cpp_kernel"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # kernel.cpp's codes 0, 1, 2, 3
@@ -107,8 +109,50 @@ class CompiledIndex:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dense_gradient: bool
     ) -> torch.Tensor:
-        y: torch.Tensor = _Linear.apply(x, weight, bias, (self, dense_gradient))
-        return y
+        return derivatives.linear(x, weight, bias, self, dense_gradient)
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        values = x.new_empty(self.entries, dtype=torch.promote_types(x.dtype, torch.float32))
+        y = x.new_empty(len(x), self.shape[0])
+        given = {"x": x, "weight": weight.contiguous(), "bias": None if bias is None else bias.contiguous()}
+        self.run("sl_forward", len(x), x.dtype, {**given, "values": values, "y": y})
+        return y, values
+
+    def backward(
+        self, x: torch.Tensor, dy: torch.Tensor, values: torch.Tensor, dx: bool, dw: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        found = torch.empty_like(x) if dx else None, x.new_empty(self.shape) if dw else None
+        given = {"x": x, "dy": dy, "values": values}
+        self.run("sl_backward", len(x), x.dtype, {**given, "dx": found[0], "dw": found[1]})
+        return found
+
+    # --- for derivatives of derivatives: all in the dtype of the values ---
+
+    def product(self, x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return self.forward(x, derivatives.spread(values, self), None)[0]
+
+    def input_gradient(self, dy: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        dx = dy.new_empty(len(dy), self.shape[1])
+        self.run("sl_backward", len(dy), dy.dtype, {"dy": dy, "values": values, "dx": dx})
+        return dx
+
+    def weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        dw = x.new_empty(self.shape)
+        self.run("sl_backward", len(x), x.dtype, {"x": x, "dy": dy, "dw": dw})
+        return dw.view(-1)[self.where]
+
+    @functools.cached_property
+    def where(self) -> torch.Tensor:
+        """The place in the flat weight of each value. The kernel says it: it is asked to spread their numbers."""
+        numbers = torch.empty(self.shape, dtype=torch.float64)  # from 1, exact up to 2^53
+        count = torch.arange(1, self.entries + 1, dtype=torch.float64)
+        self.run("sl_head_backward", 0, torch.float64, {"gradient": count, "dw": numbers})
+        places = numbers.view(-1).nonzero().view(-1)
+        where = torch.empty_like(places)
+        where[numbers.view(-1)[places].long() - 1] = places
+        return where
 
     def cross_entropy(
         self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None = None
@@ -118,6 +162,13 @@ class CompiledIndex:
 
         The gradients are computed along with it where they are wanted, and only scaled by backward.
         """
+        leave_graph("the loss of a sparse head", derivatives.TO_DENSE)
+        return self._cross_entropy(x, weight, targets, count)
+
+    @torch._disable_dynamo  # torch.compile would try to trace the kernel, and warn of it
+    def _cross_entropy(
+        self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None
+    ) -> torch.Tensor:
         loss: torch.Tensor = _CrossEntropy.apply(x, weight, targets, (self, torch.is_grad_enabled(), count))
         return loss
 
@@ -140,41 +191,6 @@ class CompiledIndex:
 
     def _call(self, **others: int | float) -> _Call:
         return _Call(matrix=self.matrix.struct, transpose=self.transpose.struct, order=self.order.data_ptr(), **others)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        how: tuple[CompiledIndex, bool],
-    ) -> torch.Tensor:
-        index, dense_gradient = how
-        flat = x.reshape(-1, index.shape[1]).contiguous()
-        values = flat.new_empty(index.entries, dtype=torch.promote_types(x.dtype, torch.float32))
-        y = flat.new_empty(flat.shape[0], index.shape[0])
-        bias = None if bias is None else bias.contiguous()
-        given = {"x": flat, "weight": weight.contiguous(), "bias": bias}
-        index.run("sl_forward", len(flat), x.dtype, {**given, "values": values, "y": y})
-        ctx.save_for_backward(flat, values)
-        ctx.index, ctx.dense_gradient, ctx.shape = index, dense_gradient, x.shape
-        return y.view(*x.shape[:-1], index.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, values = ctx.saved_tensors
-        index: CompiledIndex = ctx.index
-        dy = grads[0].reshape(-1, index.shape[0]).contiguous()
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        dense = wants_weight and ctx.dense_gradient
-        dx = torch.empty_like(x) if wants_x else None
-        dw = x.new_empty(index.shape) if wants_weight and not dense else None
-        index.run("sl_backward", len(x), x.dtype, {"x": x, "dy": dy, "values": values, "dx": dx, "dw": dw})
-        if dense:
-            dw = dy.T @ x
-        return (None if dx is None else dx.view(ctx.shape)), dw, (dy.sum(0) if wants_bias else None), None
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -213,6 +229,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_second_derivatives("the loss of a sparse head", derivatives.TO_DENSE)
         dx, gradient = ctx.saved_tensors
         index: CompiledIndex = ctx.index
         dw = None

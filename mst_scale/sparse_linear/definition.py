@@ -19,24 +19,16 @@ import torch.nn.functional as F
 from mst_scale.errors import UserError
 
 
-class _Definition(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, active: torch.Tensor, dense_gradient: bool
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, active)
-        ctx.dense_gradient = dense_gradient
-        return F.linear(x, weight.masked_fill(~active, 0))
+class _Masked(torch.autograd.Function):
+    """W ⊙ M, with a gradient that the mask does not stop."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, active = ctx.saved_tensors
-        dy = grads[0]
-        dx = dy @ weight.masked_fill(~active, 0)
-        dw = dy.flatten(0, -2).T @ x.flatten(0, -2)
-        if not ctx.dense_gradient:
-            dw = dw.masked_fill(~active, 0)
-        return dx, dw, None, None
+    def forward(ctx: Any, weight: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+        return weight.masked_fill(~active, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
 
 
 def definition(
@@ -50,5 +42,6 @@ def definition(
     """x (W ⊙ M)ᵀ + b by masked dense products; `active` is M as bool."""
     if active.shape != weight.shape or active.dtype != torch.bool:
         raise UserError(f"a mask of {tuple(active.shape)} {active.dtype} is no mask of a {tuple(weight.shape)} weight")
-    y: torch.Tensor = _Definition.apply(x, weight, active, dense_gradient)
+    masked = _Masked.apply(weight, active) if dense_gradient else weight.masked_fill(~active, 0)
+    y = F.linear(x, masked)
     return y if bias is None else y + bias

@@ -32,6 +32,8 @@ from torch import nn
 
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear import dispatch, narrow
+from mst_scale.sparse_linear.derivatives import TO_DENSE
+from mst_scale.transforms import refuse_transforms
 
 
 class Index(Protocol):
@@ -64,7 +66,12 @@ class Product:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.index is None:
-            return F.linear(x, weight, bias) if self.function is None else self.function.linear(x, weight, bias)
+            if self.function is None:
+                return F.linear(x, weight, bias)
+            refuse_transforms(f"{self.name}, a function of what is stored,", "choose another mst.method", x, weight)
+            return self.function.linear(x, weight, bias)
+        refuse_transforms(self.name, TO_DENSE, x, weight, bias)
+        x, weight, bias = _autocast(x), _autocast(weight), None if bias is None else _autocast(bias)
         self._check(x, weight, bias)
         weight = weight if self.function is None else self.function.weight(weight)
         return self.index.linear(x, weight, bias, self.dense_gradient)
@@ -75,6 +82,8 @@ class Product:
         """Cross-entropy of x Wᵀ without keeping the logits; None where the logits must be made after all."""
         if self.index is None or self.dense_gradient or not hasattr(self.index, "cross_entropy"):
             return None
+        refuse_transforms(self.name, TO_DENSE, x, weight)
+        x, weight = _autocast(x), _autocast(weight)
         self._check(x, weight)
         weight = weight if self.function is None else self.function.weight(weight)
         loss: torch.Tensor = self.index.cross_entropy(x, weight, targets, count)
@@ -135,6 +144,7 @@ class SparseLayers:
         self.products: dict[str, Product] = {}
         self.parameters = dict(parameters)
         self.left_dense: list[str] = []
+        self.crossovers: dispatch.Crossovers = {}  # of the run; where they say nothing, the tables'
         stored_across = _stored_across()
         forwards = {nn.Linear: _forward, **stored_across, **forwards}  # of subclasses, which may do more, not
         if backend == "dense" and not always:
@@ -165,7 +175,8 @@ class SparseLayers:
         if name not in self.products or sparsity == 0:
             return "dense"
         parameter, shape = self.parameters[name], self.products[name].shape
-        return dispatch.select(self.backend, parameter.device.type, parameter.dtype, shape, sparsity, self.block)
+        device, dtype = parameter.device.type, parameter.dtype
+        return dispatch.select(self.backend, device, dtype, shape, sparsity, self.block, self.crossovers)
 
     def set_mask(self, name: str, active: torch.Tensor | None, chosen: str) -> None:
         """Multiply with what `active` (bool, the parameter's shape) keeps from now on; None: dense."""
@@ -196,6 +207,15 @@ class SparseLayers:
         """Whether the next backward passes give the gradient of inactive weights too."""
         for product in self.products.values():
             product.dense_gradient = wanted
+
+
+def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the dtype that autocast gives the arguments of F.linear."""
+    device = tensor.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensor
+    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(device)) if eligible else tensor
 
 
 def _told(tensor: torch.Tensor) -> str:

@@ -6,16 +6,16 @@ float64 only, so bfloat16 and float16 are computed in float32.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+
+from mst_scale.sparse_linear import derivatives
 
 
 class MKLIndex:
     """CSR of the mask and of its transpose; `order` puts the first's values into the second's order."""
 
     def __init__(self, active: torch.Tensor):
-        self.shape = tuple(active.shape)
+        self.shape = (int(active.shape[0]), int(active.shape[1]))
         self.where = active.contiguous().view(-1).nonzero().view(-1)
         outputs, inputs = self.shape
         self.rows = _pointers(self.where // inputs, outputs)
@@ -34,42 +34,40 @@ class MKLIndex:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dense_gradient: bool
     ) -> torch.Tensor:
-        y: torch.Tensor = _MKLLinear.apply(x, weight, self, dense_gradient)
+        y = derivatives.linear(x, weight, None, self, dense_gradient)
         return y if bias is None else y + bias
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert bias is None
+        values = weight.reshape(-1)[self.where].to(torch.promote_types(x.dtype, torch.float32))
+        return self.product(x.to(values.dtype), values).to(x.dtype), values
+
+    def backward(
+        self, x: torch.Tensor, dy: torch.Tensor, values: torch.Tensor, dx: bool, dw: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        wide_x, wide_dy = x.to(values.dtype), dy.to(values.dtype)
+        found = self.input_gradient(wide_dy, values).to(x.dtype) if dx else None
+        if not dw:
+            return found, None
+        gradient = x.new_zeros(self.shape)
+        gradient.view(-1)[self.where] = self.weight_gradient(wide_x, wide_dy).to(x.dtype)
+        return found, gradient
+
+    def product(self, x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return (self.matrix(values) @ x.T).T if len(x) else x.new_zeros(0, self.shape[0])
+
+    def input_gradient(self, dy: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return (self.transpose(values) @ dy.T).T if len(dy) else dy.new_zeros(0, self.shape[1])
+
+    def weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        zeros = x.new_zeros(len(self.where))
+        if not len(x):
+            return zeros
+        return torch.sparse.sampled_addmm(self.matrix(zeros), dy.T.contiguous(), x, beta=0.0).values()
 
 
 def _pointers(sorted_rows: torch.Tensor, count: int) -> torch.Tensor:
     counts = torch.bincount(sorted_rows, minlength=count)
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
-
-
-class _MKLLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, index: MKLIndex, dense_gradient: bool) -> torch.Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        values = weight.reshape(-1)[index.where].to(wide)
-        ctx.save_for_backward(x, values)
-        ctx.index, ctx.dense_gradient, ctx.dtype = index, dense_gradient, weight.dtype
-        flat = x.reshape(-1, x.shape[-1]).to(wide)
-        y = (index.matrix(values) @ flat.T).T if flat.shape[0] else flat.new_zeros(0, index.shape[0])
-        return y.to(x.dtype).reshape(*x.shape[:-1], index.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, values = ctx.saved_tensors
-        index, wide = ctx.index, values.dtype
-        flat, dy = (t.reshape(-1, t.shape[-1]) for t in (x, grads[0]))
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = (index.transpose(values) @ dy.to(wide).T).T if len(dy) else flat.new_zeros(flat.shape)
-            dx = dx.to(x.dtype).reshape(x.shape)
-        if ctx.needs_input_grad[1]:
-            if ctx.dense_gradient:
-                dw = dy.T @ flat
-            else:
-                dw = torch.zeros(index.shape, dtype=ctx.dtype)
-                if len(dy):
-                    zero = index.matrix(torch.zeros_like(values))
-                    sampled = torch.sparse.sampled_addmm(zero, dy.to(wide).T.contiguous(), flat.to(wide), beta=0.0)
-                    dw.view(-1)[index.where] = sampled.values().to(ctx.dtype)
-        return dx, dw, None, None

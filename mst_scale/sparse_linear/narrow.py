@@ -38,7 +38,12 @@ class NarrowIndex:
             if self.chained_out or self.chained_in:
                 raise UserError("a chain of channels has no gradient of what is not there")
             return F.linear(x, weight, bias)
-        y: torch.Tensor = _Narrow.apply(x, weight, self)
+        outputs, inputs = weight.shape
+        x = x if self.chained_in else _cut(x, -1, self.columns, inputs)
+        w = _cut(_cut(weight, 0, self.rows, outputs), 1, self.columns, inputs)
+        y = F.linear(x, w)
+        if not self.chained_out and self.rows is not None:
+            y = _Placed.apply(y, -1, self.rows, outputs)
         if bias is None:
             return y
         return y + (kept(bias, 0, self.rows) if self.chained_out else bias)
@@ -77,20 +82,31 @@ def placed(tensor: torch.Tensor, axis: int, which: torch.Tensor | None, extent: 
     return zeros.scatter_(-1, which.expand_as(tensor), tensor)  # twice as fast as index_copy_ on a CPU
 
 
-class _Narrow(torch.autograd.Function):
+def _cut(tensor: torch.Tensor, axis: int, which: torch.Tensor | None, extent: int) -> torch.Tensor:
+    """`kept` with a gradient that is placed in one pass; torch's own would add to zeros."""
+    if which is None:
+        return tensor
+    found: torch.Tensor = _Kept.apply(tensor, axis, which, extent)
+    return found
+
+
+class _Kept(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, index: NarrowIndex) -> torch.Tensor:
-        rows, columns = index.rows, index.columns
-        x, w = x if index.chained_in else kept(x, -1, columns), kept(kept(weight, 0, rows), 1, columns)
-        ctx.save_for_backward(x, w)
-        ctx.index, ctx.shape = index, weight.shape
-        y = F.linear(x, w)
-        return y if index.chained_out else placed(y, -1, rows, weight.shape[0])
+    def forward(ctx: Any, tensor: torch.Tensor, axis: int, which: torch.Tensor, extent: int) -> torch.Tensor:
+        ctx.place = axis, which, extent
+        return kept(tensor, axis, which)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, w), (outputs, inputs), index = ctx.saved_tensors, ctx.shape, ctx.index
-        dy = gradients[0] if index.chained_out else kept(gradients[0], -1, index.rows)
-        dx = dy @ w if index.chained_in else placed(dy @ w, -1, index.columns, inputs)
-        dw = dy.flatten(0, -2).T @ x.flatten(0, -2)
-        return dx, placed(placed(dw, -1, index.columns, inputs), 0, index.rows, outputs), None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _Placed.apply(gradients[0], *ctx.place), None, None, None
+
+
+class _Placed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: int, which: torch.Tensor, extent: int) -> torch.Tensor:
+        ctx.place = axis, which, extent
+        return placed(tensor, axis, which, extent)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _Kept.apply(gradients[0], *ctx.place), None, None, None

@@ -53,5 +53,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         (x, weight), dy = ctx.saved_tensors, gradients[0]
-        dx = multiplied(dy.contiguous(), weight.t().contiguous()) if ctx.both_ways else dy @ weight
+        sparse = ctx.both_ways and not torch.is_grad_enabled()  # torch does not differentiate its sparse tensors twice
+        dx = multiplied(dy.contiguous(), weight.t().contiguous()) if sparse else dy @ weight
         return dx, dy.t() @ x, None

@@ -1,7 +1,7 @@
 """The seam to DeepSpeed (0.19.x): the only package that reads its insides, live and on disk.
 
 versions      which DeepSpeed and which torch
-half_types    bf16 and fp16: which of them this device trains in
+half_types    bf16 and fp16: which of them this device trains in; the same on every CPU
 quick_start   what DeepSpeed's start can leave out
 hooks         every change to a live engine, in one ordered list
 parameters    construction under ZeRO-3, filling what is cut up
@@ -22,6 +22,7 @@ universal     DeepSpeed's universal layout, for every stage
 
 from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, is_linear, refuse_to_cut
 from mst_scale.zero_shards.groups import Groups, groups_of, sequences_a_step, stage_count, tensor_slices
+from mst_scale.zero_shards.half_types import refuse_precision
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
 from mst_scale.zero_shards.muon import shapes as muon_shapes
@@ -107,6 +108,7 @@ __all__ = [
     "put_reads",
     "put_weights",
     "refuse_arguments",
+    "refuse_precision",
     "refuse_to_cut",
     "refuse_unoptimized",
     "saved_classes",

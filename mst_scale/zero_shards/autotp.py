@@ -22,13 +22,13 @@ from deepspeed.module_inject.tp_shard import AutoTPMeta
 from torch import nn
 
 from mst_scale.errors import UserError
-from mst_scale.tensor_parallel import KEY, Copied, Summed
+from mst_scale.tensor_parallel import KEY, copied, summed
 
 Product = Callable[..., torch.Tensor]
 
 
 def _of_rows(module: Any, product: Product, x: torch.Tensor) -> torch.Tensor:
-    y = product(Copied.apply(x, module.mp_group), module.weight, module.bias)
+    y = product(copied(x, module.mp_group), module.weight, module.bias)
     if not module.gather_output:
         return y
     gathered: torch.Tensor = GatherFromTensorParallelRegion.apply(module.mp_group, y, module._partition_sizes)
@@ -36,7 +36,7 @@ def _of_rows(module: Any, product: Product, x: torch.Tensor) -> torch.Tensor:
 
 
 def _of_columns(module: Any, product: Product, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = Summed.apply(product(x, module.weight), module.mp_group)
+    y = summed(product(x, module.weight), module.mp_group)
     return y if module.bias is None else y + module.bias
 
 

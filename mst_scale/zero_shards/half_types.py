@@ -1,12 +1,29 @@
-"""Says in which half types DeepSpeed trains on this device."""
+"""Decides which half types may be trained in on this device, and refuses the others in one line."""
 
 from __future__ import annotations
 
 from deepspeed.accelerator import get_accelerator
 
+from mst_scale.errors import UserError
+
+# DeepSpeed reports fp16 on CPUs that have instructions for it and refuses it on others. A run must not depend on that.
+ON_CPUS: tuple[str, ...] = ("bf16",)
+
 
 def half_types() -> tuple[str, ...]:
-    """Of "bf16" and "fp16", those that it does not refuse."""
+    """Return which of "bf16" and "fp16" this device trains in; the same on every CPU."""
     accelerator = get_accelerator()
-    able = {"bf16": accelerator.is_bf16_supported(), "fp16": accelerator.is_fp16_supported()}
-    return tuple(name for name, there in able.items() if there)
+    if accelerator.device_name() == "cpu":
+        return ON_CPUS
+    supported = {"bf16": accelerator.is_bf16_supported(), "fp16": accelerator.is_fp16_supported()}
+    return tuple(name for name, there in supported.items() if there)
+
+
+def refuse_precision(precision: str) -> None:
+    """Raise UserError if `precision` ("fp32", "bf16" or "fp16") is a half type that this device does not train in."""
+    supported = half_types()
+    if precision == "fp32" or precision in supported:
+        return
+    device = "CPUs" if get_accelerator().device_name() == "cpu" else "this GPU"
+    instead = "".join(f'"{name}": {{"enabled": true}} or ' for name in supported)
+    raise UserError(f"{precision}.enabled: training in {precision} is not supported on {device}; use {instead}float32")

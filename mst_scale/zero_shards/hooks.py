@@ -147,6 +147,14 @@ HOOKS = (
         lambda engine, follower: step.hold_updates(engine, follower.holds_update),
     ),
     Hook(
+        "muon's dtype",
+        "original_muon.ns_compute_dtype, for the whole process",
+        "it asks the accelerator whether fp16 is supported, which CPUs answer differently, and weights would with it",
+        "0.19.8",
+        lambda engine, _: muon.is_muon(engine),
+        muon.fix_dtype,
+    ),
+    Hook(
         "muon",
         "the optimizer's step hooks; parameters and ZeRO-3 are told that they do not use Muon",
         "it orthogonalises before masks come, fills what is inactive, and clips the update in place of the gradient",

@@ -11,6 +11,9 @@ unscaled and clipped as every optimizer here gets them:
     the follower masks this rank's slice of the update, since Newton-Schulz fills what was 0
     weight ← (1 - lr · decay) · weight - lr · update
 
+Newton-Schulz runs in a dtype that its method and the kind of device determine (`newton_schulz_dtype`). DeepSpeed would
+take fp16 on exactly those CPUs that have instructions for it, so that weights would depend on the CPU's model.
+
 The ranks take turns, matrix by matrix; at stage 0 each of them computes all. A matrix is computed whole, from the same
 numbers in the same order, whatever rank does it: the update does not depend on stage or number of ranks.
 """
@@ -23,6 +26,7 @@ from typing import Any, Protocol
 
 import deepspeed.comm as ds_comm
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from mst_scale.distributed import logger
@@ -178,8 +182,7 @@ def orthogonalised(matrix: torch.Tensor, method: str) -> torch.Tensor:
 
     DeepSpeed compiles Newton-Schulz, and then a matrix's result depends on the shapes that were seen before it.
     """
-    from deepspeed.runtime.zero.muon import original_muon  # imported where it is used: it makes compiled functions
-
+    original_muon = fix_dtype()
     gram = method == "gram"
     newton_schulz = original_muon.zeropower_via_gram_newtonschulz if gram else original_muon.zeropower_via_newtonschulz5
     rows, columns = matrix.shape[-2:]
@@ -187,6 +190,21 @@ def orthogonalised(matrix: torch.Tensor, method: str) -> torch.Tensor:
     with torch.compiler.set_stance("force_eager"):
         found: torch.Tensor = newton_schulz(flat, steps=STEPS)
     return found.float().mul_(math.sqrt(max(1, rows / columns))).view(matrix.shape)
+
+
+def newton_schulz_dtype(ns_method: str = "gram") -> torch.dtype:
+    """Return the dtype of an iteration: bfloat16 for `standard`; for `gram` float16 on GPUs and float32 on CPUs."""
+    if ns_method == "standard":
+        return torch.bfloat16
+    return torch.float32 if get_accelerator().device_name() == "cpu" else torch.float16
+
+
+def fix_dtype(engine: Any = None, follower: Any = None) -> Any:
+    """Let DeepSpeed's Newton-Schulz take `newton_schulz_dtype`, whatever the accelerator reports; return its module."""
+    from deepspeed.runtime.zero.muon import original_muon  # imported where it is used: it makes compiled functions
+
+    original_muon.ns_compute_dtype = newton_schulz_dtype
+    return original_muon
 
 
 def _switch_off(engine: Any) -> None:

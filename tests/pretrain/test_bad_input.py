@@ -226,7 +226,7 @@ LATE = [  # refused by one rank, for all
     (run_exists_and_resume_never, 2, "holds a run already"),
     (lambda f: arguments(f, "--resume", "step00000009"), 2, "no checkpoint 'step00000009'"),
     (all_checkpoints_damaged, 1, "no checkpoint in"),
-    (lambda f: arguments(f, fp16={"enabled": True}), 2, "fp16"),
+    (lambda f: arguments(f, fp16={"enabled": True}), 2, "fp16.enabled"),
     (lambda f: arguments(f, "--method", "mst", "--set", 'mst.targets.include=["no.*"]'), 2, "matches no parameter"),
 ]  # fmt: skip
 

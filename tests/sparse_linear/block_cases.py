@@ -101,3 +101,22 @@ def _differentiate(function: Any, x: Any, weight: Any, bias: Any, dy: Any) -> di
     wanted = [t for t in leaves if t is not None]
     gradients = torch.autograd.grad(y, wanted, dy)
     return dict(zip(("y", "dx", "dw", "db"), (y.detach(), *gradients), strict=False))
+
+
+def second_derivatives(device: str = "cpu") -> dict[str, float]:
+    """Largest errors of the gradients of a loss, and of those of a penalty on them, relative to the largest value."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(40, 50, generator=generator), torch.randn(70, 50, generator=generator)
+    active = mask_of(70, 50, 16, "some")
+
+    def both(layer: Any, *leaves: torch.Tensor) -> list[torch.Tensor]:
+        leaves = tuple(leaf.clone().requires_grad_() for leaf in leaves)
+        first = torch.autograd.grad(layer(*leaves).pow(3).sum(), leaves, create_graph=True)
+        penalty = first[0].square().sum() + 2 * first[1].square().sum()
+        return [*first, *torch.autograd.grad(penalty, leaves)]
+
+    index = BlockIndex(active.to(device), 16)
+    found = both(lambda a, w: index.linear(a, w, None, False), x.to(device), weight.to(device))
+    exact = both(lambda a, w: torch.nn.functional.linear(a, w * active), x.double(), weight.double())
+    pairs = zip(("dx", "dw", "ddx", "ddw"), found, exact, strict=True)
+    return {name: float((f.detach().cpu() - e).abs().max() / e.abs().max()) for name, f, e in pairs}

@@ -49,6 +49,7 @@ def test_tuning_goes_before_what_is_shipped_and_earlier_measurements(small, monk
         crossovers.keep([{**other, "block": 16}, {**stale, "shape": [16, 8]}])
         assert linear.main(["--tune", "--dtype", "float32", "--seconds", "0.05"]) == 0
         assert capsys.readouterr().out.endswith(f"wrote {own}\n")
+        assert [row["shape"] for row in crossovers.measured_so("cpu", "float32", 1)] == [[96, 64]], "not again"
         rows = crossovers.table()
         assert other in rows and {**other, "block": 16} in rows
         for backend in ("cpu", "mkl"):

@@ -8,6 +8,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from mst_scale.zero_shards import half_types
+
 
 class Toy(nn.Module):
     """Odd sizes, so that parameters straddle ranks and ZeRO-3's parts carry padding; an embedding, norms, biases."""
@@ -39,10 +41,16 @@ def toy_batch(step: int, position: int, size: int = 8) -> tuple[torch.Tensor, to
     return torch.randint(19, (size,), generator=generator), torch.randint(7, (size,), generator=generator)
 
 
+def report_fp16(supported: bool) -> None:
+    """Let DeepSpeed's accelerator report fp16 as CPUs with, or without, instructions for it do."""
+    get_accelerator().is_fp16_supported = lambda: supported
+
+
 def allow_fp16() -> None:
-    """DeepSpeed refuses fp16 on a CPU whose libraries have no fast kernels for it. torch computes it all the same, so
-    loss scaling and the fp16 optimizers can be tested."""
-    get_accelerator().is_fp16_supported = lambda: True
+    """fp16 is refused on CPUs, by us and by DeepSpeed. torch computes it all the same, so loss scaling and the fp16
+    optimizers, which GPUs run, can be tested."""
+    report_fp16(True)
+    half_types.ON_CPUS = ("bf16", "fp16")
 
 
 def deepspeed_config(

@@ -27,7 +27,7 @@ def of(model, stage, world, precision="fp32", **extra):
 def test_the_list_is_in_order_and_for_this_deepspeed():
     assert [hook.name for hook in HOOKS] == [
         "plain step", "plain loss", "powers of beta", "parts of sequences", "universal checkpoints", "step",
-        "before update", "held update", "muon", "update", "checkpoints", "layout", "loading",
+        "before update", "held update", "muon's dtype", "muon", "update", "checkpoints", "layout", "loading",
     ]  # fmt: skip
     first, below = map(Version, versions.SUPPORTED_DEEPSPEED)
     for hook in HOOKS:

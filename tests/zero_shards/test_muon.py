@@ -11,9 +11,12 @@ from mst_scale.checkpoints.reshape import reshape
 from mst_scale.engine import topology_step
 from mst_scale.zero_shards.muon import orthogonalised
 from tests.support import pool
+from tests.support.reported import reported_fp16
 from tests.support.toy_engine import OFFLOAD, STAGES, full, mst_config, shas, train, watched
 from tests.support.toys import allow_fp16, toy, toy_batch
 from tests.zero_shards.muon_oracle import Oracle, newton_schulz
+
+__all__ = ["reported_fp16"]
 
 RATES = {"muon_lr": 0.02, "adam_lr": 0.005, "weight_decay": 0.1}
 STEPS = 8  # topology steps at 3 and 6
@@ -116,6 +119,7 @@ def is_the_definition(stage, world, accumulation=1, **extra):
         assert norms < 1e-4, "the norm is the masked gradient's"
 
 
+@pytest.mark.usefixtures("reported_fp16")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_is_muon_by_its_definition(stage, world):
@@ -145,12 +149,14 @@ def dense_against_oracle(rank, world, stage):
     return max(float((weights[name] - part).abs().max()) for name, part in parts.items() if part.numel())
 
 
+@pytest.mark.usefixtures("reported_fp16")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_dense_run_has_the_same_muon(stage):
     """So that a sparse run and a dense one differ in their masks alone."""
     assert all(worst < 1e-4 for worst in pool.run(dense_against_oracle, 2, stage))
 
 
+@pytest.mark.usefixtures("reported_fp16")
 @pytest.mark.parametrize("method", ["gram", "standard"])
 @pytest.mark.parametrize("shape", [(8, 8), (24, 7), (7, 24), (5, 3, 2, 2)])
 def test_newton_schulz_is_the_definitions(shape, method):
@@ -213,6 +219,7 @@ def weights_over_time(rank, world, stage, accumulation):
     return history
 
 
+@pytest.mark.usefixtures("reported_fp16")
 def test_masks_and_weights_are_the_same_bits_at_every_stage_on_one_rank_or_two():
     """Two micro-batches on one rank or one on each of two, and no clipping: sums of two gradients have one order, and
     those of a norm many."""

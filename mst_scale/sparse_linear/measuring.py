@@ -1,0 +1,185 @@
+"""Measures from which sparsity on the CPU kernel is faster than a dense layer, on this machine.
+
+One layer, forward and the gradients of input and weight, dense and at the sparsities of `GRID`, in turns; the fastest
+run of each counts, since whatever else the machine does makes a run slower. Our time is interpolated between the
+sparsities; a crossover is where it is 1 / MARGIN of the dense time. It is measured once for each processor, build of
+torch, dtype, number of threads and shape, and kept in the user's table of crossovers. Of a large matrix a part is
+measured: the kernel takes as long for each row.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mst_scale.errors import UserError
+from mst_scale.sparse_linear import cpp, crossovers
+from mst_scale.sparse_linear.mkl import MKLIndex
+
+VARIABLE = "MST_SCALE_MEASURE"
+KERNELS: dict[str, Any] = {"cpu": cpp.CompiledIndex, "mkl": MKLIndex}
+GRID = (0.5, 0.7, 0.85, 0.95, 0.99)
+MARGIN = 1.05  # a kernel has to be this much faster: less is noise
+SECONDS = 8.0  # for all shapes of a model together; when they are over, the last shape is measured to its end
+LEAST, MOST = 3, 9  # rounds
+STEADY = 1.5  # the median may be this many times the fastest run
+UNDISTURBED = 0.7  # share of the time in which a thread among several has a core
+WEIGHTS = 1 << 22  # of a larger matrix a part of this size
+TOKENS = (128, 512)  # at least and at most: more cost time, fewer count what is done once in a call too much
+Run = Callable[[], object]
+
+
+class Layer:
+    """The tensors of one layer, and what can be timed on them."""
+
+    def __init__(self, dtype: str, shape: Sequence[int], tokens: int):
+        self.tokens, self.dtype, self.shape = tokens, dtype, tuple(shape)
+        self.generator = torch.Generator().manual_seed(0)
+        outputs, inputs = shape
+        self.x, self.weight, self.dy = (self._drawn(*size) for size in ((tokens, inputs), shape, (tokens, outputs)))
+        self.x.requires_grad_()
+        self.weight.requires_grad_()
+
+    def _drawn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(getattr(torch, self.dtype))
+
+    def both_ways(self, linear: Callable[..., torch.Tensor]) -> Run:
+        return lambda: torch.autograd.grad(linear(self.x, self.weight), (self.x, self.weight), self.dy)
+
+    def dense(self) -> Run:
+        return self.both_ways(F.linear)
+
+    def active(self, sparsity: float) -> torch.Tensor:
+        return torch.rand(self.shape, generator=self.generator) >= sparsity
+
+    def sparse(self, sparsity: float, kind: Any = cpp.CompiledIndex) -> Run:
+        index = kind(self.active(sparsity))
+        return self.both_ways(lambda x, weight: index.linear(x, weight, None, False))
+
+
+def crossover(ours: Mapping[float, float], dense: float) -> float | None:
+    """The sparsity at which our time equals the dense one; None if we are faster at the least sparsity measured."""
+    points = sorted(ours.items(), reverse=True)
+    if points[-1][1] <= dense:
+        return None
+    before = (1.0, 0.0)
+    for sparsity, time_ in points:
+        if time_ > dense:
+            share = (dense - before[1]) / (time_ - before[1])
+            return before[0] + share * (sparsity - before[0])
+        before = (sparsity, time_)
+    raise AssertionError("unreachable: the last point is slower")
+
+
+def wanted() -> bool:
+    """Whether `auto` measures: MST_SCALE_MEASURE=0 leaves it to the tables that there are."""
+    asked = os.environ.get(VARIABLE, "1")
+    if asked not in ("0", "1"):
+        raise UserError(f"{VARIABLE}={asked}: 1 measures which kernels are faster here, 0 takes tables as they are")
+    return asked == "1"
+
+
+def measured(
+    kernel: str, dtype: str, shapes: Sequence[tuple[int, ...]], seconds: float = SECONDS
+) -> tuple[dict[tuple[int, ...], dict[str, Any]], float]:
+    """({shape: its row}, how long measuring took: 0 where all had been kept).
+
+    A shape is missing where there was no time for it, or where the machine was too busy to tell.
+    """
+    began = time.monotonic()
+    kept = {tuple(row["shape"]): row for row in crossovers.measured_so(kernel, dtype, torch.get_num_threads())}
+    found = {shape: kept[shape] for shape in shapes if shape in kept}
+    missing = [shape for shape in shapes if shape not in kept]
+    for i, shape in enumerate(missing):
+        left = seconds - (time.monotonic() - began)
+        if left <= 0:
+            break
+        row = measure(kernel, dtype, shape, left / (len(missing) - i))
+        if row is not None:
+            found[shape] = row
+    if missing:
+        crossovers.add([found[shape] for shape in missing if shape in found])
+    return found, time.monotonic() - began if missing else 0.0
+
+
+def measure(kernel: str, dtype: str, shape: tuple[int, ...], seconds: float) -> dict[str, Any] | None:
+    """A row of the user's table: the crossover, and the gain over dense at each sparsity of `GRID`. None: the machine
+    is too busy to tell."""
+    with torch.enable_grad():
+        layer = Layer(dtype, part_of(shape), tokens_for(shape))
+        runs = [layer.dense(), *(layer.sparse(sparsity, KERNELS[kernel]) for sparsity in GRID)]
+        taken = in_turns(runs, seconds)
+    if taken is None:
+        return None
+    dense, *ours = map(min, taken)
+    times = dict(zip(GRID, ours, strict=True))
+    crossed = crossover(times, dense / MARGIN)
+    return {
+        "backend": kernel,
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "shape": list(shape),
+        "sparsity": round(GRID[0] if crossed is None else crossed, 3),
+        **crossovers.here(),
+        "gains": {str(sparsity): round(dense / time_, 2) for sparsity, time_ in times.items()},
+    }
+
+
+def part_of(shape: Sequence[int]) -> tuple[int, int]:
+    """The shape itself, or one of WEIGHTS weights that is as long in its shorter direction, if that fits."""
+    outputs, inputs = shape
+    if outputs * inputs <= WEIGHTS:
+        return outputs, inputs
+    short = min(outputs, inputs, math.isqrt(WEIGHTS))
+    return (short, WEIGHTS // short) if outputs < inputs else (WEIGHTS // short, short)
+
+
+def tokens_for(shape: Sequence[int]) -> int:
+    return min(max((1 << 28) // math.prod(shape), TOKENS[0]), TOKENS[1])
+
+
+def in_turns(runs: Sequence[Run], seconds: float) -> list[list[float]] | None:
+    """Seconds of each run, time after time, after one round to warm up; on one thread those in which it computed.
+
+    None: the machine is too busy. Runs of the same differ too much, or threads wait for each other's turn.
+    """
+    alone = torch.get_num_threads() == 1
+    clock = time.thread_time if alone else time.perf_counter
+    times: list[list[float]] = [[] for _ in runs]
+    start = time.perf_counter(), time.thread_time()
+    for turn in range(1 + MOST):
+        for run, into in zip(runs, times, strict=True):
+            began = clock()
+            run()
+            into.append(clock() - began)
+        if turn >= LEAST and time.perf_counter() - start[0] > seconds:
+            break
+    computed = (time.thread_time() - start[1]) / (time.perf_counter() - start[0])
+    times = [taken[1:] for taken in times]
+    steady = all(statistics.median(taken) <= STEADY * min(taken) for taken in times)
+    return times if steady and (alone or computed >= UNDISTURBED) else None
+
+
+def in_words(rows: Sequence[Mapping[str, Any]], seconds: float, others: int = 0) -> str:
+    """What was found, in one line; `others` are shapes that were not measured."""
+    each = [f"{row['shape'][0]} × {row['shape'][1]} {_of(row)}" for row in rows]
+    if others:
+        each.append(f"{others} more by tables, as the machine is too busy or there was no time to measure them")
+    when = f"in {seconds:.1f} s" if seconds else "earlier"
+    return f"sparse layers, measured {when} and kept in {crossovers.own()}: {'; '.join(each)}"
+
+
+def _of(row: Mapping[str, Any]) -> str:
+    gains = {float(sparsity): gain for sparsity, gain in row["gains"].items()}
+    how = f"in {row['dtype']} by {row['threads']} thread{'s' * (row['threads'] > 1)}"
+    if row["sparsity"] > max(gains):
+        return f"{how} not faster than dense ({gains[max(gains)]:.2f} times at {max(gains):.0%})"
+    told = next(s for s in sorted(gains) if s >= min(max(row["sparsity"], 0.9), max(gains)))
+    return f"{how} faster from {row['sparsity']:.0%} on ({gains[told]:.1f} times at {told:.0%})"

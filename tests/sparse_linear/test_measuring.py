@@ -1,0 +1,162 @@
+"""Crossovers are measured once for each machine, and what a busy machine says is not believed."""
+
+import json
+
+import pytest
+import torch
+
+from mst_scale.errors import UserError
+from mst_scale.sparse_linear import crossovers, dispatch, measuring
+
+SHAPE, OTHER = (320, 256), (256, 320)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """A table of its own, and measuring on."""
+    monkeypatch.setattr(crossovers, "own", lambda: tmp_path / "crossover.json")
+    monkeypatch.setenv("MST_SCALE_MEASURE", "1")
+    crossovers.table.cache_clear()
+    yield tmp_path
+    crossovers.table.cache_clear()
+
+
+def rows_of(folder):
+    return json.loads((folder / "crossover.json").read_text())["crossovers"]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Gives out the times that a test says: 10 for dense, and ours for the sparsities of the grid."""
+    asked = []
+
+    def in_turns(runs, seconds):
+        asked.append(len(runs))
+        return None if clock.ours is None else [[10.0] * 3, *([time] * 3 for time in clock.ours)]
+
+    clock.ours, clock.asked = [20.0, 12.0, 6.0, 2.0, 1.0], asked
+    monkeypatch.setattr(measuring, "in_turns", in_turns)
+    return clock
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "mkl"])
+def test_a_row_of_a_real_measurement(kernel, monkeypatch):
+    monkeypatch.setattr(measuring, "STEADY", 1e9)
+    row = measuring.measure(kernel, "float32", (96, 64), 0.05)
+    assert list(map(float, row["gains"])) == list(measuring.GRID) and min(row["gains"].values()) > 0
+    assert measuring.GRID[0] <= row["sparsity"] < 1
+    assert (row["backend"], row["dtype"], row["shape"]) == (kernel, "float32", [96, 64])
+    assert row["cpu"] and row["torch"] == torch.__version__
+
+
+def test_the_crossover_is_where_the_kernel_is_faster_by_the_margin(clock):
+    """12 at 70 % and 6 at 85 %: the dense 10 / 1.05 lies between them."""
+    row = measuring.measure("cpu", "float32", SHAPE, 1.0)
+    assert row["sparsity"] == pytest.approx(0.7 + 0.15 * (12 - 10 / 1.05) / 6, abs=1e-3)
+    assert row["gains"] == {"0.5": 0.5, "0.7": 0.83, "0.85": 1.67, "0.95": 5.0, "0.99": 10.0}
+    clock.ours = [9.0, 8.0, 6.0, 2.0, 1.0]
+    assert measuring.measure("cpu", "float32", SHAPE, 1.0)["sparsity"] == measuring.GRID[0]
+    clock.ours = [20.0, 19.0, 18.0, 17.0, 16.0]
+    row = measuring.measure("cpu", "float32", SHAPE, 1.0)
+    assert row["sparsity"] > measuring.GRID[-1]
+    assert "not faster than dense (0.62 times at 99%)" in measuring.in_words([row], 1.0)
+
+
+def test_what_was_measured_is_kept_for_the_same_machine_dtype_and_threads(clock, cache, monkeypatch):
+    (cache / "crossover.json").write_text(json.dumps({"crossovers": [{**MINE, "shape": [8, 8]}]}))
+    found, seconds = measuring.measured("cpu", "float32", [SHAPE, OTHER])
+    assert list(found) == [SHAPE, OTHER] and seconds > 0 and len(clock.asked) == 2
+    assert [row["shape"] for row in rows_of(cache)] == [list(SHAPE), list(OTHER), [8, 8]], "others' rows stay"
+    again, seconds = measuring.measured("cpu", "float32", [SHAPE, OTHER])
+    assert again == found and seconds == 0 and len(clock.asked) == 2
+    measuring.measured("cpu", "bfloat16", [SHAPE])
+    measuring.measured("mkl", "float32", [SHAPE])
+    torch.set_num_threads(2)
+    measuring.measured("cpu", "float32", [SHAPE])
+    assert len(clock.asked) == 5
+    monkeypatch.setattr(crossovers, "here", lambda: {"cpu": "another", "torch": torch.__version__})
+    measuring.measured("cpu", "float32", [SHAPE])
+    assert len(clock.asked) == 6 and len(rows_of(cache)) == 7, "two machines share a home"
+
+
+MINE = {"backend": "cpu", "dtype": "float32", "threads": 1, "shape": list(SHAPE), "sparsity": 0.7}
+
+
+def test_the_tables_leave_out_other_machines(cache):
+    rows = [{**MINE, "sparsity": 0.1, "cpu": "another", "torch": torch.__version__}, {**MINE, "sparsity": 0.6}]
+    (cache / "crossover.json").write_text(json.dumps({"crossovers": rows}))
+    assert crossovers.crossover("cpu", "float32", SHAPE) == 0.6
+
+
+def test_a_busy_machine_is_not_believed(clock, cache):
+    clock.ours = None
+    assert measuring.measured("cpu", "float32", [SHAPE])[0] == {}
+    assert rows_of(cache) == []
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_runs_that_differ_too_much_are_a_busy_machine(threads, monkeypatch):
+    now, slower = [0.0], iter([1.0, 1.0, 5.0, 5.0, 5.0] * 9)
+    for name in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(measuring.time, name, lambda: now[0])
+    torch.set_num_threads(threads)
+
+    def run():
+        now[0] += next(slower)
+
+    assert measuring.in_turns([run], 100.0) is None
+    steady = [lambda: now.__setitem__(0, now[0] + 2.0)]
+    assert measuring.in_turns(steady, 1.0) == [[2.0] * measuring.LEAST]
+
+
+def test_threads_that_wait_for_a_core_are_a_busy_machine(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measuring.time, "thread_time", lambda: 0.4 * now[0])
+    torch.set_num_threads(2)
+    assert measuring.in_turns([lambda: now.__setitem__(0, now[0] + 2.0)], 1.0) is None
+
+
+def test_when_time_is_over_the_others_are_left_to_the_tables(clock):
+    found, _ = measuring.measured("cpu", "float32", [SHAPE, OTHER], seconds=0.0)
+    assert found == {} and clock.asked == []
+    assert "2 more by tables" in measuring.in_words([], 8.0, 2)
+
+
+def test_of_a_large_matrix_a_part_is_measured():
+    assert measuring.part_of(SHAPE) == SHAPE
+    assert measuring.part_of((50304, 768)) == (5461, 768) and measuring.part_of((768, 50304)) == (768, 5461)
+    assert measuring.part_of((8192, 28672)) == (2048, 2048)
+
+
+# --- what `auto` asks for ---
+
+SHIPPED = 0.52  # of the nearest shapes
+
+
+def test_only_layers_that_may_be_worth_it_are_measured(clock, caplog):
+    layers = [("float32", SHAPE, 0.9), ("float32", SHAPE, 0.2), ("float32", OTHER, 0.4), ("float32", (16, 16), 0.99)]
+    with caplog.at_level("INFO", logger="mst_scale"):
+        found = dispatch.crossovers_of("cpu", 1, layers)
+    assert found["float32", SHAPE] == pytest.approx(0.762, abs=1e-3) and len(clock.asked) == 1
+    assert found["float32", OTHER] == SHIPPED and len(found) == 2
+    (line,) = [record.message for record in caplog.records]
+    assert "320 × 256 in float32 by 1 thread faster from 76% on (5.0 times at 95%)" in line
+    for sparsity, backend in ((0.75, "dense"), (0.77, "cpu")):
+        assert dispatch.choose("cpu", torch.float32, SHAPE, sparsity, 1, found)[0] == backend
+
+
+def test_a_slower_kernel_is_not_taken_whatever_the_shipped_table_says(clock):
+    clock.ours = [20.0, 19.0, 18.0, 17.0, 16.0]
+    assert dispatch.choose("cpu", torch.bfloat16, SHAPE, 0.84, 1)[0] == "cpu"
+    found = dispatch.crossovers_of("cpu", 1, [("bfloat16", SHAPE, 0.84)])
+    assert dispatch.choose("cpu", torch.bfloat16, SHAPE, 0.84, 1, found)[0] == "dense"
+
+
+def test_measuring_can_be_left_out(clock, monkeypatch):
+    monkeypatch.setenv("MST_SCALE_MEASURE", "0")
+    found = dispatch.crossovers_of("cpu", 1, [("float32", SHAPE, 0.9)])
+    assert found == {("float32", SHAPE): SHIPPED} and clock.asked == []
+    monkeypatch.setenv("MST_SCALE_MEASURE", "yes")
+    with pytest.raises(UserError, match="MST_SCALE_MEASURE=yes"):
+        dispatch.crossovers_of("cpu", 1, [("float32", SHAPE, 0.9)])
