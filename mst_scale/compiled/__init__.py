@@ -79,8 +79,8 @@ def build(
         folder.mkdir(parents=True, exist_ok=True)
         with first_use.lock(folder / "build.lock", f"the CPU kernel {name}"):
             if wanted():
-                what = f"compiling the CPU kernel {name} with {shlex.join(program)} into {folder} (once)"
-                with first_use.elapsed(what), tempfile.TemporaryDirectory(dir=folder) as scratch:
+                what, about = f"compiling the CPU kernel {name}", f" with {shlex.join(program)} into {folder} (once)"
+                with first_use.elapsed(what, about), tempfile.TemporaryDirectory(dir=folder) as scratch:
                     whole = Path(scratch) / library.name
                     _command([*program, *flags, f"-I{SHARED}", "-o", str(whole), str(sources / "kernel.cpp")])
                     # in another process: loading a library that is cut short may kill the process

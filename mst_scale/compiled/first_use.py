@@ -19,7 +19,7 @@ from typing import Any
 
 from mst_scale.compiled import build_locks
 
-SAY_EVERY = 15.0  # seconds
+SAY_EVERY = 30.0  # seconds
 TITLES = {
     "fused_adam": "DeepSpeed's fused Adam",
     "cpu_adam": "DeepSpeed's CPU Adam",
@@ -30,9 +30,9 @@ logger = logging.getLogger("mst_scale")
 
 
 @contextmanager
-def elapsed(what: str) -> Iterator[None]:
-    """Log that `what` begins, how long it has taken every `SAY_EVERY` seconds, and how long it took."""
-    logger.info("%s", what)
+def elapsed(what: str, about: str = "") -> Iterator[None]:
+    """Log that `what` begins (with `about`), every `SAY_EVERY` seconds how long it has taken, and how long it took."""
+    logger.info("%s%s", what, about)
     ended, began = threading.Event(), time.monotonic()
 
     def repeat() -> None:
@@ -79,7 +79,7 @@ def announced() -> Iterator[None]:
                 return load(name, *args, **named)
             build_locks.clear(folder.parent)  # of builds that were killed: torch would wait for its own lock for ever
             hint = HINTS.get(name, "")
-            with elapsed(f"compiling {title} into {folder} (once on this machine; a minute or more{hint})"):
+            with elapsed(f"compiling {title}", f" into {folder} (once on this machine; a minute or more{hint})"):
                 return load(name, *args, **named)
 
     cpp_extension.load = load_announced

@@ -8,11 +8,13 @@ checkpoints say which (`zero_shards.adam_of`).
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from mst_scale import zero_shards
 from mst_scale.config import Experiment
 from mst_scale.config.support import precision_of, stage_of
 from mst_scale.distributed import logger
+from mst_scale.errors import UserError
 
 # Parameters that mean the same to torch's Adam; with any other one, the config is DeepSpeed's to read.
 COMMON = {"lr", "betas", "eps", "weight_decay", "adam_w_mode"}
@@ -39,6 +41,20 @@ def with_adam(experiment: Experiment, begins: bool, saved: str | None) -> Experi
     return dataclasses.replace(
         experiment, deepspeed={**experiment.deepspeed, "optimizer": {**optimizer, "params": params}}
     )
+
+
+def refuse_another(saved: str | None, now: str, source: Path) -> None:
+    """Refuse to load states of torch's Adam into DeepSpeed's, or the reverse: they hold other things.
+
+    Raises:
+        UserError: if the checkpoint and the config disagree; it says how to make them agree.
+    """
+    adams = saved is not None and "Adam" in saved and "Adam" in now
+    if adams and str(saved).partition(".")[0] != now.partition(".")[0]:
+        raise UserError(
+            f"{source} was saved with {saved}, and this config trains with {now}: leave optimizer.params.torch_adam "
+            "and zero_optimization.offload_optimizer as they were, or begin another run from its weights (--init)"
+        )
 
 
 def leaves_open(experiment: Experiment) -> bool:

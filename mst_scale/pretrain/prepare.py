@@ -31,7 +31,7 @@ from mst_scale.errors import UserError
 from mst_scale.hugging_face import start_from
 from mst_scale.models import build
 from mst_scale.pretrain import branch, growing, lengthen, refusals, resume
-from mst_scale.pretrain.adam import with_adam
+from mst_scale.pretrain.adam import refuse_another, with_adam
 from mst_scale.pretrain.learning_rate import MASKED
 from mst_scale.runs import run_file
 from mst_scale.runs.optional_writes import OptionalWrites
@@ -127,6 +127,8 @@ def prepare(
     saved = None if source is None else ranks.on_first(lambda: (store.head(source) or {}).get("optimizer"))
     chosen = ranks.together(lambda: with_adam(fitted, source is None, saved))
     engine = ranks.together(lambda: built_engine(chosen, out, start, mesh))
+    if source is not None:
+        ranks.together(lambda: refuse_another(saved, zero_shards.adam_of(engine), source))
     text, engine.mst.record.corpus = ranks.on_first(lambda: (identity(folder), fingerprint(folder)))
     place, left_out = Place(), []
     if loadable is not None:

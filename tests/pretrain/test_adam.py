@@ -16,6 +16,9 @@ from tests.support.whole_runs import MST, arguments, attempt, weights, without_t
 BASE = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}}
 
 
+DEEPSPEEDS = {"lr": 1e-2, "torch_adam": False}
+
+
 def params(experiment):
     return experiment.deepspeed["optimizer"]["params"]
 
@@ -97,3 +100,19 @@ def test_a_run_of_deepspeeds_adam_keeps_it_and_one_on_fewer_ranks_keeps_its_own(
     back_to_step_8(other)
     assert pool.run(attempt, 1, words) == [(0, "")]
     assert set(optimizers(other).values()) == {"torch.AdamW, fused"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        {"optimizer": {"params": DEEPSPEEDS}},
+    ],
+)
+def test_states_of_torchs_adam_are_not_loaded_into_deepspeeds(tmp_path, more):
+    blocks = {"mst": MST, "zero_optimization": {"stage": 2}}
+    assert pool.run(attempt, 1, arguments(tmp_path, **blocks)) == [(0, "")]
+    back_to_step_8(tmp_path / "out")
+    ((code, said),) = pool.run(attempt, 1, arguments(tmp_path, **{**blocks, **more}))
+    assert code == 2 and "torch.AdamW, fused" in said and "optimizer.params.torch_adam" in said
+    assert len(said.splitlines()) == 1
