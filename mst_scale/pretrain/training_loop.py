@@ -39,6 +39,7 @@ from mst_scale.runs.observer import Observer
 from mst_scale.runs.record import Record, state_of
 from mst_scale.runs.run_file import DIVERGED, FINISHED, STOPPED
 from mst_scale.runs.starting import Starting
+from mst_scale.runs.step_times import kind_of
 
 FAILED_SAVES = 3  # in a row, after which a run stops
 FURTHER = 0.05  # from a target than rounding to whole weights, or blocks, explains
@@ -119,10 +120,13 @@ class Run:
         """One optimizer step, and what is due after it: a logged row, an evaluation, a checkpoint, the end."""
         t = self.training
         mst = self.engine.mst
-        self.ledger.add(mst.pattern, mst.densities(), mst.gradient_densities())  # of the masks this step computes with
+        densities = mst.densities()  # of the masks this step computes with
+        self.ledger.add(mst.pattern, densities, mst.gradient_densities())
+        kind, began = kind_of(mst, densities), time.monotonic()
         loss = self._update()
         self.step += 1
-        self.record.gather(self.engine.mst)
+        self.record.gather(mst)
+        self.record.times.add(kind, time.monotonic() - began, moved=mst.changed_at == mst.step)
         if woken := self.engine.mst.woken:
             self._happened("woke dead units", step=self.step, units=in_words(woken))
         last = self.step == t.steps

@@ -4,6 +4,7 @@ metrics           metrics.jsonl, a row a logged step
 record            a row into metrics.jsonl, TensorBoard and the progress line; the table at the end
 recording         an engine in a loop of somebody else's
 starting          what a start is busy with
+step_times        whether sparse steps are faster than dense ones here
 rival             how a run that has ended stands to a recorded one
 progress          the line on the terminal
 observer          looks at weights and masks while a model trains: histograms, pictures, snapshots

@@ -19,7 +19,8 @@ class ProgressLine:
         self.total, self.first_step, self.start = total, step, time.monotonic()
         self.live = may_rewrite(self.out)
 
-    def show(self, row: dict[str, Any]) -> None:
+    def show(self, row: dict[str, Any], dense_ms: float | None = None) -> None:
+        """`dense_ms`: what a dense step takes here, if it is known."""
         elapsed = time.monotonic() - self.start
         left = elapsed / max(1, row["step"] - self.first_step) * (self.total - row["step"])
         parts = [
@@ -33,6 +34,8 @@ class ProgressLine:
             size, unit = flops_unit(saved)
             parts.insert(2, f"{row['phase']}, sparsity {row['sparsity']:.0%} of {row['target_sparsity']:.0%}")
             parts.insert(3, f"FLOPs ÷{row['flops_dense'] / row['flops']:.2f}, {saved / size:.3g} {unit} saved")
+            beside = "" if dense_ms is None else f" (dense {dense_ms:.3g} ms)"
+            parts.insert(4, f"step {row['step_ms']:.3g} ms{beside}")
         line = " · ".join(parts)
         if self.live:
             width = shutil.get_terminal_size().columns - 1

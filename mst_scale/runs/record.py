@@ -18,10 +18,12 @@ import torch
 
 from mst_scale.checkpoints import store
 from mst_scale.dead_units.kinds import Tally, total
+from mst_scale.distributed import logger
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.runs.metrics import MetricsFile, read
 from mst_scale.runs.optional_writes import OptionalWrites
 from mst_scale.runs.progress import ProgressLine, clock, table
+from mst_scale.runs.step_times import StepTimes
 
 Row = dict[str, Any]
 Beside = Callable[[Row], list[tuple[str, str]]]
@@ -50,6 +52,7 @@ class Record:
         self.monitor, self.first = monitor, first
         self.layers = layers
         self.disk = OptionalWrites()
+        self.times = StepTimes()
         self.restart(step, tokens)
         if first:
             self.metrics = MetricsFile(out / "metrics.jsonl", step)
@@ -94,7 +97,10 @@ class Record:
             row["seconds"] = round(time.monotonic() - self.started, 3)  # evaluations and saves too, not stops
             self.disk.attempt("metrics.jsonl", lambda: self.metrics.write(row))
             self.disk.attempt("TensorBoard's numbers", lambda: self._monitor(row))
-            self.line.show(row)
+            self.line.show(row, self.times.dense_ms)
+            if (slow := self.times.warning()) is not None:
+                self.line.close()
+                logger.info("%s", slow)
 
     def _monitor(self, row: Row) -> None:
         samples = row["step"] * self.batch
@@ -139,6 +145,8 @@ class Record:
             ("tensorboard", f"tensorboard --logdir {self.out / 'tensorboard'}"),
             ("checkpoint", str(self.out / "checkpoints" / store.tag_of(step))),
         ]
+        if (times := self.times.comparison) is not None:
+            rows.insert(4, ("step time", f"{times.sparse_ms:.1f} ms sparse, {times.dense_ms:.1f} ms dense"))
         rows[2:2] = beside(last) if "val_loss" in last else []
         return table(rows)
 

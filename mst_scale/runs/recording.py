@@ -34,6 +34,7 @@ from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.runs import run_file
 from mst_scale.runs.record import Record, Row, state_of
 from mst_scale.runs.run_file import RunFile
+from mst_scale.runs.step_times import kind_of
 
 STATE = "mst_record"  # its name in a checkpoint's client_state
 DENSE = Pattern("dense")
@@ -93,6 +94,7 @@ class Recording:
         """Masks, pattern and rate of the next step; when it is over, those of the one after hold."""
         self.densities, self.gradients = self.mst.densities(), self.mst.gradient_densities()
         self.pattern = self.mst.pattern if self.mst.attended else DENSE
+        self.kind = kind_of(self.mst, self.densities)
         self.rate = self._rate()
 
     def _after_step(self, mst: MST) -> None:
@@ -108,8 +110,10 @@ class Recording:
         self.norm = zero_shards.grad_norm(self.engine)
         self.last = (self.loss / (self.losses if self.divided else 1) if self.losses else None, self.rate)
         self.loss, self.losses = torch.zeros_like(self.loss), 0
+        before, self.ended = self.ended, time.monotonic()
+        if before:  # with what the loop does between steps: medians leave out an evaluation
+            self.record.times.add(self.kind, self.ended - before, moved=mst.changed_at == mst.step)
         self._compute_with_these()
-        self.ended = time.monotonic()
         if self.step == self.steps or (self.every and self.step % self.every == 0):
             self.row()
 

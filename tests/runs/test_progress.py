@@ -6,7 +6,7 @@ from mst_scale.runs.progress import ProgressLine, clock, table
 
 ROW = {
     "step": 20, "loss": 2.5, "tokens_per_s": 12345.6, "phase": "ultra", "sparsity": 0.8, "target_sparsity": 0.8,
-    "flops": 1e12, "flops_dense": 4e12,
+    "flops": 1e12, "flops_dense": 4e12, "step_ms": 12.34,
 }  # fmt: skip
 DENSE = {**ROW, "phase": "dense", "sparsity": 0.0, "target_sparsity": 0.0, "flops": 4e12}
 
@@ -28,8 +28,11 @@ def test_plain_lines_where_there_is_no_terminal():
     line.show({**DENSE, "step": 40})
     first, second = out.getvalue().splitlines()
     assert first.startswith(
-        "step  20/100 · loss 2.5000 · ultra, sparsity 80% of 80% · FLOPs ÷4.00, 3 TFLOP saved · 12,346 tokens/s · ETA "
+        "step  20/100 · loss 2.5000 · ultra, sparsity 80% of 80% · FLOPs ÷4.00, 3 TFLOP saved · step 12.3 ms · "
+        "12,346 tokens/s · ETA "
     )
+    line.show({**ROW, "step": 60}, dense_ms=9.87)
+    assert "3 TFLOP saved · step 12.3 ms (dense 9.87 ms) · " in out.getvalue().splitlines()[-1]
     assert "sparse" not in second and "FLOPs" not in second, "a dense run speaks of no sparsity"
 
 
