@@ -142,7 +142,7 @@ class Pool:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.join(5)
+            process.join()  # it is killed: on a busy machine its end may take a while
             process.close()  # its descriptor with it
         for pipe in self.pipes:
             pipe.close()
