@@ -277,7 +277,8 @@ def test_a_copy_of_a_run_is_a_run_of_its_own_at_any_stage(run, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["mst"]["sparsity"]["max"] == 0.8
     assert [row["step"] for row in tiny_run.rows(tmp_path / "out")] == list(range(1, 13))
     blocks = {"zero_optimization": {"stage": 3}, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
-    assert pool.run(attempt, 2, arguments(tmp_path, mst=MST, **blocks)) == [(0, "")] * 2
+    first, second = pool.run(attempt, 2, arguments(tmp_path, mst=MST, **blocks))
+    assert first == (0, "resuming with changes: zero_optimization.stage 1 → 3\n") and second == (0, "")
     close(tiny_run.rows(tmp_path / "out"), tiny_run.rows(run / "whole"))
     assert inspect(tmp_path / "out").layers == inspect(run / "whole").layers
 
