@@ -96,7 +96,15 @@ def _config(folder: Path) -> dict[str, Any]:
         if raw["model_type"] != "gpt2":
             raise UserError(f"{path}: --init takes a GPT-2, and this is {raw['model_type']!r}")
         missing = [key for key in ("n_layer", "n_head", "n_embd", "vocab_size") if key not in raw]
-    except (FileNotFoundError, NotADirectoryError, KeyError, TypeError, RecursionError, ValueError):
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+        KeyError,
+        TypeError,
+        RecursionError,
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+    ):
         what = "has no config.json of transformers with a model_type, and is no run of ours"
         raise UserError(f"{folder} {what}: --init takes a GPT-2 or a run's folder") from None
     if missing:
