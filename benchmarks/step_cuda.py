@@ -30,7 +30,7 @@ import torch
 from mst_scale.distributed.parser import Parser, at_least
 
 from .machine import machine
-from .page import NO_DEVICE, Row, aside, grid, outputs, tell, unmeasured
+from .page import NO_DEVICE, Row, aside, grid, outputs, tell
 from .timing import middle_half, seconds_of
 
 MICRO_BATCHES = 10  # per round
@@ -40,20 +40,21 @@ LISTED = 14  # kernels of a profile
 
 @dataclass(frozen=True)
 class Shape:
-    """A config, how many of its layers are measured, and sequences per micro-batch."""
+    """A config, how many of its layers are measured, sequences per micro-batch, and the speedup that is the goal."""
 
     parameters: str
     config: str
     layers: int
     micro: int
+    goal: float | None
 
 
 SHAPES = {
     shape.parameters: shape
     for shape in (
-        Shape("6.7B", "gpt3_6.7b", 4, 4),
-        Shape("1.5B", "gpt2_xl", 8, 15),
-        Shape("124M", "gpt2_small", 12, 16),
+        Shape("6.7B", "gpt3_6.7b", 4, 4, 3.0),
+        Shape("1.5B", "gpt2_xl", 8, 15, 2.3),
+        Shape("124M", "gpt2_small", 12, 16, None),
     )
 }
 BLOCKS: dict[str, Any] = {
@@ -162,10 +163,18 @@ def stay_at(stepper: Stepper, step: int) -> None:
     stepper.engine.mst.settled = step
 
 
+def described(shape: Shape, variant: str) -> Row:
+    return {"variant": variant, "parameters": shape.parameters, "goal": shape.goal, "baseline": BASELINE}
+
+
+def unmeasured(why: str) -> Row:
+    return {"ours_ms": None, "baseline_ms": None, "speedup": None, "why": why}
+
+
 def measure(shape: Shape, variant: str, dense: Stepper, *, compiled: bool, rounds: int, tiny: bool = False) -> Row:
     """A variant in turns with the dense engine."""
     experiment = experiment_of(shape, mst_block(variant), dense.micro_batches, tiny)
-    row: Row = {"variant": variant, "parameters": shape.parameters, "compiled": compiled, "baseline": BASELINE}
+    row: Row = {**described(shape, variant), "compiled": compiled}
     stepper = Stepper(experiment, cudnn=False)
     try:
         stay_at(stepper, enter_sparse_phase(stepper, experiment))
@@ -244,8 +253,7 @@ def run(shapes: Sequence[str], variants: Sequence[str], micro_batches: int, roun
     rows: list[Row] = []
     for shape in (SHAPES[name] for name in shapes):
         if not torch.cuda.is_available():
-            empty = {"parameters": shape.parameters, "baseline": BASELINE, "ours_ms": None, "baseline_ms": None}
-            rows += [{"variant": one, **empty, "speedup": None, "why": NO_DEVICE} for one in variants]
+            rows += [{**described(shape, variant), **unmeasured(NO_DEVICE)} for variant in variants]
             continue
         with aside():
             dense = dense_stepper(shape, micro_batches)
@@ -255,24 +263,33 @@ def run(shapes: Sequence[str], variants: Sequence[str], micro_batches: int, roun
                         rows.append(measure(shape, variant, dense, compiled=compiled, rounds=rounds))
                     except Exception as error:  # what compiling stumbles over is reported in its row
                         why = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
-                        about = {"variant": variant, "parameters": shape.parameters, "compiled": compiled}
-                        rows.append({**about, **unmeasured(BASELINE, why)})
+                        rows.append({**described(shape, variant), "compiled": compiled, **unmeasured(why)})
             dense.close()
     return rows
 
 
 def table(rows: Sequence[Row]) -> str:
-    head = ["width of", "variant", "measured on", "ours", "ms (middle half)", "dense ms (middle half)", "speedup"]
+    head = [
+        "width of",
+        "variant",
+        "measured on",
+        "ours",
+        "ms (middle half)",
+        "dense ms (middle half)",
+        "speedup",
+        "goal",
+    ]
     lines = []
     for r in rows:
+        goal = f"{r['goal']}×" if r.get("goal") else ""
         way = {True: "compiled", False: "eager"}.get(r.get("compiled"), "")  # type: ignore[arg-type]
         if r["speedup"] is None:
-            lines.append([r["parameters"], r["variant"], "", way, r["why"].replace("|", "/")[:160], "", ""])
+            lines.append([r["parameters"], r["variant"], "", way, r["why"].replace("|", "/")[:160], "", "", goal])
             continue
         mine, theirs = (
             f"{r[f'{who}_ms']:,} ({r[f'{who}_range'][0]:,}–{r[f'{who}_range'][1]:,})" for who in ("ours", "baseline")
         )
-        lines.append([r["parameters"], r["variant"], r["model"], way, mine, theirs, f"**{r['speedup']}×**"])
+        lines.append([r["parameters"], r["variant"], r["model"], way, mine, theirs, f"**{r['speedup']}×**", goal])
     return grid(head, lines)
 
 

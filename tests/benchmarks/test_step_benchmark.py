@@ -237,8 +237,8 @@ def test_as_many_layers_as_fit(monkeypatch):
     """Both engines beside each other, by the plan's memory; and the sizes that are to be measured on a GPU."""
     monkeypatch.chdir(tiny_run.ROOT)
     fitting = {}
-    for name, shape in step_cuda.SHAPES.items():
-        batch = [f"{key}={shape.micro}" for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
+    for name, micro in {"gpt2_small": 8, "gpt2_xl": 8, "gpt3_6.7b": 4}.items():
+        batch = [f"{key}={micro}" for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
         ours, rival = (load(f"ds_configs/{name}.json", batch, method) for method in (None, "dense"))
         fitting[name] = [layers_that_fit(ours, rival, 1, capacity) for capacity in (40e9, 80e9, 141e9)]
         assert fitting[name] == sorted(fitting[name]) and fitting[name][-1] <= ours.model.n_layer
@@ -255,15 +255,24 @@ def test_without_a_gpu_its_rows_say_so(capsys):
         pytest.skip("there is a device")
     assert cli.main(["bench", "step", "--device", "cuda", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(r["parameters"], r["goal"], r["speedup"]) for r in rows] == [
-        ("124M", None, None),
-        ("1.5B", 2.3, None),
-        ("6.7B", 3.0, None),
-    ]
-    assert {r["why"] for r in rows} == {"not measured: no CUDA device"}
-    for shape in step_cuda.SHAPES.values():
-        step.parser().parse_args(step_cuda.words(shape, 3))
+    assert {(r["parameters"], r["goal"], r["speedup"]) for r in rows} == {("1.5B", 2.3, None), ("6.7B", 3.0, None)}
+    assert [r["variant"] for r in rows] == [*step_cuda.VARIANTS] * 2
+    assert {r["why"] for r in rows} == {"not measured: no CUDA device"} and all("baseline_ms" in r for r in rows)
     assert "2.3×" in step_cuda.table(rows)
+
+
+@pytest.mark.parametrize("variant", step_cuda.VARIANTS)
+@pytest.mark.parametrize("shape", step_cuda.SHAPES.values(), ids=lambda shape: shape.parameters)
+def test_the_steps_of_a_gpu_have_configs(variant, shape, monkeypatch):
+    """As the shipped config, but with fewer layers, and the head's share of the model unchanged."""
+    monkeypatch.chdir(tiny_run.ROOT)
+    whole = load(shape.config).model
+    ours = step_cuda.experiment_of(shape, step_cuda.mst_block(variant), 8, tiny=False)
+    share = ours.model.padded_vocab / ours.model.n_layer / (whole.padded_vocab / whole.n_layer)
+    assert ours.model.n_layer == shape.layers and ours.model.n_embd == whole.n_embd and 0.95 < share < 1.05
+    assert ours.deepspeed["gradient_accumulation_steps"] == 8
+    sparsity = int(variant.split("-")[1]) / 100
+    assert ours.mst.sparsity.max == sparsity and (ours.mst.topology.granularity == "channel") == ("channels" in variant)
 
 
 def test_scaling_from_files(tmp_path, capsys):
