@@ -20,6 +20,7 @@ from mst_scale.config.support import section_of
 from mst_scale.distributed import shown
 
 NO_EFFECT = ("Watching a run", "Checkpoints")  # sections of DeepSpeed's keys
+DEFAULTS = {"optimizer.params.torch_adam": False, "optimizer.params.fused": False}  # stating these changes nothing
 OF_A_LOOP = ("training.steps", "training.seed", "mst.")  # what counts of our blocks where the loop is the user's
 
 
@@ -61,12 +62,12 @@ def _fields(block: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _stated(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of what DeepSpeed's part states; `null` and "auto" state nothing."""
+    """(key, value) of what DeepSpeed's part states; `null`, "auto" and known defaults state nothing."""
     for name, value in block.items():
         key = f"{path}{name}"
         if value is None or value == "auto" or key in BATCH_KEYS or section_of(key) in NO_EFFECT:
             continue
         if isinstance(value, Mapping):
             yield from _stated(value, f"{key}.")
-        else:
+        elif key not in DEFAULTS or value != DEFAULTS[key]:
             yield key, value

@@ -172,7 +172,9 @@ def test_a_branch_of_a_grown_run_counts_what_its_trunk_has_cost(tmp_path, small)
     step = 8 * dense_step_flops(load(trunk / "config.json").model).total
     (first, _) = tiny_run.rows(tmp_path / "branch")
     assert first["flops"] == pytest.approx(before(small, DEEP, 0, 0.0)["flops"] + 5 * step, rel=1e-12)
-    assert json.loads((tmp_path / "branch" / "run.json").read_text())["events"] == []
+    (event,) = json.loads((tmp_path / "branch" / "run.json").read_text())["events"]
+    assert event["what"] == "resumed with changes", "it has not grown itself"
+    assert event["changes"] == ["training.steps 4 → 6", "training.decay 0 → 2"]
 
 
 def test_flops_are_told_beforehand(tmp_path, small, capsys):
