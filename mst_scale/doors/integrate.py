@@ -21,6 +21,7 @@ import deepspeed
 
 from mst_scale.config import BLOCKS
 from mst_scale.distributed import SharedMistake, exits, logger, speak
+from mst_scale.doors import accelerate
 from mst_scale.doors.length import with_length
 from mst_scale.doors.on_import import when_imported
 from mst_scale.engine import api
@@ -142,6 +143,7 @@ def integrate(mst: dict[str, Any] | None = None, steps: int | None = None) -> No
         return door.initialize(*given, **named)
 
     deepspeed.initialize = initialize
+    when_imported("accelerate.state", accelerate.open_door)
     when_imported("transformers.trainer", lambda module: _open_trainer(module, door))
     atexit.register(door.tell_if_unused)
     _say_mistakes_in_one_line(door)

@@ -1,7 +1,9 @@
-"""Says which commands let a checkpoint of another number of ranks, or another ZeRO stage, continue.
+"""Finds the copy with which a checkpoint of another number of ranks, or another ZeRO stage, continues, or says how to
+make it.
 
-DeepSpeed's own loading then fails with an exception that depends on the stages: a ZeRORuntimeException, a missing file,
-an empty AssertionError.
+DeepSpeed's own loading fails for another layout, with an exception that depends on the stages: a ZeRORuntimeException,
+a missing file, an empty AssertionError. `mst reshape CHECKPOINT` writes a copy that every layout can load into the
+checkpoint; where it lies there, it is loaded instead. So a Trainer, or a loop of your own, resumes by the same command.
 """
 
 from __future__ import annotations
@@ -13,9 +15,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mst_scale.distributed import logger
 from mst_scale.errors import UserError
 
+COPY, MANIFEST = "universal", "manifest.json"  # of checkpoints.store, which stands above this package
 OF_A_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(optim|model)_states\.pt$")
+
+
+def copy_of(engine: Any, load_dir: Path, tag: Any) -> str | None:
+    """Return the tag of the copy to load instead of a checkpoint; None if its own files fit, or there is no copy."""
+    folder = _folder(load_dir, tag)
+    if folder is None or not (folder / COPY / MANIFEST).is_file():
+        return None
+    why = misfit(folder, int(engine.zero_optimization_stage()), _ranks(engine))
+    if why is None:
+        return None
+    logger.info("%s: loading the copy that mst reshape has made, %s", why, folder / COPY)
+    return f"{folder.name}/{COPY}"
 
 
 @contextmanager
@@ -32,9 +48,8 @@ def explained(engine: Any, load: Callable[..., Any], args: Any, named: Any) -> I
         if folder is None or why is None:
             raise
         raise UserError(
-            f'{why}. Run `mst reshape {folder}`, which writes a copy that any layout can load; then add "checkpoint": '
-            f'{{"load_universal": true}} to the DeepSpeed config and call engine.load_checkpoint("{folder}", '
-            'tag="universal")'
+            f"{why}. Run `mst reshape {folder}`, which writes a copy that any layout can load, and start this program "
+            "again: it finds the copy"
         ) from error
 
 

@@ -16,7 +16,7 @@ from mst_scale.errors import UserError
 from mst_scale.latest import tag_in
 from mst_scale.zero_shards import safe_load
 from mst_scale.zero_shards.logical import named_parameters, shape_of
-from mst_scale.zero_shards.other_layout import explained
+from mst_scale.zero_shards.other_layout import copy_of, explained
 from mst_scale.zero_shards.slices import laid_out, put_reads
 from mst_scale.zero_shards.step import base_optimizer
 
@@ -163,6 +163,14 @@ def fit_universal_checkpoints(engine: Any) -> None:
     @functools.wraps(load)
     def load_checkpoint(*args: Any, **named: Any) -> Any:
         if not engine.load_universal_checkpoint():
+            given = order.bind(*args, **named).arguments
+            copy = copy_of(engine, Path(given["load_dir"]), given.get("tag"))
+            if copy is not None:
+                engine._config.load_universal_checkpoint = True
+                try:
+                    return load_checkpoint(**{**given, "tag": copy})
+                finally:
+                    engine._config.load_universal_checkpoint = False
             with explained(engine, load, args, named):
                 return load(*args, **named)
         others = order.bind(*args, **named).arguments

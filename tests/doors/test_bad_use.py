@@ -1,5 +1,6 @@
 """Wrong use of the doors costs one line on one rank, and what is not meant to be sparse stays DeepSpeed's."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -145,18 +146,19 @@ def test_an_optimizer_that_steps_past_the_engine_is_refused():
 
 
 def ranks_alone(rank, world, folder):
-    """Accelerate as it is on a CPU: each rank takes itself for the only one."""
+    """Accelerate as it is on a CPU: each rank takes itself for the only one; mpirun tells it of no others."""
     from accelerate.state import PartialState
     from transformers import Trainer
 
     with opened():
-        seen = PartialState._prepare_backend
+        seen, place = PartialState._prepare_backend, os.environ.pop("LOCAL_RANK")
         PartialState._prepare_backend = lambda *_: (None, None)
         try:
             args = arguments(folder, deepspeed_config(1))
             return said(lambda: Trainer(model(), args, train_dataset=Words()).train())
         finally:
             PartialState._prepare_backend = seen
+            os.environ["LOCAL_RANK"] = place
 
 
 @pytest.mark.parametrize("world", [2])
@@ -171,6 +173,24 @@ def script(body, **more):
         [sys.executable, "-c", program], env=tiny_run.environment(**more), capture_output=True, text=True, timeout=200,
         check=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "from accelerate import Accelerator, DeepSpeedPlugin\n"
+        "Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={config}))",
+        "from transformers import TrainingArguments\nTrainingArguments('out', deepspeed={config}, report_to='none')",
+    ],
+    ids=["accelerate", "trainer"],
+)
+def test_several_cpu_processes_are_refused_before_they_wait_for_each_other(tmp_path, body):
+    """One of two processes, as a launcher starts it; the other never comes."""
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = script(body.format(config=SPARSE), **launched)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("mst_scale: "))
+    assert "2 processes were started on CPUs" in line
 
 
 def test_a_mistake_in_a_script_is_one_line_and_an_unused_door_is_told():

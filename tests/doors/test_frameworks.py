@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import mst_scale
+from mst_scale.checkpoints.reshape import reshape
+from mst_scale.errors import UserError
 from tests.doors.opened import digests, opened
 from tests.support import pool
 from tests.support.lightning_on_cpu import accelerator
@@ -92,6 +94,44 @@ def with_accelerate(rank, world, folder, stage):
         accelerator.load_state(f"{folder}/state")
         again = followed(engine, rank, range(6, STEPS), accelerator.backward, optimizer.step)
     return found == own(rank, stage), again == found[6:], rows(folder) if rank == 0 else 5
+
+
+def accelerated(rank, world, folder, stage, resumes):
+    """Half a run on this number of processes, and its checkpoint; or the other half, from that."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    accumulation = 2 // world
+    config = {**CONFIG, "zero_optimization": {"stage": stage}, "gradient_accumulation_steps": accumulation}
+    with opened():
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=accumulation)
+        model = toy()
+        engine, optimizer = accelerator.prepare(model, adam(model.parameters()))
+        if resumes:
+            try:
+                accelerator.load_state(f"{folder}/state")
+            except UserError as error:
+                return str(error)
+        found = [digests(engine)]
+        for step in range(6, STEPS) if resumes else range(6):
+            for part in range(accumulation):
+                with accelerator.accumulate(engine):
+                    accelerator.backward(engine(*toy_batch(step, rank * accumulation + part)))
+                    optimizer.step()
+            found.append(digests(engine))
+        if not resumes:
+            accelerator.save_state(f"{folder}/state")
+    return engine.mst.step, found
+
+
+@pytest.mark.parametrize(("stage", "before", "now"), [(2, 2, 1), (1, 1, 2)])
+def test_accelerate_continues_on_another_number_of_processes(tmp_path, stage, before, now):
+    _, masks = pool.run(accelerated, before, str(tmp_path), stage, False)[0]
+    for said in pool.run(accelerated, now, str(tmp_path), stage, True):
+        assert f"mst reshape {tmp_path}/state/pytorch_model" in said
+    reshape(tmp_path / "state" / "pytorch_model")
+    for step, found in pool.run(accelerated, now, str(tmp_path), stage, True):
+        assert step == STEPS and found[0] == masks[-1], "the masks are those of the checkpoint"
 
 
 def rows(folder):

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import mst_scale
+from mst_scale.cli import main
 from mst_scale.config import load
 from mst_scale.doors.trainer import _logged
+from mst_scale.errors import UserError
 from tests.doors.opened import Words, deepspeed_config, digests, model, opened
 from tests.support import pool
 from tests.support.toy_engine import STAGES
@@ -145,6 +147,47 @@ def test_a_run_continues_bit_for_bit(tmp_path, stage, kind):
         assert (same, losses, masks, logs, files) == (True, True, True, True, True)
 
 
+def begun(rank, world, folder, stage, kind):
+    """A run with a checkpoint in its middle: losses step by step, and the masks there."""
+    with opened():
+        more = {"save_strategy": "steps", "save_steps": 6, "gradient_accumulation_steps": 4 // world}
+        trainer, _, masks = trained(folder, stage, kind, **more)
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row], masks[5]
+
+
+def on_other_ranks(rank, world, folder, stage, kind):
+    """Its second half on this number of processes: what it is told, or all losses and the masks that it began with."""
+    from transformers import Trainer, TrainerCallback
+
+    first = []
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, args, state, control, **others):
+            first.append(digests(trainer.deepspeed))
+
+    with opened():
+        args = arguments(folder, deepspeed_config(stage), gradient_accumulation_steps=4 // world)
+        trainer = Trainer(model(kind), args, train_dataset=Words(), callbacks=[Look()])
+        try:
+            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-6")
+        except UserError as error:
+            return str(error)
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row], first[0]
+
+
+@pytest.mark.parametrize(("stage", "before", "now"), [(1, 2, 1), (2, 1, 2), (3, 2, 1)])
+def test_a_run_continues_on_another_number_of_processes(tmp_path, stage, before, now):
+    """With the same global batch: 16 sequences in micro-batches of 4."""
+    whole, masks = pool.run(begun, before, str(tmp_path), stage, "llama")[0]
+    args = (str(tmp_path), stage, "llama")
+    for said in pool.run(on_other_ranks, now, *args):
+        assert f"mst reshape {tmp_path}/checkpoint-6/global_step6" in said
+    assert main(["reshape", f"{tmp_path}/checkpoint-6/global_step6"]) == 0
+    for losses, first in pool.run(on_other_ranks, now, *args):
+        assert first == masks, "the masks are those of the checkpoint"
+        assert losses == pytest.approx(whole, rel=2e-3), "sums of other orders; at the end masks may differ by a tie"
+
+
 def used(rank, world, folder, stage):
     """What people do around training: evaluation, the best checkpoint, saving, loading from a folder, generation."""
     from transformers import AutoModelForCausalLM, Trainer
@@ -198,8 +241,6 @@ def test_what_people_do_around_training(tmp_path, stage):
 
 
 def test_the_report_reads_a_trainers_folder(tmp_path):
-    from mst_scale.cli import main
-
     pool.run(reported, 1, str(tmp_path))
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page")]) == 0
     page = (tmp_path / "page" / "index.html").read_text()

@@ -1,0 +1,43 @@
+"""Rejects several CPU processes under Accelerate, as soon as a program asks for them.
+
+With DeepSpeed, Accelerate (and Trainer, which uses it) looks for the backend of an accelerator. On CPUs there is none:
+each process then counts itself as the only one, and they train on all of the data or wait for each other without end.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from mst_scale.distributed import SharedMistake
+
+
+def open_door(module: Any) -> None:
+    """`module` is accelerate.state."""
+    state = module.PartialState
+    begin = state.__init__
+    if getattr(begin, "refuses_cpu_processes", False):
+        return
+
+    @functools.wraps(begin)
+    def with_check(self: Any, cpu: bool = False, **more: Any) -> None:
+        _refuse_cpu_processes(state, cpu)
+        begin(self, cpu, **more)
+
+    with_check.refuses_cpu_processes = True  # type: ignore[attr-defined]
+    state.__init__ = with_check
+
+
+def _refuse_cpu_processes(state: Any, cpu: bool) -> None:
+    """Called before Accelerate makes its process group, in which the processes would wait."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    of_launcher = int(os.environ.get("LOCAL_RANK", "-1")) != -1
+    with_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    if processes == 1 or not of_launcher or not with_deepspeed or state._shared_state:
+        return
+    if cpu or state._prepare_backend(state, cpu)[0] is None:
+        raise SharedMistake(
+            f"{processes} processes were started on CPUs, where Accelerate and Trainer support one with DeepSpeed: "
+            "start one (python SCRIPT), or call mst_scale.initialize in a loop of your own, which takes several"
+        )
