@@ -186,6 +186,7 @@ def _of_transformers(
 ) -> Exported:
     with _draft_of(out) as draft:
         found, note = write_folder(source, draft, dtype=dtype, shard_bytes=shard_bytes, tokenizer=tokenizer)
+        size = sum(file.stat().st_size for file in draft.glob("*.safetensors"))
     if note:
         logger.warning("%s", note)
     if source.pattern.kind != "dense":
@@ -196,7 +197,7 @@ def _of_transformers(
             source.pattern,
         )
     written = None if note else tokenizer or "the model's own"
-    return Exported(source.checkpoint, out, source.step, tokenizer=written, **found)
+    return Exported(source.checkpoint, out, source.step, tokenizer=written, bytes=size, **found)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

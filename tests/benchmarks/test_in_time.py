@@ -57,7 +57,9 @@ def test_what_is_expected_of_gpus_is_what_a_plan_says():
     rows = in_time.expected(read_plan("channels"))
     assert [(row["gpu"], row["config"]) for row in rows] == [(c, n) for c in in_time.CARDS for n in in_time.CONFIGS]
     for row in rows:
-        assert 1 < row["channels"] < row["flop_reduction"] and row["blocks of 32"] < row["blocks of 64"]
+        assert row["channels"] < row["flop_reduction"] and row["blocks of 32"] < row["blocks of 64"]
+        # by measured efficiencies, narrow models gain nothing on Hopper
+        assert (row["channels"] > 1) == ((row["gpu"], row["config"]) != ("H200", "gpt2_small"))
 
 
 def test_kinds_are_made_as_a_config_would_state_them():
