@@ -11,10 +11,10 @@ from tests.support.whole_runs import MST, arguments, attempt, weights, without_t
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
 
 
-def run(tmp_path, out: str, stage: int, **training: float) -> list[dict]:
+def run(tmp_path, out: str, stage: int, line: str = "", **training: float) -> list[dict]:
     blocks = {"optimizer": ADAM, "mst": MST, "zero_optimization": {"stage": stage}}
     said = pool.run(attempt, 2, arguments(tmp_path, out, training=training, **blocks))
-    assert said == [(0, "")] * 2
+    assert said == [(0, line), (0, "")]
     return without_times(tiny_run.rows(tmp_path / out))
 
 
@@ -32,7 +32,8 @@ def test_stages_agree_and_a_stopped_run_goes_on(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(tmp_path / "out", elsewhere)
     shutil.rmtree(elsewhere / "checkpoints" / "step00000012")
-    moved = [row["loss"] for row in run(tmp_path, "elsewhere", 3, **apart)]
+    line = "resuming with changes: zero_optimization.stage 1 → 3\n"
+    moved = [row["loss"] for row in run(tmp_path, "elsewhere", 3, line, **apart)]
     assert moved == pytest.approx([row["loss"] for row in first], abs=2e-6), "the groups go with it to another stage"
     one, other = (weights(tmp_path / out, "step00000012") for out in ("out", "again"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
