@@ -261,7 +261,7 @@ keep_running() {
         export MST_RESTART="$attempt" MST_START="$$-$RANDOM-$SECONDS"
         code=0
         start || code=$?
-        if [ "$code" -eq 0 ] && [ "$(outcome 0)" != done ]; then
+        if [ "$code" -eq 0 ] && [ "$(outcome 0)" != "done" ]; then
             echo 'mst_scale: the ranks are gone, and run.json does not say that the run is finished' >&2
             code=1
         elif [ "$code" -eq 3 ] && [ "$(outcome 3)" = stop ]; then

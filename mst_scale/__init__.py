@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mst_scale import _deprecated
+
 if TYPE_CHECKING:
     from mst_scale.checkpoints.warm_start import warm_start
     from mst_scale.doors.integrate import integrate
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["MST", "Engine", "initialize", "integrate", "load_weights", "merge_adapters", "record", "warm_start"]
+
+_deprecated.install()
 
 _WHERE = {
     "MST": "engine.types",

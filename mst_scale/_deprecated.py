@@ -1,0 +1,72 @@
+"""Names of version 0.1 that keep working in 0.2, each with a warning; 0.3 drops this file.
+
+`MOVED` maps a module's old path to its new one: importing the old path warns and gives the names of the new module.
+`RENAMED` maps (new module, old name) to the new name. `CONFIG_KEYS` and `FLAGS` are read by the config loader and by the
+command lines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+MOVED: dict[str, str] = {}
+RENAMED: dict[tuple[str, str], str] = {}
+CONFIG_KEYS: dict[str, str] = {}  # dotted path of the old key -> of the new one
+FLAGS: dict[str, str] = {}  # --old -> --new, in every command that has --new
+
+
+def _warn(old: str, new: str) -> None:
+    # the frames between are those of the import system and of this file
+    warnings.warn(f"{old} is now {new}; the old name goes with mst_scale 0.3", DeprecationWarning, stacklevel=4)
+
+
+def renamed(module: str, name: str) -> Any:
+    """Return what `name` of `module` is called now, with a warning.
+
+    Raises:
+        AttributeError: if the module never had that name.
+    """
+    new = RENAMED.get((module, name))
+    if new is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    _warn(f"{module}.{name}", f"{module}.{new}")
+    return getattr(importlib.import_module(module), new)
+
+
+class _MovedModule(ModuleType):
+    """Stands where a module was, and looks every name up where the module is now."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        target = MOVED[self.__name__]
+        name = RENAMED.get((target, name), name)
+        return getattr(importlib.import_module(target), name)
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname in MOVED else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _MovedModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        _warn(module.__name__, MOVED[module.__name__])
+
+
+def install() -> None:
+    """Let old module paths be imported; called once, when mst_scale is imported."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())

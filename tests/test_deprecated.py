@@ -1,0 +1,33 @@
+import importlib
+import sys
+
+import pytest
+
+from mst_scale import _deprecated
+
+
+def test_a_moved_module_warns_and_gives_the_new_modules_names(monkeypatch):
+    monkeypatch.setitem(_deprecated.MOVED, "mst_scale.former_errors", "mst_scale.errors")
+    monkeypatch.setitem(_deprecated.RENAMED, ("mst_scale.errors", "FormerError"), "UserError")
+    with pytest.warns(DeprecationWarning, match="mst_scale.errors"):
+        former = importlib.import_module("mst_scale.former_errors")
+    from mst_scale.errors import UserError
+
+    assert former.UserError is UserError and former.FormerError is UserError
+    with pytest.raises(AttributeError):
+        former.never_there  # noqa: B018
+    del sys.modules["mst_scale.former_errors"]
+
+
+@pytest.mark.parametrize("old", sorted(_deprecated.MOVED))
+def test_every_moved_module_can_be_imported(old):
+    sys.modules.pop(old, None)
+    with pytest.warns(DeprecationWarning):
+        importlib.import_module(old)
+    importlib.import_module(_deprecated.MOVED[old])
+
+
+@pytest.mark.parametrize(("module", "name"), sorted(_deprecated.RENAMED))
+def test_every_renamed_name_is_found(module, name):
+    with pytest.warns(DeprecationWarning):
+        assert _deprecated.renamed(module, name) is not None
