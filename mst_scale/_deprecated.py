@@ -1,8 +1,8 @@
 """Names of version 0.1 that keep working in 0.2, each with a warning; 0.3 drops this file.
 
 `MOVED` maps a module's old path to its new one: importing the old path warns and gives the names of the new module.
-`RENAMED` maps (new module, old name) to the new name. `CONFIG_KEYS` and `FLAGS` are read by the config loader and by the
-command lines.
+`RENAMED` maps (new module, old name) to the new name. `CONFIG_KEYS` and `FLAGS` are read by the config loader and by
+the command lines.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -42,8 +41,6 @@ def renamed(module: str, name: str) -> Any:
 
 class _MovedModule(ModuleType):
     """Stands where a module was, and looks every name up where the module is now."""
-
-    __path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
