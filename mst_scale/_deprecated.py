@@ -51,9 +51,7 @@ class _MovedModule(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         return ModuleSpec(fullname, self, is_package=True) if fullname in MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
