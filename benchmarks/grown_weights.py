@@ -58,7 +58,7 @@ def train(sampler: Any, grown_moments: str, beta2: float, steps: int) -> Row:
         for group in engine.optimizer.param_groups:
             group["lr"] = RATE * min(1.0, (step + 1) / WARM)
         controller = engine.mst
-        before = {i: controller.shards.weight(i)[where].clone() for i, where in grown.items()}
+        before = {i: controller.store.weight(i)[where].clone() for i, where in grown.items()}
         flags = [mask.flags() for mask in controller.masks]
         loss = engine(*sampler.batch(step, range(16)))
         engine.backward(loss)
@@ -66,7 +66,7 @@ def train(sampler: Any, grown_moments: str, beta2: float, steps: int) -> Row:
         losses.append(float(loss.detach()))
         age = step + 1 - controller.changed_at
         if before and age in sizes and step > steps // 2:
-            moved = [(controller.shards.weight(i)[where] - before[i]).abs() for i, where in grown.items()]
+            moved = [(controller.store.weight(i)[where] - before[i]).abs() for i, where in grown.items()]
             sizes[age].append(float(torch.cat(moved).mean()) / RATE)
         if age == 0:
             new = [mask.flags() & ~old for mask, old in zip(controller.masks, flags, strict=True)]

@@ -160,7 +160,7 @@ def enter_sparse_phase(stepper: Stepper, experiment: Any) -> int:
 def stay_at(stepper: Stepper, step: int) -> None:
     """The next steps are ordinary ones of this phase."""
     stepper.engine.global_steps = step
-    stepper.engine.mst.settled = step
+    stepper.engine.mst.state.settled = step
 
 
 def described(shape: Shape, variant: str) -> Row:

@@ -114,10 +114,10 @@ class Pair:
             self.mst.engine.global_steps = step - 1
             mst.masks_replaced()  # what a checkpoint of that step would do
             self.mst.step()
-            assert abs(mst.sparsity - schedule.at(step).sparsity) < 0.01 or mst.elements.side > 1
+            assert abs(mst.sparsity - schedule.at(step).sparsity) < 0.01 or mst.topology.elements.side > 1
         return step
 
     def pin(self, step: int) -> None:
         """The next step of MST is an ordinary one of this phase, however many are taken."""
         self.mst.engine.global_steps = step
-        self.mst.engine.mst.settled = step
+        self.mst.engine.mst.state.settled = step

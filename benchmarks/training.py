@@ -125,7 +125,7 @@ def masked(ranks: Any, rounds: int) -> list[Row]:
     for _ in range(max(3, rounds // 3)):
         for due, kept in ((True, topology), (False, plain)):
             type(controller.schedule).is_topology_step = lambda self, s, due=due: due
-            controller._ask_for_dense_gradients()
+            controller.compute._ask_for_dense_gradients()
             kept.append(seconds_of(step(sparse)))
     type(controller.schedule).is_topology_step = is_due
     extra = [a - b for a, b in zip(topology, plain, strict=True)]

@@ -21,18 +21,18 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.distributed import Damaged
 from mst_scale.errors import UserError
-from mst_scale.mixed_growing.exchange import Exchange
-from mst_scale.mixed_growing.masks import MaskSet, StoredMask
+from mst_scale.mixed_growing.masks import StoredMask
 from mst_scale.shard import Cut, Shard
-from mst_scale.sparsity_variation import Phase, Point, Schedule
+from mst_scale.sparsity_variation import Phase, Schedule
 
 FOLDER = "mst"
 FORMAT = "mst_scale masks 1"
@@ -40,88 +40,62 @@ Wanted = Mapping[str, Shard]
 """Shards of parameters, by name."""
 
 
-class Keeper(Protocol):
-    """Keeps the masks of a run: the controller, as far as it is saved and restored with them."""
-
-    masks: MaskSet
-    everyone: Exchange
-    """All ranks that save and load together, replicas too: what fails on one fails on all."""
-
-    def gathered(self) -> Gathered:
-        """What all ranks hold. They ask together."""
-
-    def digests_of(self, masks: MaskSet) -> list[int]:
-        """Of these masks whole, from the shards of all ranks. They ask together."""
-
-    seed: int
-    settled: int
-    digests: list[int]
-    schedule: Schedule
-    granularity: dict[str, int] | str
-    """"element", or {"block": B, "min_blocks": m}."""
-
-    def dead_units(self) -> Mapping[str, tuple[int, int]]: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def point(self) -> Point: ...
-
-
 # --- writing ---
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """What all ranks hold, as one of them knows it."""
+def save(checkpoint: Path, state: MaskState, step: int, units: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    """Write the masks into a checkpoint's folder, on all ranks together.
 
-    digests: dict[str, int]
-    """Of every mask of the model, in the order of the layers."""
-    files: int
-    """Ranks that write one."""
-    number: int | None
-    """Of this rank's; None: its shards are another's too."""
+    Args:
+        checkpoint: the folder of the checkpoint.
+        state: the masks of this rank.
+        step: finished optimizer steps.
+        units: (dead, all) units by kind, for `mst inspect`.
 
+    Returns:
+        The head of the files, which belongs into the checkpoint's client_state.
+    """
+    files, number = state.number_files()
+    head = describe(state, step, state.gather_digests(), files, units)
 
-def save(checkpoint: Path, keeper: Keeper) -> dict[str, Any]:
-    """Write the masks into a checkpoint's folder, on all ranks together; the head, for its client_state."""
-    gathered = keeper.gathered()
-    head = describe(keeper, gathered)
-    failure = None
-    if gathered.number is not None:
+    def write_mine() -> None:
+        if number is None:
+            return
         try:
-            write(checkpoint, keeper, gathered.number, head)
+            write(checkpoint, state, number, head)
         except (OSError, SafetensorError) as error:
-            failure = OSError(f"cannot write {file_of(checkpoint, gathered.number)}: {error}")
-    keeper.everyone.raise_first(failure)
+            raise OSError(f"cannot write {file_of(checkpoint, number)}: {error}") from None
+
+    state.everyone.agree(write_mine)
     return head
 
 
-def describe(keeper: Keeper, gathered: Gathered) -> dict[str, Any]:
-    """The head; the same on every rank, which all ask for it together."""
-    point = keeper.point
+def describe(
+    state: MaskState, step: int, digests: Mapping[str, int], files: int, units: Mapping[str, tuple[int, int]]
+) -> dict[str, Any]:
+    """Return the head of the mask files, which is the same on every rank."""
+    point = state.schedule.at(step)
     return {
         "format": FORMAT,
-        "step": keeper.step,
-        "settled": keeper.settled,
+        "step": step,
+        "settled": state.settled,
         "phase": str(point.phase),
-        "target_sparsity": point.sparsity,
-        "seed": keeper.seed,
-        "schedule": _in_the_files_words(keeper.schedule),
-        "granularity": keeper.granularity,
-        "files": gathered.files,
-        "names": list(gathered.digests),
-        "digests": list(gathered.digests.values()),
-        "units": {kind: list(counts) for kind, counts in keeper.dead_units().items()},
+        "target_sparsity": state.sparsity if state.given else point.sparsity,
+        "seed": state.seed,
+        "schedule": _in_the_files_words(state.schedule),
+        "granularity": state.granularity,
+        "files": files,
+        "names": list(digests),
+        "digests": list(digests.values()),
+        "units": {kind: list(counts) for kind, counts in units.items()},
     }
 
 
-def write(checkpoint: Path, keeper: Keeper, rank: int, head: Mapping[str, Any]) -> None:
+def write(checkpoint: Path, state: MaskState, rank: int, head: Mapping[str, Any]) -> None:
     """This rank's file under the head of all."""
     tensors: dict[str, torch.Tensor] = {}
     entries: dict[str, Any] = {}
-    for name, mask in keeper.masks.stored().items():
+    for name, mask in state.masks.stored().items():
         entries[name] = {
             "shape": list(mask.shard.shape),
             "start": mask.shard.start,
@@ -167,54 +141,68 @@ class Masks:
         return [shards[name] for shards in self.ranks if name in shards]  # a stage of a pipeline has its layers only
 
 
-def restore(checkpoint: Path, keeper: Keeper, state: Mapping[str, Any] | None) -> None:
-    """Take the masks of a checkpoint, re-sliced to this rank; `state` is what its client_state says of them."""
-    failure, names = None, keeper.gathered().digests
-    try:
-        found = _fitting(checkpoint, keeper, state, names)
-        mine = set(keeper.masks.names)  # of a pipeline's masks those of this stage
-        keeper.masks.load([{name: mask for name, mask in shards.items() if name in mine} for shards in found.ranks])
-    except Exception as error:  # whatever it is: the other ranks must not wait for this one
-        failure = error
-    keeper.everyone.raise_first(failure)
-    assert state is not None
-    keeper.settled = int(state["settled"])
-    keeper.digests = keeper.digests_of(keeper.masks)
-    saved, wrong = dict(zip(state["names"], state["digests"], strict=True)), None
-    for name, now in zip(keeper.masks.names, keeper.digests, strict=True):
-        if now != saved[name] and wrong is None:
-            what = "is not the one this checkpoint was saved with"
-            wrong = UserError(f"{checkpoint / FOLDER}: the mask of {name} {what}")
-    keeper.everyone.raise_first(wrong)
+def restore(checkpoint: Path, state: MaskState, saved: Mapping[str, Any] | None) -> None:
+    """Take the masks of a checkpoint, re-sliced to this rank, on all ranks together.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        state: the masks of this rank, which are replaced.
+        saved: what the checkpoint's client_state says of its masks; None if it has none.
+
+    Raises:
+        UserError: if the checkpoint has no masks, or masks of another run.
+        Damaged: if a mask file is missing or altered.
+    """
+    names = state.gather_digests()
+
+    def load() -> None:
+        found = _fitting(checkpoint, state, saved, names)
+        mine = set(state.masks.names)  # of a pipeline's masks those of this stage
+        state.masks.load([{name: mask for name, mask in shards.items() if name in mine} for shards in found.ranks])
+
+    state.everyone.agree(load)
+    assert saved is not None
+    state.settled = int(saved["settled"])
+    state.refresh()
+    digests = dict(zip(saved["names"], saved["digests"], strict=True))
+
+    def check_digests() -> None:
+        for name, now in zip(state.masks.names, state.digests, strict=True):
+            if now != digests[name]:
+                raise UserError(
+                    f"{checkpoint / FOLDER}: the mask of {name} is not the one this checkpoint was saved with"
+                )
+
+    state.everyone.agree(check_digests)
 
 
-def _fitting(checkpoint: Path, keeper: Keeper, state: Mapping[str, Any] | None, names: Collection[str]) -> Masks:
-    """The masks of a checkpoint, if they are this run's."""
-    if state is None:
+def _fitting(checkpoint: Path, state: MaskState, saved: Mapping[str, Any] | None, names: Collection[str]) -> Masks:
+    """Return the masks of a checkpoint if they are this run's."""
+    if saved is None:
         raise UserError(
             f"{checkpoint} holds no masks: it was saved without sparse training; begin anew from its weights (--init "
             "RUN with another --out; in a loop of yours mst_scale.warm_start(engine, CHECKPOINT, anew=True)), or "
             "continue it with method dense"
         )
-    source = _with_masks(checkpoint, state)
-    found = read_all(source, {mask.name: mask.shard for mask in keeper.masks})
-    if found.head != dict(state):
+    source = _with_masks(checkpoint, saved)
+    found = read_all(source, {mask.name: mask.shard for mask in state.masks})
+    if found.head != dict(saved):
         raise UserError(f"{checkpoint / FOLDER} holds the masks of another checkpoint: copy it again with its own")
     if sorted(found.head["names"]) != sorted(names):
         raise UserError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
     before = {"granularity": "element", **found.head}  # files from before there were blocks do not say
     same = {
-        "schedule": _same_course(before["schedule"], keeper.schedule, int(found.head["step"])),
-        "seed": before["seed"] == keeper.seed,
-        "granularity": before["granularity"] == keeper.granularity,
+        "schedule": _same_course(before["schedule"], state.schedule, int(found.head["step"])),
+        "seed": before["seed"] == state.seed,
+        "granularity": before["granularity"] == state.granularity,
     }
-    saved, step = _schedule_in(before["schedule"]), int(found.head["step"])
-    if not same["schedule"] and saved is not None:
-        with_its_interval = replace(keeper.schedule, interval=saved.interval)
+    course, step = _schedule_in(before["schedule"]), int(found.head["step"])
+    if not same["schedule"] and course is not None:
+        with_its_interval = replace(state.schedule, interval=course.interval)
         if _same_course(before["schedule"], with_its_interval, step):
             raise UserError(
-                f"{checkpoint} was trained with a topology step every {saved.interval} steps, and this run would have "
-                f"one every {keeper.schedule.interval}: set mst.topology.interval to {saved.interval}"
+                f"{checkpoint} was trained with a topology step every {course.interval} steps, and this run would have "
+                f"one every {state.schedule.interval}: set mst.topology.interval to {course.interval}"
             )
     for what, fits in same.items():
         if not fits:

@@ -48,9 +48,9 @@ def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> in
     if engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
         zero_shards.place_scheduler(engine, state["lr_scheduler"])
     if masked:
-        engine.mst.masks_replaced()
+        engine.mst.masks_replaced(source)
         engine.mst.weights_taken()
-        engine.mst.record.resumed(state.get(CONFIG))
+        engine.mst.record.load_state_dict(state.get(CONFIG))
     else:
         engine.mst.begin_with_these_weights()
     what = "weights, masks and" if masked else "weights (it has no masks) and"

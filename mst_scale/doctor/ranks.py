@@ -68,14 +68,7 @@ def digest_of_sources() -> str:
 def found(ranks: Ranks) -> list[Finding]:
     """Every rank calls it, and comes to the same."""
     everyone = Exchange(ranks.control)
-    mine: Facts | None = None
-    error: Exception | None = None
-    try:
-        mine = facts()
-    except Exception as met:
-        error = met
-    everyone.raise_first(error)
-    all_facts: list[Any] = everyone.all(mine)
+    all_facts: list[Any] = everyone.all(everyone.agree(facts))
     clocks = [times_of(everyone) for _ in range(LOOKS)]
     alike = [versions(all_facts), clock(clocks, all_facts)] if len(all_facts) > 1 else []
     return [hosts(all_facts), *alike, hashes(all_facts), threads(all_facts), devices(all_facts)]

@@ -27,7 +27,7 @@ def found(ranks: Ranks, stage: int) -> list[Finding]:
     mst: Any = engine.mst
     mst.check_drift()
     everyone = Exchange(ranks.control)
-    digests: list[Any] = everyone.all(list(mst.digests))
+    digests: list[Any] = everyone.all(list(mst.state.digests))
     finite = all(everyone.all(all(map(math.isfinite, losses))))
     changed, sparsity = int(mst.changed_at), float(mst.sparsity)
     if hasattr(engine, "destroy"):

@@ -19,10 +19,8 @@ from mst_scale.config import RECIPES, Experiment, load, overridden_in_recipe, re
 from mst_scale.config.parallel import KEYS, refuse_in_pipeline, sizes_of
 from mst_scale.config.support import precision_of, refuse_unsupported
 from mst_scale.distributed import complete_environment, logger, speak, under_mpi
-from mst_scale.engine.config_record import ConfigRecord
-from mst_scale.engine.controller import Controller
 from mst_scale.engine.sequences import cut_sequences
-from mst_scale.engine.sparse import SparseController
+from mst_scale.engine.sparse_training import SparseTraining
 from mst_scale.engine.types import MST, Engine
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import SelfAttention
@@ -48,7 +46,7 @@ def initialize(
     """`deepspeed.initialize`, its arguments in its order, for a config that may hold our blocks.
 
     The config may also be `config_params` or `args.deepspeed_config`, as there. Returns (engine, optimizer, loader,
-    lr_scheduler); `engine.mst` is the controller.
+    lr_scheduler); `engine.mst` is described by `types.MST`.
     """
     if more:  # what DeepSpeed's order gives a name
         given = inspect.signature(_deepspeeds_own).bind(args, model, optimizer, model_parameters, *more).arguments
@@ -94,13 +92,11 @@ def initialize(
             config=experiment.deepspeed,
             **others,
         )
-    controller = (Controller if experiment.mst.stays_dense else SparseController)(engine, experiment)
-    controller.record = ConfigRecord(engine, experiment, own_loop=not isinstance(configs[0], Experiment))
-    public: MST = controller
+    training = SparseTraining(engine, experiment, own_loop=not isinstance(configs[0], Experiment))
+    public: MST = training
     engine.mst = public
-    zero_shards.install(engine, controller)
-    controller.begin()
-    controller.record.carry()
+    zero_shards.install(engine, training)
+    training.begin()
     return engine, made, loader, scheduler
 
 

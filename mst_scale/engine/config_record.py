@@ -14,13 +14,16 @@ from mst_scale.checkpoints.warm_start import CONFIG
 from mst_scale.config import Experiment
 from mst_scale.config.changes import differences, differing, result_keys
 from mst_scale.distributed import logger
+from mst_scale.engine.component import Component
 
 # How long a run is: what would not be the same run up to here is refused (`mask_files`, `pretrain.lengthen`, `branch`).
 LENGTH = ("training.steps", "training.warmup", "training.decay")
 
 
-class ConfigRecord:
-    """Of one engine. `corpus` is set by who knows what the run reads."""
+class ConfigRecord(Component):
+    """The config of one engine; `corpus` is set by the training loop that knows what the run reads."""
+
+    state_key = CONFIG
 
     def __init__(self, engine: Any, experiment: Experiment, own_loop: bool):
         self.engine = engine
@@ -29,22 +32,19 @@ class ConfigRecord:
         self.changes: list[str] = []
         """What differed in the last checkpoint that was loaded."""
 
-    def carry(self) -> None:
-        """From now on checkpoints hold the config, and loads compare it."""
-        zero_shards.carry_state(self.engine, CONFIG, self.now, self.resumed)
-
-    def now(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {
             **self.keys,
             "sequences per step": zero_shards.sequences_a_step(self.engine),
             **({} if self.corpus is None else {"corpus": self.corpus}),
         }
 
-    def resumed(self, before: dict[str, Any] | None) -> None:
-        """Compare with the config that a checkpoint was saved with; None: it does not say."""
-        self.changes = [] if before is None else differences(before, self.now())
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Compare with the config that a checkpoint was saved with; None if it does not say."""
+        before = state
+        self.changes = [] if before is None else differences(before, self.state_dict())
         if before is None:
             logger.info("the checkpoint does not say with which config it was trained: changes are not checked")
         elif self.changes:
-            meant = set(differing(before, self.now())) <= set(LENGTH)
+            meant = set(differing(before, self.state_dict())) <= set(LENGTH)
             logger.log(INFO if meant else WARNING, "resuming with changes: %s", ", ".join(self.changes))

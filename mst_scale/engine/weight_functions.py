@@ -15,9 +15,12 @@ import torch
 import torch.distributed as dist
 
 from mst_scale import zero_shards
+from mst_scale.checkpoints.multiplied import STATE
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import why_not_method
 from mst_scale.distributed import Sizes
+from mst_scale.engine.component import Component
+from mst_scale.engine.masking import describe_phases
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.methods import METHODS, WeightFunction
@@ -69,8 +72,11 @@ class Pulled(torch.autograd.Function):
         return gradients[0] + layer.share() * pull, None
 
 
-class WeightFunctions:
-    """Those of one engine's layers; they hold from `begin` until the final dense phase begins, or to the end."""
+class WeightFunctions(Component):
+    """The functions of one engine's layers, from the first step until the final dense phase begins, or to the end."""
+
+    state_key = STATE
+    measures = True
 
     def __init__(self, engine: Any, experiment: Experiment):
         self.engine, mst = engine, experiment.mst
@@ -109,8 +115,10 @@ class WeightFunctions:
         self.reseed = False
         self.first_squares: dict[int, torch.Tensor] = {}  # by layer, while the first step after `end` is under way
 
-    def install(self, products: dict[str, Product]) -> None:
-        """Let these products call the functions; every target has one."""
+    def use(self, products: dict[str, Product] | None) -> None:
+        """Let these products call the functions; None for a run without masks, which gets products of its own."""
+        if products is None:
+            products = SparseLayers(self.engine.module, self.targets, self.shapes, "dense", always=True).products
         for name in self.targets:
             if name not in products or products[name].across:
                 raise UserError(
@@ -119,10 +127,6 @@ class WeightFunctions:
                 )
         self.products = products
 
-    def own_products(self) -> dict[str, Product]:
-        """Those of a run without masks."""
-        return SparseLayers(self.engine.module, self.targets, self.shapes, "dense", always=True).products
-
     # --- when they hold ---
 
     def hold_at(self, step: int) -> bool:
@@ -130,7 +134,36 @@ class WeightFunctions:
         ends_sparse = self.schedule.sparse_until == self.schedule.total_steps
         return self.always or ends_sparse or step < self.schedule.sparse_until
 
-    def follow(self, step: int) -> None:
+    def begin(self) -> None:
+        self.weights_replaced()
+
+    def before_step(self) -> None:
+        self._check_pulls()
+        self._keep_first_squares()
+
+    def before_update(self) -> None:
+        self._seed_moments()
+
+    def after_step(self, updated: bool) -> None:
+        self._end_if_due(self._step)
+        self._follow(self._step)
+
+    def weights_replaced(self) -> None:
+        """Store what stands for the weights that the model has."""
+        if self.hold_at(self._step):
+
+            def stored(layer: LayerFunction, weight: torch.Tensor) -> torch.Tensor:
+                made, layer.scale = self.function.begin(weight)
+                return made
+
+            self._replace(stored)
+        self._follow(self._step)
+
+    @property
+    def _step(self) -> int:
+        return int(self.engine.global_steps)
+
+    def _follow(self, step: int) -> None:
         """Let the products compute as the next step wants it."""
         holds = self.hold_at(step)
         kept = self._kept(step) if holds else {}
@@ -141,7 +174,7 @@ class WeightFunctions:
     def _share(self) -> float:
         return zero_shards.loss_scale(self.engine) / zero_shards.passes_of_a_step(self.engine)
 
-    def check_pulls(self) -> None:
+    def _check_pulls(self) -> None:
         """Of the step that is about to be taken: a whole one for every layer."""
         for name, layer in self.layers.items():
             if layer.pulls not in (0, self.engine.gradient_accumulation_steps()):
@@ -157,18 +190,7 @@ class WeightFunctions:
         counts = active_counts(list(self.shapes.values()), sparsity, self.distribution)
         return dict(zip(self.shapes, counts, strict=True))
 
-    def begin(self, step: int) -> None:
-        """Store what stands for the weights that the model has."""
-        if not self.hold_at(step):
-            return
-
-        def stored(layer: LayerFunction, weight: torch.Tensor) -> torch.Tensor:
-            made, layer.scale = self.function.begin(weight)
-            return made
-
-        self._replace(stored)
-
-    def end_if_due(self, step: int) -> None:
+    def _end_if_due(self, step: int) -> None:
         """After the last step that they hold at: go on with weights."""
         if self.hold_at(step) or not self.hold_at(step - 1):
             return
@@ -179,7 +201,7 @@ class WeightFunctions:
                     state.zero_()
             self.reseed = True
 
-    def see_gradients(self) -> None:
+    def _keep_first_squares(self) -> None:
         """Moments of other values are gone: keep the squares that Adam's second will begin with, of the first gradient
         or of the layer's usual one, whichever is larger."""
         self.first_squares = {}
@@ -192,11 +214,10 @@ class WeightFunctions:
             mean = float(self.zero.sum(g.double().square().sum())) / math.prod(shape)
             self.first_squares[i] = g.square().clamp(min=mean)
 
-    def seed_moments(self) -> None:
+    def _seed_moments(self) -> None:
         """No overflow has come of those gradients, and what clipping makes of them is known."""
         for i, square in self.first_squares.items():
-            beta2 = zero_shards.group_of(self.shards, i)["betas"][1]
-            warm = 1.0 - beta2 ** zero_shards.updates_of(self.shards, i)  # as `second_moments` says
+            warm = self.shards.second_moment_share(i)  # as in `topology`
             self.shards.states(i)["exp_avg_sq"].copy_(square * (warm * zero_shards.clip_factor(self.engine) ** 2))
         self.first_squares, self.reseed = {}, False
 
@@ -225,16 +246,27 @@ class WeightFunctions:
                 zero_shards.put_reads(self.engine, name, parameters[name], _reader(values))
         return changed
 
-    # --- what masks over an elementwise function read ---
+    # --- criteria.Criteria: what masks over an elementwise function read ---
 
-    def weight(self, name: str, stored: torch.Tensor) -> torch.Tensor:
-        """Some weights of a matrix."""
-        layer = self.layers[name]
+    def to_weight_gradient_(self, name: str, stored: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Divide the gradient of stored values by the function's slope."""
+        gradient.div_(self._slope(name, stored))
+
+    def ranked(
+        self, name: str, stored: torch.Tensor, momentum: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the weights and their momentum."""
+        layer, slope = self.layers[name], self._slope(name, stored)
         with torch.no_grad():
-            return self.function.weight(stored.detach(), layer.kept, layer.scale)
+            weight = self.function.weight(stored.detach(), layer.kept, layer.scale)
+        return weight, None if momentum is None else momentum / slope
 
-    def slope(self, name: str, stored: torch.Tensor) -> torch.Tensor:
-        """Their derivatives."""
+    def to_stored_squares(self, name: str, stored: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+        """Multiply squared gradients by the squared slope."""
+        return squares * self._slope(name, stored).square()
+
+    def _slope(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        """The function's derivative at some stored values of a matrix."""
         layer = self.layers[name]
         with torch.enable_grad():
             stored = stored.detach().clone().requires_grad_()
@@ -244,37 +276,39 @@ class WeightFunctions:
 
     # --- what others read ---
 
-    def densities(self, step: int) -> dict[str, float]:
-        """FLOPs of the layers' products over those of dense ones."""
-        return self._shares(step, self.function.density)
+    def densities(self) -> dict[str, float]:
+        """Return the FLOPs of the layers' products over those of dense ones."""
+        return self._shares(self.function.density)
 
-    def gradient_densities(self, step: int) -> dict[str, float]:
-        return self._shares(step, self.function.gradient_density)
+    def gradient_densities(self) -> dict[str, float]:
+        return self._shares(self.function.gradient_density)
 
-    def _shares(self, step: int, density: Any) -> dict[str, float]:
+    def _shares(self, density: Any) -> dict[str, float]:
+        step = self._step
         if not self.hold_at(step):
             return dict.fromkeys(self.shapes, 1.0)
         kept = self._kept(step)
         return {name: density(shape, kept[name] / math.prod(shape)) for name, shape in self.shapes.items()}
 
-    def sparsity(self, step: int) -> float:
+    def sparsity(self) -> float:
         numels = {name: math.prod(shape) for name, shape in self.shapes.items()}
-        dense = self.densities(step)
+        dense = self.densities()
         return 1 - sum(dense[name] * n for name, n in numels.items()) / sum(numels.values())
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         weights = sum(math.prod(shape) for shape in self.shapes.values())
         options = ", ".join(f"{key} {value}" for key, value in asdict(self.options).items())
         return (
             f"{len(self.shapes)} matrices with {weights:,} weights are multiplied as functions of what is stored"
-            f"{f' ({options})' if options else ''}: {METHODS[self.method].about}"
+            f"{f' ({options})' if options else ''}: {METHODS[self.method].about}; {describe_phases(self.schedule)}"
         )
 
-    def saved(self, step: int) -> dict[str, Any]:
-        layers = {name: [layer.kept, layer.scale] for name, layer in self.layers.items()} if self.hold_at(step) else {}
+    def state_dict(self) -> dict[str, Any]:
+        holds = self.hold_at(self._step)
+        layers = {name: [layer.kept, layer.scale] for name, layer in self.layers.items()} if holds else {}
         return {"method": self.method, "options": asdict(self.options), "layers": layers, "reseed": self.reseed}
 
-    def loaded(self, state: dict[str, Any] | None, step: int) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         stated = None if state is None else (state["method"], state["options"])
         if stated != (self.method, asdict(self.options)):
             raise UserError(
@@ -285,7 +319,7 @@ class WeightFunctions:
         self.reseed = bool(state["reseed"])
         for name, (kept, scale) in state["layers"].items():
             self.layers[name].kept, self.layers[name].scale = int(kept), float(scale)
-        self.follow(step)
+        self._follow(self._step)
 
 
 def _reader(values: torch.Tensor) -> Any:
@@ -296,7 +330,7 @@ def _reader(values: torch.Tensor) -> Any:
 
 
 def functions_of(engine: Any, experiment: Experiment) -> WeightFunctions | None:
-    """None where layers multiply with what their parameters store."""
+    """Return the functions of a method that has some; None if layers multiply with what their parameters store."""
     method = experiment.mst.method
     if method is None or METHODS[method].function is None:
         return None

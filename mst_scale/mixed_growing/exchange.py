@@ -6,9 +6,9 @@ their masks (sparse_linear) want them whole: an all-reduce of one bit a weight. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -62,18 +62,33 @@ class Exchange:
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def all(self, mine: T) -> list[T]:
-        """What each rank says, in their order."""
-        said: list[Any] = [mine]
+        """Return the object of every rank, in the order of ranks."""
+        gathered: list[Any] = [mine]
         if self.group is not None and self.ranks > 1:
-            said = [None] * self.ranks
-            dist.all_gather_object(said, mine, group=self.group)
-        return said
+            gathered = [None] * self.ranks
+            dist.all_gather_object(gathered, mine, group=self.group)
+        return gathered
 
-    def raise_first(self, error: Exception | None) -> None:
-        """Raise on every rank what the lowest rank that failed has met, so that none waits for it in a collective."""
-        for met in self.all(error):
-            if met is not None:
-                raise met
+    def agree(self, run: Callable[[], T]) -> T:
+        """Call `run` on every rank and return this rank's result.
+
+        Raises:
+            Exception: the error of the lowest rank on which `run` failed, on every rank, so that no rank is left
+                waiting in a collective.
+        """
+        result, error = None, None
+        try:
+            result = run()
+        except Exception as met:  # whatever it is, the other ranks must not wait for this one
+            error = met
+        for first in self.all(error):
+            if first is not None:
+                raise first
+        return cast(T, result)
+
+    def agree_on_first(self, run: Callable[[], T]) -> T:
+        """Call `run` on rank 0 alone; return its result, or raise its error, on every rank."""
+        return self.all(self.agree(lambda: run() if self.rank == 0 else None))[0]  # type: ignore[return-value]
 
     def _reduce(self, values: Tensor, op: Any) -> Tensor:
         self.traffic.calls += 1
@@ -116,3 +131,26 @@ class Exchanges:
         for exchange, here in groups:
             reduced[here] = reduce(exchange, rows[here])
         return reduced
+
+
+class Stages:
+    """One rank of each stage of a pipeline, in order; this rank alone where there is no pipeline (`group` is None).
+
+    A stage knows its own layers only. These methods bring what all stages know together.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group, self._exchange = group, Exchange(group)
+
+    def joined(self, mine: Mapping[str, T]) -> dict[str, T]:
+        """Return the entries of all stages, in the order of layers. A tied layer is in two stages, with one value."""
+        return {name: value for known in self._exchange.all(dict(mine)) for name, value in known.items()}
+
+    def added(self, mine: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        """Return the sums over stages of pairs of counts."""
+        total: dict[str, tuple[int, int]] = {}
+        for known in self._exchange.all(dict(mine)):
+            for kind, (some, of) in known.items():
+                before = total.get(kind, (0, 0))
+                total[kind] = (before[0] + some, before[1] + of)
+        return total

@@ -22,11 +22,10 @@ from torch import Tensor
 from mst_scale import zero_shards
 from mst_scale.config import Experiment
 from mst_scale.distributed import Ranks, logger
-from mst_scale.engine.stages import Stages, exchanges_of
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits as bitwise
-from mst_scale.mixed_growing.exchange import Exchanges
+from mst_scale.mixed_growing.exchange import Exchanges, Stages
 from mst_scale.runs import snapshots
 from mst_scale.runs.optional_writes import OptionalWrites
 from mst_scale.runs.snapshots import Matrix, Snapshot
@@ -60,15 +59,15 @@ class Observer:
     def _shards(self, experiment: Experiment) -> zero_shards.Shards | None:
         mst = self.engine.mst
         if mst.masks_weights:
-            self.exchange = mst.exchange
-            return mst.shards
+            self.exchange = mst.state.exchange
+            return mst.store
         try:
             shards = zero_shards.shards_of(self.engine, choose_targets(self.engine.module, experiment.mst.targets))
         except UserError as error:
             logger.info("no snapshots of weights are kept: %s", error)
             return None
         groups = zero_shards.groups_of(self.engine)
-        self.exchange = exchanges_of(shards, groups, self.engine.device)
+        self.exchange = zero_shards.exchanges_of(shards.parameters, groups, self.engine.device)
         return shards
 
     def rewind(self, step: int) -> None:

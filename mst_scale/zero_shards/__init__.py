@@ -21,7 +21,7 @@ universal     DeepSpeed's universal layout, for every stage
 """
 
 from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, is_linear, refuse_to_cut
-from mst_scale.zero_shards.groups import Groups, groups_of, sequences_a_step, stage_count, tensor_slices
+from mst_scale.zero_shards.groups import Groups, exchanges_of, groups_of, sequences_a_step, stage_count, tensor_slices
 from mst_scale.zero_shards.half_types import refuse_precision
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
@@ -36,15 +36,12 @@ from mst_scale.zero_shards.saving import (
 )
 from mst_scale.zero_shards.slices import (
     Shards,
-    group_of,
     put_reads,
     put_weights,
     refuse_arguments,
     shards_of,
     stamp,
-    updates_of,
     uses_muon,
-    zero_inactive,
 )
 from mst_scale.zero_shards.step import (
     TORCH_FUSED,
@@ -85,8 +82,8 @@ __all__ = [
     "clip_factor",
     "cut_of",
     "errors_after_saving",
+    "exchanges_of",
     "grad_norm",
-    "group_of",
     "groups_of",
     "has_moments",
     "hasten",
@@ -118,10 +115,8 @@ __all__ = [
     "stage_count",
     "stamp",
     "tensor_slices",
-    "updates_of",
     "uses_muon",
     "watch_losses",
     "whole",
-    "zero_inactive",
     "zero_stage",
 ]

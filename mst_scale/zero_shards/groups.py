@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
+from torch import nn
+
+from mst_scale.mixed_growing.exchange import Exchange, Exchanges
+from mst_scale.zero_shards.logical import is_cut
 
 MADE = "mst_groups"  # on the engine: process groups are never freed
 
@@ -57,6 +63,14 @@ def _made(engine: Any) -> Groups:
     if tensor_slices(engine) > 1:
         slices = bwc_tensor_model_parallel_group(engine.mpu) if zero is None else same_layers
     return Groups(replicas, zero, slices, same_layers, stages, everyone, dist.get_rank(replicas) == 0)
+
+
+def exchanges_of(
+    parameters: Iterable[nn.Parameter], groups: Groups, device: torch.device, through: Any = dist
+) -> Exchanges:
+    """Return for each parameter the ranks that share its weights: those of one slice, or of all if its layer is cut."""
+    of_slice, of_all = (Exchange(group, device, through) for group in (groups.zero, groups.slices))
+    return Exchanges([of_all if is_cut(p) else of_slice for p in parameters])
 
 
 def stage_count(engine: Any) -> int:

@@ -76,6 +76,39 @@ class Slices(ABC):
             if torch.is_tensor(value) and value.numel() == owner.numel() and value.dim() > 0
         }
 
+    def within(self, tensors: Collection[int]) -> list[int]:
+        """Return the parameters whose master weights are part of the tensors with these ids."""
+        return [i for i in range(len(self.parameters)) if id(self.owner(i)) in tensors]
+
+    def param_group(self, i: int) -> dict[str, Any]:
+        """Return the base optimizer's group that updates this parameter; between updates ZeRO-3 keeps groups empty."""
+        owner = self.owner(i)
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return next((group for group in groups if any(p is owner for p in group["params"])), {"params": [owner]})
+
+    def updates(self, i: int) -> int:
+        """Return how many updates Adam counts for this parameter: fewer than steps after an overflow or a warm start.
+
+        DeepSpeed's FusedAdam counts a group's updates in the state of its last parameter.
+        """
+        state = self.optimizer.state
+        return max(int(state.get(p, {}).get("step", 0)) for p in self.param_group(i)["params"])
+
+    def second_moment_share(self, i: int) -> float:
+        """Return 1 - β₂ᵗ: what Adam's second moment is by now of a squared gradient that never changed."""
+        return float(1.0 - self.param_group(i)["betas"][1] ** self.updates(i))
+
+    @abstractmethod
+    def zero_read(self, i: int, active: torch.Tensor) -> None:
+        """Zero what is inactive in what the forward pass reads, on all ranks together.
+
+        Args:
+            i: the parameter.
+            active: flags of this rank's slice (bool). Where every rank reads the whole parameter (ZeRO-1 and 2, and
+                what ZeRO-3 keeps whole) the flags of all ranks are brought together: one byte per weight, when weights
+                are put in place and not in every step.
+        """
+
     def part(self, i: int, like_owner: torch.Tensor) -> torch.Tensor:
         """This rank's slice, flat, of a tensor that lies as the master weights do."""
         return like_owner.detach().view(-1).narrow(0, self._place(i)[1], self.slices[i].length)
@@ -110,6 +143,10 @@ class Replicated(Slices):
         if live.data_ptr() != gradient.data_ptr():
             live.copy_(gradient)
 
+    def zero_read(self, i: int, active: torch.Tensor) -> None:
+        parameter: Any = self.parameters[i]
+        parameter.data.view(-1).masked_fill_(~active.to(parameter.device), 0)
+
     def _place(self, i: int) -> tuple[torch.Tensor, int]:
         if self._any is not None and is_empty(self.parameters[i]):
             return self._any[0], 0
@@ -143,6 +180,9 @@ class FlatPartitions(Slices):
 
     def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
         _put(self, i, gradient, self.zero.cpu_offload)
+
+    def zero_read(self, i: int, active: torch.Tensor) -> None:
+        _zero_whole(self, i, active)
 
     def _slice(self, name: str, parameter: nn.Parameter) -> Shard:
         if not parameter.requires_grad:  # whole on every rank, which looks after an equal part of its mask
@@ -198,6 +238,12 @@ class CutParameters(Slices):
         part: torch.Tensor = parameter.ds_tensor
         return part.detach().view(-1)[: self.slices[i].length]
 
+    def zero_read(self, i: int, active: torch.Tensor) -> None:
+        parameter: Any = self.parameters[i]
+        parameter.ds_tensor.data.view(-1)[: active.numel()].masked_fill_(~active.to(parameter.ds_tensor.device), 0)
+        if _is_whole(parameter):
+            _zero_whole(self, i, active)
+
     def _place(self, i: int) -> tuple[torch.Tensor, int]:
         parameter: Any = self.parameters[i]
         if self.frozen(i):
@@ -211,6 +257,16 @@ class CutParameters(Slices):
         part = parameter.partition_numel()
         start = min(part * dist.get_rank(self.group), parameter.ds_numel)
         return Shard(name, cut_of(parameter), start, min(part, parameter.ds_numel - start))
+
+
+def _zero_whole(shards: FlatPartitions | CutParameters, i: int, active: torch.Tensor) -> None:
+    """Zero what is inactive in a parameter that every rank holds whole; `active` flags this rank's slice."""
+    parameter: Any = shards.parameters[i]
+    start = shards.slices[i].start
+    whole = torch.zeros(parameter.numel(), dtype=torch.uint8, device=parameter.device)
+    whole[start : start + active.numel()] = active.to(parameter.device)
+    dist.all_reduce(whole, group=shards.group)
+    parameter.data.view(-1).masked_fill_(~whole.bool(), 0)
 
 
 def _is_whole(parameter: Any) -> bool:
@@ -399,43 +455,7 @@ def _stage0_masters(optimizer: Any) -> dict[int, tuple[torch.Tensor, int]]:
     return masters
 
 
-def group_of(shards: Shards, i: int) -> dict[str, Any]:
-    """The base optimizer's group that updates this parameter; between updates ZeRO-3 keeps groups empty."""
-    owner = shards.owner(i)
-    groups: list[dict[str, Any]] = shards.optimizer.param_groups
-    return next((group for group in groups if any(p is owner for p in group["params"])), {"params": [owner]})
-
-
-def updates_of(shards: Shards, i: int) -> int:
-    """How many updates Adam counts for this parameter: fewer than the run's steps after an overflow or a warm start.
-
-    DeepSpeed's FusedAdam counts a group's updates in the state of its last parameter.
-    """
-    state = shards.optimizer.state
-    return max(int(state.get(p, {}).get("step", 0)) for p in group_of(shards, i)["params"])
-
-
 # --- what the forward reads ---
-
-
-def zero_inactive(shards: Shards, i: int, active: torch.Tensor) -> None:
-    """Zero what is inactive in what the forward reads; `active` flags this rank's slice (bool).
-
-    Under ZeRO-1/2 every rank reads the whole parameter, and so it does of what ZeRO-3 keeps whole; there the flags of
-    all ranks are brought together: one byte per weight, when weights are put in place and not in every step.
-    """
-    parameter: Any = shards.parameters[i]
-    if isinstance(shards, CutParameters):
-        parameter.ds_tensor.data.view(-1)[: active.numel()].masked_fill_(~active.to(parameter.ds_tensor.device), 0)
-        if not _is_whole(parameter):
-            return
-    if not isinstance(shards, Replicated):
-        start = shards.slices[i].start
-        whole = torch.zeros(parameter.numel(), dtype=torch.uint8, device=parameter.device)
-        whole[start : start + active.numel()] = active.to(parameter.device)
-        dist.all_reduce(whole, group=shards.group)
-        active = whole.bool()
-    parameter.data.view(-1).masked_fill_(~active.to(parameter.device), 0)
 
 
 def put_reads(engine: Any, name: str, parameter: Any, values: Callable[[Shard], torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Masks in files: any cut comes back as any other, and what is missing, altered or foreign is refused by name."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mst_scale.checkpoints import mask_files
+from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing.config import TopologyConfig
-from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.exchange import Exchange, Stages
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet, assemble
 from mst_scale.mixed_growing.packed_bits import unpack
 from mst_scale.shard import Shard
-from mst_scale.sparsity_variation import Point, Schedule, SparsityConfig
+from mst_scale.sparsity_variation import SparsityConfig
 from mst_scale.zero_shards.saving import carry_along
 from tests.support import pool
 
@@ -25,32 +26,8 @@ SHAPES = {"a.weight": (5, 7), "b.weight": (3, 11), "c.weight": (2, 2)}
 CPU = torch.device("cpu")
 
 
-@dataclass
-class Keeper:
-    """A controller's stand-in: no engine, no process group."""
-
-    masks: MaskSet
-    exchange: object
-    everyone: object
-    digests: list[int]
-    number: int = 0
-    files: int = 1
-    seed: int = 3
-    settled: int = 40
-    step: int = 40
-    schedule: Schedule = SparsityConfig().schedule(100, TopologyConfig())  # noqa: RUF009 (frozen)
-    granularity: object = "element"
-    point: Point = Point("ultra", 0.8, 0.1)  # noqa: RUF009 (frozen)
-
-    def gathered(self) -> mask_files.Gathered:
-        digests = dict(zip(self.masks.names, self.digests, strict=True))
-        return mask_files.Gathered(digests, self.files, self.number)
-
-    def digests_of(self, masks: MaskSet) -> list[int]:
-        return masks.digests(self.exchange)
-
-    def dead_units(self) -> dict[str, tuple[int, int]]:
-        return {"mlp": (2, 8), "value": (0, 4)}
+STEP, UNITS = 40, {"mlp": (2, 8), "value": (0, 4)}
+SCHEDULE = SparsityConfig().schedule(100, TopologyConfig())
 
 
 def whole(seed: int) -> dict[str, torch.Tensor]:
@@ -61,16 +38,18 @@ def whole(seed: int) -> dict[str, torch.Tensor]:
     return flags
 
 
-def keepers(flags: dict[str, torch.Tensor], cuts: list[list[int]], **changes) -> list[Keeper]:
-    """One keeper per rank; `cuts` holds each layer's ascending boundaries, in weights."""
-    ranks = len(cuts[0]) - 1
+def states_of(flags: dict[str, torch.Tensor], cuts: list[list[int]], **changes) -> list[MaskState]:
+    """The state of each rank; `cuts` holds each layer's ascending boundaries, in weights."""
     everything = masks_of(flags, [[0, mask.numel()] for mask in flags.values()], 0)
-    digests = everything.digests(Exchange())
     alone = Exchange()
+    settings = {"schedule": SCHEDULE, "seed": 3, "granularity": "element", "settled": 40, **changes}
     return [
-        Keeper(masks_of(flags, cuts, rank), alone, alone, digests, number=rank, files=ranks, **changes)
-        for rank in range(ranks)
-    ]
+        MaskState(
+            masks_of(flags, cuts, rank), alone, alone, Stages(None), True,
+            digests=everything.digests(alone), **settings,
+        )
+        for rank in range(len(cuts[0]) - 1)
+    ]  # fmt: skip
 
 
 def masks_of(flags: dict[str, torch.Tensor], cuts: list[list[int]], rank: int) -> MaskSet:
@@ -88,15 +67,16 @@ def even(ranks: int) -> list[list[int]]:
     return [[round(i * np.prod(shape) / ranks) for i in range(ranks + 1)] for shape in SHAPES.values()]
 
 
-def save(folder, flags, cuts, **changes) -> dict:
+def save(folder, flags, cuts, step=STEP, **changes) -> dict:
     """Write all ranks' files; the head that goes into client_state."""
-    everyone = keepers(flags, cuts, **changes)
-    for rank, keeper in enumerate(everyone):
-        mask_files.write(folder, keeper, rank, mask_files.describe(keeper, keeper.gathered()))
-    return mask_files.describe(everyone[0], everyone[0].gathered())
+    states = states_of(flags, cuts, **changes)
+    head = mask_files.describe(states[0], step, states[0].gather_digests(), len(states), UNITS)
+    for rank, state in enumerate(states):
+        mask_files.write(folder, state, rank, head)
+    return head
 
 
-def ranges(keeper: Keeper) -> dict[str, Shard]:
+def ranges(keeper: MaskState) -> dict[str, Shard]:
     return {mask.name: mask.shard for mask in keeper.masks}
 
 
@@ -115,7 +95,7 @@ def test_any_cut_comes_back_as_any_other(tmp_path_factory, saved, loaded, seed):
     state = save(folder, flags, saved)
     found = mask_files.read_all(folder)
     for rank in range(len(loaded[0]) - 1):
-        keeper = keepers(whole(seed + 1), loaded)[rank]
+        keeper = states_of(whole(seed + 1), loaded)[rank]
         keeper.masks.load(mask_files.read_all(folder, ranges(keeper)).ranks)
         for mask, (name, expected) in zip(keeper.masks, flags.items(), strict=True):
             assert torch.equal(mask.flags(), expected[mask.shard.start : mask.shard.stop])
@@ -129,19 +109,19 @@ def test_a_rank_reads_the_files_that_hold_its_slices_and_no_others(tmp_path, mon
     save(tmp_path, whole(1), even(4))
     opened, read = [], mask_files.read
     monkeypatch.setattr(mask_files, "read", lambda path: opened.append(path.stem) or read(path))
-    for rank, keeper in enumerate(keepers(whole(2), even(4))):
+    for rank, keeper in enumerate(states_of(whole(2), even(4))):
         mask_files.read_all(tmp_path, ranges(keeper))
         assert opened == ["rank_00000", f"rank_{rank:05d}"][: 1 + (rank > 0)]
         opened.clear()
-    mask_files.read_all(tmp_path, ranges(keepers(whole(2), even(2))[1]))
+    mask_files.read_all(tmp_path, ranges(states_of(whole(2), even(2))[1]))
     assert opened == ["rank_00000", "rank_00002", "rank_00003"]
 
 
 def test_restore_takes_masks_steps_and_digests(tmp_path):
     state = save(tmp_path, whole(1), even(3))
-    (keeper,) = keepers(whole(2), even(1))
+    (keeper,) = states_of(whole(2), even(1))
     keeper.settled = 0
-    expected = keepers(whole(1), even(1))[0].digests
+    expected = states_of(whole(1), even(1))[0].digests
     mask_files.restore(tmp_path, keeper, state)
     assert keeper.settled == 40 and keeper.digests == expected
 
@@ -155,10 +135,10 @@ def test_the_bits_of_a_mask_are_on_disk_as_numpy_packs_them(tmp_path):
 
 
 def test_stage_0_writes_one_file(tmp_path):
-    keeper = keepers(whole(1), even(1))[0]
-    for number in (0, None, None):  # three replicas
-        keeper.number = number
-        mask_files.save(tmp_path, keeper)
+    state = states_of(whole(1), even(1))[0]
+    for writes in (True, False, False):  # three replicas
+        state.writes = writes
+        mask_files.save(tmp_path, state, STEP, UNITS)
     assert [path.name for path in (tmp_path / "mst").iterdir()] == ["rank_00000.safetensors"]
 
 
@@ -166,7 +146,7 @@ def test_stage_0_writes_one_file(tmp_path):
 
 
 def refusal(folder, state, flags=None) -> str:
-    (keeper,) = keepers(whole(2) if flags is None else flags, even(1))
+    (keeper,) = states_of(whole(2) if flags is None else flags, even(1))
     with pytest.raises(ValueError) as caught:
         mask_files.restore(folder, keeper, state)
     message = str(caught.value)
@@ -175,7 +155,7 @@ def refusal(folder, state, flags=None) -> str:
 
 
 def restored_where_rank_1_cannot_read(rank: int, world: int, folder: str, state: dict) -> str:
-    keeper = keepers(whole(2), even(world))[rank]
+    keeper = states_of(whole(2), even(world))[rank]
     keeper.exchange = keeper.everyone = Exchange(dist.group.WORLD)
     if rank == 1:
         folder += "-not-mounted"
@@ -211,10 +191,9 @@ class Engine:
 
 
 def saved_where_rank_1_has_no_space(rank: int, world: int, folder: str) -> str:
-    engine, keeper = Engine(rank), keepers(whole(1), even(world))[rank]
+    engine, keeper = Engine(rank), states_of(whole(1), even(world))[rank]
     keeper.exchange = keeper.everyone = Exchange(dist.group.WORLD)
-    keeper.saving = lambda folder: mask_files.save(folder, keeper)
-    carry_along(engine, keeper)
+    carry_along(engine, SimpleNamespace(saving=lambda folder: mask_files.save(folder, keeper, STEP, UNITS)))
     engine.save_checkpoint(folder, "first")
     if rank == 1:
         mask_files.file_of(Path(folder) / "second", 1).mkdir(parents=True)  # nothing can be written there
@@ -321,9 +300,9 @@ def test_the_schedule_stands_in_files_as_it_always_has(tmp_path):
     same = SparsityConfig(max=0.8).schedule(42, TopologyConfig(interval=3))
     state = save(tmp_path, whole(1), even(1), schedule=same)
     assert state["schedule"] == OLD
-    (keeper,) = keepers(whole(2), even(1), schedule=same)
+    (keeper,) = states_of(whole(2), even(1), schedule=same)
     mask_files.restore(tmp_path, keeper, state)
-    (other,) = keepers(whole(2), even(1), schedule=SparsityConfig(max=0.8).schedule(43, TopologyConfig(interval=3)))
+    (other,) = states_of(whole(2), even(1), schedule=SparsityConfig(max=0.8).schedule(43, TopologyConfig(interval=3)))
     with pytest.raises(ValueError, match="another schedule of sparsity"):
         mask_files.restore(tmp_path, other, state)
 
@@ -354,9 +333,9 @@ def test_masks_are_those_of_a_longer_run_that_was_the_same_up_to_them(tmp_path):
 
     assert str(of(42)) != str(of(60))
     state = save(tmp_path, whole(1), even(1), schedule=of(42))
-    (longer,) = keepers(whole(2), even(1), schedule=of(60))
+    (longer,) = states_of(whole(2), even(1), schedule=of(60))
     mask_files.restore(tmp_path, longer, state)
-    (other,) = keepers(whole(2), even(1), schedule=of(60, warmup=4))
+    (other,) = states_of(whole(2), even(1), schedule=of(60, warmup=4))
     with pytest.raises(ValueError, match="another schedule of sparsity"):
         mask_files.restore(tmp_path, other, state)
 
@@ -368,6 +347,6 @@ def test_another_interval_is_named_with_the_key_that_sets_it(tmp_path):
         return SparsityConfig(max=0.8).schedule(200, TopologyConfig(interval=interval))
 
     state = save(tmp_path, whole(1), even(1), schedule=of(2))
-    (keeper,) = keepers(whole(2), even(1), schedule=of(None))
+    (keeper,) = states_of(whole(2), even(1), schedule=of(None))
     with pytest.raises(UserError, match=r"set mst\.topology\.interval to 2"):
         mask_files.restore(tmp_path, keeper, state)

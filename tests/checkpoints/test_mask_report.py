@@ -38,7 +38,7 @@ def damaged(path):
 def test_what_is_reported(tmp_path):
     flags = whole(1)
     report = inspect(sealed(tmp_path / "step00000040", flags))
-    assert (report.step, report.phase, report.target_sparsity) == (40, "ultra", 0.8)
+    assert (report.step, report.phase, report.target_sparsity) == (40, "ultra", 0.96)
     assert [layer.name for layer in report.layers] == list(SHAPES), "in parameter order"
     for layer, mask in zip(report.layers, flags.values(), strict=True):
         assert layer.shape == SHAPES[layer.name] and layer.active == int(mask.sum())

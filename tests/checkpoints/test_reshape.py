@@ -78,7 +78,7 @@ def everything(engine) -> dict:
         "slices": slices,
         "groups": [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups],
         "step": max(float(state["step"]) for state in optimizer.state.values()),
-        "engine": (engine.global_steps, engine.mst.settled, engine.mst.digests),
+        "engine": (engine.global_steps, engine.mst.state.settled, engine.mst.state.digests),
         "seen": engine.module.seen.tolist(),
     }
 
@@ -99,7 +99,7 @@ def saves(rank, world, stage, kind, folder):
     engine.module.seen.fill_(7)
     engine.save_checkpoint(folder, tag="saved", client_state={"mine": 5})
     found = everything(engine)
-    return found, train(engine, rank, world, SAVED, END), engine.mst.digests
+    return found, train(engine, rank, world, SAVED, END), engine.mst.state.digests
 
 
 def continues(rank, world, stage, kind, folder):
@@ -109,7 +109,7 @@ def continues(rank, world, stage, kind, folder):
     found = everything(engine)
     losses = train(engine, rank, world, SAVED, END)
     engine.save_checkpoint(folder, tag="after")
-    return found, losses, engine.mst.digests
+    return found, losses, engine.mst.state.digests
 
 
 SOURCES: dict[tuple, tuple] = {}

@@ -41,7 +41,7 @@ def build(world, stage, seed, threshold=0, method="mst"):
 
 
 def state(engine):
-    return engine.global_steps, engine.mst.settled, engine.mst.digests, engine.mst.sparsity, engine.get_lr()
+    return engine.global_steps, engine.mst.state.settled, engine.mst.state.digests, engine.mst.sparsity, engine.get_lr()
 
 
 def saves(rank, world, stage, folder):
@@ -49,7 +49,7 @@ def saves(rank, world, stage, folder):
     train(engine, rank, world, 0, SAVED)
     engine.save_checkpoint(folder, tag="saved")
     before = state(engine)
-    return before, train(engine, rank, world, SAVED, END), engine.mst.digests
+    return before, train(engine, rank, world, SAVED, END), engine.mst.state.digests
 
 
 def continues(rank, world, stage, folder, threshold):
@@ -60,7 +60,7 @@ def continues(rank, world, stage, folder, threshold):
     try:
         mst_scale.warm_start(engine, f"{folder}/saved")
     except ValueError as error:
-        return after, losses, engine.mst.digests, engine.module.seen.tolist(), str(error)
+        return after, losses, engine.mst.state.digests, engine.module.seen.tolist(), str(error)
     return ()
 
 
@@ -84,7 +84,7 @@ def test_weights_masks_and_step_go_on_with_another_optimizer_state(tmp_path, sou
 
 
 def whole_weights(engine, world):
-    shards = engine.mst.shards
+    shards = engine.mst.store
     return [full(engine, shards.weight(i), i, world) for i in range(len(shards.slices))]
 
 

@@ -132,7 +132,7 @@ def standing(rank, world, stage):
     mst, found, losses = engine.mst, [], []
     for step in range(STEPS):
         advance(engine, rank, step, step + 1)
-        weights = [full(engine, mst.shards.weight(i), i, world).numpy().tobytes() for i in range(len(mst.masks))]
+        weights = [full(engine, mst.store.weight(i), i, world).numpy().tobytes() for i in range(len(mst.masks))]
         found.append((shas(engine, world), weights, mst.sparsity, mst.dead_units()))
         with torch.no_grad():
             losses.append(float(engine(*batch(99, 0))))
@@ -160,7 +160,9 @@ def learning(rank, world, stage, precision, backend, bias=False):  # noqa: PLR09
     engine, *_ = mst_scale.initialize(model=model(bias), config=raw)
     losses, narrow, chained = [], 0, 0
     for step in range(STEPS):
-        indices = [product.index for product in engine.mst.layers.products.values() if product.index is not None]
+        indices = [
+            product.index for product in engine.mst.compute.layers.products.values() if product.index is not None
+        ]
         narrow, chained = narrow + len(indices), chained + sum(index.chained_out for index in indices)
         loss = engine(*batch(step, rank))
         engine.backward(loss)
@@ -178,8 +180,8 @@ def test_products_of_what_lives_train_as_masked_dense_ones_do(stage, bias):
 
 def other_seed(rank, world):
     engine, *_ = mst_scale.initialize(model=model(), config=config(0, world))
-    engine.mst.elements.seed += 1
-    engine.mst.elements._drawn.clear()
+    engine.mst.topology.elements.seed += 1
+    engine.mst.topology.elements._drawn.clear()
     try:
         advance(engine, rank, 0, 8)
     except ValueError as error:
@@ -200,7 +202,7 @@ def save_and_go_on(rank, world, folder):
     other, *_ = mst_scale.initialize(model=model(), config=config(2, world))
     other.load_checkpoint(folder, tag="here")
     advance(other, rank, 7, STEPS)
-    one, two = engine.mst.shards, other.mst.shards
+    one, two = engine.mst.store, other.mst.store
     same = all(torch.equal(one.weight(i), two.weight(i)) for i in range(len(one.slices)))
     return shas(engine, world) == shas(other, world), same
 
@@ -242,7 +244,7 @@ def learning_of_transformers(rank, world, stage, backend):
     engine, *_ = mst_scale.initialize(model=of_transformers(), config=raw)
     losses, narrow, sparsities = [], 0, []
     for step in range(STEPS):
-        narrow += sum(product.index is not None for product in engine.mst.layers.products.values())
+        narrow += sum(product.index is not None for product in engine.mst.compute.layers.products.values())
         tokens = batch(step, rank)[0]
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)

@@ -82,7 +82,7 @@ def plainly_counted(engine, world):
     for i, piece in enumerate(live.shards.slices):
         flat = torch.zeros(math.prod(piece.shape))
         flat[piece.start : piece.start + piece.length] = live.shards.weight(i).float()
-        if mst.groups.zero is not None:
+        if mst.state.exchange.of[0].group is not None:
             torch.distributed.all_reduce(flat)
         whole[piece.name] = flat.view(piece.shape)
     counts = {"mlp": 0, "value": 0, "query_key": 0}
@@ -107,19 +107,19 @@ def given(rank, world, stage):
     mst, found = engine.mst, []
 
     def fixed(i):
-        piece = mst.shards.slices[i]
+        piece = mst.store.slices[i]
         generator = torch.Generator().manual_seed(100 * mst.step + i)
         return torch.randn(math.prod(piece.shape), generator=generator)[
             piece.start : piece.start + piece.length
         ].clone()
 
-    mst.shards.gradient, mst.shards.put_gradient = fixed, lambda i, gradient: None
+    mst.store.gradient, mst.store.put_gradient = fixed, lambda i, gradient: None
     for step in range(STEPS):
         advance(engine, rank, step, step + 1)
         counts = mst.dead_units()
         found.append(counts)
         assert {kind: dead for kind, (dead, _) in counts.items()} == plainly_counted(engine, world)
-    weights = {mask.name: full(engine, mst.shards.weight(i), i, world) for i, mask in enumerate(mst.masks)}
+    weights = {mask.name: full(engine, mst.store.weight(i), i, world) for i, mask in enumerate(mst.masks)}
     return found, {name: weight.numpy().tobytes() for name, weight in weights.items()}
 
 
@@ -234,7 +234,7 @@ def moments_of_the_woken(rank, world, stage):
     advance(engine, rank, DENSE_FROM - 1, DENSE_FROM)
     found = {}
     for name, where in places.items():
-        states = mst.shards.states([s.name for s in mst.shards.slices].index(name))
+        states = mst.store.states([s.name for s in mst.store.slices].index(name))
         if len(where):
             v, m = states["exp_avg_sq"], states["exp_avg"][where]
             found[name] = float(v[where].min() / v.mean()), float(m.abs().max()), len(where)
@@ -264,7 +264,7 @@ def resumed(rank, world, stage, folder, stop):
         engine, *_ = mst_scale.initialize(model=model(), config=raw)
         engine.load_checkpoint(folder, tag="half")
         advance(engine, rank, stop, STEPS)
-    return [engine.mst.shards.weight(i).numpy().tobytes() for i in range(len(engine.mst.masks))]
+    return [engine.mst.store.weight(i).numpy().tobytes() for i in range(len(engine.mst.masks))]
 
 
 @pytest.mark.parametrize("stage", [1, 3])

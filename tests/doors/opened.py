@@ -106,4 +106,4 @@ class Words(torch.utils.data.Dataset):
 
 
 def digests(engine):
-    return engine.mst.masks.digests(engine.mst.exchange)
+    return engine.mst.masks.digests(engine.mst.state.exchange)

@@ -104,7 +104,7 @@ def test_a_phase_has_the_same_number_for_every_method(method):
 def whole_state(trainer):
     """Weights, optimizer states and masks of this rank."""
     engine = trainer.deepspeed
-    shards = engine.mst.shards
+    shards = engine.mst.store
     states = [shards.states(i) for i in range(len(shards.slices))]
     weights = [shards.weight(i).clone() for i in range(len(shards.slices))]
     return weights, [{k: v.clone() for k, v in one.items()} for one in states], digests(engine)

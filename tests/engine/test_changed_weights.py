@@ -67,7 +67,7 @@ def stray(engine, world):
     mst, found = engine.mst, 0
     for i, mask in enumerate(mst.masks):
         inactive = ~full(engine, mask.flags(), i, world).bool()
-        for whole in (full(engine, mst.shards.weight(i), i, world), read_by_forward(engine, i, world)):
+        for whole in (full(engine, mst.store.weight(i), i, world), read_by_forward(engine, i, world)):
             found += int(whole[inactive].count_nonzero())
     return found
 
@@ -89,7 +89,7 @@ def loaded_without_us(rank, world, how):
     lines = warned(lambda: engine(*toy_batch(STEPS, rank)))
     wrong, mst = stray(engine, world), engine.mst
     took = all(
-        torch.equal(mst.shards.weight(i)[m.flags()], new[m.name].view(-1)[m.flags()]) for i, m in enumerate(mst.masks)
+        torch.equal(mst.store.weight(i)[m.flags()], new[m.name].view(-1)[m.flags()]) for i, m in enumerate(mst.masks)
     )
     again = warned(lambda: train(engine, rank, world, 1, first=STEPS))
     return lines, wrong, took, again, stray(engine, world)
@@ -162,23 +162,23 @@ def load(rank, world, stage, precision, persistence):
     engine = sparse(world, rank, stage, precision, persistence)
     mst, faults = engine.mst, []
     new = {name: p.detach() + 1 for name, p in toy().named_parameters()}
-    digests = list(mst.digests)
-    moments = [{key: value.clone() for key, value in mst.shards.states(i).items()} for i in range(len(mst.masks))]
+    digests = list(mst.state.digests)
+    moments = [{key: value.clone() for key, value in mst.store.states(i).items()} for i in range(len(mst.masks))]
     mst_scale.load_weights(engine, new)
     dtype = next(engine.module.parameters()).dtype
     for i, mask in enumerate(mst.masks):
         active, expected = full(engine, mask.flags(), i, world).bool(), new[mask.name].flatten()
-        if not torch.equal(full(engine, mst.shards.weight(i), i, world), expected * active):
+        if not torch.equal(full(engine, mst.store.weight(i), i, world), expected * active):
             faults.append(f"{mask.name}: other master weights")
         if not torch.equal(read_by_forward(engine, i, world), (expected * active).to(dtype).float()):
             faults.append(f"{mask.name}: the forward reads other weights")
-        for key, value in mst.shards.states(i).items():
+        for key, value in mst.store.states(i).items():
             if not torch.equal(value, moments[i][key]):
                 faults.append(f"{mask.name}: {key} has moved")
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
         if not torch.equal(engine.module.norm.weight.float(), new["norm.weight"].to(dtype).float()):
             faults.append("a vector is not loaded")
-    if mst.masks.digests(mst.exchange) != digests:
+    if mst.masks.digests(mst.state.exchange) != digests:
         faults.append("other masks")
     lines = warned(lambda: faults.extend(watched(engine, rank, world, 4)[0]))
     if stray(engine, world):

@@ -67,14 +67,14 @@ def masks_from_given_scores(rank, world, stage, granularity="element", sparsity=
     controller = engine.mst
 
     def given(i):
-        s = controller.shards.slices[i]
+        s = controller.store.slices[i]
         generator = torch.Generator().manual_seed(100 * controller.step + i)
         whole = torch.randn(math.prod(s.shape), generator=generator)
         whole = (whole * 4).round() / 4  # many ties
         return whole[s.start : s.start + s.length].clone()
 
-    controller.shards.gradient = given
-    controller.shards.put_gradient = lambda i, gradient: None
+    controller.store.gradient = given
+    controller.store.put_gradient = lambda i, gradient: None
     history = []
     for step in range(34):
         train(engine, rank, world, 1, first=step)
@@ -224,8 +224,8 @@ def after_restoration(rank, world, stage):
     controller = engine.mst
     bits = [mask.bits for mask in controller.masks]
     touched = []
-    controller.shards.gradient = touched.append
-    controller.shards.weight = touched.append
+    controller.store.gradient = touched.append
+    controller.store.weight = touched.append
     train(engine, rank, world, 3, first=39)
     return bits, touched, controller.sparsity, controller.point.phase
 
@@ -320,7 +320,7 @@ def weights_after_loading_no_moments(rank, world, stage, folder):
     train(engine, rank, world, 9, first=5)
     engine.load_checkpoint(folder, "early", True, False)  # DeepSpeed's order: load_optimizer_states is the fourth
     train(engine, rank, world, 2, first=5)  # no topology step among them
-    shards = engine.mst.shards
+    shards = engine.mst.store
     return [int(shards.weight(i)[~mask.flags()].count_nonzero()) for i, mask in enumerate(engine.mst.masks)]
 
 
@@ -367,13 +367,13 @@ def held_updates(rank, world, stage, precision, extra):
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     controller, story = engine.mst, []
     for step in range(12):
-        before = [(controller.shards.weight(i).clone(), m.flags().clone()) for i, m in enumerate(controller.masks)]
+        before = [(controller.store.weight(i).clone(), m.flags().clone()) for i, m in enumerate(controller.masks)]
         train(engine, rank, world, 1, first=step)
         moved = False
         for i, (mask, (weight, active)) in enumerate(zip(controller.masks, before, strict=True)):
             stayed = (active & mask.flags()).bool()
-            moved |= not torch.equal(controller.shards.weight(i)[stayed], weight[stayed])
-        story.append((controller.changed_at == controller.step, moved, zero_shards.updates_of(controller.shards, 0)))
+            moved |= not torch.equal(controller.store.weight(i)[stayed], weight[stayed])
+        story.append((controller.changed_at == controller.step, moved, controller.store.updates(0)))
     return story
 
 

@@ -5,7 +5,6 @@ import torch
 
 import mst_scale
 from mst_scale import zero_shards
-from mst_scale.engine import second_moments, topology_step
 from tests.mixed_growing import oracle
 from tests.support import pool
 from tests.support.toy_engine import OFFLOAD, STAGES, full, mst_config, read_by_forward, train
@@ -71,8 +70,8 @@ def overflow(rank, world, stage, precision, extra):
             loss = loss * float("inf")
         engine.backward(loss)
         engine.step()
-        events.append((controller.changed_at, controller.sparsity > 0, controller.under_way is None))
-    return events, engine.skipped_steps, zero_shards.updates_of(controller.shards, 0)
+        events.append((controller.changed_at, controller.sparsity > 0, controller.topology.under_way is None))
+    return events, engine.skipped_steps, controller.store.updates(0)
 
 
 BAD_GRADIENTS = [
@@ -121,9 +120,9 @@ def first_updates(rank, world, grown_moments, precision="fp32", clipping=0.0):
     }
     sizes = []
     for step in range(150, 158):
-        before = {i: engine.mst.shards.weight(i)[where].clone() for i, where in grown.items()}
+        before = {i: engine.mst.store.weight(i)[where].clone() for i, where in grown.items()}
         train(engine, rank, world, 1, first=step)
-        moved = [(engine.mst.shards.weight(i)[where] - before[i]).abs() for i, where in grown.items()]
+        moved = [(engine.mst.store.weight(i)[where] - before[i]).abs() for i, where in grown.items()]
         sizes.append(float(torch.cat(moved).mean()) / 1e-3)
     return sizes
 
@@ -155,18 +154,17 @@ def seeds(rank, world, stage):
     config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.6}
     engine, *_ = mst_scale.initialize(model=model, model_parameters=groups, config=config)
     controller, found = engine.mst, {}
-    start = topology_step.start_grown
+    start = controller.topology._start_grown
 
-    def spied(mst, i, change, gradient, mean_square):
-        start(mst, i, change, gradient, mean_square)
+    def spied(i, change, gradient, mean_square):
+        start(i, change, gradient, mean_square)
         grown = change.grown_indices()
         usual = gradient[grown].square().clamp(min=change.gradient_mean_square)
-        found[change.name] = (controller.shards.states(i)["exp_avg_sq"][grown] / usual).tolist()
+        found[change.name] = (controller.store.states(i)["exp_avg_sq"][grown] / usual).tolist()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topology_step, "start_grown", spied)
-        train(engine, rank, world, 2)
-    return {name: found[name] for name in betas}, zero_shards.updates_of(controller.shards, 0)
+    controller.topology._start_grown = spied
+    train(engine, rank, world, 2)
+    return {name: found[name] for name in betas}, controller.store.updates(0)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -186,24 +184,22 @@ def living_means(rank, world, stage, granularity, at_random):
     config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.6}
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     controller, found, asked = engine.mst, {}, []
-    start, ask = topology_step.start_grown, controller.layers.dense_gradients
-    controller.layers.dense_gradients = lambda wanted: (asked.append(wanted), ask(wanted))
+    start, ask = controller.topology._start_grown, controller.compute.layers.dense_gradients
+    controller.compute.layers.dense_gradients = lambda wanted: (asked.append(wanted), ask(wanted))
     before = {mask.name: (mask.flags(), mask.active) for mask in controller.masks}
 
-    def spied(mst, i, change, gradient, mean_square):
-        sizes = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(second_moments, "seed", lambda *_, size, **__: sizes.append(size))
-            start(mst, i, change, gradient, mean_square)
+    def spied(i, change, gradient, mean_square):
+        start(i, change, gradient, mean_square)
+        factor = zero_shards.clip_factor(engine) ** 2 * controller.store.second_moment_share(i)
+        starts = (controller.store.states(i)["exp_avg_sq"][change.grown_indices()] / factor).tolist()
+        assert starts == pytest.approx([mean_square] * len(starts), rel=1e-5)
         lived, active = before[change.name]
         assert bool(gradient[~lived].any()) == (at_random < 1 and bool((~lived).any())), "growth alone reads the others"
-        mean_squares = {float(value) for size in sizes for value in size}
-        assert len(mean_squares) <= 1
+        mean_squares = {mean_square} if starts else set()
         found[change.name] = (mean_squares, float(gradient[lived].double().square().sum()), active)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topology_step, "start_grown", spied)
-        train(engine, rank, world, 2)
+    controller.topology._start_grown = spied
+    train(engine, rank, world, 2)
     assert controller.changed_at == 2
     return found, asked
 
@@ -281,25 +277,25 @@ def hidden(rank, world, case, value):
     config = mst_config(stage, world, precision, **extra)
     config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.8}
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
-    controller, read = engine.mst, engine.mst.shards.gradient
+    controller, read = engine.mst, engine.mst.store.gradient
     poisoned = []
 
     def gradient(i):
         live = read(i)
         dead = (~list(controller.masks)[i].flags()).nonzero().view(-1)
-        mine = controller.groups.zero is None or rank == world - 1
+        mine = zero_shards.groups_of(engine).zero is None or rank == world - 1
         if controller.step == 2 and mine and dead.numel() and not poisoned:
             poisoned.append(i)
             live[dead[0]] = value
-            controller.shards.put_gradient(i, live)
+            controller.store.put_gradient(i, live)
         return live
 
-    controller.shards.gradient = gradient
+    controller.store.gradient = gradient
     train(engine, rank, world, 5)
     finite = all(
         bool(t.isfinite().all())
         for i in range(len(controller.masks))
-        for t in (controller.shards.weight(i), *controller.shards.states(i).values())
+        for t in (controller.store.weight(i), *controller.store.states(i).values())
     )
     return engine.skipped_steps, controller.changed_at, finite
 

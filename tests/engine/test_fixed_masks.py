@@ -48,7 +48,7 @@ def trained(rank, world, stage, masks, made):
         engine.step()
     wrong = still = 0
     start = pruned()
-    shards = engine.mst.shards
+    shards = engine.mst.store
     for i, part in enumerate(shards.slices):
         flags = kept(part.name).view(-1)[part.start : part.start + part.length]
         before = start.get_parameter(part.name).detach().view(-1)[part.start : part.start + part.length]
@@ -90,7 +90,7 @@ def dense_at_the_end(rank, world, stage, masks):
         engine.backward(loss)
         engine.step()
         densities.append(round(1 - engine.mst.sparsity, 2))
-    return densities, engine.mst.sparsity_in_words(), float(loss.detach())
+    return densities, engine.mst.masking.describe(), float(loss.detach())
 
 
 def test_given_masks_may_go_at_the_end(tmp_path):

@@ -42,7 +42,7 @@ def run(rank: int, world: int, folder: str, stage: int, found: float | None) -> 
         losses, sparse = [], []
         for step in range(engine.mst.step, STEPS):
             losses += train(engine, rank, world, 1, first=step)
-            sparse.append(sum(p.index is not None for p in engine.mst.layers.products.values()))
+            sparse.append(sum(p.index is not None for p in engine.mst.compute.layers.products.values()))
             if step + 1 == SAVED and not resume:
                 engine.save_checkpoint(folder, "saved")
         log.removeHandler(handler)

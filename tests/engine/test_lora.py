@@ -84,20 +84,20 @@ def trained(rank, world, stage, precision, folder):
         expected = kept(torch.empty(mask.shape)).flatten()
         if not torch.equal(full(engine, mask.flags(), i, world).bool(), expected):
             wrong.append(f"{mask.name}: another mask")
-        weight = full(engine, mst.shards.weight(i), i, world)
+        weight = full(engine, mst.store.weight(i), i, world)
         if not torch.equal(weight, base[base_name(mask.name)].to(dtype).float().flatten()):
             wrong.append(f"{mask.name}: the base has moved")
-        if "lora_" in mask.name or not mst.shards.frozen(i):
+        if "lora_" in mask.name or not mst.store.frozen(i):
             wrong.append(f"{mask.name} is masked")
     engine.save_checkpoint(f"{folder}/whole", tag="t")
     engine.save_checkpoint(f"{folder}/adapters", tag="t", exclude_frozen_parameters=True)
-    digests, sparsity = list(mst.digests), mst.sparsity
+    digests, sparsity = list(mst.state.digests), mst.sparsity
     after = [step(engine, rank, number) for number in range(4, 6)]
     for name in ("whole", "adapters"):
         made = wrapped() if name == "adapters" else get_peft_model(transformer("llama"), copy.deepcopy(LORA))
         again, *_ = mst_scale.initialize(model=made, config=config(stage, world, precision, masks="zeros"))
         path, _ = again.load_checkpoint(f"{folder}/{name}", load_module_strict=name == "whole")
-        if path is None or again.mst.digests != digests or again.mst.sparsity != sparsity:
+        if path is None or again.mst.state.digests != digests or again.mst.sparsity != sparsity:
             wrong.append(f"{name}: other masks after a resume")
         if [step(again, rank, number) for number in range(4, 6)] != after:
             wrong.append(f"{name}: the resumed run goes elsewhere")
@@ -122,7 +122,7 @@ def another_base(rank, world, stage, folder):
     dense = get_peft_model(transformer("llama"), copy.deepcopy(LORA))
     again, *_ = mst_scale.initialize(model=dense, config=config(stage, world))
     again.load_checkpoint(folder, load_module_strict=False)
-    stray = sum(mask.count_inactive(again.mst.shards.read(i)) for i, mask in enumerate(again.mst.masks))
+    stray = sum(mask.count_inactive(again.mst.store.read(i)) for i, mask in enumerate(again.mst.masks))
     return again.mst.sparsity, stray
 
 
@@ -150,7 +150,7 @@ def by_a_file(rank, world, path):
     mst, wrong = engine.mst, []
     for i, mask in enumerate(mst.masks):
         flags = full(engine, mask.flags(), i, world).bool()
-        read = mst.shards.parameters[i].detach().flatten()
+        read = mst.store.parameters[i].detach().flatten()
         if not torch.equal(flags, kept(torch.empty(mask.shape)).flatten()) or read[~flags].count_nonzero():
             wrong.append(mask.name)
     return wrong, len(mst.masks)

@@ -236,7 +236,7 @@ def powerprop_under_masks(rank: int, world: int, stage: int, method: str = "powe
     faults, history = watched(engine, rank, world, 20)
     still = 0
     for i, mask in enumerate(controller.masks):
-        still += int((mask.flags() & (controller.shards.weight(i) == 0)).sum())
+        still += int((mask.flags() & (controller.store.weight(i) == 0)).sum())
     return faults, history, controller.densities(), controller.gradient_densities(), still
 
 

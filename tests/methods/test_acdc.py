@@ -33,9 +33,9 @@ def around_turns(rank: int, world: int, stage: int):
         begins = engine.mst.schedule.is_topology_step(step + 1) and engine.mst.sparsity == 0
         for group in engine.optimizer.param_groups:
             group["lr"] = 0.0 if begins else 1e-2  # what is pruned is then what stood here
-        before = [full(engine, engine.mst.shards.weight(i), i, world) for i in range(len(engine.mst.masks))]
+        before = [full(engine, engine.mst.store.weight(i), i, world) for i in range(len(engine.mst.masks))]
         train(engine, rank, world, 1, first=step)
-        shards, sums = engine.mst.shards, []
+        shards, sums = engine.mst.store, []
         for i, mask in enumerate(engine.mst.masks):
             momentum = full(engine, shards.states(i)["exp_avg"], i, world)
             sums.append(float(momentum.abs().sum()))
@@ -67,7 +67,7 @@ def momenta_of_matrices_that_become_dense_one_after_another(rank: int, world: in
         train(engine, rank, world, 1, first=step)
         for i, mask in enumerate(engine.mst.masks):
             if engine.mst.changed_at == step + 1 and mask.dense:
-                found.append((before[i], float(engine.mst.shards.states(i)["exp_avg"].abs().sum())))
+                found.append((before[i], float(engine.mst.store.states(i)["exp_avg"].abs().sum())))
     return found
 
 

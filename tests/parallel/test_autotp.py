@@ -168,7 +168,7 @@ def test_recorded_flops_are_those_of_one_rank(tied: bool, tmp_path: Path):
 def faults(rank: int, world: int, cut: Cut, how: Recipe) -> list[str]:
     found = []
     with started(cut, how) as engine:
-        controller, shards = engine.mst, engine.mst.shards
+        controller, shards = engine.mst, engine.mst.store
         for number in range(how.steps):
             step(cut, engine, number)
             for i, mask in enumerate(controller.masks):
@@ -181,7 +181,7 @@ def faults(rank: int, world: int, cut: Cut, how: Recipe) -> list[str]:
                 if hasattr(p, "ds_tensor"):
                     reads, idle = p.ds_tensor[: off.numel()], off
                 else:
-                    reads, idle = p.data.view(-1), ~mask.whole(controller.local).view(-1)
+                    reads, idle = p.data.view(-1), ~mask.whole(controller.compute.local).view(-1)
                 if reads[idle].count_nonzero():
                     found.append(f"{where}: the forward reads an inactive weight that is not 0")
         if controller.changed_at < 5:
@@ -200,7 +200,7 @@ def with_a_bad_gradient(rank: int, world: int, cut: Cut, how: Recipe) -> tuple:
     with started(cut, how) as engine:
         for number in range(3):
             step(cut, engine, number)
-        shards, take = engine.mst.shards, engine._take_model_step
+        shards, take = engine.mst.store, engine._take_model_step
 
         def step_with_it(lr_kwargs: Any) -> None:
             if rank == world - 1:

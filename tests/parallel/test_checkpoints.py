@@ -35,7 +35,7 @@ def state_of(engine: Any) -> dict[str, Any]:
     optimizer = zero_shards.base_optimizer(engine)
     groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
     steps = {float(state["step"]) for state in optimizer.state.values() if "step" in state}
-    return {"parts": found, "groups": groups, "step": max(steps), "masks": engine.mst.gathered().digests}
+    return {"parts": found, "groups": groups, "step": max(steps), "masks": engine.mst.state.gather_digests()}
 
 
 def whole(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

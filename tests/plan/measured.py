@@ -149,7 +149,7 @@ def topology_calls(rank: int, world: int, config: dict[str, Any], step: int) -> 
         for log in (Named.log, opened, again):
             log.clear()
         train(engine, config, 1)
-        masked = [name for name, product in engine.mst.layers.products.items() if product.index is not None]
+        masked = [name for name, product in engine.mst.compute.layers.products.items() if product.index is not None]
         return {"calls": list(Named.log), "opened": opened, "again": again, "masked": masked}
     finally:
         for (module, name), before in zip(patched, plain, strict=True):

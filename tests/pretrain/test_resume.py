@@ -16,8 +16,8 @@ def everything(engine, world) -> list[torch.Tensor]:
     controller = engine.mst
     tensors = []
     for i in range(len(controller.masks)):
-        states = controller.shards.states(i)
-        tensors += [controller.shards.weight(i), *(states[key] for key in sorted(states))]
+        states = controller.store.states(i)
+        tensors += [controller.store.weight(i), *(states[key] for key in sorted(states))]
     return [tensor.detach().float().clone() for tensor in tensors]
 
 
@@ -29,14 +29,14 @@ def undisturbed_and_resumed(rank, world, case, folder):
     train(engine, rank, world, SAVED)
     engine.save_checkpoint(folder)
     losses = train(engine, rank, world, STEPS - SAVED, first=SAVED)
-    first = losses, shas(engine, world), engine.mst.digests, everything(engine, world)
+    first = losses, shas(engine, world), engine.mst.state.digests, everything(engine, world)
 
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     train(engine, rank, world, 2, first=500)  # what it holds before is overwritten
     path, _ = engine.load_checkpoint(folder)
     assert path is not None and engine.mst.step == SAVED
     losses = train(engine, rank, world, STEPS - SAVED, first=SAVED)
-    second = losses, shas(engine, world), engine.mst.digests, everything(engine, world)
+    second = losses, shas(engine, world), engine.mst.state.digests, everything(engine, world)
     pairs = zip(first[3], second[3], strict=True)
     apart = max((float((a - b).abs().max()) for a, b in pairs if a.numel()), default=0.0)  # a rank may hold nothing
     return first[:3], second[:3], apart, len(first[3])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import mst_scale
-from mst_scale import zero_shards
 from mst_scale.config import load
 from mst_scale.distributed import Ranks
 from mst_scale.mixed_growing.config import TopologyConfig
@@ -55,7 +54,7 @@ def look_and_gather(rank, world, stage, folder, method):
     engine.save_checkpoint(folder, tag="saved")
     weights, masks = {}, {}
     for i, part in enumerate(observer.shards.slices):
-        engine.mst.shards, engine.mst.groups = observer.shards, zero_shards.groups_of(engine)
+        engine.mst.store = observer.shards
         weights[part.name] = full(engine, observer.shards.weight(i), i, world).view(part.shape).numpy()
         masks[part.name] = full(engine, observer._flags(i), i, world).view(part.shape).numpy()
     return seen, weights, masks, histograms

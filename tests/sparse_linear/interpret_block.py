@@ -36,7 +36,7 @@ def trained(stage: int) -> dict[str, Any]:
             engine.backward(loss)
             engine.step()
             losses[backend].append(float(loss.detach()))
-        indexed = sum(p.index is not None for p in engine.mst.layers.products.values())
+        indexed = sum(p.index is not None for p in engine.mst.compute.layers.products.values())
     difference = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
     assert mst_scale and torch.isfinite(torch.tensor(difference))
     return {"difference": difference, "indexed": indexed}

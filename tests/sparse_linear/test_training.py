@@ -54,7 +54,7 @@ def losses_and_masks(rank, world, raw, accumulation, recompute=False):
             engine.step()
             total += float(loss.detach())
         losses.append(total / accumulation)
-        indexed = max(indexed, sum(p.index is not None for p in engine.mst.layers.products.values()))
+        indexed = max(indexed, sum(p.index is not None for p in engine.mst.compute.layers.products.values()))
     return losses, shas(engine, world), indexed
 
 
@@ -85,7 +85,9 @@ def indices_step_by_step(rank, world, raw):
             due = engine.mst.schedule.is_topology_step(step + 1)
             engine.backward(engine(*tokens(step, rank)))
             engine.step()
-            seen.append((due, len(built), sum(p.index is not None for p in engine.mst.layers.products.values())))
+            seen.append(
+                (due, len(built), sum(p.index is not None for p in engine.mst.compute.layers.products.values()))
+            )
             built.clear()
     finally:
         layers.dispatch.build_index = make
@@ -132,8 +134,8 @@ def gradients_step_by_step(rank, world, raw, accumulation):
     inner = controller.before_step
 
     def record():
-        due = controller._is_due(controller.step + 1)
-        shards = controller.shards
+        due = controller.topology.is_due(controller.step + 1)
+        shards = controller.store
         gradients = [full(engine, shards.gradient(i), i, world) for i in range(len(controller.masks))]
         inactive = [~full(engine, m.flags(), i, world).bool() for i, m in enumerate(controller.masks)]
         outside = [int(g[off].count_nonzero()) for g, off in zip(gradients, inactive, strict=True)]
@@ -189,12 +191,12 @@ def same_gradients_same_masks(rank, world, stage):
         controller = engine.mst
 
         def given(i, controller=controller):
-            s = controller.shards.slices[i]
+            s = controller.store.slices[i]
             generator = torch.Generator().manual_seed(100 * controller.step + i)
             return torch.randn(s.shape, generator=generator).view(-1)[s.start : s.start + s.length].clone()
 
-        controller.shards.gradient = given
-        controller.shards.put_gradient = lambda i, gradient: None
+        controller.store.gradient = given
+        controller.store.put_gradient = lambda i, gradient: None
         for step in range(STEPS):
             engine.backward(engine(*tokens(step, rank)))
             engine.step()

@@ -147,7 +147,7 @@ def kill_units(engine: Any) -> None:
         "self_attn.v_proj": (0, DEAD["value"]),
         "self_attn.o_proj": (1, [0, 4, 9, 13]),  # two query heads of 4 channels read each value head
     }
-    shards = engine.mst.shards
+    shards = engine.mst.store
     for i, shard in enumerate(shards.slices):
         name = shard.name.removeprefix("model.layers.0.").removesuffix(".weight")
         if name not in lines:
@@ -157,12 +157,12 @@ def kill_units(engine: Any) -> None:
         line = flat // columns if axis == 0 else flat % columns
         alive = ~torch.isin(line, torch.tensor(chosen))
         shards.weight(i).mul_(alive)
-        zero_shards.zero_inactive(shards, i, alive)
+        shards.zero_read(i, alive)
 
 
 def masters(engine: Any) -> dict[str, torch.Tensor]:
     """The whole master weights and moments of every sparse parameter, flat."""
-    shards, found = engine.mst.shards, {}
+    shards, found = engine.mst.store, {}
     for i, shard in enumerate(shards.slices):
         parts = {"weight": shards.weight(i), **shards.states(i)}
         mine = {
@@ -200,7 +200,7 @@ def trained(rank: int, world: int, cut: Cut, recipe: Recipe, kills: bool = False
             found["norms"].append(zero_shards.grad_norm(engine))
             if engine.mst.changed_at == number + 1:
                 found["masks"].append(whole_masks(engine))
-                found["digests"].append(engine.mst.gathered().digests)
+                found["digests"].append(engine.mst.state.gather_digests())
                 found["changes"].append(
                     [(c.name, c.before, c.active, c.pruned, c.grown, c.regrown) for c in engine.mst.changes]
                 )

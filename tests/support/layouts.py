@@ -101,7 +101,7 @@ def step(mesh: Any, engine: Any, number: int) -> float:
 def whole_masks(engine: Any) -> dict[str, str]:
     """SHA-256 of every mask of the model, from what all ranks would store."""
     stored: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(stored, engine.mst.masks.stored() if engine.mst.groups.writes else {})
+    dist.all_gather_object(stored, engine.mst.masks.stored() if engine.mst.state.writes else {})
     names = dict.fromkeys(name for shards in stored for name in shards)
     return {name: sha256(assemble([s[name] for s in stored if name in s], name)) for name in names}
 
@@ -112,12 +112,12 @@ def give_gradients(engine: Any, seed: int = 9) -> None:
     take = engine._take_model_step  # masks gradients and steps
 
     def step_with_these(lr_kwargs: Any) -> None:
-        for i, shard in enumerate(controller.shards.slices):
+        for i, shard in enumerate(controller.store.slices):
             generator = torch.Generator().manual_seed(counter_hash(seed, controller.step, shard.name) % 2**62)
             whole = torch.randn(shard.numel, generator=generator)
             if shard.length:
-                live = controller.shards.gradient(i)
-                controller.shards.put_gradient(i, whole[shard.logical(torch.arange(shard.length))].to(live.dtype))
+                live = controller.store.gradient(i)
+                controller.store.put_gradient(i, whole[shard.logical(torch.arange(shard.length))].to(live.dtype))
         take(lr_kwargs)
 
     engine._take_model_step = step_with_these
@@ -136,7 +136,7 @@ def trained(rank: int, world: int, layout: Layout, recipe: Recipe) -> dict[str, 
             found["norms"].append(zero_shards.grad_norm(engine))
             if engine.mst.changed_at == number + 1:
                 found["masks"].append(whole_masks(engine))
-                found["digests"].append(engine.mst.gathered().digests)
+                found["digests"].append(engine.mst.state.gather_digests())
                 found["changes"].append(
                     [(c.name, c.before, c.active, c.pruned, c.grown, c.regrown) for c in engine.mst.changes]
                 )

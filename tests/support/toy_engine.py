@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from mst_scale import zero_shards
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.masks import assemble, sha256
 from tests.support.toys import deepspeed_config, toy_batch
@@ -41,37 +42,37 @@ def shas(engine, world) -> list[str]:
     """sha256 of each whole mask, from the shards of all ranks."""
     gathered = [None] * world
     torch.distributed.all_gather_object(gathered, engine.mst.masks.stored())
-    ranks = gathered if engine.mst.groups.zero is not None else gathered[:1]
+    ranks = gathered if zero_shards.groups_of(engine).zero is not None else gathered[:1]
     return [sha256(assemble([shards[name] for shards in ranks], name)) for name in engine.mst.masks.names]
 
 
 def full(engine, tensor, i, world) -> torch.Tensor:
     """A flat parameter-sized tensor out of every rank's slice."""
-    s = engine.mst.shards.slices[i]
+    s = engine.mst.store.slices[i]
     whole = torch.zeros(math.prod(s.shape))
     whole[s.start : s.start + s.length] = tensor.float()
-    if engine.mst.groups.zero is not None:
+    if zero_shards.groups_of(engine).zero is not None:
         torch.distributed.all_reduce(whole)
     return whole
 
 
 def read_by_forward(engine, i, world) -> torch.Tensor:
-    parameter = engine.mst.shards.parameters[i]
+    parameter = engine.mst.store.parameters[i]
     if hasattr(parameter, "ds_tensor"):
-        return full(engine, parameter.ds_tensor[: engine.mst.shards.slices[i].length], i, world)
+        return full(engine, parameter.ds_tensor[: engine.mst.store.slices[i].length], i, world)
     return parameter.data.detach().float().flatten().clone()
 
 
 def watched(engine, rank, world, steps, accumulation=1) -> tuple[list[str], list[list[str]]]:
     """What is not exact after each of these steps, and the digests of the masks after each topology step."""
     controller, faults, history = engine.mst, [], []
-    dense_moments = "momentum" in controller.policy.reads
-    places = storage(controller.shards)
+    dense_moments = "momentum" in controller.topology.policy.reads
+    places = storage(controller.store)
     for step in range(steps):
         before = {m.name: m.flags() for m in controller.masks}
         train(engine, rank, world, 1, accumulation=accumulation, first=step)
         for i, mask in enumerate(controller.masks):
-            weight, states, active = controller.shards.weight(i), controller.shards.states(i), mask.flags()
+            weight, states, active = controller.store.weight(i), controller.store.states(i), mask.flags()
             where = f"step {step + 1}, {mask.name}"
             if weight[~active].count_nonzero():
                 faults.append(f"{where}: an inactive weight is not exactly 0")
@@ -80,7 +81,7 @@ def watched(engine, rank, world, steps, accumulation=1) -> tuple[list[str], list
             if controller.changed_at == step + 1 and weight[active & ~before[mask.name]].count_nonzero():
                 faults.append(f"{where}: a grown weight does not start at 0")
             total = torch.tensor(int(active.sum()))
-            if controller.groups.zero is not None:
+            if zero_shards.groups_of(engine).zero is not None:
                 torch.distributed.all_reduce(total)
             if int(total) != mask.active:
                 faults.append(f"{where}: {int(total)} active, {mask.active} counted")
@@ -89,7 +90,9 @@ def watched(engine, rank, world, steps, accumulation=1) -> tuple[list[str], list
         if controller.changed_at == step + 1:
             history.append(shas(engine, world))
             counts = active_counts(
-                list(controller.shapes.values()), controller.schedule.at(step + 1).sparsity, controller.distribution
+                list(controller.topology.shapes.values()),
+                controller.schedule.at(step + 1).sparsity,
+                controller.topology.distribution,
             )
             target = dict(zip(controller.masks.names, counts, strict=True))
             faults += [
@@ -97,7 +100,7 @@ def watched(engine, rank, world, steps, accumulation=1) -> tuple[list[str], list
                 for change in controller.changes
                 if change.active != target[change.name]
             ]
-    if storage(controller.shards) != places:
+    if storage(controller.store) != places:
         faults.append("a weight lies elsewhere than at the start")
     return faults, history
 

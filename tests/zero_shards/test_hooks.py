@@ -198,7 +198,7 @@ def clipped_before(rank, world, stage):
     seen = []
 
     def look():
-        seen.extend(float(engine.mst.shards.gradient(i).abs().max()) for i in range(len(engine.mst.masks)))
+        seen.extend(float(engine.mst.store.gradient(i).abs().max()) for i in range(len(engine.mst.masks)))
 
     zero_shards.around_model_step(engine, look, lambda: None)
     train(engine, rank, world, 1)

@@ -64,7 +64,7 @@ def built(stage, world, precision="fp32", make=toy, **others):
 
 def named(engine, of, world):
     """{matrix: the whole of `of(i)`}, from the slices of all ranks."""
-    shards = engine.mst.shards.slices
+    shards = engine.mst.store.slices
     return {s.name: full(engine, of(i), i, world).view(s.shape) for i, s in enumerate(shards)}
 
 
@@ -97,9 +97,9 @@ def against_oracle(rank, world, stage, accumulation, extra):
         masks = active(engine, world)
         oracle.mask(masks)
         whole = dict(oracle.model.named_parameters())
-        for name, weight in named(engine, controller.shards.weight, world).items():
+        for name, weight in named(engine, controller.store.weight, world).items():
             weights = max(weights, float((weight - whole[name]).abs().max()))
-        states = named(engine, lambda i: next(iter(controller.shards.states(i).values())), world)
+        states = named(engine, lambda i: next(iter(controller.store.states(i).values())), world)
         momenta = max([momenta, *(float((states[name] - oracle.first[name]).abs().max()) for name in states)])
         if controller.changed_at == step + 1:
             grown += sum(change.grown for change in controller.changes)
@@ -174,7 +174,7 @@ def test_newton_schulz_is_the_definitions(shape, method):
 def invariants(rank, world, stage, precision, extra):
     allow_fp16()
     engine = built(stage, world, precision, steps=16, **extra)
-    states = engine.mst.shards.states
+    states = engine.mst.store.states
     result = watched(engine, rank, world, STEPS)
     return (*result, [list(states(i)) for i in range(len(engine.mst.masks))])
 
@@ -215,7 +215,7 @@ def weights_over_time(rank, world, stage, accumulation):
     history = []
     for step in range(12):
         train(engine, rank, world, 1, accumulation=accumulation, first=step)
-        history.append((shas(engine, world), named(engine, engine.mst.shards.weight, world)))
+        history.append((shas(engine, world), named(engine, engine.mst.store.weight, world)))
     return history
 
 
@@ -242,11 +242,11 @@ def overflowed(rank, world, stage):
     allow_fp16()
     engine = built(stage, world, "fp16", fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
     train(engine, rank, world, 2)
-    before = [{key: v.clone() for key, v in engine.mst.shards.states(i).items()} for i in range(len(engine.mst.masks))]
+    before = [{key: v.clone() for key, v in engine.mst.store.states(i).items()} for i in range(len(engine.mst.masks))]
     engine.backward(engine(*toy_batch(9, rank)) * float("inf"))
     engine.step()
     same = all(
-        torch.equal(value, engine.mst.shards.states(i)[key]) for i, of in enumerate(before) for key, value in of.items()
+        torch.equal(value, engine.mst.store.states(i)[key]) for i, of in enumerate(before) for key, value in of.items()
     )
     return same, engine.skipped_steps
 
@@ -298,13 +298,13 @@ def resumed(rank, world, stage, precision, folder):
     again = built(stage, world, precision, apart, gradient_clipping=0.0)
     again.load_checkpoint(folder, "five")
     pairs = list(zip(again.mst.masks, range(len(again.mst.masks)), strict=True))
-    zeros = [not v[~m.flags()].any() for m, i in pairs for v in again.mst.shards.states(i).values()]
+    zeros = [not v[~m.flags()].any() for m, i in pairs for v in again.mst.store.states(i).values()]
     losses = train(again, rank, world, 5, first=5)
     same = [
-        torch.equal(value, again.mst.shards.states(i)[key])
+        torch.equal(value, again.mst.store.states(i)[key])
         for _, i in pairs
-        for key, value in (*whole.mst.shards.states(i).items(),)
-    ] + [torch.equal(whole.mst.shards.weight(i), again.mst.shards.weight(i)) for _, i in pairs]
+        for key, value in (*whole.mst.store.states(i).items(),)
+    ] + [torch.equal(whole.mst.store.weight(i), again.mst.store.weight(i)) for _, i in pairs]
     return all(zeros), all(same) and len(same) > 3, shas(whole, world) == shas(again, world), losses
 
 

@@ -11,7 +11,7 @@ from tests.support.toys import toy
 
 
 def sent(mst):
-    exchanges = {id(one): one for one in (*mst.exchange.of, mst.local)}
+    exchanges = {id(one): one for one in (*mst.state.exchange.of, mst.compute.local)}
     return sum(one.traffic.payload for one in exchanges.values())
 
 

@@ -35,7 +35,7 @@ def loads(rank: int, world: int, stage: int, folder: str, tag: str):
         return str(error)
     found = shas(engine, world)
     train(engine, rank, world, END - SAVED, accumulation=4 // world, first=SAVED)
-    shards = engine.mst.shards
+    shards = engine.mst.store
     moved = [int(shards.weight(i)[~mask.flags()].count_nonzero()) for i, mask in enumerate(engine.mst.masks)]
     return found, moved
 

@@ -1,0 +1,81 @@
+"""Holds the masks of a run on this rank, with all that a checkpoint keeps about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mst_scale.mixed_growing.evolve import Change
+from mst_scale.mixed_growing.exchange import Exchange, Exchanges, Stages
+from mst_scale.mixed_growing.masks import MaskSet
+from mst_scale.sparsity_variation import Schedule
+
+
+@dataclass
+class MaskState:
+    """The masks of this rank's slices, and the facts about the whole model that are derived from them.
+
+    Methods that say "collective" are called on all ranks together.
+    """
+
+    masks: MaskSet
+    exchange: Exchanges
+    """For each mask, the ranks that hold the rest of its parameter."""
+    everyone: Exchange
+    """All ranks that save and load together, replicas too."""
+    stages: Stages
+    writes: bool
+    """Whether this rank's shards go into a checkpoint: at ZeRO-0 those of one replica do."""
+    schedule: Schedule
+    seed: int
+    granularity: dict[str, int] | str
+    """"element", "channel" or {"block": B, "min_blocks": m}."""
+    given: bool = False
+    """Whether the masks are given and kept (method "fixed"), so that no schedule says how sparse they are."""
+    numels: dict[str, int] = field(default_factory=dict)
+    """Weights of every masked parameter of the model, in the order of layers."""
+    settled: int = 0
+    """The last step whose topology work is done."""
+    digests: list[int] = field(default_factory=list)
+    """Of this rank's masks as wholes."""
+    active: dict[str, int] = field(default_factory=dict)
+    """Active weights of every masked parameter of the model."""
+    changes: Sequence[Change] = ()
+    """What the last topology step did to each parameter of the model …"""
+    changed_at: int = 0
+    """… and the step that it ended; 0 if there was none."""
+
+    @classmethod
+    def none(cls, schedule: Schedule) -> MaskState:
+        """The state of a run without masks."""
+        alone = Exchange()
+        return cls(MaskSet([]), Exchanges([]), alone, Stages(None), alone.rank == 0, schedule, 0, "element")
+
+    def refresh(self) -> None:
+        """Recompute digests and counts after masks have changed (collective)."""
+        self.digests = self.masks.digests(self.exchange)
+        self.active = self.stages.joined({mask.name: mask.active for mask in self.masks})
+
+    @property
+    def sparsity(self) -> float:
+        """Share of the masked parameters' weights that are inactive, over the whole model."""
+        total = sum(self.numels.values())
+        return 1 - sum(self.active.values()) / total if total else 0.0
+
+    @property
+    def dense(self) -> bool:
+        """Whether no weight of the model is inactive."""
+        return self.active == self.numels
+
+    def densities(self) -> dict[str, float]:
+        """Return the share of active weights of every masked parameter of the model."""
+        return {name: self.active[name] / numel for name, numel in self.numels.items()}
+
+    def gather_digests(self) -> dict[str, int]:
+        """Return the digest of every mask of the model, in the order of layers (collective)."""
+        return self.stages.joined(dict(zip(self.masks.names, self.digests, strict=True)))
+
+    def number_files(self) -> tuple[int, int | None]:
+        """Return how many ranks write a mask file, and this rank's number among them or None (collective)."""
+        writes = self.everyone.all(self.writes)
+        return sum(writes), sum(writes[: self.everyone.rank]) if self.writes else None

@@ -1,0 +1,71 @@
+"""Lets the attention layers of a model follow the pattern of the schedule."""
+
+from __future__ import annotations
+
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+from mst_scale.distributed import logger
+from mst_scale.engine.component import Component
+from mst_scale.hybrid_sparse_attention import AttentionSchedule, Pattern, attach, set_pattern
+
+
+class AttentionPattern(Component):
+    """The attention pattern of each step, set before its forward pass."""
+
+    def __init__(self, engine: Any, schedule: AttentionSchedule, backend: str):
+        self.engine, self.schedule, self.backend = engine, schedule, backend
+        self.layers = 0
+        """Attention layers that follow the pattern …"""
+        self.why_dense: str | None = None
+        """… and why others do not."""
+
+    @property
+    def pattern(self) -> Pattern:
+        """The attention pattern of the next step."""
+        return self.schedule.pattern_at(int(self.engine.global_steps))
+
+    @property
+    def changes(self) -> bool:
+        """Whether the pattern changes during the run."""
+        return len(self.schedule.pieces) > 1
+
+    @property
+    def level(self) -> int:
+        """Level of the first log line: a warning if attention could follow the pattern and does not."""
+        able = any(hasattr(module, "set_attn_implementation") for module in self.engine.module.modules())
+        return WARNING if self.why_dense and able else INFO
+
+    def begin(self) -> None:
+        self._follow()
+        if self.pattern.kind != "dense":
+            self.why_dense = attach(self.engine.module, self.pattern, self.backend)
+            self._follow()
+        context = getattr(getattr(self.engine.module, "config", None), "max_position_embeddings", None)  # transformers'
+        if isinstance(context, int) and (warning := self.schedule.sparse_by_name_alone(context)):
+            logger.warning("%s", warning)
+
+    def describe(self) -> str:
+        if self.pattern.kind == "dense":
+            return ""
+        if not self.layers:
+            return f"attention stays dense: {self.why_dense}"
+        turns = [start for start, pattern in self.schedule.pieces if pattern.kind == "dense"]
+        until = f" until step {turns[0]}" if turns else ""
+        partly = f" (not all of it: {self.why_dense})" if self.why_dense else ""
+        return f"attention of {self.layers} layers follows {self.pattern}{until}{partly}"
+
+    def after_step(self, updated: bool) -> None:
+        self._follow()
+
+    def masks_restored(self, checkpoint: Path) -> None:
+        self._follow()
+
+    def weights_replaced(self) -> None:
+        self._follow()
+
+    def _follow(self) -> None:
+        """torch computes what keeps every pair."""
+        backend = "auto" if self.pattern.kind == "dense" else self.backend
+        self.layers = set_pattern(self.engine.module, self.pattern, backend)

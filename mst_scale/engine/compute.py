@@ -1,0 +1,155 @@
+"""Lets layers multiply with their masks, by kernels that all ranks, and a resumed run, choose alike.
+
+A sparse product adds in another order than a dense one, so losses depend on which of them a layer takes. Rank 0
+measures or looks up from which sparsity on which shapes are faster sparse (`sparse_linear.dispatch.crossovers_of`) and
+tells the others; checkpoints keep it, and a resumed run goes on with what it began with, also on another machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mst_scale import zero_shards
+from mst_scale.checkpoints.mask_state import MaskState
+from mst_scale.distributed import logger
+from mst_scale.engine.component import Component
+from mst_scale.engine.topology import Topology
+from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.sparse_linear import SparseLayers, dispatch
+
+Case = tuple[str, tuple[int, ...]]
+
+
+class SparseCompute(Component):
+    """The layers that multiply with their masks."""
+
+    state_key = "mst_crossovers"
+
+    def __init__(
+        self,
+        engine: Any,
+        state: MaskState,
+        store: zero_shards.Shards,
+        topology: Topology,
+        *,
+        local: Exchange,
+        targets: dict[str, torch.nn.Parameter],
+        backend: str,
+        functions: bool,
+        channels: bool,
+    ):
+        """Choose the kernels, on all ranks together.
+
+        Args:
+            engine: DeepSpeed's engine.
+            state: the masks.
+            store: the slices of their parameters.
+            topology: says when gradients of inactive weights are read.
+            local: the ranks over which ZeRO partitions a parameter.
+            targets: the parameters with masks.
+            backend: `mst.compute.backend`.
+            functions: whether every layer multiplies with a function of what its parameter stores.
+            channels: whether whole channels are inactive.
+        """
+        self.engine, self.state, self.topology, self.local = engine, state, topology, local
+        shapes = {s.name: s.cut.local_shape for s in store.slices}
+
+        def make_layers() -> SparseLayers:  # the devices of ranks may differ
+            return SparseLayers(
+                engine.module, targets, shapes, backend, topology.elements.side,
+                forwards=zero_shards.FORWARDS, always=functions, channels=channels,
+            )  # fmt: skip
+
+        self.layers = state.everyone.agree(make_layers)
+        if self.layers.backend == "auto":
+            self._agree_on_crossovers()
+        self._follow()
+
+    def after_step(self, updated: bool) -> None:
+        if updated and self.state.changed_at == self.engine.global_steps:
+            self._follow()
+        else:
+            self._ask_for_dense_gradients()
+
+    def masks_restored(self, checkpoint: Path) -> None:
+        self._follow()
+
+    def _follow(self) -> None:
+        """Give the layers that multiply with their masks the current ones; the same on every rank.
+
+        A layer's bits are brought together, one layer at a time, in an all-reduce of 1/8 byte per weight. Ranks that
+        differ in threads or compiler may choose differently: what is dense on one is dense on all of them.
+        """
+        masks, layers = self.state.masks, self.layers
+        chosen = [layers.choose(mask.name, 1 - mask.active / mask.numel) for mask in masks]
+        if layers.products:
+            dense = self.state.exchange.max(torch.tensor([backend == "dense" for backend in chosen], dtype=torch.int64))
+            chosen = ["dense" if one else own for one, own in zip(dense.tolist(), chosen, strict=True)]
+        for mask, backend in zip(masks, chosen, strict=True):
+            layers.set_mask(mask.name, None if backend == "dense" else mask.whole(self.local), backend)
+        layers.chain()
+        self._ask_for_dense_gradients()
+
+    def _ask_for_dense_gradients(self) -> None:
+        """Of every micro-batch of a topology step that reads them; snfs averages those of all steps."""
+        step = int(self.engine.global_steps) + 1
+        due = self.topology.is_due(step) and self.topology.reads_dense_gradients(step)
+        self.layers.dense_gradients(not self.topology.masks_states or due)
+
+    # --- the crossovers ---
+
+    def _agree_on_crossovers(self) -> None:
+        """Take the crossovers that rank 0 finds for the shapes of all ranks."""
+        everyone = self.state.everyone
+        mine = [(*case, max(sparsities)) for _, case, sparsities in self._cases()]
+        cases = [case for of_rank in everyone.all(mine) for case in of_rank]
+        kind, block = self.engine.device.type, self.layers.block
+        self.layers.crossovers = everyone.agree_on_first(lambda: dispatch.crossovers_of(kind, block, cases)) or {}
+
+    def state_dict(self) -> dict[str, Any]:
+        rows = [[dtype, list(shape), sparsity] for (dtype, shape), sparsity in self.layers.crossovers.items()]
+        return {"crossovers": rows}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        if self.layers.backend != "auto" or state is None:  # None: saved by a version that kept none
+            return
+        here = self.layers.crossovers
+        kept = {(str(dtype), tuple(shape)): sparsity for dtype, shape, sparsity in state["crossovers"]}
+        self.layers.crossovers = {**here, **kept}
+        if others := list(self._chosen_otherwise(here)):
+            some = "; ".join(others[:3]) + "; …" * (len(others) > 3)
+            logger.info("sparse layers go on as the run began; a run that began here would differ: %s", some)
+        self._follow()
+
+    def _cases(self) -> Iterator[tuple[str, Case, tuple[float, float]]]:
+        """(name, (dtype, shape), (sparsity now, at most in this run)) of the layers that may multiply with a mask."""
+        counts = self.topology.counts(self.state.schedule.max_sparsity)
+        for mask, count in zip(self.state.masks, counts, strict=True):
+            if mask.name in self.layers.products:
+                dtype = str(self.layers.parameters[mask.name].dtype).removeprefix("torch.")
+                planned = 1 - count / math.prod(self.topology.shapes[mask.name])
+                now = 1 - mask.active / mask.numel
+                yield mask.name, (dtype, self.layers.products[mask.name].shape), (now, planned)
+
+    def _chosen_otherwise(self, here: dispatch.Crossovers) -> Iterator[str]:
+        """What differs between the crossovers of the run and those found here, as far as this run meets it."""
+        seen = set()
+        for _, case, sparsities in self._cases():
+            agreed, found = self.layers.crossovers.get(case), here.get(case)
+            if case not in seen and any(_is_sparse(s, agreed) != _is_sparse(s, found) for s in sparsities):
+                seen.add(case)
+                rows, columns = case[1][:2]
+                yield f"{rows} × {columns} in {case[0]} is {_describe(agreed)} there and {_describe(found)} here"
+
+
+def _is_sparse(sparsity: float, crossover: float | None) -> bool:
+    return crossover is not None and sparsity >= crossover
+
+
+def _describe(crossover: float | None) -> str:
+    return "always dense" if crossover is None else f"sparse from {crossover:.0%} on"

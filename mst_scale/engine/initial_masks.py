@@ -1,0 +1,105 @@
+"""Makes the masks of weights that have none yet: a first topology, or masks that a run is given and keeps."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mst_scale import zero_shards
+from mst_scale.checkpoints.mask_state import MaskState
+from mst_scale.checkpoints.open_masks import OpenMasks
+from mst_scale.distributed import logger
+from mst_scale.engine.adapters import base_name
+from mst_scale.engine.topology import Granularity
+from mst_scale.errors import UserError
+from mst_scale.mixed_growing.evolve import Layer
+
+ZEROS = "zeros"
+
+
+def make_sparse(
+    state: MaskState, store: zero_shards.Shards, elements: Granularity, counts: Sequence[int], how: str
+) -> None:
+    """Choose masks for the weights that the model has, and zero what is inactive.
+
+    Args:
+        state: the masks, which are changed in place.
+        store: the weights.
+        elements: the granularity.
+        counts: elements that shall be active, for each mask.
+        how: "magnitude" keeps the largest weights, "random" draws.
+    """
+    layers = [Layer(mask, counts[i], store.weight(i)) for i, mask in enumerate(state.masks)]
+    for exchange, here in state.exchange.grouped():
+        elements.sparsify([layers[i] for i in here], how=how, seed=state.seed, exchange=exchange)
+    zero_inactive(state, store)
+
+
+def keep_given(state: MaskState, store: zero_shards.Shards, given: GivenMasks) -> None:
+    """Take the given masks in place of what a schedule asks for, and zero what is inactive."""
+    flags = state.everyone.agree(lambda: [given.mask_of(store, i) for i in range(len(state.masks))])
+    active = state.exchange.sum(torch.tensor([int(f.sum()) for f in flags], dtype=torch.int64)).tolist()
+    for mask, kept, count in zip(state.masks, flags, active, strict=True):
+        if mask.ever is not None:
+            mask.ever.zero_()  # what is given away was never trained
+        mask.set_flags(kept, count)
+    zero_inactive(state, store)
+
+
+def zero_inactive(state: MaskState, store: zero_shards.Shards) -> None:
+    """Zero inactive weights in the master copy and in what the forward pass reads."""
+    for i, mask in enumerate(state.masks):
+        mask.retain_(store.weight(i))
+        store.zero_read(i, mask.flags())
+
+
+class GivenMasks:
+    """The masks that `mst.masks` names (method "fixed"): those of a file, or the zeros of the weights."""
+
+    def __init__(self, stated: str, parameters: Collection[str], targets: Collection[str]):
+        self.file = None if stated == ZEROS else OpenMasks(Path(stated))
+        if self.file is None:
+            return
+        bases = {base_name(name) for name in parameters}
+        for name in self.file.names:
+            if name not in parameters and name not in bases:
+                near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.0)
+                raise UserError(
+                    f"{self.file.path} has a mask for {name!r}, which is no parameter of this model: the nearest is "
+                    f"{near[0] if near else 'none'!r}"
+                )
+        followed = {self._name_in_file(name) for name in targets}
+        ignored = [name for name in self.file.names if name not in followed]
+        if ignored:
+            logger.warning(
+                "%s: %d masks are of parameters that mst.targets leaves out (%s) and are not applied",
+                self.file.path, len(ignored), ignored[0],
+            )  # fmt: skip
+        missing = [name for name in targets if self._name_in_file(name) is None]
+        if missing:
+            logger.warning(
+                "%s: it has no mask for %d matrices (%s), which stay dense", self.file.path, len(missing), missing[0]
+            )
+
+    def mask_of(self, store: zero_shards.Shards, i: int) -> Tensor:
+        """Return True where a weight of this rank's slice of a parameter is active."""
+        part, weight = store.slices[i], store.weight(i)
+        if self.file is None:
+            return weight != 0
+        if (name := self._name_in_file(part.name)) is None:
+            return torch.ones_like(weight, dtype=torch.bool)
+        whole = self.file.mask(name, part.shape).view(-1)
+        return whole[part.logical(torch.arange(part.length))].to(weight.device)
+
+    def describe(self) -> str:
+        """Return where the masks come from."""
+        return "the zeros of its weights" if self.file is None else f"the masks of {self.file.path}"
+
+    def _name_in_file(self, parameter: str) -> str | None:
+        """The name under which the file has the mask of a parameter: its own, or that before peft has wrapped it."""
+        assert self.file is not None
+        return next((name for name in (parameter, base_name(parameter)) if name in self.file.names), None)

@@ -1,0 +1,388 @@
+"""Composes `engine.mst`: Mixed Sparsity Training as an ordered list of components that follow DeepSpeed's steps.
+
+Each component does one thing (see `component.Component`); none of the first eight knows those that stand below it.
+
+    Masking           keeps inactive weights at 0: masks gradients and, where the optimizer needs it, updates
+    WeightChecks      stops the run if the optimizer has moved an inactive weight
+    Topology          prunes and grows at topology steps
+    SparseCompute     lets layers multiply with their masks
+    DriftChecks       stops the run if the ranks' masks differ
+    WeightFunctions   lets layers multiply with a function of what they store, for methods that do
+    AttentionPattern  lets attention follow the schedule
+    Callbacks         calls what `on_step` and `on_topology_step` were given
+    ChangedWeights    notices weights that something else than a step has changed
+    ConfigRecord      keeps the config in checkpoints, and compares it on resume
+
+One optimizer step, with what is added to DeepSpeed's own marked by *:
+
+    reduced gradients are at hand
+  * WeightChecks, Topology decide what this step does; ChangedWeights rejects weights changed meanwhile
+  * Topology keeps this rank's gradient on a topology step; Masking masks it, so that its norm is the sparse model's
+    norm, clipping; an overflow ends the step here, and the topology step stays due
+    the optimizer updates master weights (or leaves them, with topology.replaces_update on a topology step)
+  * Muon: Masking masks the orthogonalised update, which has filled what is inactive
+  * WeightChecks counts inactive weights that were moved; Topology prunes, grows, and starts what has grown
+    low-precision copy and gather
+  * SparseCompute takes the new masks; DriftChecks compares them; AttentionPattern sets the pattern of the next step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from logging import INFO
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from mst_scale import zero_shards
+from mst_scale.checkpoints import mask_files, model_config, warm_start
+from mst_scale.checkpoints.mask_state import MaskState
+from mst_scale.config import Experiment
+from mst_scale.dead_units.channels import Channels
+from mst_scale.dead_units.live import LiveUnits
+from mst_scale.dead_units.units import Units
+from mst_scale.distributed import SharedMistake, logger
+from mst_scale.engine.attention import AttentionPattern
+from mst_scale.engine.changed_weights import ChangedWeights
+from mst_scale.engine.component import Component
+from mst_scale.engine.compute import SparseCompute
+from mst_scale.engine.config_record import ConfigRecord
+from mst_scale.engine.criteria import AsStored
+from mst_scale.engine.initial_masks import GivenMasks
+from mst_scale.engine.masking import Masking
+from mst_scale.engine.targets import choose_targets
+from mst_scale.engine.topology import Granularity, Topology, TopologyStep, full_after
+from mst_scale.engine.types import MST
+from mst_scale.engine.weight_checks import DriftChecks, WeightChecks
+from mst_scale.engine.weight_functions import functions_of
+from mst_scale.errors import UserError
+from mst_scale.hybrid_sparse_attention import Pattern
+from mst_scale.mixed_growing.blocks import granularity_of
+from mst_scale.mixed_growing.evolve import Change
+from mst_scale.mixed_growing.exchange import Exchange, Stages
+from mst_scale.mixed_growing.masks import LayerMask, MaskSet
+from mst_scale.sparsity_variation import Point
+
+C = TypeVar("C", bound=Component)
+
+
+class Callbacks(Component):
+    """Functions that want to know of every step."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def after_step(self, updated: bool) -> None:
+        for call in self.calls:
+            call()
+
+
+class SparseTraining:
+    """The components of one engine, in their order; the public part is `types.MST`."""
+
+    def __init__(self, engine: Any, experiment: Experiment, own_loop: bool):
+        """Check that the engine can be trained as the config asks, and choose first masks, on all ranks together."""
+        self.engine, self.experiment = engine, experiment
+        self.method, self.schedule = experiment.mst.method, experiment.schedule
+        self.span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a stopwatch of whoever measures this
+        self.callbacks = Callbacks()
+        self.record = ConfigRecord(engine, experiment, own_loop)
+        self.functions = functions_of(engine, experiment)
+        self.attention = AttentionPattern(engine, experiment.attention_schedule, experiment.mst.attention.backend)
+        masked: list[Component] = [] if experiment.mst.stays_dense else self._make_masks()
+        if not masked:
+            self.state = MaskState.none(experiment.schedule)
+        if self.functions is not None:
+            self.functions.use(self.compute.layers.products if masked else None)
+        changed = [ChangedWeights(engine, self.state, self.store)] if masked else []
+        functions = [] if self.functions is None else [self.functions]
+        self.components: list[Component] = [
+            *masked, *functions, self.attention, self.callbacks, *changed, self.record,
+        ]  # fmt: skip
+        self.measured = next((c for c in self.components if c.measures), None)
+        self._stepping = False  # DeepSpeed's engine takes a step
+        self._updated = False  # at the step under way: an overflow leaves it so
+
+    def _make_masks(self) -> list[Component]:
+        """The components of a run with masks, which is what `mst_scale` is about."""
+        engine, mst = self.engine, self.experiment.mst
+        topology, stated = mst.topology, mst.topology.granularity
+        if "momentum" in topology.chosen.reads and not zero_shards.has_moments(engine):
+            raise UserError(
+                f"mst.topology.policy = {topology.policy} grows by Adam's first moment, and this optimizer has "
+                "none: choose AdamW, or another policy"
+            )
+        targets = choose_targets(engine.module, mst.targets, frozen=mst.masks is not None)
+        zero_shards.refuse_unoptimized(engine, {name: p for name, p in targets.items() if p.requires_grad})
+        self.store = zero_shards.shards_of(engine, targets)
+        groups = zero_shards.groups_of(engine)
+        named, of_checks = zero_shards.NamedCollectives("mst"), zero_shards.NamedCollectives("mst_drift")
+        local = Exchange(groups.zero, engine.device, named)  # ranks over which ZeRO partitions a layer's slice
+        everyone, stages = Exchange(groups.everyone, engine.device, of_checks), Stages(groups.stages)
+        seed = self.experiment.training.seed if mst.seed is None else mst.seed
+        self.units = LiveUnits(engine, seed)
+        elements = everyone.agree(lambda: self._granularity(list(targets), seed))
+        device = self.store.weight(0).device if self.store.slices else engine.device
+        self.state = MaskState(
+            masks=MaskSet(LayerMask(shard, device) for shard in self.store.slices),
+            exchange=zero_shards.exchanges_of(self.store.parameters, groups, engine.device, named),
+            everyone=everyone,
+            stages=stages,
+            writes=groups.writes,
+            schedule=self.schedule,
+            seed=seed,
+            granularity=stated if isinstance(stated, str) else asdict(stated),
+            given=mst.masks is not None,
+            numels=stages.joined({s.name: s.numel for s in self.store.slices}),
+        )
+        shapes = stages.joined({s.name: elements.grid_shape(s.shape) for s in self.store.slices})
+        self.topology = Topology(
+            engine, topology, self.state, self.store,
+            elements=elements, shapes=shapes, distribution=mst.sparsity.distribution, revival=self.units,
+            criteria=AsStored() if self.functions is None else self.functions, plan_revival=self._plan_revival,
+        )  # fmt: skip
+        self.masking = Masking(
+            engine, self.state, self.store, self.topology, initial=mst.sparsity.initial, given=self._read_given()
+        )
+        self.compute = SparseCompute(
+            engine, self.state, self.store, self.topology, local=local, targets=targets,
+            backend=mst.compute.backend, functions=self.functions is not None, channels=isinstance(elements, Channels),
+        )  # fmt: skip
+        same_layers = Exchange(groups.same_layers, engine.device, of_checks)
+        self.drift = DriftChecks(engine, self.state, same_layers, topology.check_every)
+        checks = WeightChecks(engine, self.store, self.topology, self.drift)
+        return [self.masking, checks, self.topology, self.compute, self.drift]
+
+    def _granularity(self, names: list[str], seed: int) -> Granularity:
+        stated = self.experiment.mst.topology.granularity
+        if stated != "channel":
+            return granularity_of(stated)
+        return Channels(self.units.units, names, seed, lambda step: self.schedule.at(step).sparsity, lambda: self.step)
+
+    def _read_given(self) -> GivenMasks | None:
+        """What `mst.masks` names. One host may lack the file, for example."""
+        if (stated := self.experiment.mst.masks) is None:
+            return None
+        mine = {name: None for name, _ in zero_shards.named_parameters(self.engine.module)}
+        names = list(self.state.stages.joined(mine))
+        return self.state.everyone.agree(lambda: GivenMasks(stated, names, self.state.numels))
+
+    def _plan_revival(self, under_way: TopologyStep) -> None:
+        """Revive, at the topology step under way, dead units whose last masks go."""
+        masks, elements = self.state.masks, self.topology.elements
+        full = full_after(under_way, self.state, self.topology.shapes)
+        masked = {mask.name: mask.active / mask.numel for mask in masks if not mask.dense}
+        born = None
+        if isinstance(elements, Channels):
+            sparsity = self.schedule.at(under_way.step).sparsity
+
+            def born(units: Units) -> torch.Tensor:
+                return elements.alive(units, sparsity)
+
+        self.units.plan_waking(under_way.step, full, masked, born)
+
+    def begin(self) -> None:
+        """Start all components, after every check has passed, and say in one line what was chosen."""
+        for component in self.components:
+            if component.state_key is not None:
+                zero_shards.carry_state(
+                    self.engine, component.state_key, component.state_dict, component.load_state_dict
+                )
+            component.begin()
+        chosen = ["no weight is masked" if self.measured is None else self.measured.describe()]
+        said = [part for part in (*chosen, self.attention.describe()) if part]
+        logger.log(max(INFO, self.attention.level), "%s: %s", self.method, "; ".join(said))
+
+    # --- types.MST: what others read ---
+
+    @property
+    def step(self) -> int:
+        """Finished optimizer steps."""
+        return int(self.engine.global_steps)
+
+    @property
+    def point(self) -> Point:
+        """Phase, target sparsity and update fraction of the next step."""
+        point = self.schedule.at(self.step)
+        return replace(point, sparsity=self.sparsity) if self.state.given else point
+
+    @property
+    def pattern(self) -> Pattern:
+        """The attention pattern of the next step."""
+        return self.attention.pattern
+
+    @property
+    def attended(self) -> int:
+        """Attention layers that follow the pattern."""
+        return self.attention.layers
+
+    @property
+    def sparsity(self) -> float:
+        """Share of the target parameters' weights that are inactive."""
+        return 0.0 if self.measured is None else self.measured.sparsity()
+
+    def densities(self) -> dict[str, float]:
+        """Return the share of active weights by parameter name."""
+        return {} if self.measured is None else self.measured.densities()
+
+    def gradient_densities(self) -> dict[str, float] | None:
+        """Return the same of the products that give gradients of weights, if a method counts them otherwise."""
+        return None if self.measured is None else self.measured.gradient_densities()
+
+    def dead_units(self) -> Mapping[str, tuple[int, int]]:
+        """Return (dead, all) units by kind, over all ranks together; {} if nothing is sparse or no units are known."""
+        return self.state.stages.added(self.units.count()) if self.masks_weights else {}
+
+    @property
+    def woken(self) -> Mapping[str, tuple[int, int]]:
+        """(revived, all) units by kind, if the last step has revived any."""
+        return self.topology.revived if self.masks_weights and self.changed_at == self.step else {}
+
+    @property
+    def changes(self) -> Sequence[Change]:
+        """What the last topology step did to each layer …"""
+        return self.state.changes
+
+    @property
+    def changed_at(self) -> int:
+        """… and the step that it ended; 0 if there was none."""
+        return self.state.changed_at
+
+    @property
+    def masks(self) -> MaskSet:
+        """The masks of this rank's slices."""
+        return self.state.masks
+
+    def check_drift(self) -> None:
+        """Stop on all ranks if a mask is no longer what the last topology step left. Call it on every rank."""
+        if self.masks_weights:
+            self.drift.check()
+
+    def on_step(self, call: Callable[[MST], None]) -> None:
+        """Call `call(engine.mst)` at the end of every optimizer step, on every rank, taken or skipped."""
+        if not self.follows_steps and not self.callbacks.calls:  # the engine is DeepSpeed's own until somebody asks
+            zero_shards.around_model_step(self.engine, self.before_step, self.after_step)
+        self.callbacks.calls.append(lambda: call(self))
+
+    def on_topology_step(self, call: Callable[[MST], None]) -> None:
+        """Do the same at the end of the steps that have pruned and grown: `changes` say what."""
+        self.on_step(lambda mst: call(mst) if mst.changed_at == mst.step else None)
+
+    # --- zero_shards.hooks.Follower: what the engine tells it ---
+
+    @property
+    def masks_weights(self) -> bool:
+        """Whether updates are masked, and checkpoints have masks."""
+        return not self.experiment.mst.stays_dense
+
+    @property
+    def follows_steps(self) -> bool:
+        """Whether anything changes between steps."""
+        return self.masks_weights or self.attention.changes or self.functions is not None
+
+    def before_step(self) -> None:
+        """Gradients are reduced and not yet clipped."""
+        self._stepping, self._updated = True, False
+        for component in reversed(self.components):  # those that reject come before those that change
+            component.before_step()
+        with self._span():
+            for component in self.components:
+                component.after_backward()
+
+    def before_update(self) -> None:
+        """The optimizer is about to update master weights: there was no overflow, and the gradient's norm is known."""
+        for component in self.components:
+            component.before_update()
+
+    def holds_update(self) -> bool:
+        """Whether this step leaves weights and moments as they are."""
+        return any(component.holds_update() for component in self.components)
+
+    def mask_update(self, parameter: torch.nn.Parameter, update: torch.Tensor) -> None:
+        """Zero what is inactive in this rank's slice of an update, flat."""
+        for component in self.components:
+            component.mask_update(parameter, update)
+
+    def after_update(self, tensors: Collection[int]) -> None:
+        """The optimizer has updated these master tensors (ids); what the forward pass reads is not yet written."""
+        if not self._stepping:
+            raise SharedMistake(
+                f"{zero_shards.optimizer_name(self.engine)} has taken a step of its own, past DeepSpeed's engine, and "
+                "no mask was applied: call engine.step(), not optimizer.step()"
+            )
+        self._updated = True
+        with self._span():
+            for component in self.components:
+                component.after_update(tensors)
+
+    def after_step(self) -> None:
+        """The step is over, taken or skipped."""
+        self._stepping = False
+        with self._span():
+            for component in self.components:
+                component.after_step(self._updated)
+
+    def _span(self) -> AbstractContextManager[Any]:
+        moving = self.masks_weights and self.topology.under_way is not None
+        return self.span("topology" if moving else "masking")
+
+    # --- checkpoints ---
+
+    def saving(self, checkpoint: Path) -> dict[str, Any]:
+        """Write masks and the model's config into a checkpoint's folder; return the masks' entry of client_state."""
+        if self.engine.global_rank == 0:
+            attended = self.pattern if self.attended else Pattern("dense")
+            module = self.engine.module
+            model_config.save(checkpoint, module, method=self.method, step=self.step, pattern=attended)
+        return mask_files.save(checkpoint, self.state, self.step, self.dead_units()) if self.masks_weights else {}
+
+    def loaded(self, checkpoint: Path, state: dict[str, Any] | None) -> None:
+        """Weights and states are loaded; `state` is what `saving` returned then, None if the checkpoint has none."""
+        if self.masks_weights:
+            self._restore(checkpoint, state)
+        self.masks_replaced(checkpoint)
+
+    def load_weights(self, checkpoint: Path) -> dict[str, Any]:
+        """`engine.load_checkpoint(…, load_module_only=True)`: weights without states or step, at every ZeRO stage."""
+        if self.step and not self.masks.dense:
+            raise UserError(
+                "load_module_only would put weights where this run's masks have none: load them before the first step, "
+                "or change weights in mid-run with mst_scale.load_weights(engine, state_dict)"
+            )
+        state = warm_start.take_weights(self.engine, checkpoint)
+        self.begin_with_these_weights()
+        return {key: value for key, value in state.items() if key != "module"}
+
+    def take_masks(self, checkpoint: Path) -> None:
+        """Take the masks of a checkpoint whose weights have just been taken; `masks_replaced` follows, at its step."""
+        if self.masks_weights:
+            self._restore(checkpoint, mask_files.read(mask_files.file_of(checkpoint, 0))[0])
+
+    def _restore(self, checkpoint: Path, state: dict[str, Any] | None) -> None:
+        mask_files.restore(checkpoint, self.state, state)
+        self.state.everyone.agree(lambda: self.masking.check_given(checkpoint))
+
+    def masks_replaced(self, checkpoint: Path) -> None:
+        """Rebuild derived state after masks and the step were replaced."""
+        for component in self.components:
+            component.masks_restored(checkpoint)
+
+    def begin_with_these_weights(self) -> None:
+        """Weights came without masks: choose those that the schedule asks for at this step."""
+        if self.masks_weights:
+            self.masking.begin_anew()
+            self.masks_replaced(Path())
+        self.weights_taken()
+
+    def weights_taken(self) -> None:
+        """Weights are in place: where layers multiply with functions, store what stands for these weights."""
+        for component in self.components:
+            component.weights_replaced()
+
+    def weights_written(self) -> None:
+        """Somebody has changed weights between two steps, master copy and all."""
+        for component in self.components:
+            component.weights_written()

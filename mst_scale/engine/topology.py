@@ -1,0 +1,290 @@
+"""Changes the masks at topology steps: prune, grow, zero what was pruned, start what has grown.
+
+Adam divides by √v̂, v̂ = v / (1 - β₂ᵗ), and t counts all its updates: a weight that grows with v = 0 would take first
+updates up to √(1 - β₁)²/(1 - β₂) times too large. With v = (1 - β₂ᵗ)·g₀² they start at (1 - β₁) of a usual update and
+rise as the first moment fills. `mst.topology.grown_moments` says what g₀² is:
+
+    seeded    the larger of its own g² and the mean over its layer: takes the gradient of every weight
+    living    the mean over its layer's active weights, whose gradients every step has
+    zero      0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mst_scale import zero_shards
+from mst_scale.checkpoints.mask_state import MaskState
+from mst_scale.engine.component import Component
+from mst_scale.engine.criteria import Criteria
+from mst_scale.mixed_growing.config import TopologyConfig
+from mst_scale.mixed_growing.distribution import active_counts
+from mst_scale.mixed_growing.evolve import Change, Layer
+from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.mixed_growing.gradient_size import living_mean_squares
+
+Counts = Mapping[str, tuple[int, int]]
+
+
+class Granularity(Protocol):
+    """What is pruned and grown as one: `mixed_growing.blocks.Elements`, `Blocks` or `dead_units.channels.Channels`."""
+
+    @property
+    def side(self) -> int:
+        """Weights along a side of an element."""
+
+    @property
+    def words(self) -> str:
+        """Describe it in the run's first log line."""
+
+    def grid_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a matrix in elements."""
+
+    @property
+    def evolve(self) -> Callable[..., list[Change]]:
+        """Prune and grow, as `mixed_growing.evolve` defines it."""
+
+    def sparsify(self, layers: list[Layer], *, how: str, seed: int, exchange: Exchange) -> list[Change]:
+        """Choose first masks."""
+
+
+class Revival(Protocol):
+    """Gives weights to units that no gradient reaches, when their masks go (`dead_units.live.LiveUnits`)."""
+
+    @property
+    def woken(self) -> Counts:
+        """(revived, all) units by kind of the last step that revived some …"""
+
+    @property
+    def woken_at(self) -> int:
+        """… and that step."""
+
+    def starts(self, name: str) -> bool:
+        """Return whether some weights of a matrix have their first gradient after this step."""
+
+    def starting(self, name: str) -> Tensor:
+        """Return the places of these weights in this rank's slice."""
+
+    def wake(self, name: str) -> None:
+        """Write the new weights into this rank's slice."""
+
+    def finish(self, updated: bool) -> None:
+        """End the step."""
+
+
+@dataclass
+class TopologyStep:
+    """A topology step under way: what it goes by, and what it has done so far."""
+
+    step: int
+    targets: list[int]
+    """Elements of each parameter that shall be active."""
+    update_fraction: float
+    reads_dense_gradients: bool
+    """Whether growth or moments read gradients of inactive weights."""
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    """Of this rank, without loss scaling, by parameter; of inactive weights too if growth or moments read them."""
+    changes: list[Change] = field(default_factory=list)
+
+
+class Topology(Component):
+    """Follows the schedule of topology steps; a step that an overflow has skipped is due at the next one."""
+
+    def __init__(
+        self,
+        engine: Any,
+        config: TopologyConfig,
+        state: MaskState,
+        store: zero_shards.Shards,
+        *,
+        elements: Granularity,
+        shapes: Mapping[str, Sequence[int]],
+        distribution: Any,
+        criteria: Criteria,
+        revival: Revival,
+        plan_revival: Callable[[TopologyStep], None],
+    ):
+        self.engine, self.config, self.distribution = engine, config, distribution
+        self.state, self.store, self.elements, self.shapes = state, store, elements, shapes
+        self.criteria, self.revival, self.plan_revival = criteria, revival, plan_revival
+        self.policy = config.chosen
+        self._masks = list(state.masks)
+        self.under_way: TopologyStep | None = None
+        self.revived: Counts = {}
+        """(revived, all) units by kind of the last topology step, over all stages."""
+        # a run that starts dense has had every weight active: the share is 1, and no bit need be kept to know it
+        self.counts_coverage = config.track_coverage and state.schedule.at(0).sparsity > 0
+        if self.counts_coverage:
+            for mask in state.masks:
+                mask.track_ever()
+
+    @property
+    def masks_states(self) -> bool:
+        """Whether optimizer states of inactive weights are 0; snfs averages dense gradients in Adam's own moment."""
+        return "momentum" not in self.policy.reads
+
+    # --- the schedule ---
+
+    def is_due(self, step: int) -> bool:
+        """Return whether this step changes the topology, or makes up for one that was skipped."""
+        return any(self.state.schedule.is_topology_step(s) for s in range(self.state.settled + 1, step + 1))
+
+    def reads_dense_gradients(self, step: int) -> bool:
+        """Return whether the topology step at the end of step `step` reads gradients of inactive weights."""
+        point = self.state.schedule.at(step)
+        counts = zip(self.state.masks, self.counts(point.sparsity), strict=True)
+        most = self.elements.side**2  # weights of an element; at the edges of a matrix it has fewer
+        denser = any(count > -(-mask.active // most) for mask, count in counts)
+        return self.config.reads_dense_gradients(point.update_fraction, denser)
+
+    def counts(self, sparsity: float) -> list[int]:
+        """Return the elements to keep active in each parameter of this rank, out of a budget for the whole model."""
+        shapes: Any = list(self.shapes.values())
+        of = dict(zip(self.shapes, active_counts(shapes, sparsity, self.distribution), strict=True))
+        return [of[mask.name] for mask in self.state.masks]
+
+    # --- one step ---
+
+    def before_step(self) -> None:
+        step = int(self.engine.global_steps) + 1
+        self.under_way = None
+        if self.is_due(step):
+            point = self.state.schedule.at(step)
+            dense = self.reads_dense_gradients(step)
+            self.under_way = TopologyStep(step, self.counts(point.sparsity), point.update_fraction, dense)
+            if self.config.wake_dead_units:
+                self.plan_revival(self.under_way)
+
+    def keep_gradient(self, i: int, gradient: Tensor, scale: float) -> bool:
+        """Keep a copy of this rank's gradient of a parameter, if a topology step is under way.
+
+        Returns:
+            Whether the gradient may be masked: one that is not finite stays, so that DeepSpeed's own check sees it and
+            all ranks skip this step.
+        """
+        if self.under_way is None:
+            return True
+        kept = gradient.detach().to(torch.float32, copy=True).div_(scale)
+        self.under_way.gradients[i] = kept
+        if not kept.isfinite().all():
+            return False
+        mask = self._masks[i]
+        self.criteria.to_weight_gradient_(mask.name, self.store.weight(i), kept)
+        if not self.under_way.reads_dense_gradients:
+            mask.retain_(kept)  # layers that compute with their masks have not computed the others
+        return True
+
+    def holds_update(self) -> bool:
+        return self.config.replaces_update and self.under_way is not None
+
+    def after_update(self, tensors: Collection[int]) -> None:
+        if self.under_way is not None:
+            self.under_way.changes += self._evolve(self.under_way, self.store.within(tensors))
+
+    def after_step(self, updated: bool) -> None:
+        under_way, self.under_way = self.under_way, None
+        step, state = int(self.engine.global_steps), self.state
+        if under_way is not None:
+            under_way.gradients.clear()
+        if state.masks.dense and step >= state.schedule.sparse_until:
+            for mask in state.masks:
+                mask.ever = None
+        self.revival.finish(updated)
+        if updated or under_way is None:  # an overflow leaves the topology step due at the next boundary
+            state.settled = step
+        if updated and under_way is not None:
+            counted = {change.name: self._without_bits(change) for change in under_way.changes}
+            state.changes = list(state.stages.joined(counted).values())
+            state.changed_at = under_way.step
+            state.refresh()
+            self.revived = state.stages.added(self.revival.woken if self.revival.woken_at == step else {})
+
+    # --- pruning and growing ---
+
+    def _evolve(self, under_way: TopologyStep, here: list[int]) -> list[Change]:
+        """Prune and grow these parameters to the target of the step that is being taken."""
+        masks, config = self._masks, self.config
+        states = {i: self.store.states(i) for i in here}
+        layers = {i: self._layer(under_way, i, states[i].get("exp_avg")) for i in here}
+        found: dict[int, Change] = {}
+        usual: dict[int, float | None] = {}  # g² that a grown weight starts with
+
+        def active_means(of: list[int], exchange: Exchange) -> Any:
+            active = [(masks[i], under_way.gradients[i]) for i in of]
+            return zip(of, living_mean_squares(active, exchange), strict=True)
+
+        for exchange, together in self.state.exchange.grouped(here):
+            if config.grown_moments == "living":
+                usual |= active_means(together, exchange)
+            changes = self.elements.evolve(
+                [layers[i] for i in together],
+                policy=self.policy,
+                update_fraction=under_way.update_fraction,
+                seed=self.state.seed,
+                step=under_way.step,
+                exchange=exchange,
+                regrow=config.regrow,
+                gradient_size=config.grown_moments == "seeded",
+            )
+            found |= zip(together, changes, strict=True)
+            if config.grown_moments == "seeded":
+                usual |= {i: change.gradient_mean_square for i, change in zip(together, changes, strict=True)}
+                # of a matrix that was dense before, and so has not grown, some lines may be revived
+                reviving = [i for i in together if usual[i] is None and self.revival.starts(masks[i].name)]
+                if reviving:
+                    usual |= active_means(reviving, exchange)
+        for i in here:
+            change = found[i]
+            becomes_dense = masks[i].dense and change.before < change.numel
+            masks[i].retain_(self.store.weight(i))
+            if self.masks_states:
+                masks[i].retain_(*states[i].values())
+                if config.grown_moments != "zero" and "exp_avg_sq" in states[i]:
+                    self._start_grown(i, change, under_way.gradients[i], usual[i])
+                if config.fresh_momentum and becomes_dense and "exp_avg" in states[i]:
+                    states[i]["exp_avg"].zero_()
+            self.revival.wake(change.name)
+        return [found[i] for i in here]
+
+    def _layer(self, under_way: TopologyStep, i: int, momentum: Tensor | None) -> Layer:
+        mask = self._masks[i]
+        weight, momentum = self.criteria.ranked(mask.name, self.store.weight(i), momentum)
+        return Layer(mask, under_way.targets[i], weight, under_way.gradients[i], momentum)
+
+    def _start_grown(self, i: int, change: Change, gradient: Tensor, usual: float | None) -> None:
+        """Give what has grown, and what is revived, the second moment it would have had with a usual gradient.
+
+        `usual` is the mean square of the layer's gradients.
+        """
+        if usual is None:
+            return
+        grown = change.grown_indices()
+        if (revived := self.revival.starting(change.name)).numel():
+            grown = torch.cat([grown, revived]).unique()
+        if not grown.numel():
+            return
+        squares = torch.full_like(gradient[grown], usual)
+        if self.config.grown_moments == "seeded":
+            squares = torch.maximum(squares, gradient[grown].square())
+        squares = self.criteria.to_stored_squares(change.name, self.store.weight(i)[grown], squares)
+        factor = zero_shards.clip_factor(self.engine)
+        moment = self.store.states(i)["exp_avg_sq"]
+        moment[grown] = (squares * (factor * factor * self.store.second_moment_share(i))).to(moment.dtype)
+
+    def _without_bits(self, change: Change) -> Change:
+        """Drop the bitmaps from the record (two bits per weight); keep the counts."""
+        counted = self.counts_coverage or not self.config.track_coverage
+        ever = change.ever_active if counted else change.numel
+        return replace(change, pruned_bits=None, grown_bits=None, ever_active=ever)
+
+
+def full_after(under_way: TopologyStep, state: MaskState, shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    """Return the names of this rank's parameters that are dense after the step under way."""
+    pairs = zip(state.masks, under_way.targets, strict=True)
+    return {mask.name for mask, count in pairs if count == math.prod(shapes[mask.name])}
