@@ -8,7 +8,6 @@ import torch
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.checkpoints.reshape import reshape
-from mst_scale.engine import topology_step
 from mst_scale.zero_shards.muon import orthogonalised
 from tests.support import pool
 from tests.support.reported import reported_fp16
@@ -81,18 +80,18 @@ def against_oracle(rank, world, stage, accumulation, extra):
     rates = {"lr": RATES["muon_lr"], "adam_lr": RATES["adam_lr"], "decay": RATES["weight_decay"]}
     oracle = Oracle(toy(), MATRICES, **rates, clip=0.5)
     controller, masks, grows = engine.mst, active(engine, world), {}
-    evolve = topology_step.evolve
+    evolve = controller.topology._evolve
 
-    def spied(mst, step, here):
+    def spied(step, here):
         grows.update({i: step.gradients[i].clone() for i in here})
-        return evolve(mst, step, here)
+        return evolve(step, here)
+
+    controller.topology._evolve = spied
 
     weights, momenta, gradients, norms, grown = 0.0, 0.0, 0.0, 0.0, 0
     for step in range(STEPS):
         norm, dense = oracle.step([toy_batch(step, k) for k in range(accumulation * world)], masks)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(topology_step, "evolve", spied)
-            train(engine, rank, world, 1, accumulation=accumulation, first=step)
+        train(engine, rank, world, 1, accumulation=accumulation, first=step)
         norms = max(norms, abs(zero_shards.grad_norm(engine) / norm - 1))
         masks = active(engine, world)
         oracle.mask(masks)
