@@ -28,4 +28,10 @@ pid_file="${TMPDIR:-/tmp}/mst-$UID-$1.$$.pid"
 (umask 077 && printf '%s\n' "$$" >"$pid_file")
 trap 'rm -f "$pid_file"' EXIT
 shift
-guarded "$@"
+# Slurm sends a signal to every process of a step. DeepSpeed's launcher would die of SIGUSR1, and its ranks with it before
+# they have saved; a rank sets a handler of its own.
+without_usr1() {
+    trap '' USR1
+    exec "$@"
+}
+guarded without_usr1 "$@"

@@ -9,10 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support import tiny_run
-from tests.support.launched import HOSTILE, LAUNCHERS, PATIENCE, config, hostfile, launch, shown, wait_for_file
+from tests.support.launched import HOSTILE, LAUNCHERS, PATIENCE, config, finish, hostfile, launch, shown, wait_for_file
 
 # --- what would run ---
 
@@ -305,6 +306,31 @@ def test_nodes_that_wait_for_one_that_is_gone_are_stopped(tmp_path, remote):
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=PATIENCE)
     assert child.returncode == 1
+
+
+LAUNCHER = """import os, subprocess, sys
+sys.exit(subprocess.call([sys.executable, "rank.py", "mst_scale.pretrain"], env={**os.environ, "RANK": "0"}))
+"""
+RANK = """import os, pathlib, signal, time
+launcher, asked = os.getppid(), []
+signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
+pathlib.Path("running").touch()
+while not asked:
+    time.sleep(0.05)
+time.sleep(1)  # a save
+raise SystemExit(os.getppid() != launcher)
+"""
+
+
+def test_a_signal_to_every_process_of_a_node_leaves_its_ranks_time_to_save(tmp_path):
+    """So Slurm sends them. DeepSpeed's launcher has no handler for SIGUSR1, and ranks end when it is gone."""
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    (tmp_path / "rank.py").write_text(RANK)
+    child = launch("node.sh", "job", sys.executable, "launcher.py", cwd=tmp_path, TMPDIR=str(tmp_path))
+    wait_for_file(tmp_path / "running", child)
+    for process in [*psutil.Process(child.pid).children(recursive=True), child]:
+        process.send_signal(signal.SIGUSR1)
+    finish(child)
 
 
 @pytest.mark.parametrize("content", ["-1", "0", "1; touch hostile", "{pid}"])
