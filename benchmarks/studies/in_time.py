@@ -47,7 +47,7 @@ from ..machine import machine
 from ..page import aside, grid, outputs, tell
 from ..step_sides import Side
 from ..timing import in_rounds, middle_half
-from . import facts
+from . import records
 from .page import answers
 from .plan import FOLDER, Cell, Plan, job, read_plan
 
@@ -207,7 +207,7 @@ def expected(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _cells(plan: Plan) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = answers(plan, facts.known(FOLDER), plan.config["data"]["dir"])["cells"]
+    found: list[dict[str, Any]] = answers(plan, records.known(FOLDER), plan.config["data"]["dir"])["cells"]
     return found
 
 

@@ -1,9 +1,9 @@
-"""Writes what the best recipes are worth over all studies by the size of the model and the length of the run.
+"""Writes overview.md: the FLOP multipliers of the best recipes over all studies, by model size and training length.
 
     python -m mst_scale.benchmarks.studies.overview
 
-It reads what the studies' runs have reached, and runs nothing; the page is overview.md. A setting is a cell of a study,
-measured against the dense runs that its page measures it against.
+It reads the records of runs and trains nothing. A setting is a cell of a study, compared with the same dense runs as on
+the page of that study.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from mst_scale.report.frontier import marker_of, worth
 from mst_scale.report.style import Plot, Theme, legend, ratio_axis
 
 from ..page import grid, picture
-from . import facts, law
-from .outcome import outcomes, rivals_elsewhere
+from . import law, records
+from .outcome import baselines_elsewhere, outcomes
 from .plan import FOLDER, job, read_plan
 
 BEST, TO_THE_END, LEAN = "mst-best", "mst-best, sparse attention", "mst-lean"
-RECIPES = {
+RECIPES = {  # recipe -> study -> the variants that use it, at any width and length
     BEST: {
         "main": ["mst-best"],
         "longer": ["mst-best", "mst-best-short", "mst-best-large"],
@@ -55,7 +55,6 @@ RECIPES = {
         "confirm": ["4x-longer-to-the-end"],
     },
 }
-"""By recipe and study the variants that are it, of whatever width and length."""
 FILLED = {BEST: "full", TO_THE_END: "none", LEAN: "left"}
 AGAINST = {"same model": True, "all sizes": False}
 WORTHS = (0.7, 1.0, 1.5, 2.0, 3.0)
@@ -64,7 +63,7 @@ BOUNDS = {"": "", AT_LEAST: ", at least", AT_MOST: ", at most"}
 
 @dataclass(frozen=True)
 class Setting:
-    """A model trained for a length by a recipe, and what its FLOPs were worth by accounting and rivals."""
+    """A model trained with a recipe for some length, and its FLOP multipliers by accounting and kind of baseline."""
 
     study: str
     recipe: str
@@ -75,31 +74,33 @@ class Setting:
 
     @property
     def tokens_per_weight(self) -> float:
+        """Tokens per parameter."""
         return self.tokens / self.weights
 
     @property
     def size(self) -> str:
+        """The number of parameters, for humans."""
         return f"{self.weights / 1e6:.2g} M"
 
 
 def settings(results: Path) -> list[Setting]:
-    """In the order of recipe, model and length; those that no run of has finished are left out."""
-    rows = facts.known(results)
+    """Every setting with a finished run, in the order of recipe, model and length."""
+    rows = records.known(results)
     found = []
     for name in dict.fromkeys(study for variants in RECIPES.values() for study in variants):
         recipes = {variant: recipe for recipe, of in RECIPES.items() for variant in of.get(name, [])}
         plan = read_plan(name)
         data = plan.config["data"]["dir"]
         cells = outcomes(plan, rows, data)
-        methods = [*(one.method for one in cells), *chain(*rivals_elsewhere(plan, cells, rows).values())]
+        methods = [*(one.method for one in cells), *chain(*baselines_elsewhere(plan, cells, rows).values())]
         for one in cells:
             if one.cell.variant not in recipes or not one.runs:
                 continue
             experiment = job(plan, one.cell, one.rate, plan.seeds_of(one.cell)[0], data).experiment
             read = {
-                (accounting, rivals): worth(one.method, methods, accounting, same)
+                (accounting, baselines): worth(one.method, methods, accounting, same)
                 for accounting in ACCOUNTINGS
-                for rivals, same in AGAINST.items()
+                for baselines, same in AGAINST.items()
             }
             its = {key: value for key, value in read.items() if value is not None}
             weights, tokens = experiment.model.weights, law.tokens(experiment)
@@ -108,11 +109,11 @@ def settings(results: Path) -> list[Setting]:
 
 
 def written(results: Path) -> Path:
-    """overview.md, and its figure in light and dark."""
+    """Write overview.md and its picture; return the page's path."""
     found = settings(results)
     head = ["recipe", "parameters", "tokens a parameter", "FLOPs", "study"]
-    columns = [(accounting, rivals) for accounting in ACCOUNTINGS for rivals in AGAINST]
-    head += [f"{rivals}{'' if accounting == 'paper' else ', causal'}" for accounting, rivals in columns]
+    columns = [(accounting, baselines) for accounting in ACCOUNTINGS for baselines in AGAINST]
+    head += [f"{baselines}{'' if accounting == 'paper' else ', causal'}" for accounting, baselines in columns]
     lines = [
         [
             one.recipe,
@@ -136,7 +137,7 @@ def written(results: Path) -> Path:
 
 
 def drawn(found: Sequence[Setting]) -> Plot:
-    """Two panels over one axis of FLOPs; a colour a size, beside each point its tokens a parameter."""
+    """Two panels over one axis of FLOPs: one color per model size, and tokens per parameter beside each point."""
     sizes = list(dict.fromkeys(one.size for one in found))
 
     def draw(figure: Figure, theme: Theme) -> None:
@@ -146,8 +147,8 @@ def drawn(found: Sequence[Setting]) -> Plot:
             for i, size in enumerate(sizes)
         }
         panels = figure.subplots(1, len(AGAINST), sharey=True)
-        for axes, rivals in zip(panels, AGAINST, strict=True):
-            _panel(axes, found, rivals, looks, theme)
+        for axes, baselines in zip(panels, AGAINST, strict=True):
+            _panel(axes, found, baselines, looks, theme)
         panels[0].set_ylabel("worth, paper accounting")
         legend(figure, [Line2D([], [], label=size, **look) for size, look in looks.items()], columns=len(sizes))
 
@@ -161,10 +162,12 @@ def drawn(found: Sequence[Setting]) -> Plot:
     return Plot("overview", caption, draw, 3.9)
 
 
-def _panel(axes: Axes, found: Sequence[Setting], rivals: str, looks: dict[str, dict[str, Any]], theme: Theme) -> None:
+def _panel(
+    axes: Axes, found: Sequence[Setting], baselines: str, looks: dict[str, dict[str, Any]], theme: Theme
+) -> None:
     axes.axhline(1.0, color=theme.axis, linewidth=1.4)
     for one in found:
-        read = one.worth.get(("paper", rivals))
+        read = one.worth.get(("paper", baselines))
         if read is None:
             continue
         x, look = one.flops / 1e12, looks[one.size]
@@ -184,13 +187,14 @@ def _panel(axes: Axes, found: Sequence[Setting], rivals: str, looks: dict[str, d
     axes.set_yticks([], minor=True)
     axes.set_ylim(0.6, 3.5)
     axes.set_xlabel("training FLOPs (TFLOP)")
-    axes.set_title(f"Against {'the same model' if AGAINST[rivals] else 'all sizes'}")
+    axes.set_title(f"Against {'the same model' if AGAINST[baselines] else 'all sizes'}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    told = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    told.add_argument("--results", type=Path, default=FOLDER, metavar="DIR", help="where results are kept")
-    print(written(told.parse_args(arguments).results))
+    """Write the page."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=FOLDER, metavar="DIR", help="folder of the records")
+    print(written(parser.parse_args(arguments).results))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Writes a study's page (NAME.md) and figures from its plan and NAME.runs.jsonl alone."""
+"""Writes a study's page (NAME.md) and figures from its plan and the records of runs alone."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ from mst_scale.costs.beside import UPDATE
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 from mst_scale.report.frontier import HEAD, Method, line, loss_over_flops, worth_of_each
 from mst_scale.report.frontier import rows as method_rows
+from mst_scale.report.style import Plot
 
 from ..page import grid, picture
-from . import against, facts, law
-from .facts import FINISHED, Row
-from .outcome import Outcome, outcomes, rivals_elsewhere
+from . import against, law, records
+from .outcome import Outcome, baselines_elsewhere, outcomes, wanted
 from .plan import Cell, Plan, job
+from .records import FINISHED, Row
 
 HEAD_OF_CELLS = ["variant", "rate", *HEAD]
-Others = Mapping[str, list[Method]]  # rivals of other studies
-WITHOUT_DENSE = ("seeds", "validation loss", "FLOPs", "FLOPs, causal")  # of HEAD, where nothing can be compared
+Others = Mapping[str, list[Method]]  # baselines from other studies
+WITHOUT_DENSE = (
+    "seeds",
+    "validation loss",
+    "FLOPs",
+    "FLOPs, causal",
+)  # of HEAD, if there is no dense run to compare with
 
 
 def answers(plan: Plan, rows: Mapping[str, Row], data: str) -> dict[str, Any]:
     """The page's numbers, for machines."""
     found = outcomes(plan, rows, data)
-    each = method_rows([one.method for one in found], [*chain(*rivals_elsewhere(plan, found, rows).values())])
-    sure, guessed = facts.wanted(plan, rows, data)
+    each = method_rows([one.method for one in found], [*chain(*baselines_elsewhere(plan, found, rows).values())])
+    sure, guessed = wanted(plan, rows, data)
     return {
         "study": plan.name,
         "runs": len(sure) + len(guessed),
@@ -38,21 +44,33 @@ def answers(plan: Plan, rows: Mapping[str, Row], data: str) -> dict[str, Any]:
         ],
         "against_reference": [
             {"size": size, "budget": budget, **vars(one), "counts": one.counts}
-            for (size, budget), differences in against.reference(plan, found).items()
+            for (size, budget), differences in against.differences(plan, found).items()
             for one in differences
         ],
     }
 
 
-def written(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path) -> Path:
-    """NAME.md, and beside it a figure for each accounting in light and dark."""
+def written(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path, pictures: Path | None = None) -> Path:
+    """Write NAME.md and the pictures that it shows, at most two, into a folder; return the page's path.
+
+    With `pictures`, that folder gets every picture of the study: each accounting, and each table.
+    """
     found = outcomes(plan, rows, data)
-    others = rivals_elsewhere(plan, found, rows)
+    others = baselines_elsewhere(plan, found, rows)
     parts = [f"# {plan.question}", f"`mst bench study {plan.name}`", f"**Success, as planned:** {plan.success}"]
     if found:
-        parts += [_about(found, plan), *_figures(plan, found, others, folder), *_tables(plan, found, others)]
-        parts += [*against.section(plan, found, folder), _notes(found, others)]
-        parts += _law(plan, found, data)
+        each = {**_plots(plan, found, others), **against.plots(plan, found)}
+        over_flops, worth, differs = (f"{plan.name}-{name}" for name in ("paper", "worth-paper", "against"))
+        shown = {
+            name: picture(each[name][1], folder / name, each[name][0])
+            for name in (over_flops, differs if differs in each else worth)
+            if name in each
+        }
+        for name, (alt, plot) in each.items() if pictures else ():
+            picture(plot, pictures / name, alt)
+        parts += [_about(found, plan), *(text for name, text in shown.items() if name != differs)]
+        parts += [*_tables(plan, found, others), *against.section(plan, found, shown.get(differs))]
+        parts += [_notes(found, others), *_law(plan, found, data)]
     else:
         parts.append("No run has finished yet.")
     parts += ["## All runs", _all_runs(plan, rows, data, folder)]
@@ -75,17 +93,17 @@ def _precision(plan: Plan) -> str:
     return "bfloat16" if plan.config.get("bf16", {}).get("enabled") else "float32"
 
 
-def _figures(plan: Plan, found: list[Outcome], others: Others, folder: Path) -> list[str]:
-    pictures = []
+def _plots(plan: Plan, found: list[Outcome], others: Others) -> dict[str, tuple[str, Plot]]:
+    """By file name, the alternative text and the figure of each comparison with dense runs."""
+    plots = {}
     methods, elsewhere = [one.method for one in found], [*chain(*others.values())]
     for accounting in ACCOUNTINGS if any(method.dense for method in methods) else ():
-        over_flops = "Validation loss over FLOPs: the dense frontier as a line, methods as points"
-        drawings = {f"{plan.name}-{accounting}": (over_flops, loss_over_flops(methods, accounting, elsewhere))}
+        alt = f"Validation loss over FLOPs: the dense frontier as a line, methods as points, {accounting} accounting"
+        plots[f"{plan.name}-{accounting}"] = (alt, loss_over_flops(methods, accounting, elsewhere))
         if (each := worth_of_each(methods, accounting, elsewhere)) is not None:
-            drawings[f"{plan.name}-worth-{accounting}"] = ("What the FLOPs of each method are worth", each)
-        for name, (alt, plot) in drawings.items():
-            pictures.append(picture(plot, folder / name, f"{alt}, {accounting} accounting"))
-    return pictures
+            alt = f"What the FLOPs of each method are worth, {accounting} accounting"
+            plots[f"{plan.name}-worth-{accounting}"] = (alt, each)
+    return plots
 
 
 def _tables(plan: Plan, found: list[Outcome], others: Others) -> list[str]:
@@ -139,8 +157,8 @@ def _notes(found: list[Outcome], others: Others) -> str:
 
 
 def _law(plan: Plan, found: list[Outcome], data: str) -> list[str]:
-    """What each setting has lost or gained against the law of average weights, fitted to dense runs and to all; nothing
-    where no dense run is among them."""
+    """How far each setting lies from the law of average weights, fitted to dense runs and to all; empty if there is no
+    dense run."""
     if not any(one.method.dense for one in found):
         return []
     spots = []
@@ -171,22 +189,21 @@ def _law(plan: Plan, found: list[Outcome], data: str) -> list[str]:
 
 
 def _all_runs(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path) -> str:
-    """Those of the plan that have been made, in its order; others that the study has made, and its plan asks for no
-    more (a rate or a length that it had then); and how many are to come."""
-    wanted = facts.wanted(plan, rows, data)[0]
-    mine: dict[str, Row] = {}
-    facts.read_into(mine, facts.path_of(plan.name, folder))
-    there = [rows[one.digest] for one in wanted if one.digest in rows]
-    digests = {one.digest for one in wanted}
-    more = [row for digest, row in mine.items() if digest not in digests]
-    lines = [_of_run(row, "") for row in there] + [_of_run(row, "no longer asked for") for row in more]
+    """The plan's runs that have been made, in its order; recorded runs that the plan no longer asks for (an earlier
+    rate or length); and the number of runs still to be made."""
+    sure = wanted(plan, rows, data)[0]
+    digests = {one.digest for one in sure}
+    made = [rows[one.digest] for one in sure if one.digest in rows]
+    mine = records.latest(records.path_of(plan.name, folder))
+    lines = [_of_run(row, "") for row in made]
+    lines += [_of_run(row, "no longer asked for") for digest, row in mine.items() if digest not in digests]
     table = grid(["run", "cell", "rate", "seed", "steps", "validation loss", "status", "reason"], lines)
-    to_come = len(wanted) - len(there)
+    to_come = len(sure) - len(made)
     return f"{table}\n\n{to_come} runs of the plan are to come." if to_come else table
 
 
-def _of_run(row: Row, why: str) -> list[Any]:
+def _of_run(row: Row, note: str) -> list[Any]:
     cell = Cell(row["size"], row["budget"], row["variant"], row["share"])
     loss = f"{row['val_loss']:.4f}" if row["status"] == FINISHED else "–"
     what = [row["digest"], str(cell), f"{row['rate']:g}", row["seed"], f"{row['steps']:,}", loss, row["status"]]
-    return [*what, "; ".join(filter(None, [row.get("reason", ""), why]))]
+    return [*what, "; ".join(filter(None, [row.get("reason", ""), note]))]

@@ -1,12 +1,12 @@
-"""A study's plan, a JSON file (benchmarks/studies/NAME.json), read strictly as a list of runs.
+"""Reads the plan of a study (benchmarks/studies/NAME.json) strictly, and turns its cells into runs.
 
-A cell is a size of model, a budget of tokens per parameter, a variant and a share of the budget's steps. Its first seed
-runs at every learning rate of the grid; the rate with the lowest validation loss is the cell's, and the other seeds run
-at that alone. So rivals are tuned as the method is, and no seed but the first chooses.
+A cell is a model size, a budget of tokens per parameter, a variant and a share of the budget's steps. Its first seed
+runs at every learning rate of the grid. The rate with the lowest validation loss becomes the cell's rate, and the other
+seeds run at that rate only: baselines are tuned as well as the method, and only the first seed chooses.
 
-A run is known by a digest of its resolved config, without what cannot change its loss (where the corpus lies, how often
-it logs and saves) and without keys at their defaults: what another version of the plan or of the config adds repeats
-nothing that stays.
+A run is identified by a digest of its resolved config, without the keys that cannot change its loss (the corpus folder,
+logging and checkpoint intervals) and without keys at their defaults. A new version of a plan or of the config schema
+therefore repeats no run whose settings are the same.
 """
 
 from __future__ import annotations
@@ -39,22 +39,25 @@ from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 from mst_scale.methods import register
 
 FOLDER = Path(__file__).parent
-FIRST_LETTERS = 16  # of a digest
-WITHOUT_EFFECT = {
+FIRST_LETTERS = 16  # of the hexadecimal digest
+WITHOUT_EFFECT = {  # on the loss
     "training": ("log_every", "eval_every", "save_every", "keep_checkpoints", "look_every"),
     "data": ("dir",),
     "": ("tensorboard", "steps_per_print"),
 }
 DEFAULTS: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
 ORDERS = ("flops", "variants")
-EVALUATIONS = 4  # of a run, for its curve
-ROUNDS = 3  # until a length fits its FLOPs
-OTHER_TEXT = 1_000  # added to the seed of a smaller run, lest the larger one reads the same batches again
+EVALUATIONS = 4  # points on the curve of a run
+ROUNDS = 3  # iterations until a length matches its FLOPs
+OTHER_TEXT = 1_000  # added to the seed of a smaller run, so that the larger one does not read the same batches again
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and what a smaller one has instead; its own rates, budgets and seeds, if any, go before the plan's."""
+    """A model size.
+
+    `small` overrides `model` for variants with `small: true`. Its own rates, budgets and seeds replace the plan's.
+    """
 
     model: dict[str, Any]
     small: dict[str, Any] = field(default_factory=dict)
@@ -65,11 +68,14 @@ class Size:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train. `as_long_as` names the variant whose FLOPs it spends; its length follows, or is one of `steps`
-    outright, where FLOPs were counted otherwise when it ran. `sizes` names the sizes of the plan that it belongs to (by
-    default all). One that grows says out of what, {"model": the smaller
-    model's own keys, "share": of the budget's steps that it is trained, dense and at a constant rate}; that run's FLOPs
-    and the growth's are its own too."""
+    """One way to train.
+
+    `as_long_as` names the variant whose FLOPs this one spends; the number of steps follows from it, unless `steps`
+    gives it (for runs whose FLOPs were counted differently when they ran). `sizes` names the sizes of the plan that
+    the variant belongs to (default: all). `grown_from` describes the smaller model that a growing variant starts from:
+    {"model": overrides of the model, "share": share of the budget's steps for which the smaller model is trained, dense
+    and at a constant rate}; the FLOPs of that run and of the growth count as the variant's own.
+    """
 
     method: str = "dense"
     set: dict[str, Any] = field(default_factory=dict)
@@ -78,14 +84,24 @@ class Variant:
     as_long_as: str | None = None
     steps: int | None = None
     rates: tuple[float, ...] = ()
-    last_rate: float | None = None  # as a share of the peak; None: the plan's
+    last_rate: float | None = None  # final learning rate as a share of the peak; None: the plan's
     grown_from: dict[str, Any] | None = None
     sizes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """`rates` of a variant go before those of its size, and those before the plan's."""
+    """A study as planned. A variant's `rates` take precedence over those of its size, and these over the plan's.
+
+    Attributes:
+        reference: the variant that variants of equal FLOPs are compared with, seed by seed (against.py).
+        program: the module that makes the runs; it takes the arguments of `mst_scale.pretrain` and defines a METHOD and
+            its NAME.
+        widen: whether a cell whose best rate is at an end of its grid tries another rate beyond it (outcome.rates_of).
+        accounting: the FLOP accounting in which variants with `as_long_as` match FLOPs, "paper" or "causal".
+        order: the order of runs of one size and budget. "flops" runs the cheapest first; "variants" runs the first seed
+            of every variant in the plan's order, then the second seed of every variant, and so on (outcome.wanted).
+    """
 
     name: str
     question: str
@@ -98,18 +114,13 @@ class Plan:
     variants: dict[str, Variant]
     last_rate: float = 0.01
     reference: str | None = None
-    """The variant that others which spend alike are set against, seed by seed (against)."""
     program: str = "mst_scale.pretrain"
-    """What makes its runs: a module that takes the same arguments. It has a METHOD of a NAME."""
     widen: bool = False
-    """Whether a cell whose best rate is at an end of its grid tries another beyond it (facts.rates_of)."""
     accounting: str = "paper"
-    """The accounting in which variants with `as_long_as` match FLOPs: "paper", or "causal"."""
     order: str = "flops"
-    """The order of the runs of one size and budget: "flops" runs the cheapest first; "variants" runs the first seed of
-    every variant in the order of the plan, then the second seed of every variant, and so on (facts.wanted)."""
 
     def cells(self) -> list[Cell]:
+        """Every cell of the plan, in its order."""
         return [
             Cell(size, budget, name, share)
             for size, its in self.sizes.items()
@@ -120,14 +131,18 @@ class Plan:
         ]
 
     def rates_of(self, cell: Cell) -> tuple[float, ...]:
+        """The learning rates of a cell's grid."""
         return self.variants[cell.variant].rates or self.sizes[cell.size].rates or self.rates
 
     def seeds_of(self, cell: Cell) -> tuple[int, ...]:
+        """The seeds of a cell; the first chooses the rate."""
         return self.sizes[cell.size].seeds or self.seeds
 
 
 @dataclass(frozen=True)
 class Cell:
+    """One setting of a study, whatever its rate and seed."""
+
     size: str
     budget: int
     variant: str
@@ -140,8 +155,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Job:
-    """One run, before it runs. FLOPs are the forecast in the plan's accounting; `work` counts masked weights too, for
-    the time it takes."""
+    """A run that a plan asks for.
+
+    `flops` are forecast in the plan's accounting. `dense_flops_per_step` counts masked weights too, since the time of a
+    run follows them. `smaller` is the run that this one grows from; its digest is this run's mst.grow_from.
+    """
 
     cell: Cell
     rate: float
@@ -151,20 +169,20 @@ class Job:
     block_flops: float
     flops: float
     topology_flops: float
-    work_a_step: float
+    dense_flops_per_step: float
     smaller: Job | None = None
-    """The run that it grows out of, whose digest stands in its mst.grow_from."""
 
     def __str__(self) -> str:
         return f"{self.cell}, rate {self.rate:g}, seed {self.seed}"
 
     @property
     def steps(self) -> int:
+        """Its number of optimizer steps."""
         return self.experiment.training.steps
 
     @property
     def decays_from(self) -> int | None:
-        """Where its learning rate leaves that of a dense run which never decays; None where there is no such step."""
+        """The step from which its learning rate differs from that of a dense run without decay, if there is one."""
         training = self.experiment.training
         plain = (
             training.lr_schedule == "wsd"
@@ -178,22 +196,27 @@ class Job:
 
     @property
     def trunk(self) -> str:
-        """The digest of that run, whatever its length."""
+        """The digest of the dense run without decay that it branches off, which is the same for every length."""
         return digest_of(replace(self.experiment, training=replace(self.experiment.training, steps=10**9, decay=0)))
 
     @property
     def updates(self) -> int:
-        """Of single weights, the smaller run's too."""
+        """Weight updates (steps × weights), including those of the smaller run."""
         before = 0 if self.smaller is None else self.smaller.updates
         return self.steps * self.experiment.model.weights + before
 
     @property
     def begins_with(self) -> str | None:
-        """What it begins with that other runs may begin with too: its trunk, or the smaller run."""
+        """The digest of the run that it starts from and may share with others: its trunk, or the smaller run."""
         return self.trunk if self.decays_from else None if self.smaller is None else self.smaller.digest
 
 
 def read_plan(name: str, folder: Path = FOLDER) -> Plan:
+    """Read NAME.json of the folder.
+
+    Raises:
+        UserError: if there is no such plan, or if it contains an unknown key or name.
+    """
     path = folder / f"{name}.json"
     if not path.is_file():
         there = ", ".join(sorted(found.stem for found in folder.glob("*.json")))
@@ -203,7 +226,7 @@ def read_plan(name: str, folder: Path = FOLDER) -> Plan:
 
 @functools.cache
 def _plan(path: Path, text: str) -> Plan:
-    """One object for one text, by which its jobs are found again."""
+    """Parse a plan. Cached, so that equal text gives the same object, which is a key of the cache of `job`."""
     try:
         raw = json.loads(text)
         if "program" in raw:
@@ -214,7 +237,7 @@ def _plan(path: Path, text: str) -> Plan:
                 **raw,
                 "name": path.stem,
                 "sizes": _each(Size, raw["sizes"]),
-                "variants": _each(Variant, _alike(raw["variants"])),
+                "variants": _each(Variant, _inherited(raw["variants"])),
             }
         )
     except (KeyError, TypeError, AttributeError, ValueError, ImportError) as error:
@@ -224,18 +247,18 @@ def _plan(path: Path, text: str) -> Plan:
             raise UserError(f"{path}: {name} is {value!r}; choose one of {', '.join(choices)}")
     for variant in plan.variants.values():
         if variant.as_long_as is not None and variant.as_long_as not in plan.variants:
-            raise UserError(f"{path}: as_long_as names {variant.as_long_as!r}, which is no variant")
+            raise UserError(f"{path}: as_long_as names {variant.as_long_as!r}, which is not a variant of the plan")
         if unknown := [size for size in variant.sizes if size not in plan.sizes]:
             raise UserError(
                 f"{path}: a variant belongs to {unknown[0]!r}; the plan's sizes are {', '.join(plan.sizes)}"
             )
     if plan.reference is not None and plan.reference not in plan.variants:
-        raise UserError(f"{path}: reference names {plan.reference!r}, which is no variant")
+        raise UserError(f"{path}: reference names {plan.reference!r}, which is not a variant of the plan")
     return plan
 
 
-def _alike(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A variant that is `like` one above it has what that has, key by key of `set`, but for what it says itself."""
+def _inherited(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Resolve `like`: a variant inherits from one above it, key by key within `set`."""
     found: dict[str, Any] = {}
     for name, own in raw.items():
         model = found[own["like"]] if "like" in own else {}
@@ -245,7 +268,7 @@ def _alike(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _each(kind: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists become tuples, so that the values are frozen."""
+    """Build the dataclasses by name, with tuples for lists."""
     return {
         name: kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
         for name, found in raw.items()
@@ -253,14 +276,14 @@ def _each(kind: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_of(plan: Plan, cell: Cell) -> ModelConfig:
-    """Its shape, which no rate and no seed changes."""
+    """The model of a cell, which depends on neither rate nor seed."""
     rate = {"optimizer.params.lr": plan.rates_of(cell)[0]}
     return _experiment(plan, cell.size, plan.variants[cell.variant], rate).model
 
 
 @functools.cache
 def job(plan: Plan, cell: Cell, rate: float, seed: int, data: str) -> Job:
-    """`data` is the corpus folder."""
+    """The run of a cell at a learning rate and seed; `data` is the corpus folder."""
     variant = plan.variants[cell.variant]
     settings = {"data.dir": data, "training.seed": seed, "optimizer.params.lr": rate}
     model = load(plan.config, _settings({"model": plan.sizes[cell.size].model})).model
@@ -278,9 +301,9 @@ def job(plan: Plan, cell: Cell, rate: float, seed: int, data: str) -> Job:
     if variant.as_long_as is not None:
         plain = {key: value for key, value in settings.items() if key != "mst.grow_from"}
         other = _of_length(_experiment(plan, cell.size, plan.variants[variant.as_long_as], plain), steps)
-        budget = steps * _of_a_sequence(other, plan.accounting)
-        for _ in range(ROUNDS):  # the phases of another length are rounded otherwise
-            each = _of_a_sequence(_of_length(full, steps), plan.accounting)
+        budget = steps * _flops_per_sequence(other, plan.accounting)
+        for _ in range(ROUNDS):  # phases are rounded differently at another length
+            each = _flops_per_sequence(_of_length(full, steps), plan.accounting)
             steps = max(1, round((budget - before / batch) / each))
     experiment = _of_length(full, variant.steps or steps)
     check(experiment)
@@ -289,7 +312,7 @@ def job(plan: Plan, cell: Cell, rate: float, seed: int, data: str) -> Job:
 
 
 def _smaller(plan: Plan, cell: Cell, settings: Mapping[str, Any], sequences: float) -> Job:
-    """The run that a growing one begins with: dense, and at a constant rate to its end."""
+    """The run that a growing variant starts from: dense, at a constant learning rate to its end."""
     wanted = plan.variants[cell.variant].grown_from
     assert wanted is not None
     other = {**settings, "training.seed": settings["training.seed"] + OTHER_TEXT}
@@ -319,13 +342,13 @@ def _job(
         block_flops=block_flops,
         flops=before + steps * batch * forecast(experiment).mean[plan.accounting].total,
         topology_flops=steps * batch * extra.total if count else 0.0,
-        work_a_step=batch * dense_step_flops(experiment.model).total,
+        dense_flops_per_step=batch * dense_step_flops(experiment.model).total,
         smaller=smaller,
     )
 
 
-def _of_a_sequence(experiment: Experiment, accounting: str) -> float:
-    """The mean FLOPs over the run, those of topology steps too."""
+def _flops_per_sequence(experiment: Experiment, accounting: str) -> float:
+    """Mean FLOPs per sequence over the run, including topology steps."""
     return forecast(experiment).mean[accounting].total + topology_flops(experiment)[1].total
 
 
@@ -335,12 +358,12 @@ def _experiment(
     model = {**plan.sizes[size].model, **(plan.sizes[size].small if variant.small else {}), **(own or {})}
     last = plan.last_rate if variant.last_rate is None else variant.last_rate
     least = {"training.min_lr": last * settings["optimizer.params.lr"]}
-    # the rate last: a variant may have an optimizer of its own
+    # the rate comes last, because a variant may replace the optimizer block
     return load(plan.config, _settings({"model": model, **variant.set, **settings, **least}), variant.method)
 
 
 def _settings(settings: Mapping[str, Any]) -> list[str]:
-    """A block is laid over the config's key by key."""
+    """Overrides as `--set` takes them; a model block overrides key by key."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         flat |= {f"{key}.{k}": v for k, v in value.items()} if key == "model" else {key: value}
@@ -348,7 +371,7 @@ def _settings(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _of_length(experiment: Experiment, steps: int) -> Experiment:
-    """So many steps, of which the decay of WSD keeps its share; the warm-up too, where it is a share."""
+    """The experiment with another number of steps; the WSD decay, and a warm-up given as a share, keep their shares."""
     training = replace(experiment.training, steps=steps)
     if training.lr_schedule == "wsd":
         training = replace(training, decay=in_steps(training.decay, steps))
@@ -357,6 +380,7 @@ def _of_length(experiment: Experiment, steps: int) -> Experiment:
 
 
 def digest_of(experiment: Experiment) -> str:
+    """The digest that identifies a run: of everything in its config that can change its loss."""
     content = json.loads(json.dumps(to_dict(experiment)))
     training = content["training"]
     for name in ("warmup", "decay"):
@@ -367,17 +391,17 @@ def digest_of(experiment: Experiment) -> str:
         for key in keys:
             (content[block] if block else content).pop(key, None)
     for block, kind in DEFAULTS.items():
-        content[block] = _unlike(content[block], asdict(kind()))
+        content[block] = _difference(content[block], asdict(kind()))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:FIRST_LETTERS]
 
 
-def _unlike(found: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """What differs from the defaults, block by block."""
+def _difference(found: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """The keys that differ from the defaults, block by block."""
     kept: dict[str, Any] = {}
     for key, value in found.items():
         usual = default.get(key)
         if isinstance(value, dict) and isinstance(usual, dict):
-            kept |= {key: inner} if (inner := _unlike(value, usual)) else {}
+            kept |= {key: inner} if (inner := _difference(value, usual)) else {}
         elif value != usual:
             kept[key] = value
     return kept

@@ -26,11 +26,6 @@ from mst_scale.errors import UserError
 
 AT_LEAST, AT_MOST = "≥", "≤"
 ALIKE = 1.01  # FLOPs that differ by less are the same
-# Student's t, 97.5 %, by degrees of freedom from 1; beyond them that of 30 is wide enough by 0.08.
-STUDENT = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -128,8 +123,17 @@ def mean(points: Iterable[Point]) -> Point:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Student's t at 95 % around the mean; None for fewer than two values."""
+    """Return the 95 % interval of Student's t around the mean, or None for fewer than two values.
+
+    Raises:
+        UserError: if scipy is not installed.
+    """
     if len(values) < 2:
         return None
-    reach = STUDENT[min(len(values) - 1, len(STUDENT)) - 1] * stdev(values) / math.sqrt(len(values))
+    try:
+        from scipy.stats import t
+    except ImportError:
+        raise UserError("intervals over seeds need scipy: pip install 'mst_scale[studies]'") from None
+    quantile = round(float(t.ppf(0.975, len(values) - 1)), 3)  # as tables print it; published intervals used one
+    reach = quantile * stdev(values) / math.sqrt(len(values))
     return fmean(values) - reach, fmean(values) + reach

@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from mst_scale.benchmarks.studies import corpus, facts, line, outcome, overview
+from mst_scale.benchmarks.studies import corpus, outcome, overview, records, runner
 from mst_scale.benchmarks.studies.plan import FOLDER, Cell, digest_of, job, read_plan
 
 from mst_scale.benchmarks import study
@@ -86,7 +86,7 @@ def test_the_order_of_variants_runs_the_first_seed_of_each_before_the_second_of_
     (folder / "tiny.json").write_text(json.dumps(plan))
     plan = read_plan("tiny", folder)
     order, rows = [], {}
-    while todo := [one for one in facts.wanted(plan, rows, "c")[0] if one.digest not in rows]:
+    while todo := [one for one in outcome.wanted(plan, rows, "c")[0] if one.digest not in rows]:
         one = todo[0]
         order.append((one.seed, one.cell.variant, one.cell.share, one.rate))
         rows[one.digest] = row(one, 2.0 + one.rate)
@@ -132,18 +132,18 @@ def test_a_digest_is_of_what_a_loss_depends_on():
 
 def test_the_first_seed_chooses_the_rate_and_the_others_run_at_it(folder):
     plan = read_plan("tiny", folder)
-    sure, guessed = facts.wanted(plan, {}, "c")
+    sure, guessed = outcome.wanted(plan, {}, "c")
     assert len(sure) == 7 and {one.seed for one in sure if one.cell.variant != "mst"} == {1}
     assert len(guessed) == 4 and [one.flops for one in sure] == sorted(one.flops for one in sure)
     cell = Cell("tiny", 1, "dense")
     low, high = (job(plan, cell, rate, 1, "c") for rate in (1e-3, 1e-2))
     rows = {low.digest: row(low, 2.0)}
-    assert facts.best_rate(plan, cell, rows, "c") is None, "the other rate has not run"
-    rows[high.digest] = row(high, 1.0, facts.FAILED)
-    assert facts.best_rate(plan, cell, rows, "c") is None, "it will be tried again, and may be better"
-    rows[high.digest] = row(high, 9.0, facts.DIVERGED)
-    assert facts.best_rate(plan, cell, rows, "c") == 1e-3
-    assert job(plan, cell, 1e-3, 2, "c") in facts.wanted(plan, rows, "c")[0]
+    assert outcome.best_rate(plan, cell, rows, "c") is None, "the other rate has not run"
+    rows[high.digest] = row(high, 1.0, records.FAILED)
+    assert outcome.best_rate(plan, cell, rows, "c") is None, "it will be tried again, and may be better"
+    rows[high.digest] = row(high, 9.0, records.DIVERGED)
+    assert outcome.best_rate(plan, cell, rows, "c") == 1e-3
+    assert job(plan, cell, 1e-3, 2, "c") in outcome.wanted(plan, rows, "c")[0]
 
 
 @pytest.mark.parametrize(("best", "tried"), [(0.005, [0.0025, 0.005, 0.01]), (0.03, [0.005, 0.01, 0.02, 0.04])])
@@ -155,25 +155,63 @@ def test_a_grid_goes_on_until_its_best_rate_is_inside(folder, best, tried):
         return 2 + abs(math.log(one.rate / best))
 
     def status(one):
-        return facts.DIVERGED if one.rate > 0.03 else facts.FINISHED
+        return records.DIVERGED if one.rate > 0.03 else records.FINISHED
 
     rows = {}
-    while todo := [one for one in facts.wanted(plan, rows, "c")[0] if one.digest not in rows]:
+    while todo := [one for one in outcome.wanted(plan, rows, "c")[0] if one.digest not in rows]:
         rows |= {one.digest: row(one, loss(one), status(one)) for one in todo}
-    assert facts.rates_of(plan, cell, rows, "c") == pytest.approx(tried)
+    assert outcome.rates_of(plan, cell, rows, "c") == pytest.approx(tried)
     found = next(one for one in outcome.outcomes(plan, rows, "c") if one.cell == cell)
     assert found.rate == (0.005 if best == 0.005 else 0.02)
     assert not found.edge and set(found.runs) == {1, 2}
 
 
-def test_the_last_line_of_a_run_counts_and_a_torn_one_does_not(tmp_path):
-    path = facts.path_of("a", tmp_path)
-    facts.append(path, {"digest": "1", "status": facts.FAILED})
-    with path.open("a") as file:
-        file.write('{"digest": "2", "sta')
-    facts.append(path, {"digest": "1", "status": facts.FINISHED})
-    facts.append(facts.path_of("b", tmp_path), {"digest": "1", "status": facts.FAILED})
-    assert facts.known(tmp_path) == {"1": {"digest": "1", "status": facts.FINISHED}}
+def test_the_last_record_of_a_run_counts_and_a_torn_one_does_not(tmp_path):
+    path = records.path_of("a", tmp_path)
+    old = tmp_path / "a.runs.jsonl"  # as earlier versions wrote it
+    old.write_text(json.dumps({"digest": "1", "status": records.FAILED}) + '\n{"digest": "2", "sta')
+    assert [row["status"] for row in records.rows_in(path)] == [records.FAILED]
+    records.append(path, {"digest": "1", "status": records.FINISHED})
+    records.append(records.path_of("b", tmp_path), {"digest": "1", "status": records.FAILED})
+    assert [row["status"] for row in records.rows_in(path)] == [records.FAILED, records.FINISHED]
+    assert not old.exists() and not list(tmp_path.glob("*.partial"))
+    assert records.known(tmp_path) == {"1": {"digest": "1", "status": records.FINISHED}}
+
+
+def test_equal_records_are_equal_bytes_and_a_killed_write_leaves_the_old_ones(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        for digest in ("1", "2"):
+            records.append(records.path_of(name, tmp_path), {"digest": digest, "status": records.FINISHED})
+    content = records.path_of("a", tmp_path).read_bytes()
+    assert content == records.path_of("b", tmp_path).read_bytes() and content[4:8] == bytes(4), "no time in the header"
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        records.append(records.path_of("a", tmp_path), {"digest": "3", "status": records.FINISHED})
+    assert records.path_of("a", tmp_path).read_bytes() == content and set(records.known(tmp_path)) == {"1", "2"}
+    monkeypatch.undo()
+    records.append(records.path_of("a", tmp_path), {"digest": "3", "status": records.FINISHED})
+    assert [row["digest"] for row in records.rows_in(records.path_of("a", tmp_path))] == ["1", "2", "3"]
+
+
+def test_recorded_runs_are_compressed_as_they_are_appended():
+    for path in FOLDER.glob("*.runs.jsonl*"):
+        assert path.suffix == ".gz" and path.read_bytes()[4:8] == bytes(4), path
+        assert len(records.rows_in(path)) > 0
+
+
+@pytest.mark.parametrize("name", ["channels", "confirm", "demo", "granularity-256", "phases"])
+def test_recorded_runs_are_found_by_the_digests_of_their_plans(name):
+    """The runs on a page are those that today's digests of the plan's configs find."""
+    plan, rows = read_plan(name), records.known(FOLDER)
+    sure, _ = outcome.wanted(plan, rows, plan.config["data"]["dir"])
+    table = (FOLDER / f"{name}.md").read_text().partition("## All runs")[2]
+    lines = [line for line in table.splitlines() if line.startswith("|") and "no longer asked for" not in line]
+    shown = [line.split("|")[1].strip() for line in lines[2:]]
+    assert shown and shown == [one.digest for one in sure if one.digest in rows]
 
 
 @pytest.mark.parametrize(
@@ -203,15 +241,15 @@ def test_a_recipe_is_what_was_measured(recipe, name, variant):
 
 def test_the_time_left_follows_what_runs_took(folder):
     plan = read_plan("tiny", folder)
-    jobs, _ = facts.wanted(plan, {}, "c")
+    jobs, _ = outcome.wanted(plan, {}, "c")
     mst = next(one for one in jobs if one.cell.variant == "mst")
     speed = 1e-6
-    done = row(mst, 2.0, seconds=line.START_SECONDS + speed * mst.work_a_step * mst.steps)
-    done["flops_dense"] = mst.work_a_step * mst.steps
-    left = line.seconds_left([mst], {"x": done}, {})
-    assert left == pytest.approx(line.START_SECONDS + speed * mst.work_a_step * mst.steps)
+    done = row(mst, 2.0, seconds=runner.START_SECONDS + speed * mst.dense_flops_per_step * mst.steps)
+    done["flops_dense"] = mst.dense_flops_per_step * mst.steps
+    left = runner.seconds_left([mst], {"x": done}, {})
+    assert left == pytest.approx(runner.START_SECONDS + speed * mst.dense_flops_per_step * mst.steps)
     dense = [one for one in jobs if one.cell == Cell("tiny", 1, "dense") and one.rate == 1e-2]
-    assert line.seconds_left(dense, {}, {dense[0].trunk: 45}) < line.seconds_left(dense, {}, {})
+    assert runner.seconds_left(dense, {}, {dense[0].trunk: 45}) < runner.seconds_left(dense, {}, {})
 
 
 def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
@@ -222,7 +260,7 @@ def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
     prepare(Recipe(source=str(folder / "text.txt"), tokenizer="byte"), folder / "corpus", workers=1)
     monkeypatch.setattr(study, "FOLDER", folder)
     monkeypatch.setattr(study, "read_plan", lambda name: read_plan(name, folder))
-    monkeypatch.setattr(line, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.05)
     os.environ |= {"DS_ACCELERATOR": "cpu"}
     words = ["queue", "--out", str(folder / "out"), "--results", str(folder), "--data", str(folder / "corpus")]
 
@@ -234,31 +272,32 @@ def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
     code, told = run("--budget", "0")
     assert code == 0 and told["done"] == 0 and not (folder / "out" / "runs").exists()
     code, told = run()
-    path = facts.path_of("queue", folder)
-    lines = path.read_text().splitlines()
-    assert code == 1 and told["done"] == 2 and len(lines) == 3
+    path = records.path_of("queue", folder)
+    before = records.rows_in(path)
+    assert code == 1 and told["done"] == 2 and len(before) == 3
     assert {"gpu", "torch"} <= told["machine"].keys() and len(told["rows"]) == len(told["cells"]) >= 2
     assert all({"variant", "val_loss", "flops"} <= row.keys() for row in told["rows"])
-    rows = {found["variant"]: found for found in map(json.loads, lines)}
-    assert rows["wrong"]["status"] == facts.FAILED and "optimizer.params.nonsense" in rows["wrong"]["reason"]
+    rows = {found["variant"]: found for found in before}
+    assert rows["wrong"]["status"] == records.FAILED and "optimizer.params.nonsense" in rows["wrong"]["reason"]
     assert rows["dense"]["steps_run"] == 60 - 45 + (45 - 22), "a branch of a trunk that stood at the shorter one's"
     assert rows["dense"]["curve"][-1] == [60, pytest.approx(rows["dense"]["val_loss"], abs=1e-5)]
     splits = json.loads((folder / "corpus" / "meta.json").read_text())["splits"]
     text = hashlib.sha256((splits["train"]["sha256"] + splits["val"]["sha256"]).encode()).hexdigest()[:16]
     told_by_run = json.loads((folder / "out" / "runs" / rows["dense"]["digest"] / "run.json").read_text())
     assert rows["dense"]["corpus"] == told_by_run["starts"][-1]["corpus"] == text, "what a rival's text is held against"
-    with pytest.raises(ValueError, match="--resume goes on"):
+    with pytest.raises(UserError, match="--resume"):
         run()
 
     # what a killed queue had not written down is found in the run's folder, and only what failed is tried again
-    path.write_text(lines[0] + "\n")
+    path.unlink()
+    records.append(path, before[0])
     code, told = run("--resume", "--at-once", "2")
-    again = [json.loads(text) for text in path.read_text().splitlines()]
+    again = records.rows_in(path)
     assert told["done"] == 2 and len(again) == 3
-    assert {r["digest"]: r.get("val_loss") for r in again} == {r["digest"]: r.get("val_loss") for r in rows_of(lines)}
+    assert {r["digest"]: r.get("val_loss") for r in again} == {r["digest"]: r.get("val_loss") for r in before}
 
     shutil.rmtree(folder / "corpus")
-    with pytest.raises(ValueError, match=r"python -m mst_scale\.benchmarks\.studies\.corpus"):
+    with pytest.raises(UserError, match=r"python -m mst_scale\.benchmarks\.studies\.corpus"):
         run("--resume")
 
 
@@ -278,14 +317,14 @@ def test_a_method_that_grows_spends_what_its_smaller_run_has_spent_too(folder):
     assert stack.flops == pytest.approx(dense.flops, rel=0.02) and stack.steps < dense.steps
     assert stack.decays_from is None and stack.begins_with == stack.smaller.digest
 
-    queue = line.Line(plan, folder / "out", folder, data)
-    made = queue._made(stack)
-    assert made["status"] == facts.FINISHED, made
+    queue = runner.Runner(plan, folder / "out", folder, data)
+    made = queue._make(stack)
+    assert made["status"] == records.FINISHED, made
     assert made["flops"] == pytest.approx(stack.flops, rel=1e-9), "the smaller run's are among them"
     smaller = folder / "out" / "runs" / stack.smaller.digest
-    assert line._stands_at(smaller) == stack.smaller.steps
+    assert runner._stands_at(smaller) == stack.smaller.steps
     began = (smaller / "run.json").read_text()
-    assert queue._had(stack.smaller) == 0 and (smaller / "run.json").read_text() == began, "made once"
+    assert queue._make_smaller(stack.smaller) == 0 and (smaller / "run.json").read_text() == began, "made once"
 
 
 def test_several_runs_at_once_are_each_made_once_and_never_two_of_a_trunk(folder, monkeypatch):
@@ -298,7 +337,7 @@ def test_several_runs_at_once_are_each_made_once_and_never_two_of_a_trunk(folder
     now, most, made = [], [], []
     all_in = threading.Barrier(2)
 
-    def _made(self, one):
+    def _make(self, one):
         now.append(one)
         trunks = [other.trunk for other in now if other.decays_from]
         assert len(set(trunks)) == len(trunks)
@@ -310,22 +349,22 @@ def test_several_runs_at_once_are_each_made_once_and_never_two_of_a_trunk(folder
         now.remove(one)
         return row(one, 2.0 + one.rate, corpus=self.corpus)
 
-    monkeypatch.setattr(line.Line, "_made", _made)
-    queue = line.Line(plan, folder / "out", folder, folder / "corpus", at_once=2)
-    queue.to_the_end()
-    jobs, guessed = facts.wanted(plan, queue.rows, queue.data)
+    monkeypatch.setattr(runner.Runner, "_make", _make)
+    queue = runner.Runner(plan, folder / "out", folder, folder / "corpus", at_once=2)
+    queue.run_all()
+    jobs, guessed = outcome.wanted(plan, queue.rows, queue.data)
     assert sorted(made) == sorted(one.digest for one in jobs) and not guessed and max(most) == 2
-    assert len(facts.known(folder)) == len(jobs)
+    assert len(records.known(folder)) == len(jobs)
 
     def _stopped(self, one):
         if self.asked_to_stop or one.seed == 1:
-            raise line.Stopped
+            raise runner.Stopped
         return row(one, 2.0, corpus=self.corpus)
 
-    (folder / "tiny.runs.jsonl").unlink()
-    monkeypatch.setattr(line.Line, "_made", _stopped)
-    with pytest.raises(line.Stopped):
-        line.Line(plan, folder / "out", folder, folder / "corpus", at_once=2).to_the_end()
+    records.path_of("tiny", folder).unlink()
+    monkeypatch.setattr(runner.Runner, "_make", _stopped)
+    with pytest.raises(runner.Stopped):
+        runner.Runner(plan, folder / "out", folder, folder / "corpus", at_once=2).run_all()
 
 
 def test_pages_of_the_corpus_lose_their_markup_and_what_was_there_before():
@@ -338,15 +377,11 @@ def test_pages_of_the_corpus_lose_their_markup_and_what_was_there_before():
     assert found == ["\n\n".join(corpus.plain(first)), corpus.plain(second)[1]]
 
 
-def rows_of(lines):
-    return [json.loads(text) for text in lines]
-
-
 def test_what_is_wrong_is_said(folder):
-    with pytest.raises(ValueError, match="choose one of ablations"):
+    with pytest.raises(UserError, match="ablations"):
         study.main(["nothing", "--page"])
     (folder / "bad.json").write_text(json.dumps({**TINY, "sedes": [1]}))
-    with pytest.raises(ValueError, match="not a plan of a study"):
+    with pytest.raises(UserError, match=r"bad\.json"):
         read_plan("bad", folder)
 
 

@@ -1,13 +1,16 @@
 """What the page of a study says of its runs: worth, rivals, differences, the law of average weights."""
 
 import json
+import re
 import shutil
+from xml.etree import ElementTree
 
 import pytest
-from mst_scale.benchmarks.studies import against, facts, law, outcome, overview, page
+from mst_scale.benchmarks.studies import against, law, outcome, overview, page
 from mst_scale.benchmarks.studies.plan import FOLDER, job, read_plan
 
 from mst_scale.report import frontier
+from mst_scale.report.style import DARK, LIGHT
 from tests.benchmarks.tiny_study import TINY, everything, row
 
 
@@ -62,11 +65,25 @@ def test_the_page_says_what_a_method_is_worth(folder):
     (mst,) = [cell for cell in found["cells"] if cell["variant"] == "mst"]
     assert mst["worth_all_sizes_paper"]["value"] == pytest.approx(1.25)
     assert mst["worth_same_model_causal"]["value"] == pytest.approx(1.25)
-    of_mst = [one.flops for one in facts.wanted(plan, rows, "c")[0] if one.cell.variant == "mst"]
+    of_mst = [one.flops for one in outcome.wanted(plan, rows, "c")[0] if one.cell.variant == "mst"]
     assert mst["flops"] == pytest.approx(sum(of_mst) / len(of_mst)), "all that was spent"
-    text = page.written(plan, rows, "c", folder).read_text()
+    (folder / "all").mkdir()
+    text = page.written(plan, rows, "c", folder, folder / "all").read_text()
     assert "1.25 (1.25 to 1.25)" in text and "0.01*" in text and text.count("| finished |") == 11
-    assert (folder / "tiny-paper.svg").read_text() != (folder / "tiny-paper-dark.svg").read_text()
+    assert [path.name for path in sorted(folder.glob("*.svg"))] == ["tiny-paper.svg", "tiny-worth-paper.svg"]
+    every = ["tiny-causal.svg", "tiny-paper.svg", "tiny-worth-causal.svg", "tiny-worth-paper.svg"]
+    assert [path.name for path in sorted((folder / "all").iterdir())] == every
+
+
+def test_one_picture_is_light_or_dark_as_its_reader_prefers(folder):
+    plan = read_plan("tiny", folder)
+    page.written(plan, everything(plan, lambda one: 10 * one.flops**-0.05), "c", folder)
+    svg = (folder / "tiny-paper.svg").read_text()
+    head, _, drawing = svg.partition("</style>")
+    assert "prefers-color-scheme:dark" in head and all(c in head for c in [*LIGHT.colours().values(), DARK.ink])
+    used = set(re.findall(r"var\(--([\w-]+)\)", drawing))
+    assert {"paper", "ink"} <= used <= LIGHT.colours().keys() and not re.search(r"#[0-9a-f]{6}\b", drawing)
+    ElementTree.fromstring(svg)
 
 
 def test_dense_runs_of_other_studies_are_rivals_where_they_can_be_compared(folder):
@@ -74,7 +91,7 @@ def test_dense_runs_of_other_studies_are_rivals_where_they_can_be_compared(folde
     plan = read_plan("tiny", folder)
     rows = everything(plan, lambda one: 10 * one.flops**-0.05)
     found = outcome.outcomes(plan, rows, "c")
-    assert outcome.rivals_elsewhere(plan, found, rows, folder) == {}, "there is no other study"
+    assert outcome.baselines_elsewhere(plan, found, rows, folder) == {}, "there is no other study"
 
     other = {
         **TINY,
@@ -85,10 +102,10 @@ def test_dense_runs_of_other_studies_are_rivals_where_they_can_be_compared(folde
     more = {**rows, **everything(theirs, lambda one: 9 * one.flops**-0.05)}
 
     def rivals(rows, plan=plan):
-        return {s: [m.name for m in its] for s, its in outcome.rivals_elsewhere(plan, found, rows, folder).items()}
+        return {s: [m.name for m in its] for s, its in outcome.baselines_elsewhere(plan, found, rows, folder).items()}
 
     assert rivals(more) == {"other": ["dense-slow (other)"]}, "the other dense run is the plan's own"
-    lacks = next(one for one in facts.wanted(theirs, more, "c")[0] if one.cell.variant == "dense-slow")
+    lacks = next(one for one in outcome.wanted(theirs, more, "c")[0] if one.cell.variant == "dense-slow")
     assert rivals({digest: row for digest, row in more.items() if digest != lacks.digest}) == {}, "a rate is to come"
     texts = {digest: {**row, "corpus": "other"} if digest not in rows else row for digest, row in more.items()}
     assert rivals(texts) == {}
@@ -104,7 +121,7 @@ def test_dense_runs_of_other_studies_are_rivals_where_they_can_be_compared(folde
         return next(row for row in each if row["name"].startswith("mst"))["worth_all_sizes_paper"]["value"]
 
     (folder / "other.json").write_text(json.dumps(other))
-    elsewhere = outcome.rivals_elsewhere(plan, found, more, folder)["other"]
+    elsewhere = outcome.baselines_elsewhere(plan, found, more, folder)["other"]
     assert worth(elsewhere) < worth([]), "a better rival makes a method worth less"
 
 
@@ -129,7 +146,8 @@ def test_what_differs_from_the_reference_by_more_than_its_noise_counts(folder):
     text = page.written(plan, rows, "c", folder).read_text()
     assert "| slow | +0.2000 | 0.0100 | 2 | worse |" in text
     assert "| fast | +0.0010 | 0.0100 | 2 | within the noise |" in text
-    assert "tiny-against.svg" in text and (folder / "tiny-against-dark.svg").is_file()
+    assert "(tiny-against.svg)" in text and (folder / "tiny-against.svg").is_file()
+    assert "(tiny-paper.svg)" in text and "worth-paper.svg" not in text, "a page shows two pictures"
     assert against.difference("one seed", {1: 1.0}, {1: 2.0}) is None
 
 
@@ -150,7 +168,7 @@ def test_the_same_model_is_one_of_its_shape(folder):
 
 def test_the_overview_is_of_the_runs_that_are_kept(tmp_path):
     """The committed page is what its runs come to, and its numbers are those of the studies' pages."""
-    for path in FOLDER.glob("*.jsonl"):
+    for path in FOLDER.glob("*.runs.jsonl.gz"):
         shutil.copy(path, tmp_path)
     assert overview.written(tmp_path).read_text() == (FOLDER / "overview.md").read_text()
     found = overview.settings(tmp_path)

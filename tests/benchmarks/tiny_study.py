@@ -1,6 +1,6 @@
 """A study of tiny runs, and rows as its runs would leave them."""
 
-from mst_scale.benchmarks.studies import facts
+from mst_scale.benchmarks.studies import outcome, records
 
 from mst_scale.costs.beside import UPDATE
 
@@ -28,19 +28,19 @@ TINY = {
 }  # fmt: skip
 
 
-def row(one, loss: float, status: str = facts.FINISHED, **more):
+def row(one, loss: float, status: str = records.FINISHED, **more):
     """A run that has spent `one.flops` in all, a tenth of it in topology steps."""
     flops = one.flops
     counted = 0.9 * flops - UPDATE * one.experiment.model.weights * one.steps
     told = {"val_loss": loss, "flops": counted, "flops_causal": counted - 0.1 * flops, "flops_dense": 2 * flops}
     versions = {"python": "3", "torch": "2", "deepspeed": "0"}
     same = {"corpus": "c", "commit": None, "versions": versions, "flops_topology": 0.1 * flops}
-    return {**facts.about(one, status), "seconds": 20.0, "steps_run": one.steps, **told, **same, **more}
+    return {**records.about(one, status), "seconds": 20.0, "steps_run": one.steps, **told, **same, **more}
 
 
 def everything(plan, losses):
     """Rows of every run that the plan comes to want."""
     rows = {}
-    while todo := [one for one in facts.wanted(plan, rows, "c")[0] if one.digest not in rows]:
+    while todo := [one for one in outcome.wanted(plan, rows, "c")[0] if one.digest not in rows]:
         rows |= {one.digest: row(one, losses(one)) for one in todo}
     return rows
