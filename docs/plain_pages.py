@@ -19,7 +19,7 @@ from sphinx.application import Sphinx
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 COPIES = DOCS / "project"
-OUTSIDE = ("*.md", "ds_configs/README.md", "benchmarks/results/*.md", "benchmarks/studies/*.md")
+OUTSIDE = ("*.md", "ds_configs/README.md", "examples/README.md", "benchmarks/results/*.md", "benchmarks/studies/*.md")
 LISTS = ("index", "results")  # pages whose links are the navigation
 
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
