@@ -5,4 +5,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launchers/environment.sh
 source launchers/environment.sh
-exec sphinx-build -W --keep-going -b html docs build/docs "$@"
+exec sphinx-build -E -a -W --keep-going -b html docs build/docs "$@" # every page anew: each one shows the navigation
