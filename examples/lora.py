@@ -1,4 +1,6 @@
-"""LoRA on a pruned model: the base keeps its zeros while adapters train, and after they are merged. Needs peft.
+"""Train LoRA adapters on a pruned model: its zeros stay while the adapters train and when they are merged.
+
+This example needs peft.
 
 python examples/lora.py --steps 40
 deepspeed --num_accelerators 2 examples/lora.py    # on 2 GPUs
@@ -20,18 +22,18 @@ CONFIG = {
     "gradient_clipping": 1.0,
     "zero_optimization": {"stage": 1},
     "steps_per_print": 10**9,
-    "mst": {"method": "fixed", "targets": {"include": ["*layers*"]}},  # masks: the zeros that the weights have
+    "mst": {"method": "fixed", "targets": {"include": ["*layers*"]}},  # the masks are the zeros of the weights
 }
 
 
 def batch(step: int, stride: int) -> torch.Tensor:
-    """Sequences in which each token is the one before plus `stride`: a stand-in for a text."""
+    """Return sequences in which each token is the previous one plus `stride`; replace them with your own text."""
     start = torch.randint(64, (16, 1), generator=torch.Generator().manual_seed(step))
     return (start + stride * torch.arange(32)) % 64
 
 
 def pruned_model() -> LlamaForCausalLM:
-    """A stand-in for a pruned checkpoint (mst export --pattern …): trained a little, and half of each matrix is 0."""
+    """Return a small model, trained briefly, with half of each matrix set to 0; use a pruned checkpoint instead."""
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -51,7 +53,7 @@ def pruned_model() -> LlamaForCausalLM:
 
 
 def zeros(model: torch.nn.Module) -> float:
-    """Share of zeros in the layers' own matrices, without adapters."""
+    """Return the fraction of zeros in the matrices of the layers, without adapters."""
     weights = [p for n, p in model.named_parameters() if "layers" in n and p.dim() == 2 and "lora_" not in n]
     return sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
 

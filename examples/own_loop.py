@@ -1,4 +1,4 @@
-"""Sparse training in a loop of your own: any model, DeepSpeed's engine, one config.
+"""Train sparsely in your own loop: any model, DeepSpeed's engine, one config.
 
 deepspeed --num_accelerators 2 examples/own_loop.py
 python examples/own_loop.py --steps 200
@@ -15,7 +15,7 @@ import mst_scale
 
 
 class Model(nn.Module):
-    """Predicts the next of a few symbols; a stand-in for yours."""
+    """Predicts the next of a few symbols; replace it with your own model."""
 
     def __init__(self, symbols: int = 64, width: int = 128):
         super().__init__()
@@ -48,7 +48,7 @@ def main() -> None:
         "zero_optimization": {"stage": 2},
         "bf16": {"enabled": True},
         "steps_per_print": 10**9,
-        "training": {"steps": steps},  # phases are shares of it
+        "training": {"steps": steps},  # phases are fractions of it
         "mst": {"method": "mst", "sparsity": {"max": 0.9}, "targets": {"include": ["blocks.*", "down.*"]}},
     }
     engine, *_ = mst_scale.initialize(model=Model(), config=config)

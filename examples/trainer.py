@@ -1,12 +1,12 @@
-"""Trains a causal language model with transformers' Trainer, with two lines that make it sparse.
+"""Train a causal language model with the Hugging Face Trainer: two lines make it sparse.
 
 python examples/trainer.py --deepspeed examples/ds_trainer.json --output_dir runs/trainer \
     --max_steps 40 --logging_steps 5 --learning_rate 1e-2
 mst report runs/trainer
 deepspeed examples/trainer.py --deepspeed examples/ds_trainer.json --output_dir runs/trainer     # on several GPUs
 
-On CPUs Trainer runs in one process only: Accelerate does not see other ranks there. Every other option is Trainer's own
-(--per_device_train_batch_size, --resume_from_checkpoint, --report_to tensorboard, …).
+On CPUs, Trainer runs in a single process, because Accelerate does not support several there. All other options are
+those of Trainer (--per_device_train_batch_size, --resume_from_checkpoint, --report_to tensorboard, …).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
 
-import mst_scale  # the first line
+import mst_scale  # the first of the two lines
 
 
 @dataclass
 class Text:
-    """What is trained on, and the shape of the model."""
+    """The training text and the shape of the model."""
 
     text: str = field(default=__file__, metadata={"help": "a text file; its bytes are the tokens"})
-    length: int = field(default=64, metadata={"help": "tokens of a sequence"})
+    length: int = field(default=64, metadata={"help": "tokens per sequence"})
     model_type: str = field(default="llama", metadata={"help": "llama, gpt2, …"})
     width: int = field(default=64)
 
 
 class Pieces(Dataset):
-    """A text, cut."""
+    """A text, split into sequences of equal length."""
 
     def __init__(self, text: bytes, length: int):
         count = len(text) // length
@@ -48,7 +48,7 @@ class Pieces(Dataset):
 def main() -> None:
     parser = HfArgumentParser((Text, TrainingArguments))
     given, args = parser.parse_args_into_dataclasses()
-    mst_scale.integrate()  # the second
+    mst_scale.integrate()  # the second one
     pieces = Pieces(Path(given.text).read_bytes(), given.length)
     held_out = max(1, len(pieces) // 10)
     torch.manual_seed(args.seed)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def sizes(given: Text) -> dict[str, float]:
-    """What each kind of model calls the rest of its shape; sparse attention knows no dropout."""
+    """Return the remaining arguments of each kind of config; sparse attention does not support dropout."""
     if given.model_type == "gpt2":
         return {"n_positions": given.length, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     return {"intermediate_size": 4 * given.width, "max_position_embeddings": given.length}

@@ -1,4 +1,4 @@
-"""A GPT-2 of transformers, trained sparsely with sparse attention, saved and loaded with its masks.
+"""Train a Hugging Face GPT-2 with sparse weights and sparse attention; save and load it with its masks.
 
 deepspeed --num_accelerators 2 examples/transformers_model.py --out runs/hf
 python examples/transformers_model.py --steps 40 --out runs/hf

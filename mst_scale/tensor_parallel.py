@@ -36,7 +36,7 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The ranks over which layers are cut, and this rank's place among them."""
+    """The ranks that share layers, and this rank's position among them."""
 
     group: Any
     rank: int
@@ -44,7 +44,7 @@ class TensorGroup:
 
     @classmethod
     def of(cls, mesh: Mesh) -> TensorGroup | None:
-        """None where layers are whole."""
+        """Return the tensor-parallel group of a mesh, or None if layers are not split."""
         return cls(mesh.tensor_group, mesh.slice, mesh.sizes.tensor) if mesh.sizes.tensor > 1 else None
 
     def share(self, what: str, count: int) -> Range:

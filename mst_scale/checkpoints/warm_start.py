@@ -28,9 +28,21 @@ CONFIG = "mst_config"  # in a checkpoint's client_state: the keys that it was tr
 
 
 def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> int:
-    """Continue from the weights and masks of a checkpoint's folder, with a fresh optimizer. Returns its step.
+    """Continue from the weights, masks and step of a checkpoint, with a fresh optimizer.
 
-    `anew`: take its weights alone and begin at step 0, with the masks that this run begins with.
+    Call it on every rank, after `mst_scale.initialize` and before the first step.
+
+    Args:
+        engine: The engine that `mst_scale.initialize` returned.
+        checkpoint: The folder of one checkpoint, of any ZeRO stage and number of ranks.
+        anew: Take only the weights and start at step 0, with the initial masks of this run.
+
+    Returns:
+        The step at which the run continues.
+
+    Raises:
+        UserError: The engine has already taken a step, or a parameter has another shape in the checkpoint.
+        Damaged: A file of the checkpoint is damaged.
     """
     source = Path(checkpoint)
     if engine.global_steps:

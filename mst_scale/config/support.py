@@ -9,7 +9,7 @@ The table is deepspeed_support.txt. Its verdicts:
     untested    it may work, but our tests could not try it
 
 A key or value without a line is unclassified. That and what is untested is refused unless mst.allow_unclassified names
-the key. Runs that stay dense are free. support_page.py writes the table as docs/support.md.
+the key. Runs that stay dense are free. support_page.py writes the table as docs/compatibility.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Writes the table of support.py as docs/support.md: `python -m mst_scale.config.support_page > docs/support.md`."""
+"""Write the table of support.py as docs/compatibility.md.
+
+Run `python -m mst_scale.config.support_page > docs/compatibility.md`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from mst_scale.config.support import PRECISIONS, SAY_SO, STAGES, rows
 
 HEAD = """# What of DeepSpeed goes with sparse training
 
-Written by `python -m mst_scale.config.support_page > docs/support.md`; tests hold it to the table and to the tests it
-names. It speaks of DeepSpeed 0.19 and of runs that mask weights: with method `dense`, or `mst.sparsity.max` 0, all of
-DeepSpeed is free. What exactness means, and what is promised: [exactness.md](exactness.md).
+Written by `python -m mst_scale.config.support_page > docs/compatibility.md`; tests hold it to the table and to the
+tests it names. It speaks of DeepSpeed 0.19 and of runs that mask weights: with method `dense`, or `mst.sparsity.max` 0,
+all of DeepSpeed is free. What exactness means, and what is promised: [exactness.md](exactness.md).
 
 - **exact**: a test trains with it on 2 CPU ranks. After every step inactive weights, their moments and what the forward
   reads are exactly 0; where the arithmetic is the same, so are the masks. Other stages than the last are tested with

@@ -16,22 +16,26 @@ from mst_scale.errors import UserError
 
 @dataclass(frozen=True)
 class Sizes:
-    """Over how many ranks each thing is cut; a model without parallelism of its own has 1 everywhere."""
+    """The size of each kind of model parallelism; 1 means that it is not used."""
 
     tensor: int = 1
-    """A layer's matrices."""
+    """Ranks that share the matrices of a layer."""
     sequence: int = 1
-    """A sequence of tokens."""
+    """Ranks that share a sequence."""
     pipeline: int = 1
-    """The layers, one after the other."""
+    """Pipeline stages, each with some of the layers."""
 
     @property
     def model(self) -> int:
-        """Ranks that work on one sequence together."""
+        """Number of ranks that work on one sequence together."""
         return self.tensor * self.sequence * self.pipeline
 
     def data(self, world: int) -> int:
-        """Shares of a batch on so many ranks."""
+        """Return the number of data-parallel replicas for a number of ranks.
+
+        Raises:
+            UserError: The number of ranks is not a multiple of `model`.
+        """
         if world % self.model:
             raise UserError(
                 f"{world} ranks cannot be cut into groups of {self.in_words()}: start on a multiple of {self.model}"
@@ -44,7 +48,11 @@ class Sizes:
 
 
 class Mesh:
-    """This rank's place in the mesh, and the groups that it belongs to. Made on all ranks together."""
+    """This rank's position among the ranks of a run, and its process groups. Create it on all ranks.
+
+    It can be passed as the `mpu` of `initialize`. `replica` (of `data`) is the data-parallel position, `part` the part
+    of each sequence, `stage` the pipeline stage and `slice` the tensor-parallel position of this rank.
+    """
 
     def __init__(self, sizes: Sizes):
         import torch.distributed as dist

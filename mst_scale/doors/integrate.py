@@ -121,10 +121,14 @@ _door: Door | None = None
 
 
 def integrate(mst: dict[str, Any] | None = None, steps: int | None = None) -> None:
-    """From now on `deepspeed.initialize` trains sparsely what its config has an `mst` block or a recipe for.
+    """Make `deepspeed.initialize` return engines that train sparsely if their config has an `mst` block or a recipe.
 
-    `mst`: that block, for configs that have neither (of `accelerate config`, say). `steps`: how many optimizer steps
-    the run takes, where neither the config nor the framework says it.
+    Args:
+        mst: The `mst` block for configs that have neither, for example those written by `accelerate config`.
+        steps: The number of optimizer steps of the run, if neither the config nor the framework states it.
+
+    Raises:
+        UserError: `integrate` was called before with other arguments, or `mst` is not a dict.
     """
     global _door  # noqa: PLW0603  (deepspeed.initialize is one for the whole process, and so is what stands there)
     speak()

@@ -43,10 +43,25 @@ def initialize(
     config_params: dict[str, Any] | str | None = None,
     **others: Any,
 ) -> tuple[Engine, torch.optim.Optimizer, Iterable[Any] | None, LRScheduler | None]:
-    """`deepspeed.initialize`, its arguments in its order, for a config that may hold our blocks.
+    """Create a DeepSpeed engine that trains sparsely. Takes the arguments of `deepspeed.initialize`, in the same order.
 
-    The config may also be `config_params` or `args.deepspeed_config`, as there. Returns (engine, optimizer, loader,
-    lr_scheduler); `engine.mst` is described by `types.MST`.
+    Args:
+        args: Command-line arguments; `args.deepspeed_config` may name the config.
+        model: The model to train.
+        optimizer: An optimizer, or a function that creates one; by default, the config's.
+        model_parameters: The parameters to optimize; by default, all of the model's.
+        more: Further positional arguments of `deepspeed.initialize`.
+        config: A DeepSpeed config that may also contain the blocks `mst`, `training`, `model` and `data`, as a dict,
+            a file or the name of a ready-made config.
+        config_params: Another name for `config`, as in DeepSpeed.
+        others: Further keyword arguments of `deepspeed.initialize`.
+
+    Returns:
+        The engine, the optimizer, the data loader and the learning-rate scheduler. `engine.mst` controls and describes
+        the sparse training.
+
+    Raises:
+        UserError: The config has a mistake, or a setting with which sparse training would not be exact.
     """
     if more:  # what DeepSpeed's order gives a name
         given = inspect.signature(_deepspeeds_own).bind(args, model, optimizer, model_parameters, *more).arguments

@@ -18,15 +18,21 @@ from mst_scale.shard import Shard
 
 
 def load_weights(engine: Engine, state_dict: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-    """Replace weights and buffers of the engine's model, between two steps, by those of a state dict.
+    """Replace the weights and buffers of the engine's model between two steps.
 
-    The master weights are replaced too. Masks stay: inactive weights are 0 whatever the state dict says. Step,
-    schedule and optimizer states stay as they are. Where layers multiply with a function of what they store (some
-    `mst.method`s do), the state dict holds what is stored, as `engine.module.state_dict()` does.
+    The master weights are replaced as well. Masks do not change: inactive weights are 0 whatever the state dict
+    contains. Step, schedule and optimizer states stay as they are. Call it on every rank.
 
-    `state_dict` holds whole tensors under the names of `engine.module.state_dict()`, the same on every rank; call it on
-    every rank. With `strict=False` names may be missing or be unknown: what is missing stays, what is unknown is
-    ignored. Raises UserError where a name (unless not strict) or a shape does not fit, before anything is written.
+    Args:
+        engine: The engine that `mst_scale.initialize` returned.
+        state_dict: Complete tensors, the same on every rank, with the names and the meaning that they have in
+            `engine.module.state_dict()`. (With some values of `mst.method`, layers multiply with a function of the
+            tensor that they store.)
+        strict: Require all names of the model and no others. If False, missing tensors stay as they are and unknown
+            ones are ignored.
+
+    Raises:
+        UserError: A name or a shape does not match. Nothing has been written then.
     """
     of: Any = engine
     if not hasattr(of, "mst"):

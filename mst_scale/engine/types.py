@@ -13,19 +13,19 @@ from mst_scale.sparsity_variation import Point, Schedule
 
 
 class MST(Protocol):
-    """`engine.mst`: what holds at the next step, and what the last topology step did."""
+    """The type of `engine.mst`: the state of sparse training, and what the last topology step did."""
 
     @property
     def step(self) -> int:
-        """Finished optimizer steps."""
+        """Number of optimizer steps taken."""
 
     @property
     def schedule(self) -> Schedule:
-        """Phase, target sparsity and update fraction of every step of the run."""
+        """The schedule of the run: phase, target sparsity and update fraction of every step."""
 
     @property
     def point(self) -> Point:
-        """Those of the next step."""
+        """Phase, target sparsity and update fraction of the next step."""
 
     @property
     def pattern(self) -> Pattern:
@@ -33,67 +33,72 @@ class MST(Protocol):
 
     @property
     def sparsity(self) -> float:
-        """Share of the target parameters' weights that are not active."""
+        """Fraction of inactive weights among the target parameters."""
 
     def densities(self) -> dict[str, float]:
-        """Share of active weights by parameter name."""
+        """Return the fraction of active weights for each parameter name."""
 
     def gradient_densities(self) -> dict[str, float] | None:
-        """The same of the products that give gradients of weights, where a method counts them otherwise."""
+        """Return the densities of the products that compute weight gradients, or None if they equal `densities()`."""
 
     def dead_units(self) -> Mapping[str, tuple[int, int]]:
-        """(dead, all) units by kind, over all ranks together: call it on every rank. {} where none are known."""
+        """Return (dead units, all units) over all ranks, by kind of unit. Call it on every rank."""
 
     @property
     def woken(self) -> Mapping[str, tuple[int, int]]:
-        """(woken, all) units by kind, if the last step has woken any."""
+        """(revived units, all units) by kind of unit, if the last step revived any."""
 
     @property
     def changes(self) -> Sequence[Change]:
-        """What the last topology step did to each layer …"""
+        """What the last topology step did to each layer."""
 
     @property
     def changed_at(self) -> int:
-        """… and the step that it ended; 0: there was none."""
+        """The step that the last topology step ended, or 0 if there was none."""
 
     def check_drift(self) -> None:
-        """Stop on all ranks if a mask is no longer what the last topology step left. Call it on every rank."""
+        """Raise an error on all ranks if a mask is not what the last topology step left. Call it on every rank."""
 
     def on_step(self, call: Callable[[MST], None]) -> None:
-        """Call `call(engine.mst)` at the end of every optimizer step, on every rank, taken or skipped."""
+        """Run `call(engine.mst)` on every rank at the end of every optimizer step, also of a skipped one."""
 
     def on_topology_step(self, call: Callable[[MST], None]) -> None:
-        """The same where the step has pruned and grown: `changes` say what."""
+        """Run `call(engine.mst)` on every rank after each step that pruned and grew weights; see `changes`."""
 
 
 class Engine(Protocol):
-    """DeepSpeed's engine: the part that a training loop uses. Whatever else it has is there too."""
+    """The part of DeepSpeed's engine that a training loop uses. All its other attributes exist as well."""
 
     mst: MST
     global_steps: int
 
     @property
-    def module(self) -> torch.nn.Module: ...
+    def module(self) -> torch.nn.Module:
+        """The model."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """The device of this rank."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward: whatever the model returns."""
+        """Run the model's forward pass and return its result."""
 
-    def backward(self, loss: torch.Tensor) -> torch.Tensor: ...
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Compute gradients, and reduce them over ranks."""
 
     def step(self) -> None:
-        """Masks gradients, updates, prunes and grows when due; at accumulation boundaries only."""
+        """At an accumulation boundary: mask the gradients, update the weights, and prune and grow them when due."""
 
-    def train(self, mode: bool = True) -> Any: ...
+    def train(self, mode: bool = True) -> Any:
+        """Set the model to training mode."""
 
-    def eval(self) -> Any: ...
+    def eval(self) -> Any:
+        """Set the model to evaluation mode."""
 
     def save_checkpoint(
         self, save_dir: str, tag: str | None = None, client_state: dict[str, Any] | None = None
     ) -> bool | None:
-        """With the masks. Call it on every rank."""
+        """Save a checkpoint that includes the masks. Call it on every rank."""
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None) -> tuple[str | None, dict[str, Any] | None]:
-        """(path, client_state), with the masks; path is None where there is no checkpoint."""
+        """Load a checkpoint with its masks. Return (path, client_state); path is None if there is no checkpoint."""

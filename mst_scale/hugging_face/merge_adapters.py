@@ -18,12 +18,21 @@ from mst_scale.errors import UserError
 
 @torch.no_grad()
 def merge_adapters(model: Any, masks: Mapping[str, torch.Tensor] | str | Path | None = None) -> nn.Module:
-    """Merge a peft model's adapters into its base and return the base model, with the zeros that it had before.
+    """Merge the adapters of a PEFT model into its base model and keep the zeros of the base model.
 
-    `merge_and_unload` of peft adds a dense matrix to each weight, and no zero is left. `masks` are the weights that are
-    kept: bool tensors by parameter name (true: kept), or a file of them (`mst masks`); None: those that are not 0 in
-    the base. The part of an adapter that falls on other weights is dropped, so measure the merged model anew. Raises
-    UserError where there is nothing to merge, where ZeRO-3 has cut the weights, or where a mask does not fit.
+    PEFT's `merge_and_unload` adds a dense matrix to each weight matrix, which leaves no zeros. Here, the part of an
+    adapter that falls on inactive weights is dropped, so evaluate the merged model again.
+
+    Args:
+        model: The PEFT model.
+        masks: The active weights: bool tensors by parameter name (true: active), or a file of them (`mst masks`). By
+            default, the weights of the base model that are not 0.
+
+    Returns:
+        The merged base model.
+
+    Raises:
+        UserError: There is nothing to merge, ZeRO-3 has partitioned the weights, or a mask does not match.
     """
     if not hasattr(model, "merge_and_unload"):
         raise UserError(f"merge_adapters takes a model that peft has wrapped, and {type(model).__name__} is none")

@@ -45,10 +45,19 @@ def attention(  # noqa: PLR0917  (the public signature)
     *,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """softmax(q·kᵀ / √head_dim) v over the pairs of `pattern`.
+    """Compute softmax(q·kᵀ / √head_dim) v over the pairs of a pattern.
 
-    q is (batch, heads, length, head_dim); k and v may have fewer heads, each then shared by heads / kv_heads
-    neighbouring query heads. Dropout acts on the probabilities and is only available where attention is dense.
+    Args:
+        q: Queries of shape (batch, heads, length, head_dim).
+        k: Keys; they may have fewer heads, each of which is then shared by heads / kv_heads neighboring query heads.
+        v: Values, with the shape of the keys.
+        pattern: Which keys each query sees.
+        causal: Whether a query sees only itself and earlier positions.
+        backend: Which kernel computes it: "auto", "dense", "definition", "blocked", "cpp" or "triton".
+        dropout: Dropout probability of the attention weights, for dense attention only.
+
+    Raises:
+        UserError: The shapes do not match, the backend cannot run here, or dropout is used with sparse attention.
     """
     _check(q, k, v)
     length = q.shape[-2]

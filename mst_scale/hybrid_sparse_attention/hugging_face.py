@@ -40,9 +40,10 @@ log = logging.getLogger("mst_scale")
 
 
 def attach(model: nn.Module, pattern: Pattern, backend: str = "auto") -> str | None:
-    """Make every attention layer of the transformers models in `model` (itself, or parts of it) follow `pattern`.
+    """Make every attention layer of the Hugging Face models in `model` (itself, or parts of it) use a pattern.
 
-    Returns why some stays dense, or None.
+    Returns:
+        The reason why some layers stay dense, or None if all of them use the pattern.
     """
     found = list(_of_transformers(model))
     if not found and not any(isinstance(module, SelfAttention) for module in model.modules()):

@@ -26,6 +26,11 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class SelfAttention(nn.Module):
+    """Multi-head self-attention that follows a pattern, with the layout of GPT-2's weights.
+
+    `tensor` splits the heads across a tensor-parallel group.
+    """
+
     def __init__(
         self,
         n_embd: int,
@@ -78,8 +83,11 @@ class SelfAttention(nn.Module):
 
 
 def set_pattern(model: nn.Module, pattern: Pattern, backend: str = "auto") -> int:
-    """Give every SelfAttention of a model, and every layer that `attach` took, one pattern and what computes it;
-    returns how many there are."""
+    """Set the pattern and backend of every `SelfAttention` in a model, and of every layer that `attach` has changed.
+
+    Returns:
+        The number of these layers.
+    """
     count = 0
     for module in model.modules():
         if isinstance(module, SelfAttention):

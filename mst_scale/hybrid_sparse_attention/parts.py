@@ -24,14 +24,18 @@ from mst_scale.transforms import refuse_transforms
 
 
 class Part:
-    """This rank's part of every sequence; without a group, or with one of one rank, sequences are whole."""
+    """This rank's part of every sequence. Without a group, or with a group of one rank, sequences are not split."""
 
     def __init__(self, group: Any = None):
         self.group = group
         self.index, self.parts = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     def positions(self, tokens: torch.Tensor, context: int) -> torch.Tensor:
-        """Where in their sequences these tokens (batch, length) stand. Sequences longer than `context` are refused."""
+        """Return the positions of these tokens (batch, length) in their sequences.
+
+        Raises:
+            UserError: The sequences are longer than `context`, or the ranks hold parts of different size.
+        """
         length = tokens.shape[-1]
         if self.parts > 1:
             self._refuse_uneven(tokens)
@@ -43,7 +47,7 @@ class Part:
         return torch.arange(self.index * length, (self.index + 1) * length, device=tokens.device)
 
     def count(self, counted: torch.Tensor) -> torch.Tensor | None:
-        """How many positions count in the whole sequences, given this part's flags; None: this part is all there is."""
+        """Return the number of true values in `counted` over all parts of the sequences; None if there is one part."""
         if self.parts == 1:
             return None
         total = counted.sum()
@@ -51,7 +55,10 @@ class Part:
         return total
 
     def mean(self, share: torch.Tensor) -> torch.Tensor:
-        """The sum over the parts of each one's share (its sum of losses / `count`); the gradient is the share's own."""
+        """Return the sum of `share` over the parts. The gradient of each rank is that of its own share.
+
+        To compute a mean loss, pass the sum of this rank's losses divided by `count`.
+        """
         if self.parts == 1:
             return share
         refuse_transforms("sequence parallelism", "run the model on one rank", share)

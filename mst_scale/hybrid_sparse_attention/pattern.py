@@ -24,7 +24,7 @@ ACCOUNTINGS = ("paper", "causal")
 
 @dataclass(frozen=True)
 class Pattern:
-    """A value: compare it, hash it, put it in a config. `stride` is the paper's l; dense ignores it."""
+    """An attention pattern: "dense", "strided" or "fixed", with a stride (the paper's l) that "dense" ignores."""
 
     kind: str = "dense"
     stride: int = 1
@@ -39,11 +39,11 @@ class Pattern:
         return "dense" if self.kind == "dense" else f"{self.kind} (stride {self.stride})"
 
     def is_dense(self, length: int) -> bool:
-        """Whether the pattern holds every (causal) pair at this length, so that dense kernels compute the same."""
+        """Return whether the pattern contains every (causal) pair at this length, so that dense kernels are exact."""
         return self.kind == "dense" or self.stride == 1 or self.stride >= length
 
     def allows(self, query: torch.Tensor, key: torch.Tensor, causal: bool = True) -> torch.Tensor:
-        """The definition, elementwise on (broadcast) positions."""
+        """Return whether each query position sees each key position, for tensors of positions that broadcast."""
         difference = query - key
         if self.kind == "dense":
             seen = difference == difference  # noqa: PLR0124  (true, in its shape and on its device)
@@ -54,14 +54,14 @@ class Pattern:
         return seen & (difference >= 0) if causal else seen
 
     def mask(self, length: int, causal: bool = True, device: torch.device | str | None = None) -> torch.Tensor:
-        """Boolean (length, length), true where query i sees key j. For tests and pictures: no kernel builds it."""
+        """Return a bool tensor (length, length) that is true where query i sees key j. Kernels do not use it."""
         import torch
 
         position = torch.arange(length, device=device)
         return self.allows(position[:, None], position[None, :], causal)
 
     def pairs(self, length: int, causal: bool = True) -> int:
-        """How many (query, key) pairs the mask holds, without building it."""
+        """Return the exact number of (query, key) pairs in the pattern, without building the mask."""
         n, l = length, self.stride  # noqa: E741  (the paper's letters)
         if self.is_dense(n):
             return n * (n + 1) // 2 if causal else n * n
@@ -76,10 +76,10 @@ class Pattern:
         return blocks * l * (l + blocks - 1) + rest * (rest + blocks)
 
     def share(self, length: int, accounting: str = "paper", causal: bool = True) -> float:
-        """Q, the share of dense attention that is left.
+        """Return Q, the fraction of the pairs of dense attention that the pattern contains.
 
-        "paper" divides by n² and counts dense attention as all of it, as the paper does. "causal" divides by the
-        pairs that a dense kernel needs: n(n+1)/2, or n² when attention is bidirectional.
+        The accounting "paper" divides by n², and counts dense attention as n², as the paper does. "causal" divides by
+        the number of pairs that a dense kernel computes: n(n+1)/2, or n² if attention is bidirectional.
         """
         if accounting not in ACCOUNTINGS:
             raise UserError(f"accounting {accounting!r} is unknown: choose one of {', '.join(ACCOUNTINGS)}")

@@ -16,7 +16,7 @@ from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
 @dataclass(frozen=True)
 class AttentionSchedule:
-    """`pieces[k] = (first step, pattern)`; the first piece starts at step 0."""
+    """The attention pattern of each step: `pieces` of (first step, pattern), of which the first starts at step 0."""
 
     pieces: tuple[tuple[int, Pattern], ...] = ((0, Pattern("dense")),)
 
@@ -28,6 +28,7 @@ class AttentionSchedule:
             raise UserError(f"the pieces of an attention schedule must start at rising steps, not {starts}")
 
     def pattern_at(self, step: int) -> Pattern:
+        """Return the pattern that the forward pass after `step` optimizer steps uses."""
         if step < 0:
             raise UserError(f"step {step} is negative")
         return [pattern for start, pattern in self.pieces if start <= step][-1]

@@ -41,14 +41,27 @@ DENSE = Pattern("dense")
 
 
 def record(engine: Engine, out: str | Path, *, every: int = 10, tensorboard: bool = True) -> Recording:
-    """Record a run from now on: a row every so many optimizer steps, and at the last one. Call it on every rank."""
+    """Write metrics, `run.json` and TensorBoard files of an engine's run. Call it on every rank after `initialize`.
+
+    Args:
+        engine: The engine that `mst_scale.initialize` returned.
+        out: The folder to write to.
+        every: Number of optimizer steps between rows of `metrics.jsonl`. The last step always has a row.
+        tensorboard: Whether to write TensorBoard files.
+
+    Returns:
+        The recording; its method `note` adds values that only your loop knows.
+    """
     if every < 1:
         raise UserError(f"record(every={every}): a row is written every 1 or more steps")
     return Recording(engine, Path(out), every=every, tensorboard=tensorboard, shows=True)
 
 
 class Recording:
-    """Every rank has one; the first rank writes. `every` 0: rows are written when `row` is called, and at the end."""
+    """The record of a run. Every rank has one, and rank 0 writes.
+
+    With `every` = 0, rows are written only when `row` is called and at the end of the run.
+    """
 
     def __init__(self, engine: Any, out: Path, *, every: int, tensorboard: bool, shows: bool):
         if not hasattr(engine, "mst"):
@@ -143,8 +156,10 @@ class Recording:
     # --- rows ---
 
     def row(self, **known: Any) -> Row:
-        """A row for the step just taken. Call it on every rank; `known` goes before what is seen here. It is written a
-        step later, and the pace of the next counts from here on."""
+        """Return a row for the step just taken, which is written one step later. Call it on every rank.
+
+        The values in `known` replace those that were measured. The speed in the next row is measured from here on.
+        """
         return self._row(None, **known)
 
     def _row(self, until: float | None, **known: Any) -> Row:
@@ -170,7 +185,7 @@ class Recording:
         return row
 
     def note(self, **values: float) -> None:
-        """Put what only the loop knows (val_loss=…) beside the step just taken. Call it on every rank."""
+        """Add values that only your loop knows (val_loss=…) to the row of the last step. Call it on every rank."""
         if self.record is None:
             raise UserError("note() speaks of the step just taken, and there has been none")
         if self.mst.step != self.step:
@@ -197,7 +212,7 @@ class Recording:
         self.waits = False
 
     def close(self) -> None:
-        """Write what waits; a run that has taken all its steps is finished."""
+        """Write the remaining rows. A run that has taken all its steps counts as finished."""
         self._flush()
         self.closed = True
         if self.record is not None:

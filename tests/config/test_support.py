@@ -1,4 +1,4 @@
-"""What docs/support.md calls exact is exact, what it refuses is refused in one line, and no key lacks a verdict."""
+"""What docs/compatibility.md calls exact is exact, what it refuses is refused in one line; every key has a verdict."""
 
 from __future__ import annotations
 
@@ -423,8 +423,8 @@ def test_every_default_of_deepspeed_is_let_in():
 
 
 def test_the_page_is_the_tables():
-    assert (ROOT / "docs" / "support.md").read_text() == page(), (
-        "python -m mst_scale.config.support_page > docs/support.md"
+    assert (ROOT / "docs" / "compatibility.md").read_text() == page(), (
+        "python -m mst_scale.config.support_page > docs/compatibility.md"
     )
 
 
