@@ -34,7 +34,7 @@ from mst_scale.engine.sparse import SparseController
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.methods import Method, register
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.blocks import Elements
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
@@ -297,10 +297,10 @@ def taken(layer: Layer, flags: Tensor) -> Change:
         regrown=0,
         by_score=0,
         by_random=int(grown.sum()),
-        ever_active=None if mask.ever is None else bitwise.count(mask.ever),
+        ever_active=None if mask.ever is None else packed_bits.count(mask.ever),
         length=mask.length,
-        pruned_bits=bitwise.pack(gone),
-        grown_bits=bitwise.pack(grown),
+        pruned_bits=packed_bits.pack(gone),
+        grown_bits=packed_bits.pack(grown),
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mst_scale.dead_units.units import Units
 from mst_scale.errors import UserError
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.permutation import Permutation
@@ -109,9 +109,9 @@ class Channels:
             after.append((layer.mask, layer.mask.packed(), bits, int(rows.sum()) * int(columns.sum())))
         counts = [
             (
-                bitwise.count(was & ~bits),
-                bitwise.count(bits & ~was),
-                0 if m.ever is None else bitwise.count(m.ever | bits),
+                packed_bits.count(was & ~bits),
+                packed_bits.count(bits & ~was),
+                0 if m.ever is None else packed_bits.count(m.ever | bits),
             )
             for m, was, bits, _ in after
         ]
@@ -152,9 +152,9 @@ def spread(shard: Shard, rows: Tensor, columns: Tensor, device: torch.device) ->
     rows = rows.to(device)[down.logical(torch.arange(down.length, device=device))]
     columns = columns.to(device)[across.logical(torch.arange(across.length, device=device))]
     width, packed = across.length, []
-    for a, b in bitwise.spans(shard.length, device):
+    for a, b in packed_bits.spans(shard.length, device):
         first, last = (shard.start + a) // width, -(-(shard.start + b) // width)
         weights = (rows[first:last, None] & columns).view(-1)
         begin = shard.start + a - first * width
-        packed.append(bitwise.pack(weights[begin : begin + b - a]))
-    return torch.cat(packed) if packed else bitwise.zeros(0, device)
+        packed.append(packed_bits.pack(weights[begin : begin + b - a]))
+    return torch.cat(packed) if packed else packed_bits.zeros(0, device)

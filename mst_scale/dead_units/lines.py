@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mst_scale.dead_units.kinds import Tally
 from mst_scale.dead_units.units import Lines, Units, tally
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.shard import Shard
 
@@ -53,7 +53,7 @@ def nonzero_lines(values: Tensor, shard: Shard, axis: int) -> Tensor:
     lines = shard.cut.axes[axis]
     start, columns = shard.start, shard.cut.local_matrix[1]
     found = torch.zeros(lines.length, dtype=torch.bool, device=values.device)
-    span = bitwise.CPU_SPAN if values.device.type == "cpu" else bitwise.DEVICE_SPAN
+    span = packed_bits.CPU_SPAN if values.device.type == "cpu" else packed_bits.DEVICE_SPAN
     position, end = start, start + values.numel()
     while position < end:
         row, column = divmod(position, columns)
@@ -77,7 +77,7 @@ def nonzero_lines(values: Tensor, shard: Shard, axis: int) -> Tensor:
 def positions(lines: Tensor, axis: int, shard: Shard) -> Iterator[Tensor]:
     """Where a shard has values of these lines of its parameter, int64, a span at a time; `lines` is bool."""
     columns = shard.cut.matrix[1]
-    for a, b in bitwise.spans(shard.length, lines.device):
+    for a, b in packed_bits.spans(shard.length, lines.device):
         flat = shard.logical(torch.arange(a, b, device=lines.device))
         line = flat // columns if axis == 0 else flat % columns
         yield lines[line].nonzero().view(-1) + a

@@ -15,7 +15,7 @@ from mst_scale.config import load
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.dead_units.channels import Channels, spread
 from mst_scale.dead_units.units import find_units
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.models import GPT, build
 from mst_scale.shard import Cut, Shard
 from tests.dead_units.test_live import CONTEXT, VOCAB, advance, batch
@@ -90,10 +90,10 @@ def test_a_slice_has_what_the_whole_mask_has_there():
     whole = rows[:, None] & columns
     for start, length in ((0, 273), (5, 100), (20, 1), (77, 196), (273, 0)):
         found = spread(Shard.of_range("w", (13, 21), start, length), rows, columns, torch.device("cpu"))
-        assert torch.equal(bitwise.unpack(found, length), whole.view(-1)[start : start + length])
+        assert torch.equal(packed_bits.unpack(found, length), whole.view(-1)[start : start + length])
     cut = Cut((13, 21), ((2, 4), (9, 13)), ((0, 5), (11, 20)))
     found = spread(Shard("w", cut, 3, 60), rows, columns, torch.device("cpu"))
-    assert torch.equal(bitwise.unpack(found, 60), cut.of(whole).view(-1)[3:63])
+    assert torch.equal(packed_bits.unpack(found, 60), cut.of(whole).view(-1)[3:63])
 
 
 def test_what_has_no_channels_or_leaves_some_of_a_unit_out_is_refused():
