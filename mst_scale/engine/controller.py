@@ -17,7 +17,7 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints import model_config, warm_start
 from mst_scale.checkpoints.multiplied import STATE
 from mst_scale.config import Experiment
-from mst_scale.dead_units.kinds import Tally
+from mst_scale.dead_units import Tally
 from mst_scale.distributed import logger
 from mst_scale.engine.config_record import ConfigRecord
 from mst_scale.engine.types import MST

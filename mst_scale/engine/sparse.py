@@ -29,9 +29,8 @@ import torch
 from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files
 from mst_scale.config import Experiment
-from mst_scale.dead_units.channels import Channels
-from mst_scale.dead_units.kinds import Tally
-from mst_scale.dead_units.live import LiveUnits
+from mst_scale.dead_units import Tally
+from mst_scale.dead_units.live import Channels, LiveUnits
 from mst_scale.dead_units.units import Units
 from mst_scale.distributed import SharedMistake
 from mst_scale.engine import (

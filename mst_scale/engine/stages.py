@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mst_scale import zero_shards
-from mst_scale.dead_units.kinds import Tally
+from mst_scale.dead_units import Tally
 from mst_scale.mixed_growing.exchange import Exchange, Exchanges
 
 T = TypeVar("T")
