@@ -25,9 +25,8 @@ from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, attention
 from mst_scale.hybrid_sparse_attention.parts import Part
 from mst_scale.methods import METHODS
-from mst_scale.methods.method import largest
-from mst_scale.methods.s_ste import soft_threshold
-from mst_scale.methods.sr_ste import kept_both_ways, kept_of
+from mst_scale.methods.baselines.n_of_m import kept_both_ways, kept_of, soft_threshold
+from mst_scale.methods.baselines.top_kast import largest
 from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.sparse_linear import Product, SparseLayers, cpp, semi_structured
 from mst_scale.sparse_linear.mkl import MKLIndex
@@ -162,7 +161,7 @@ CASES = {
         straight_through(lambda w: w * kept_both_ways(w)), *SQUARES, METHOD,
     ),
     "sr-ste": Case(
-        "methods/sr_ste:StraightThrough", of_method("sr-ste", decay=0.0),
+        "methods/baselines/n_of_m:Masked", of_method("sr-ste", decay=0.0),
         straight_through(lambda w: w * kept_of(w, 2, 4)), WIDE_X, WIDE_W, METHOD,
     ),
     "sr-ste's pull": Case(
@@ -171,15 +170,15 @@ CASES = {
         added=lambda w: 0.3 * w * ~kept_of(w, 2, 4),
     ),
     "s-ste": Case(
-        "methods/s_ste:StraightThrough", of_method("s-ste"), straight_through(lambda w: soft_threshold(w, 2, 4)),
+        "methods/baselines/n_of_m:Projected", of_method("s-ste"), straight_through(lambda w: soft_threshold(w, 2, 4)),
         WIDE_X, WIDE_W, METHOD,
     ),
     "top-kast": Case(
-        "methods/top_kast:Sets", of_method("top-kast", penalty=0.0),
+        "methods/baselines/top_kast:Sets", of_method("top-kast", penalty=0.0),
         lambda x, w: F.linear(x, with_extra_gradients(w)), WIDE_X, WIDE_W, METHOD,
     ),
     "spartan": Case(
-        "methods/spartan:SoftlyMasked", of_method("spartan"), F.linear, WIDE_X, WIDE_W, METHOD, second=False
+        "methods/baselines/spartan:SoftlyMasked", of_method("spartan"), F.linear, WIDE_X, WIDE_W, METHOD, second=False
     ),
     "attention, compiled": Case(
         "hybrid_sparse_attention/custom_op:sparse_operator", attended("cpp"), attended("definition"), Q, K,

@@ -20,7 +20,7 @@ from torch import Tensor
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.distributed import Damaged
 from mst_scale.errors import UserError
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.masks import assemble
 
 Named = Iterable[tuple[str, Tensor]]
@@ -32,7 +32,7 @@ def write(path: Path, masks: Named, packed: bool = False) -> int:
     for name, mask in masks:
         shapes[name] = list(mask.shape)
         flat = mask.cpu().contiguous()
-        tensors[name] = bitwise.pack(flat.view(-1)) if packed else flat
+        tensors[name] = packed_bits.pack(flat.view(-1)) if packed else flat
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path, metadata={"shapes": json.dumps(shapes)})
     return len(tensors)
@@ -58,9 +58,9 @@ class OpenMasks:
             found: Tensor = file.get_tensor(name)
         packed = found.dtype == torch.uint8 and found.dim() == 1 and len(shape) > 1
         told = tuple(self.shapes.get(name, shape if packed else found.shape))
-        if told != shape or (packed and found.numel() != bitwise.byte_count(math.prod(shape))):
+        if told != shape or (packed and found.numel() != packed_bits.byte_count(math.prod(shape))):
             raise UserError(f"{self.path}: the mask of {name} has shape {told}, the parameter {shape}")
-        return bitwise.unpack(found, math.prod(shape)).view(shape) if packed else found != 0
+        return packed_bits.unpack(found, math.prod(shape)).view(shape) if packed else found != 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.names:
@@ -85,7 +85,7 @@ def _of_checkpoint(checkpoint: Path) -> Named:
     for name in found.head["names"]:
         shards = found.shards(name)
         shape = shards[0].shard.shape
-        yield name, bitwise.unpack(assemble(shards, name), math.prod(shape)).view(shape)
+        yield name, packed_bits.unpack(assemble(shards, name), math.prod(shape)).view(shape)
 
 
 def _of_zeros(files: Iterable[Path]) -> Named:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.cli.data import _bytes
-from mst_scale.dead_units.kinds import in_words
+from mst_scale.dead_units import format_counts
 from mst_scale.distributed import logger
 from mst_scale.distributed.parser import at_least, refuse_no_folder
 from mst_scale.errors import UserError
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     if done.zeros:
         print(f"the {done.zeros:,} zeros are stored like any other weight: they make the file no smaller")
     if done.dead_units:
-        print(f"dead units (all their weights are zero): {in_words(done.dead_units)}")
+        print(f"dead units (all their weights are zero): {format_counts(done.dead_units)}")
     print(f"tokenizer: {done.tokenizer or 'no files; the model card says why'}")
     if left := done.pruning.get("left"):
         print(f"not pruned, for no linear layer multiplies with it: {', '.join(left)}")

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mst_scale.dead_units.kinds import in_words
+from mst_scale.dead_units import format_counts
 
 if TYPE_CHECKING:
     from mst_scale.checkpoints.mask_report import Report
@@ -74,5 +74,5 @@ def table(report: Report) -> str:
     blocks = report.granularity if isinstance(report.granularity, dict) else None
     granularity = f", in blocks of {blocks['block']} × {blocks['block']}" if blocks else ""
     granularity = ", in whole channels" if report.granularity == "channel" else granularity
-    dead = [f"dead units: {in_words(report.dead_units)}"] if report.dead_units else []
+    dead = [f"dead units: {format_counts(report.dead_units)}"] if report.dead_units else []
     return "\n".join([f"{head}, {sparsity}{granularity}", *dead, "", *lines])

@@ -49,6 +49,6 @@ def refuse(experiment: Experiment, begun: bool) -> None:
         return
     small = smaller_model(mst.grow_from)
     try:
-        mst.growth.refuse(small, experiment.model)
+        mst.growth.check_supported(small, experiment.model)
     except UserError as error:
         raise UserError(f"{OPTION} {mst.grow_from}: {error}") from None

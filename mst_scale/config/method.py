@@ -29,7 +29,7 @@ class MSTConfig:
     like: str | None = None  # dense-short: the config (or run folder) whose FLOPs it spends on dense steps
     masks: str | None = None  # fixed: "zeros" (those of the weights), or a file of masks (mst masks)
     grow_from: str | None = None  # ligo, stack: the folder of the smaller run whose weights it begins with, grown
-    options: Any = field(default_factory=NoOptions)  # of the method, where it has some: see its file in methods/
+    options: Any = field(default_factory=NoOptions)  # of the method, where it has some: see methods/baselines/
     seed: int | None = None  # of the random growth; None: training.seed
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)

@@ -1,59 +1,73 @@
-"""Counts dead units on the shards of the ranks while a model trains, and wakes them when their matrices become dense.
+"""Counts dead units while a model trains, revives them when their matrices become dense, and masks whole units.
 
-A unit that was masked away altogether does not come back when its masks go: its weights are alive again, but zero, and
-two zero factors have no gradient. So at the topology step that makes its matrices dense, all its zero factors but the
-outgoing one (or one in a matrix that was never sparse) get random weights. The unit adds exactly as much as before,
-which is nothing, and its outgoing weights have a gradient from then on.
+A unit that was masked as a whole does not come back when its masks are removed: its weights are active again, but zero,
+and two zero factors have no gradient. So at the topology step that makes its matrices dense, all its zero factors but
+the outgoing one (or one in a matrix that was never sparse) get random weights. The unit still adds exactly nothing, and
+its outgoing weights have a gradient from then on.
 
-The weights are uniform, with the standard deviation of their matrix as a whole (of first weights where all of it is
-zero), so that a woken row is as long as the others are. Each is a hash of (seed, step, name, place in the parameter):
-the same on any number of ranks and after a resume.
+The weights are uniform, with the standard deviation of their matrix as a whole (that of initial weights if all of it is
+zero), so that a revived row is as long as the others. Each is a hash of (seed, step, name, index in the parameter): the
+same on any number of ranks and after a resume.
+
+With `mst.topology.granularity` = "channel" (`Channels`), whole units are masked: neurons of MLPs, channels of heads, so
+that a layer's product is a dense one of the active lines. Of every MLP, and of every kind in every head, as many units
+are active as the sparsity leaves, at least one: the first of an order that is drawn once, by (seed, kind, layer, head)
+alone. So a denser model has all the units of a sparser one, nothing is ranked and nothing is sent. Units are never
+exchanged for others: docs/does-it-work.md has a measurement of that. New units get incoming weights and zero outgoing
+ones, as above, so that the loss does not jump.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from fractions import Fraction
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mst_scale import zero_shards
-from mst_scale.dead_units.kinds import Tally, in_words, total
-from mst_scale.dead_units.lines import LineFlags, joined, positions
-from mst_scale.dead_units.units import Lines, Units, find_units
+from mst_scale.dead_units import Tally, format_counts, total
+from mst_scale.dead_units.units import LineFlags, Lines, Units, find_units, positions
 from mst_scale.distributed import logger
+from mst_scale.errors import UserError
+from mst_scale.mixed_growing import packed_bits
+from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
-from mst_scale.mixed_growing.permutation import mix64
+from mst_scale.mixed_growing.permutation import Permutation, mix64
 from mst_scale.mixed_growing.scores import Scores, peak_keys
 from mst_scale.randomness import counter_hash
+from mst_scale.shard import Shard
 
-STD_OF_NOTHING = 0.02  # of a matrix that is all zero, so that nothing says how large its weights are
+DEFAULT_STD = 0.02  # of weights in a matrix that is all zero
 GRID = 1 << 24  # odd multiples of 2^-24: exact in float32, and never 0
+WIDE, EIGHT = 64, 8  # of 64 units or more, a multiple of eight is active, which suits tensor cores
+CPU = torch.device("cpu")
 
 
 Born = Callable[[Units], Tensor]
+"""Which units of a kind and layer are active after the step."""
 
 
 @dataclass
 class Waking:
-    """What the topology step under way wakes; the same on every rank."""
+    """What the current topology step revives; the same on every rank."""
 
     step: int
     counts: Tally
     filled: dict[str, Tensor] = field(default_factory=dict)
-    """bool a line, by matrix: what gets weights."""
+    """Flags of the lines that get weights, by matrix."""
     started: dict[str, Tensor] = field(default_factory=dict)
-    """And what has a gradient from now on, the outgoing lines too."""
+    """Flags of the lines that have a gradient from now on; these include the outgoing ones."""
     widest: dict[str, float] = field(default_factory=dict)
-    """The largest weight that is drawn."""
+    """Bound on the absolute value of the weights that are drawn, by matrix."""
 
 
 class LiveUnits:
-    """The units of one model, on this rank. Every method that counts is called on all ranks alike."""
+    """The units of one model, on this rank. All ranks must call the methods that count."""
 
     def __init__(self, engine: Any, seed: int):
         found, left_out = find_units(engine.module)
@@ -61,7 +75,7 @@ class LiveUnits:
         parameters = {name: p for name, p in zero_shards.named_parameters(engine.module) if id(p) in trained}
         self.units = [some for some in found if all(part.name in parameters for f in some.factors for part in f.parts)]
         if len(self.units) < len(found):
-            left_out.append("what the optimizer does not train")
+            left_out.append("some weights are not trained by the optimizer")
         self.axes = {factor.weight.name: factor.weight.axis for some in self.units for factor in some.factors}
         wanted = {part.name for some in self.units for factor in some.factors for part in factor.parts}
         self.shards = zero_shards.shards_of(engine, {name: p for name, p in parameters.items() if name in wanted})
@@ -71,27 +85,30 @@ class LiveUnits:
         self.place = {part.name: i for i, part in enumerate(self.shards.slices)}
         self.seed = seed
         self.waking: Waking | None = None
-        self.woken: Tally = {}  # (woken, all) units by kind …
-        self.woken_at = 0  # … and the last step that woke some
+        self.woken: Tally = {}  # (revived, all) units by kind …
+        self.woken_at = 0  # … and the last step that revived some
         if not self.units:
-            reason = "; ".join(left_out) or "no MLP or attention of ours or of transformers' GPT-2 or Llama"
+            reason = "; ".join(left_out) or "the model has no MLP or attention that is known"
             logger.info("dead units are not counted (%s)", reason)
         elif left_out:
             logger.info("dead units are not counted everywhere (%s)", "; ".join(left_out))
 
     def count(self) -> Tally:
-        """(dead, all) units by kind; {} where there are none."""
+        """Return the (dead, all) units by kind; {} if the model has no known units."""
         return self._look(self.units).tally()
 
     def plan_waking(
         self, step: int, becoming: Collection[str], masked: Mapping[str, float], born: Born | None = None
     ) -> None:
-        """Choose what this step wakes: units whose last masks go. `becoming`: the masked matrices that are dense after
-        it; `masked`: those not yet dense, with the share of them that lives. Where masks are of whole units, `born`
-        says of each whether it lives after the step, and what wakes is as long as the lines that lived before.
+        """Choose the dead units that this step revives, which are those whose last masks are removed.
 
-        Before the update: a matrix that becomes dense is not pruned, and zero weights without moments stay zero, so
-        that the same units are dead after it. ZeRO-3 updates some of a unit's matrices before it updates others.
+        It is called before the update, because ZeRO-3 updates some of a unit's matrices before others. The same units
+        are dead after it: a matrix that becomes dense is not pruned, and zero weights without moments stay zero.
+
+        Args:
+            becoming: the masked matrices that are dense after this step.
+            masked: the matrices that are not dense before it, with their fraction of active weights.
+            born: set if whole units are masked. Revived lines are then as long as the active ones were before.
         """
         self.waking = None
         dense, here = set(becoming), set(masked)
@@ -105,7 +122,7 @@ class LiveUnits:
         for some in units:
             zero = some.zero_factors(nonzero)
             fill = some.to_fill(zero, torch.tensor([name in dense for name in some.matrices]))
-            dead = some.dead(zero) & ((zero & ~fill).sum(0) == 1)  # others keep two zero factors, which never change
+            dead = some.dead(zero) & ((zero & ~fill).sum(0) == 1)  # other units keep two zero factors
             dead &= born(some) if born is not None else True
             before, count = waking.counts[some.kind]
             waking.counts[some.kind] = (before + int(dead.sum()), count)
@@ -120,16 +137,16 @@ class LiveUnits:
             self.waking = waking
 
     def starts(self, name: str) -> bool:
-        """Whether some weights of a matrix have their first gradient after this step; the same on every rank."""
+        """Return whether some weights of a matrix have their first gradient after this step; equal on all ranks."""
         return self.waking is not None and name in self.waking.started and bool(self.waking.started[name].any())
 
     def starting(self, name: str) -> Tensor:
-        """Places in this rank's slice whose weights have their first gradient after this step; few, or none."""
+        """Return the positions in this rank's slice whose weights have their first gradient after this step."""
         lines = None if self.waking is None else self.waking.started.get(name)
         return self._positions(name, lines)
 
     def wake(self, name: str) -> None:
-        """Write the weights of what wakes into this rank's slice of a matrix that has just been updated."""
+        """Write the weights of revived units into this rank's slice of a matrix that has just been updated."""
         if self.waking is None or name not in self.waking.widest:
             return
         where = self._positions(name, self.waking.filled[name])
@@ -140,11 +157,11 @@ class LiveUnits:
         weight[where] = values.to(weight.dtype)
 
     def finish(self, updated: bool) -> None:
-        """End the step; after an overflow it was skipped, and the topology step will be repeated."""
+        """End the step. If it was skipped because of an overflow, the topology step will be repeated."""
         if self.waking is not None and updated:
             self.woken = {kind: counts for kind, counts in self.waking.counts.items() if counts[0]}
             self.woken_at = self.waking.step
-            logger.info("step %d: woke %s", self.woken_at, in_words(self.woken))
+            logger.info("step %d: revived %s", self.woken_at, format_counts(self.woken))
         self.waking = None
 
     # --- on this rank ---
@@ -167,11 +184,11 @@ class LiveUnits:
             return torch.empty(0, dtype=torch.int64)
         part = self.shards.slices[self.place[name]]
         device = self.shards.weight(self.place[name]).device
-        found = positions(lines.to(device), self.axes[name], part)
-        return joined(found, device)
+        found = list(positions(lines.to(device), self.axes[name], part))
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=device)
 
     def _widest(self, names: list[str]) -> list[float]:
-        """Half the width of a uniform distribution with each matrix's root mean square; the same bits for any cut."""
+        """Half the width of a uniform distribution with the root mean square of each matrix; equal for any split."""
         found: dict[str, float] = {}
         for cut, exchange in ((True, self.exchange), (False, self.local)):
             some = [name for name in names if zero_shards.is_cut(self.shards.parameters[self.place[name]]) == cut]
@@ -180,7 +197,7 @@ class LiveUnits:
             if some:
                 peaks = peak_keys([Scores(n, (w,)) for n, w in zip(some, weights, strict=True)], exchange)
                 found |= zip(some, mean_squares(weights, numels, peaks, exchange), strict=True)
-        return [math.sqrt(3 * found[name]) if found[name] else math.sqrt(3) * STD_OF_NOTHING for name in names]
+        return [math.sqrt(3 * found[name]) if found[name] else math.sqrt(3) * DEFAULT_STD for name in names]
 
 
 def _sizes(units: list[Units]) -> Tally:
@@ -191,6 +208,147 @@ def _sizes(units: list[Units]) -> Tally:
 
 
 def uniform(index: Tensor, key: int) -> Tensor:
-    """A number in (-1, 1), never 0, for each int64 index; exact in float32, so that every device draws the same."""
+    """Return a number in (-1, 1), never 0, for each int64 index; exact in float32, hence equal on all devices."""
     hashed = mix64(mix64(index) + key)
     return (2 * ((hashed >> 40) & (GRID - 1)) + 1 - GRID).to(torch.float32) / GRID
+
+
+class Channels:
+    """Granularity in whole units, with the interface of `blocks.Elements` and `blocks.Blocks`.
+
+    Args:
+        units: all units of the model.
+        names: the sparse parameters.
+        sparsity: the target sparsity as a function of the step.
+        step: returns the current step.
+
+    Raises:
+        UserError: if a sparse parameter has no units, or a unit is only in part sparse.
+    """
+
+    side: ClassVar[int] = 1
+    words = " in whole channels"
+
+    def __init__(
+        self, units: Sequence[Units], names: Sequence[str], seed: int, sparsity: Callable[[int], float],
+        step: Callable[[], int],
+    ):  # fmt: skip
+        self.seed, self.sparsity, self.step = seed, sparsity, step
+        self._drawn: dict[Units, Tensor] = {}
+        ours = {name for some in units for name in some.matrices}
+        for name in names:
+            if name not in ours:
+                raise UserError(
+                    f'mst.topology.granularity = "channel": no inner channels of {name} are known. Keep it dense with '
+                    "mst.targets.lm_head = false or a glob in mst.targets.exclude"
+                )
+        for some in units:
+            if (missing := set(some.matrices) - set(names)) and len(missing) < len(set(some.matrices)):
+                raise UserError(
+                    f'mst.topology.granularity = "channel": {some.kind} units span {", ".join(some.matrices)}, but '
+                    f"mst.targets leaves out {sorted(missing)[0]}: include all of them or none"
+                )
+        self.sparse = [some for some in units if set(some.matrices) <= set(names)]
+
+    def grid_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape itself: targets count weights."""
+        return tuple(shape)
+
+    def at_least(self, shape: Sequence[int]) -> int:
+        """Return 0, since there is no lower bound on the active weights of a row."""
+        return 0
+
+    def alive(self, units: Units, sparsity: float) -> Tensor:
+        """Return which units are active, one flag per unit."""
+        size = units.count // units.groups
+        step = EIGHT if size >= WIDE and size % EIGHT == 0 else 1
+        kept = step * max(1, math.floor((1 - Fraction(sparsity)) * size / step + Fraction(1, 2)))
+        return self._places(units) < kept
+
+    def _places(self, units: Units) -> Tensor:
+        """The place of each unit in the order of its head, which is drawn once."""
+        found = self._drawn.get(units)
+        if found is None:
+            key = ("channel", self.seed, units.kind, units.matrices[-1])
+            places = Permutation(units.count, *key, device=CPU).place(torch.arange(units.count))
+            found = self._drawn[units] = places.view(units.groups, -1).argsort(1).argsort(1).view(-1)
+        return found
+
+    def lines(self, name: str, shape: tuple[int, int], sparsity: float) -> tuple[Tensor, Tensor]:
+        """Return one flag per row and one per column of a matrix."""
+        flags = torch.ones(shape[0], dtype=torch.bool), torch.ones(shape[1], dtype=torch.bool)
+        for some in self.sparse:
+            for factor in some.factors:
+                lines = factor.weight
+                if lines.name == name:
+                    flags[lines.axis][lines.spread(~self.alive(some, sparsity), shape[lines.axis])] = False
+        return flags
+
+    def evolve(self, layers: Sequence[Layer], *, step: int, exchange: Exchange, **more: Any) -> list[Change]:
+        """Make the masks those of this step; no policy or update fraction applies (the config rejects them)."""
+        return self._to(layers, self.sparsity(step), exchange)
+
+    def sparsify(self, layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange) -> list[Change]:
+        """Make the masks of the first step, which do not depend on the weights."""
+        for layer in layers:
+            if layer.mask.ever is not None:
+                layer.mask.ever.zero_()  # the dense start was never trained
+        return self._to(layers, self.sparsity(self.step()), exchange)
+
+    def _to(self, layers: Sequence[Layer], sparsity: float, exchange: Exchange) -> list[Change]:
+        after = []
+        for layer in layers:
+            rows, columns = self.lines(layer.mask.name, layer.mask.shard.cut.matrix, sparsity)
+            bits = spread(layer.mask.shard, rows, columns, layer.mask.device)
+            after.append((layer.mask, layer.mask.packed(), bits, int(rows.sum()) * int(columns.sum())))
+        counts = [
+            (
+                packed_bits.count(was & ~bits),
+                packed_bits.count(bits & ~was),
+                0 if m.ever is None else packed_bits.count(m.ever | bits),
+            )
+            for m, was, bits, _ in after
+        ]
+        totals = exchange.sum(torch.tensor(counts, dtype=torch.int64).view(-1, 3)).tolist()
+        for (mask, *_), (pruned, grown, _) in zip(after, totals, strict=True):
+            if pruned and grown:
+                raise UserError(
+                    f"{mask.name}: its active channels are not those of this seed: continue with the training.seed or "
+                    "mst.seed of the run that trained it"
+                )
+        changes = []
+        for (mask, was, bits, active), (pruned, grown, ever) in zip(after, totals, strict=True):
+            before = mask.active
+            mask.set_bits(bits, active)
+            changes.append(
+                Change(
+                    name=mask.name,
+                    numel=mask.numel,
+                    before=before,
+                    active=active,
+                    pruned=pruned,
+                    grown=grown,
+                    regrown=0,
+                    by_score=0,
+                    by_random=grown,
+                    ever_active=None if mask.ever is None else ever,
+                    length=mask.length,
+                    pruned_bits=was & ~bits,
+                    grown_bits=bits & ~was,
+                )
+            )
+        return changes
+
+
+def spread(shard: Shard, rows: Tensor, columns: Tensor, device: torch.device) -> Tensor:
+    """Return the packed bits of a slice whose weights are active if their row and their column are."""
+    down, across = shard.cut.axes
+    rows = rows.to(device)[down.logical(torch.arange(down.length, device=device))]
+    columns = columns.to(device)[across.logical(torch.arange(across.length, device=device))]
+    width, packed = across.length, []
+    for a, b in packed_bits.spans(shard.length, device):
+        first, last = (shard.start + a) // width, -(-(shard.start + b) // width)
+        weights = (rows[first:last, None] & columns).view(-1)
+        begin = shard.start + a - first * width
+        packed.append(packed_bits.pack(weights[begin : begin + b - a]))
+    return torch.cat(packed) if packed else packed_bits.zeros(0, device)

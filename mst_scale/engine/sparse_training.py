@@ -41,8 +41,7 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files, model_config, warm_start
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.config import Experiment
-from mst_scale.dead_units.channels import Channels
-from mst_scale.dead_units.live import LiveUnits
+from mst_scale.dead_units.live import Channels, LiveUnits
 from mst_scale.dead_units.units import Units
 from mst_scale.distributed import SharedMistake, logger
 from mst_scale.engine.attention import AttentionPattern

@@ -33,7 +33,7 @@ Counts = Mapping[str, tuple[int, int]]
 
 
 class Granularity(Protocol):
-    """What is pruned and grown as one: `mixed_growing.blocks.Elements`, `Blocks` or `dead_units.channels.Channels`."""
+    """What is pruned and grown as one: `mixed_growing.blocks.Elements`, `Blocks` or `dead_units.live.Channels`."""
 
     @property
     def side(self) -> int:

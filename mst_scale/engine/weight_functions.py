@@ -101,7 +101,7 @@ class WeightFunctions(Component):
                     f"method {self.method}: {name} is the tied head: the embedding would look up what is stored, not "
                     "weights: set mst.targets.lm_head to false"
                 )
-            reason = function.why_not(shape, self.targets[name].device.type, self.targets[name].dtype)
+            reason = function.unsupported_reason(shape, self.targets[name].device.type, self.targets[name].dtype)
             if reason is not None:
                 raise UserError(f"method {self.method}: {name}: {reason}")
         zero_shards.refuse_unoptimized(engine, self.targets)

@@ -34,9 +34,8 @@ from mst_scale.data.recipe import is_code
 from mst_scale.data.sampler import Sampler
 from mst_scale.data.tokenizer import TrainedWith, chosen, is_missing, same_ids, trained_with
 from mst_scale.data.tokenizer_files import write_tokenizer
-from mst_scale.dead_units.kinds import in_words
-from mst_scale.dead_units.lines import LineFlags
-from mst_scale.dead_units.units import find_units
+from mst_scale.dead_units import format_counts
+from mst_scale.dead_units.units import LineFlags, find_units
 from mst_scale.distributed import Damaged, logger
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
@@ -151,7 +150,7 @@ def export(
             losses=pruned.losses,
             pruning=pruned.about,
         )
-        told = {**done.to_dict(), "dead_units": in_words(done.dead_units), "pruned": pruned.words}
+        told = {**done.to_dict(), "dead_units": format_counts(done.dead_units), "pruned": pruned.words}
         card = model_card.text(experiment, source.run, told, source.pattern, tokenizer_note)
         (draft / "README.md").write_text(card)
     if tokenizer_note:

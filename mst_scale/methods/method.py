@@ -1,83 +1,155 @@
-"""What a method is: keys of the `mst` block under a name, for some a function of the weights, for some a growth.
+"""Defines what a method is: a preset for the `mst` block, and for some methods the code that makes the weights.
 
-Most methods are a preset alone: which schedule, which policy. Some change what a layer multiplies with: their parameter
-*stores* something, and the layer multiplies with a function of it (`WeightFunction`). Some begin with the weights of a
-smaller run, grown (`growth.Growth`). Without torch, as a plan and a table read methods too.
+Most methods are data: which schedule of sparsity, which policy, which attention (`presets`). Some have a
+`WeightFunction`: their parameters store something, and a layer multiplies with a function of it. Some have a `Growth`,
+which makes the first weights from those of a smaller model. Planning and FLOP counting read methods without torch, so
+nothing here imports it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from mst_scale.sparsity_variation import DURATIONS
+from mst_scale.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
-
-NO_HSA = {"pattern": "dense"}  # hybrid sparse attention belongs to `mst`; the others are compared without it
-NO_HEAD = {"lm_head": False}  # a tied head is an embedding too, which looks up what is stored
-ALL = tuple(DURATIONS)  # variations of sparsity
-# no connection moves while the target stands still
-STILL: dict[str, Any] = {"update_schedule": "constant", "update_fraction": 0.0}
 
 
 class WeightFunction(ABC):
     """What a layer multiplies with, as a function of what its parameter stores.
 
-    `kept` is how many of the matrix's weights the schedule wants now; `scale` is a number of the layer that `begin` has
-    measured. Everything is a function of these and of the stored matrix alone, so that a run that is resumed, or read
-    by somebody else, computes the same.
+    `kept` is the number of the matrix's weights that the schedule keeps now; `scale` is a number per layer that `begin`
+    measures once. A function reads nothing but these and the stored matrix, so that a resumed run and an exported
+    checkpoint compute the same weights.
     """
 
     variations: tuple[str, ...] = ("sparse", "sd")
-    """Those of `mst.sparsity` that it can follow."""
+    """The values of `mst.sparsity.variation` that the function can follow."""
     sparsity: float | None = None
-    """What `mst.sparsity.max` has to be, where the options decide what is kept; None where it does."""
+    """The required `mst.sparsity.max` if the options decide how many weights are kept; None if the schedule does."""
     elementwise = False
-    """Whether a weight depends on what is stored in its own place alone: then masks may lie over it."""
+    """Whether each weight depends on its own stored value alone; masks can then be applied as well."""
 
     def begin(self, weight: Tensor) -> tuple[Tensor, float]:
-        """What is stored of a first weight, and the layer's `scale`."""
+        """Return what is stored for an initial weight, and the layer's `scale`."""
         return weight, 1.0
 
     @abstractmethod
     def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
-        """The matrix that the layer multiplies with, differentiable."""
+        """Return the matrix that the layer multiplies with, differentiable in `stored`."""
 
     def pull(self, stored: Tensor, kept: int, scale: float) -> Tensor | None:
-        """What is added to the gradient of what is stored, once an optimizer step, whatever its micro-batches; None:
-        nothing."""
+        """Return what is added to the gradient of `stored` once per optimizer step, or None for nothing."""
         return None
 
     def end(self, stored: Tensor, kept: int, scale: float) -> Tensor:
-        """The weight with which the layer goes on where the schedule turns dense."""
+        """Return the weight with which the layer continues when the schedule becomes dense."""
         return self.weight(stored, kept, scale)
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None, kept: int, scale: float) -> Tensor:
-        """x Wᵀ + b."""
+        """Return x Wᵀ + b."""
         from torch.nn.functional import linear
 
         return linear(x, self.weight(stored, kept, scale), bias)
 
-    def why_not(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
-        """Why a matrix cannot be such a function, or be multiplied there, with the cure; None where it can."""
+    def unsupported_reason(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
+        """Return why the function cannot compute a matrix of this shape there, and what to do; None if it can."""
         return None
 
     def density(self, shape: tuple[int, ...], kept: float) -> float:
-        """FLOPs of the products x Wᵀ and of the gradient of x, over those of dense ones; `kept` is a share here."""
+        """Return the FLOPs of x Wᵀ and of the gradient of x, relative to a dense layer; `kept` is a fraction."""
         return kept
 
     def gradient_density(self, shape: tuple[int, ...], kept: float) -> float:
-        """The same of the product that gives the weight's gradient."""
+        """Return the FLOPs of the weight's gradient, relative to a dense layer; `kept` is a fraction."""
         return 1.0
+
+
+Gradients = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
+"""(weights of the larger model, number of a training batch) → the gradients of the mean loss on that batch."""
+
+# Properties that every growth preserves, with the key of the `model` block that decides each.
+PRESERVED = {
+    "arch": "arch",
+    "vocab_size": "vocab_size",
+    "padded_vocab": "vocab_multiple",
+    "context": "context",
+    "bias": "bias",
+    "tied_head": "tied_head",
+}
+
+
+class Shape(Protocol):
+    """What a growth reads of a model's config."""
+
+    @property
+    def arch(self) -> str: ...
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def n_head(self) -> int: ...
+    @property
+    def n_embd(self) -> int: ...
+    @property
+    def ffw(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def padded_vocab(self) -> int: ...
+    @property
+    def tied_head(self) -> bool: ...
+
+
+class Growth(ABC):
+    """How the weights of a larger GPT are made from those of a smaller one that has been trained.
+
+    Weights go by the names of our GPT (`wte.weight`, `blocks.3.mlp.up.weight`). The result depends on the weights, the
+    two shapes, the gradients and the seed alone.
+    """
+
+    steps: int = 0
+    """Number of batches for which the growth asks for gradients before the first step of the run."""
+
+    def check_supported(self, small: Shape, large: Shape) -> None:
+        """Check that the smaller model can be grown to the larger one.
+
+        Raises:
+            UserError: if it cannot; the message names the key of the `model` block to change.
+        """
+        for name, key in PRESERVED.items():
+            mine, theirs = getattr(large, name), getattr(small, name)
+            if mine != theirs:
+                what = "it gives a padded vocabulary of" if name != key else "it is"
+                raise UserError(
+                    f"model.{key}: {what} {mine} here and {theirs} in the smaller model. A growth changes only the "
+                    "number of layers and their widths: use the same value"
+                )
+        if large.arch != "gpt":
+            raise UserError(f"model.arch is {large.arch!r}, and growths are defined for GPTs: choose another method")
+        if large.n_layer < small.n_layer:
+            raise UserError(
+                f"model.n_layer = {large.n_layer}, but the smaller model has {small.n_layer} layers: use at least as "
+                "many"
+            )
+
+    def flops(self, small: Shape, large: Shape) -> float:
+        """Return the FLOPs of the growth itself, without those of the model that computes the gradients."""
+        return 0.0
+
+    @abstractmethod
+    def grow(
+        self, weights: Mapping[str, Tensor], small: Shape, large: Shape, gradients: Gradients, seed: int
+    ) -> dict[str, Tensor]:
+        """Return the weights of the larger model."""
 
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Of a method that has none."""
+    """The options of a method that has none."""
 
 
 @dataclass(frozen=True)
@@ -85,57 +157,16 @@ class Method:
     """One value of `mst.method`."""
 
     about: str
-    """In a few words."""
+    """What the method does, in a few words."""
     preset: Mapping[str, Any]
-    """Keys of the `mst` block; those that the user gives take precedence."""
+    """Keys of the `mst` block. Values given by the user take precedence."""
     cites: str = ""
-    """Whose it is."""
+    """The paper that introduced the method."""
     model: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the `model` block that it replaces."""
+    """Keys of the `model` block that the method replaces."""
     options: type[Any] = NoOptions
     """A frozen dataclass: the keys of `mst.options`."""
     function: type[Any] | None = None
-    """A WeightFunction, made with the options."""
+    """A `WeightFunction`, constructed with the options."""
     growth: type[Any] | None = None
-    """A Growth, made with the options."""
-
-
-def constant(policy: str, sparsity: float = 0.8, **topology: Any) -> dict[str, Any]:
-    """One sparsity from the first step to the last."""
-    return {
-        "sparsity": {"variation": "sparse", "max": sparsity},
-        "topology": {"policy": policy, "random_ratio": None, "update_schedule": "1-cosine", **topology},
-        "attention": NO_HSA,
-    }
-
-
-def then_dense(sparsity: float, sparse: float, **more: Any) -> dict[str, Any]:
-    """What never moves for the share `sparse` of the run, then dense."""
-    return {
-        "sparsity": {"variation": "sd", "max": sparsity, "warmup": 0, "ultra": sparse},
-        "topology": {"policy": "static", "random_ratio": None, **STILL},
-        "attention": NO_HSA,
-        **more,
-    }
-
-
-def varied(variation: str) -> dict[str, Any]:
-    """Mixed-Growing under another schedule of sparsity."""
-    topology = {"policy": "mst", "random_ratio": None}
-    return {"sparsity": {"variation": variation}, "topology": topology, "attention": NO_HSA}
-
-
-def largest(matrix: Tensor, count: int) -> Tensor:
-    """bool: the `count` largest magnitudes, ties to the lower flat index."""
-    import torch
-
-    size = matrix.detach().abs().float().view(-1)
-    if count >= size.numel():
-        return torch.ones_like(matrix, dtype=torch.bool)
-    if count <= 0:
-        return torch.zeros_like(matrix, dtype=torch.bool)
-    least = size.kthvalue(size.numel() - count + 1).values
-    kept = size > least
-    ties = (size == least).nonzero().view(-1)
-    kept[ties[: count - int(kept.sum())]] = True
-    return kept.view(matrix.shape)
+    """A `Growth`, constructed with the options."""

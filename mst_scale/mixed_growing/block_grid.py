@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.config import grid_shape
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.scores import INFINITY_KEY, Scores
@@ -70,12 +70,12 @@ class BlockedShard:
         """Packed bits of the slice: each weight as its block's flag."""
         blocks, start, width = flags.view(self.grid.shape).to(self.device), self.shard.start, self.width
         packed = []
-        for a, b in bitwise.spans(self.shard.length, self.device):
+        for a, b in packed_bits.spans(self.shard.length, self.device):
             first, last = (start + a) // width, -(-(start + b) // width)
             weights = blocks[self._block_rows(first, last)].index_select(1, self._block_columns()).view(-1)
             begin = start + a - first * width
-            packed.append(bitwise.pack(weights[begin : begin + b - a]))
-        return torch.cat(packed) if packed else bitwise.zeros(0, self.device)
+            packed.append(packed_bits.pack(weights[begin : begin + b - a]))
+        return torch.cat(packed) if packed else packed_bits.zeros(0, self.device)
 
     @property
     def width(self) -> int:
@@ -105,7 +105,7 @@ class BlockedShard:
         if not self.shard.length:
             return
         first, last = self.shard.start // self.width, -(-self.shard.stop // self.width)
-        step = max(1, (bitwise.CPU_SPAN if self.device.type == "cpu" else bitwise.DEVICE_SPAN) // self.width)
+        step = max(1, (packed_bits.CPU_SPAN if self.device.type == "cpu" else packed_bits.DEVICE_SPAN) // self.width)
         for row in range(first, last, step):
             yield row, min(row + step, last)
 
@@ -121,7 +121,7 @@ class BlockedShard:
         def numbers(a: int, b: int) -> Tensor:
             if bits is None:
                 return torch.ones(b - a, dtype=torch.int64, device=self.device)
-            return bitwise.unpack(bitwise.cut(bits, a, b), b - a).to(torch.int64)
+            return packed_bits.unpack(packed_bits.cut(bits, a, b), b - a).to(torch.int64)
 
         return self._totals(numbers)
 

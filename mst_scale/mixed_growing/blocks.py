@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mst_scale.mixed_growing import evolve as elements
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.block_floor import must_stay
 from mst_scale.mixed_growing.block_grid import CPU, BlockedShard, Grid, l1_norms
 from mst_scale.mixed_growing.config import BlockGranularity, fewest, grid_shape
@@ -175,7 +175,7 @@ class _View:
         stays = must_stay(prune, self.mask.flags(), self.grid.shape, least)
         count = int(stays.sum())
         target = max(self.layer.target, count)
-        kept = bitwise.pack(stays)
+        kept = packed_bits.pack(stays)
         return Layer(self.mask, target, prune.to(torch.float32), grow, protected=kept, protected_count=count)
 
     def commit(self, change: Change, gradient_mean_square: float | None) -> Change:
@@ -188,8 +188,8 @@ class _View:
         return replace(
             change,
             length=length,
-            pruned_bits=self.sliced.spread(bitwise.unpack(change.pruned_bits, self.grid.numel)),
-            grown_bits=self.sliced.spread(bitwise.unpack(change.grown_bits, self.grid.numel)),
+            pruned_bits=self.sliced.spread(packed_bits.unpack(change.pruned_bits, self.grid.numel)),
+            grown_bits=self.sliced.spread(packed_bits.unpack(change.grown_bits, self.grid.numel)),
             gradient_mean_square=gradient_mean_square if change.by_score + change.by_random else None,
         )
 
@@ -237,7 +237,7 @@ def _block_mask(layer: Layer, grid: Grid, counts: Tensor) -> LayerMask:
             )
     alive = (counts & 0xFFFF) > 0
     if mask.ever is not None:
-        mask.ever = bitwise.pack((counts >> 16) > 0)
+        mask.ever = packed_bits.pack((counts >> 16) > 0)
     mask.set_flags(alive, int(alive.sum()))
     return mask
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mst_scale.errors import UserError
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.distribution import Plan, plan
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
@@ -179,7 +179,7 @@ def sparsify(layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange
     for task, bits in zip(tasks, kept, strict=True):
         mask, protected = task.layer.mask, task.layer.protected
         stays = bits if protected is None else bits | protected
-        pruned = task.without(bitwise.complement(stays, mask.length), regrow=True)
+        pruned = task.without(packed_bits.complement(stays, mask.length), regrow=True)
         if mask.ever is not None:
             mask.ever.zero_()  # the dense start was never trained
         changes.append(pruned.commit(regrown=0, ever=task.layer.target, gradient_mean_square=None))
@@ -220,7 +220,7 @@ class _Task:
         """The layer after the prune, which took `bits`; with `regrow` these may grow again."""
         mask = self.layer.mask
         alive = mask.packed() & ~bits
-        free = bitwise.complement(alive if regrow else mask.packed(), mask.length)
+        free = packed_bits.complement(alive if regrow else mask.packed(), mask.length)
         return _Pruned(self, bits, alive, free, mask.numel - mask.active + (self.plan.prune if regrow else 0))
 
 
@@ -250,9 +250,9 @@ class _Pruned:
         """Alive, regrown, ever alive in this rank's slice."""
         ever = self.task.layer.mask.ever
         return [
-            bitwise.count(self.alive),
-            bitwise.count(self.gone & self.alive),
-            0 if ever is None else bitwise.count(ever | self.alive),
+            packed_bits.count(self.alive),
+            packed_bits.count(self.gone & self.alive),
+            0 if ever is None else packed_bits.count(ever | self.alive),
         ]
 
     def commit(self, regrown: int, ever: int, gradient_mean_square: float | None) -> Change:
@@ -330,4 +330,4 @@ def _unchanged(layer: Layer) -> Change:
 
 
 def _indices(packed: Tensor | None, length: int) -> Tensor:
-    return torch.empty(0, dtype=torch.int64) if packed is None else bitwise.indices(packed, length)
+    return torch.empty(0, dtype=torch.int64) if packed is None else packed_bits.indices(packed, length)

@@ -15,7 +15,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.scores import INFINITY_KEY, Scores, peak_keys
@@ -53,7 +53,7 @@ def _exponent(peak: int) -> int:
 
 def _sum_of_squares(values: Tensor, exponent: int) -> int:
     total = 0
-    for a, b in bitwise.spans(values.numel(), values.device):
+    for a, b in packed_bits.spans(values.numel(), values.device):
         squares = (values[a:b].to(torch.float32) * 2.0**exponent).square_()
         total += int(squares.to(torch.int32).sum(dtype=torch.int64))
     return total

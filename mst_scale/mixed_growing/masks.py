@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mst_scale.errors import Damaged, UserError
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.exchange import Exchange, Exchanges
 from mst_scale.mixed_growing.permutation import mix64
 from mst_scale.randomness import counter_hash
@@ -62,20 +62,20 @@ class LayerMask:
 
     def packed(self) -> Tensor:
         """The slice's bits; a dense layer makes them up."""
-        return bitwise.ones(self.length, self.device) if self.bits is None else self.bits
+        return packed_bits.ones(self.length, self.device) if self.bits is None else self.bits
 
     def flags(self) -> Tensor:
         """The slice as bool, a temporary."""
-        return bitwise.unpack(self.packed(), self.length)
+        return packed_bits.unpack(self.packed(), self.length)
 
     def set_flags(self, flags: Tensor, active: int) -> None:
         """Take the slice from a bool tensor; `active` counts over all ranks."""
         assert flags.numel() == self.length
-        self.set_bits(bitwise.pack(flags.view(-1)), active)
+        self.set_bits(packed_bits.pack(flags.view(-1)), active)
 
     def set_bits(self, packed: Tensor, active: int) -> None:
         """Take the slice's bits; a full layer drops them."""
-        assert packed.numel() == bitwise.byte_count(self.length) and 0 <= active <= self.numel
+        assert packed.numel() == packed_bits.byte_count(self.length) and 0 <= active <= self.numel
         if self.ever is not None:
             self.ever |= packed
         self.bits = None if active == self.numel else packed
@@ -93,17 +93,17 @@ class LayerMask:
 
     def count(self) -> int:
         """Weights alive in the slice."""
-        return self.length if self.bits is None else bitwise.count(self.bits)
+        return self.length if self.bits is None else packed_bits.count(self.bits)
 
     def retain_(self, *values: Tensor) -> None:
         """Zero what is not alive in flat views of this slice (gradient, weight, moments): exact zeros, NaN included."""
         if self.bits is not None:
             for flat in values:
-                bitwise.retain_(flat, self.bits)
+                packed_bits.retain_(flat, self.bits)
 
     def count_inactive(self, values: Tensor) -> int:
         """How many values of this slice are not 0 though they are not alive."""
-        return 0 if self.bits is None else bitwise.count_outside(values, self.bits)
+        return 0 if self.bits is None else packed_bits.count_outside(values, self.bits)
 
     def whole(self, exchange: Exchange) -> Tensor:
         """The mask of the matrix that this rank multiplies with, as bool in its shape: a temporary, from the slices of
@@ -112,12 +112,12 @@ class LayerMask:
         Each rank adds its bits in their place: no two set the same one, so sums of bytes never carry.
         """
         start, numel = self.shard.start, self.shard.local_numel
-        joined = bitwise.zeros(numel + 8, self.device)
+        joined = packed_bits.zeros(numel + 8, self.device)
         if self.length:
-            placed = bitwise.moved(self.packed(), start % 8)
+            placed = packed_bits.moved(self.packed(), start % 8)
             joined[start // 8 : start // 8 + placed.numel()] = placed
-        joined = exchange.sum_here(joined[: bitwise.byte_count(numel)]).to(self.device)
-        return bitwise.unpack(joined, numel).view(self.shard.cut.local_shape)
+        joined = exchange.sum_here(joined[: packed_bits.byte_count(numel)]).to(self.device)
+        return packed_bits.unpack(joined, numel).view(self.shard.cut.local_shape)
 
     def digest(self) -> int:
         """Σ v_j · h(name, j) mod 2^64 over the parameter's 32-bit words v_j; 0 for a dense layer.
@@ -132,9 +132,9 @@ class LayerMask:
             return self._digest_of_scattered(key)
         first = start // 32
         before = self.bits.new_zeros(start % 32 // 8)
-        aligned = torch.cat([before, bitwise.moved(self.bits, start % 8)])
+        aligned = torch.cat([before, packed_bits.moved(self.bits, start % 8)])
         words = torch.cat([aligned, aligned.new_zeros(-aligned.numel() % 4)]).view(torch.int32)
-        for a, b in bitwise.spans(words.numel(), self.device):
+        for a, b in packed_bits.spans(words.numel(), self.device):
             weights = mix64(torch.arange(first + a + key, first + b + key, device=self.device))
             total += int(((words[a:b].to(torch.int64) & 0xFFFF_FFFF) * weights).sum())  # wraps: a sum mod 2^64
         return total % 2**64
@@ -143,8 +143,8 @@ class LayerMask:
         """The same, bit by bit: where the slice lies in many pieces of the parameter."""
         assert self.bits is not None
         total = 0
-        for a, b in bitwise.spans(self.length, self.device):
-            index = self.shard.logical(bitwise.unpack_span(self.bits, a, b).nonzero().view(-1) + a)
+        for a, b in packed_bits.spans(self.length, self.device):
+            index = self.shard.logical(packed_bits.unpack_span(self.bits, a, b).nonzero().view(-1) + a)
             value = 1 << ((index % 32 // 8) * 8 + 7 - index % 8)
             total += int((value * mix64(index // 32 + key)).sum())
         return total % 2**64
@@ -256,7 +256,7 @@ def assemble(shards: Sequence[StoredMask], name: str = "mask") -> Tensor:
 def ever_active(shards: Sequence[StoredMask]) -> int | None:
     """Weights of a whole parameter that were alive at any time, from the shards of all ranks; None: not counted."""
     ever = _whole(shards, "mask").ever
-    return None if ever is None else bitwise.count(ever)
+    return None if ever is None else packed_bits.count(ever)
 
 
 def _whole(shards: Sequence[StoredMask], name: str) -> LayerMask:
@@ -290,7 +290,7 @@ def _reslice(layer: LayerMask, pieces: Sequence[StoredMask]) -> tuple[int, Tenso
 def _gather(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
     """The layer's slice out of pieces that cover it."""
     for piece, packed in pieces:
-        if packed is None or packed.numel() != bitwise.byte_count(piece.shard.length):
+        if packed is None or packed.numel() != packed_bits.byte_count(piece.shard.length):
             raise Damaged(f"mask of {layer.name} at weight {piece.shard.start} is cut short")
     if layer.shard.in_a_row is None or any(piece.shard.in_a_row is None for piece, _ in pieces):
         return _gather_scattered(layer, pieces)
@@ -314,9 +314,9 @@ def _gather_ranges(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor |
         until, start, packed = max(reach, key=lambda piece: piece[0])
         until = min(until, end)
         assert packed is not None
-        taken.append((bitwise.cut(packed, position - start, until - start), until - position))
+        taken.append((packed_bits.cut(packed, position - start, until - start), until - position))
         position = until
-    return bitwise.join(taken, layer.device)
+    return packed_bits.join(taken, layer.device)
 
 
 def _gather_scattered(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
@@ -324,14 +324,14 @@ def _gather_scattered(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tenso
     whole = torch.full((layer.numel,), 2, dtype=torch.uint8)
     for piece, packed in pieces:
         assert packed is not None
-        for a, b in bitwise.spans(piece.shard.length, whole.device):
-            whole[piece.shard.logical(torch.arange(a, b))] = bitwise.unpack_span(packed.cpu(), a, b).to(torch.uint8)
+        for a, b in packed_bits.spans(piece.shard.length, whole.device):
+            whole[piece.shard.logical(torch.arange(a, b))] = packed_bits.unpack_span(packed.cpu(), a, b).to(torch.uint8)
     bits = []
-    for a, b in bitwise.spans(layer.length, whole.device):
+    for a, b in packed_bits.spans(layer.length, whole.device):
         index = layer.shard.logical(torch.arange(a, b))
         found = whole[index]
         if (found == 2).any():
             first = int(index[found == 2][0])
             raise Damaged(f"mask of {layer.name} lacks weight {first}: a rank's file is missing")
-        bits.append(bitwise.pack(found.bool()))
-    return (torch.cat(bits) if bits else bitwise.zeros(0, whole.device)).to(layer.device)
+        bits.append(packed_bits.pack(found.bool()))
+    return (torch.cat(bits) if bits else packed_bits.zeros(0, whole.device)).to(layer.device)

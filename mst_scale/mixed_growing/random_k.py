@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.permutation import Permutation
 from mst_scale.mixed_growing.refinement import Parts, Range, Request, bracketed, decided, joined
@@ -51,32 +51,32 @@ def _split_places(request: Request, order: Permutation, bracket: Range) -> Parts
     is less work on this rank. Both give the same lists.
     """
     low, high = bracket
-    below = bitwise.zeros(request.shard.length, request.device)
+    below = packed_bits.zeros(request.shard.length, request.device)
     keys: list[Tensor] = []
     where: list[Tensor] = []
     asking = request.candidates * request.shard.length // request.shard.numel  # candidates to expect in this slice
 
     def sort_in(place: Tensor, at: Tensor) -> None:
         first = place < low
-        bitwise.add_(below, at[first])
+        packed_bits.add_(below, at[first])
         keys.append(place[~first])
         where.append(at[~first])
 
     if high <= asking:
-        for a, b in bitwise.spans(high, request.device):
+        for a, b in packed_bits.spans(high, request.device):
             place = torch.arange(a, b, device=request.device)
             mine, at = request.shard.local(order.index(place))
             place = place[mine]
             if request.bits is not None:
-                free = bitwise.test(request.bits, at)
+                free = packed_bits.test(request.bits, at)
                 place, at = place[free], at[free]
             sort_in(place, at)
     else:
-        for a, b in bitwise.spans(request.shard.length, request.device):
+        for a, b in packed_bits.spans(request.shard.length, request.device):
             if request.bits is None:
                 at = torch.arange(a, b, device=request.device)
             else:
-                at = bitwise.unpack_span(request.bits, a, b).nonzero().view(-1) + a
+                at = packed_bits.unpack_span(request.bits, a, b).nonzero().view(-1) + a
             place = order.place(request.shard.logical(at))
             early = place < high
             sort_in(place[early], at[early])

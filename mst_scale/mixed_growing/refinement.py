@@ -21,7 +21,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.scores import Scores
 from mst_scale.shard import Shard
@@ -80,9 +80,9 @@ def decided(requests: Sequence[Request], decide: Callable[[list[tuple[int, Reque
 def _trivial(request: Request) -> Tensor | None:
     """Nothing or everything: no score decides."""
     if request.want == 0:
-        return bitwise.zeros(request.shard.length, request.device)
+        return packed_bits.zeros(request.shard.length, request.device)
     if request.want == request.candidates:
-        return bitwise.ones(request.shard.length, request.device) if request.bits is None else request.bits.clone()
+        return packed_bits.ones(request.shard.length, request.device) if request.bits is None else request.bits.clone()
     return None
 
 
@@ -102,7 +102,7 @@ def bracketed(
         counts = []
         for i in todo:
             parts[i] = part = split(requests[i], whole[i], brackets[i])
-            counts.append([bitwise.count(part.below), part.keys.numel()])
+            counts.append([packed_bits.count(part.below), part.keys.numel()])
         again = []
         for i, (below, inside) in zip(todo, exchange.sum(torch.tensor(counts)).tolist(), strict=True):
             need[i] = requests[i].want - below
@@ -131,7 +131,7 @@ def joined(
     device = request.device
     index_type = torch.int32 if request.shard.length < 2**31 else torch.int64
     return Parts(
-        torch.cat(below) if below else bitwise.zeros(request.shard.length, device),
+        torch.cat(below) if below else packed_bits.zeros(request.shard.length, device),
         torch.cat(keys) if keys else torch.empty(0, dtype=key_type, device=device),
         torch.cat([at.to(index_type) for at in where]) if where else torch.empty(0, dtype=index_type, device=device),
     )
@@ -176,9 +176,9 @@ def _refine(
             request, below = requests[layer.layer], parts[layer.layer].below
             layer.need -= taken
             if layer.need == inside:  # the whole bin is wanted
-                bitwise.add_(below, layer.where[digits <= at])
+                packed_bits.add_(below, layer.where[digits <= at])
                 continue
-            bitwise.add_(below, layer.where[digits < at])
+            packed_bits.add_(below, layer.where[digits < at])
             kept = (digits == at).nonzero().view(-1)
             layer.values, layer.where = layer.values[kept], layer.where[kept]
             layer.low, layer.high = layer.low + (at << shift), min(layer.low + ((at + 1) << shift), layer.high)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mst_scale.errors import DivergedError
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.exchange import Exchange
 
 INFINITY_KEY = 0x7F80_0000  # bit pattern of float32 +inf; NaNs are above
@@ -53,7 +53,7 @@ def peak_keys(scores: Sequence[Scores], exchange: Exchange) -> list[int]:
     local = []
     for layer in scores:
         peak = 0
-        for a, b in bitwise.spans(layer.length, layer.tensors[0].device):
+        for a, b in packed_bits.spans(layer.length, layer.tensors[0].device):
             extremes = torch.stack(layer.values(slice(a, b)).aminmax())  # hands a NaN on
             peak = max(peak, int((extremes.view(torch.int32) & 0x7FFF_FFFF).max()))
         local.append(peak)

@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.refinement import (
     Parts,
@@ -109,7 +109,7 @@ def _sample(request: Request, largest: bool) -> Tensor:
     keys = replace(scores, tensors=tensors).keys(slice(None), largest)
     if request.bits is None:
         return keys
-    return keys[bitwise.unpack(request.bits[:eights][::stride], keys.numel())]
+    return keys[packed_bits.unpack(request.bits[:eights][::stride], keys.numel())]
 
 
 def _enclose(cumulative: Sequence[int], span: Range, shift: int, first: int, last: int) -> Range:
@@ -127,14 +127,14 @@ def _split(request: Request, whole: Range, bracket: Range, largest: bool) -> Par
     below: list[Tensor] = []
     keys: list[Tensor] = []
     where: list[Tensor] = []
-    for a, b in bitwise.spans(request.shard.length, request.device):
+    for a, b in packed_bits.spans(request.shard.length, request.device):
         if rare and request.bits is not None:  # look at the candidates alone
-            at = bitwise.unpack_span(request.bits, a, b).nonzero().view(-1)
+            at = packed_bits.unpack_span(request.bits, a, b).nonzero().view(-1)
             key = scores.keys(at + a, largest)
             if low > whole[0]:
                 flags = torch.zeros(b - a, dtype=torch.bool, device=request.device)
                 flags[at] = key < low
-                below.append(bitwise.pack(flags))
+                below.append(packed_bits.pack(flags))
             inside = ((key >= low) & (key < high)).nonzero().view(-1)
             keys.append(key[inside])
             where.append(at[inside] + a)
@@ -142,10 +142,10 @@ def _split(request: Request, whole: Range, bracket: Range, largest: bool) -> Par
             key = scores.keys(slice(a, b), largest)
             within = key < high
             if request.bits is not None:
-                within &= bitwise.unpack_span(request.bits, a, b)
+                within &= packed_bits.unpack_span(request.bits, a, b)
             if low > whole[0]:
                 under = within & (key < low)
-                below.append(bitwise.pack(under))
+                below.append(packed_bits.pack(under))
                 within ^= under
             inside = within.nonzero().view(-1)
             keys.append(key[inside])

@@ -1,10 +1,10 @@
 """The models: GPT-2's architecture and BERT's, and their loss.
 
-gpt, bert        one module each; pipelined_gpt: the GPT in stages
-initial_weights  what they begin with
-layer_norm       torch's or apex's
+gpt              the GPT, with the norm (torch's or apex's), MLP and recomputation that both models use
+bert             BERT
+pipelined_gpt    the GPT in pipeline stages
+initial_weights  how weights are drawn
 cross_entropy    the loss, with little memory
-recompute        a block computed again in backward
 """
 
 from torch import nn
@@ -18,5 +18,5 @@ __all__ = ["BERT", "GPT", "build"]
 
 
 def build(config: ModelConfig, tensor: TensorGroup | None = None) -> nn.Module:
-    """The model that a config describes, with weights from torch's seed; with `tensor`, this rank's slice of it."""
+    """Build the model of a config, with weights drawn from torch's seed; with `tensor`, this rank's slice of it."""
     return BERT(config, tensor) if config.arch == "bert" else GPT(config, tensor)

@@ -1,12 +1,11 @@
-"""BERT for masked-language-model pretraining: blocks that normalise after each addition, and a head with a layer of its
-own in front of the (tied) decoder.
+"""BERT for masked-language-model pretraining, with post-norm blocks and a transformed head.
 
     x ← ln_e(wte[tokens] + wpe[0…T-1] + wtt[types])
     x ← ln_1(x + attention(x));   x ← ln_2(x + mlp(x))         for each block; attention sees both sides
     logits = ln_h(gelu(transform(x))) Wᵀ + head_bias,  W = wte.weight or lm_head.weight     (padded_vocab rows)
 
-Attention, MLP, norm and loss are the GPT's modules, so sparse attention and sparse weights work alike. There is no
-next-sentence objective, and no padding: sequences are full windows of a token file (data/masking.py).
+Attention, MLP, norm and loss are the GPT's modules, so sparse attention and sparse weights work in the same way. There
+is no next-sentence objective and no padding: sequences are full windows of a token file (data/masking.py).
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from mst_scale.config.blocks import ModelConfig
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Part, SelfAttention
 from mst_scale.models.cross_entropy import IGNORE, cross_entropy
-from mst_scale.models.gpt import MLP
-from mst_scale.models.initial_weights import draw_seed, initialise
-from mst_scale.models.layer_norm import LayerNorm
-from mst_scale.models.recompute import run_block
+from mst_scale.models.gpt import MLP, LayerNorm, run_block
+from mst_scale.models.initial_weights import draw_seed, initialize
 from mst_scale.tensor_parallel import TensorGroup, refuse_dropout
 
-EPS = 1e-12  # of BERT's norms; statistics are float32 in every precision, where it is a normal number
-TOKEN_TYPES = 2  # first and second text; pretraining here sees the first type only
+EPS = 1e-12  # of BERT's norms; a normal number in float32, in which statistics are computed
+TOKEN_TYPES = 2  # first and second text; pretraining here uses only the first
 
 
 class Block(nn.Module):
+    """A post-norm block: attention and an MLP, each added to its input and then normalized."""
+
     def __init__(self, config: ModelConfig, tensor: TensorGroup | None = None) -> None:
         super().__init__()
         d, bias = config.n_embd, config.bias
@@ -47,12 +46,14 @@ class Block(nn.Module):
 
 
 class BERT(nn.Module):
+    """A BERT of the given config; with `tensor`, this rank's slice of it."""
+
     def __init__(self, config: ModelConfig, tensor: TensorGroup | None = None) -> None:
         super().__init__()
         if config.arch != "bert":
-            raise UserError(f"this is BERT, and model.arch is {config.arch!r}")
+            raise UserError(f"model.arch is {config.arch!r}, and BERT needs 'bert': use mst_scale.models.build")
         self.config = config
-        self.part = Part()  # the whole sequence, until `sequence_parallel` says otherwise
+        self.part = Part()  # the whole sequence, unless `sequence_parallel` replaces it
         seed, d = draw_seed(), config.n_embd
         if tensor is not None:
             refuse_dropout(config.dropout)
@@ -67,16 +68,16 @@ class BERT(nn.Module):
         self.ln_h = LayerNorm(d, bias=config.bias, eps=EPS)
         self.lm_head = None if config.tied_head else nn.Linear(d, config.padded_vocab, bias=False)
         self.head_bias = nn.Parameter(torch.zeros(config.padded_vocab)) if config.bias else None
-        self.head_product: Callable[..., torch.Tensor] = F.linear  # mst_scale.sparse_linear puts its own here
-        initialise(self, seed, lambda name: config.init_std)
+        self.head_product: Callable[..., torch.Tensor] = F.linear  # sparse_linear replaces it
+        initialize(self, seed, lambda name: config.init_std)
 
     def forward(
         self, tokens: torch.Tensor, targets: torch.Tensor | None = None, types: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits (batch, length, padded_vocab) of `tokens` (batch, length); with `targets`, the mean loss in float32.
+        """Return logits (batch, length, padded_vocab), or with `targets` the mean loss in float32.
 
-        `targets[b, t]` is the token that stood at `tokens[b, t]` before it was masked; positions with target -1 do not
-        count, and the head does not compute them. `types` (batch, length), 0 or 1, are 0 where not given.
+        `targets[b, t]` is the token at `tokens[b, t]` before masking; positions with target -1 are ignored, and the
+        head does not compute them. `types` (batch, length) are 0 or 1, by default 0.
         """
         positions = self.part.positions(tokens, self.config.context)
         x = self.wte(tokens) + self.wpe(positions) + self.wtt(torch.zeros_like(tokens) if types is None else types)
@@ -90,10 +91,11 @@ class BERT(nn.Module):
         return self.part.mean(share)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the last block's output."""
         x = self.ln_h(F.gelu(self.transform(x)))
         weight = self.wte.weight if self.lm_head is None else self.lm_head.weight
         return self.head_product(x, weight, self.head_bias)
 
     def get_output_embeddings(self) -> nn.Module:
-        """The module whose weight the head multiplies with (Hugging Face's name for it): a tied head's is `wte`."""
+        """Return the module whose weight the head multiplies with (`wte` for a tied head), as in transformers."""
         return self.wte if self.lm_head is None else self.lm_head

@@ -1,12 +1,13 @@
 """Computes the loss with little memory.
 
-    loss = mean over counted positions of  logsumexp(z) - z[target]        (or their sum / a count given)
+    loss = mean over counted positions of  logsumexp(z) - z[target]        (or their sum / a given count)
     ∂loss/∂z = (softmax(z) - onehot(target)) / count
 
-The logits are the largest tensor of the run: at 12 × 1024 tokens and 50304 rows 2.5 GB in float32. Autograd's version
-in bfloat16 holds them six times over (float32 copies of the logits, of the log-probabilities and of two gradients).
-This one keeps the logits and one float per row, and computes in float32 piece by piece: twice the logits at the peak,
-logits and gradient, in their own dtype. On a CPU it takes 0.8–0.9 of the time at 50304 rows, and 1.5 times at 257.
+The logits are the largest tensor of the run: 2.5 GB in float32 for 12 × 1024 tokens and a vocabulary of 50304. In
+bfloat16, autograd's version needs six times their size (float32 copies of the logits, of the log-probabilities and of
+two gradients). This version keeps the logits and one float per row, and computes in float32 piece by piece: at its peak
+it needs twice the logits, for the logits and their gradient. On a CPU it takes 0.8–0.9 of the time of autograd's at a
+vocabulary of 50304, and 1.5 times as long at 257.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ IGNORE = -1  # the target of a position that does not count
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean of -log softmax(logits)[target] in float32 over targets other than -1 (NaN when there are none).
+    """Return the mean of -log softmax(logits)[target] in float32 over targets other than -1 (NaN without any).
 
-    logits (…, rows), targets (…) of the same leading shape. With `count` it is the sum over this number instead: a
-    share of a mean over more positions than these.
+    Args:
+        logits: (…, vocabulary).
+        targets: (…), with the leading shape of `logits`.
+        count: if given, the sum is divided by it instead, for a share of a mean over more positions than these.
     """
     if logits.shape[:-1] != targets.shape:
-        raise UserError(f"targets have shape {tuple(targets.shape)}, logits {tuple(logits.shape)} need one a row")
+        raise UserError(
+            f"cross_entropy: targets of shape {tuple(targets.shape)} do not fit logits of {tuple(logits.shape)}"
+        )
     logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    if transformed() or has_tangent(logits):  # by operations that torch transforms
+    if transformed() or has_tangent(logits):  # use operations that torch can transform
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(wide, targets, ignore_index=IGNORE, reduction="sum")
         return losses / ((targets != IGNORE).sum() if count is None else count)
@@ -40,7 +45,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, count: torch.Tens
 
 
 def _pieces(logits: torch.Tensor) -> int:
-    """Rows to compute at once: 8 MiB of float32 stay in a CPU's cache; a GPU wants few, large launches (128 MiB)."""
+    """Rows to compute at once: 8 MiB of float32 stay in a CPU's cache; a GPU needs few, large launches (128 MiB)."""
     if torch.compiler.is_compiling():
         return logits.shape[0]  # a compiler fuses the passes itself, and would unroll the loop over pieces
     return max(1, (1 << 25 if logits.is_cuda else 1 << 21) // logits.shape[-1])
@@ -61,7 +66,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, index, lse, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: by operations that torch differentiates again
+        if torch.is_grad_enabled():  # create_graph=True: use differentiable operations
             probability = logits.to(weight.dtype).softmax(-1)
             onehot = torch.zeros_like(probability).scatter_(1, index[:, None], 1.0)
             return ((probability - onehot) * (weight * grads[0])[:, None]).to(logits.dtype), None, None

@@ -1,7 +1,7 @@
-"""Draws a model's first weights.
+"""Draws a model's initial weights.
 
-Normal numbers that depend on the seed and the name of the module alone: not on which other layers there are, which
-device they are on, how ZeRO cuts them, or which rows and columns a rank holds (shard.Cut).
+They are normal numbers that depend only on the seed and the name of the module: not on the other layers, the device,
+how ZeRO splits them, or which rows and columns a rank holds (shard.Cut).
 """
 
 from __future__ import annotations
@@ -18,24 +18,27 @@ from mst_scale.randomness import counter_hash
 from mst_scale.shard import Cut, Range
 from mst_scale.tensor_parallel import marked_cut
 
-INIT_CHUNK = 1 << 22  # values drawn at once: 16 MiB of float32 beside the weight, however large the weight is
+INIT_CHUNK = 1 << 22  # values drawn at once: 16 MiB of float32 for a weight of any size
 
 
 def draw_seed() -> int:
-    """One draw from the global generator. Take it before any layer draws its own default values."""
+    """Draw a seed from torch's global generator; call it before any layer draws its default weights."""
     return int(torch.randint(2**62, (), device="cpu"))
 
 
-def initialise(
+def initialize(
     model: nn.Module,
     seed: int,
     std_of: Callable[[str], float],
     name_of: Callable[[str], str] = lambda name: name,
 ) -> None:
-    """N(0, `std_of(module's name)`) for matrices and embeddings, zero biases; `name_of` gives a module another name.
+    """Draw matrices and embeddings from N(0, `std_of(name)`) and set biases to zero.
 
-    What `deepspeed.zero.Init` has cut is brought together one module at a time, so no process ever holds the whole
-    model. (DeepSpeed's own hook for this, in `Module.apply`, knows no other group than all ranks.)
+    Parameters split by `deepspeed.zero.Init` are gathered one module at a time, so no process ever holds the whole
+    model. (DeepSpeed's own hook for this, in `Module.apply`, only knows the group of all ranks.)
+
+    Args:
+        name_of: maps a module's path in `model` to the name that decides its values.
     """
     for path, module in model.named_modules():
         if not isinstance(module, (nn.Linear, nn.Embedding)):
@@ -48,18 +51,21 @@ def initialise(
 
 
 def _together(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """The module's own parameters, whole; the values of the first rank of those that share them are kept."""
+    """Gathers the module's parameters if ZeRO-3 has split them; the values of the first rank are kept."""
     cut = [p for p in module.parameters(recurse=False) if hasattr(p, "ds_id")]
     if not cut:
         return contextlib.nullcontext()
-    from deepspeed import zero  # seconds to import, so only where it is used
+    from deepspeed import zero  # takes seconds to import
 
     return zero.GatheredParameters(cut, modifier_rank=0)
 
 
 @torch.no_grad()
 def fill_normal(weight: torch.Tensor, std: float, seed: int) -> None:
-    """The same values for any device, dtype (rounded) and cut: drawn on the CPU in float32, piece by piece."""
+    """Fill a weight, or a rank's cut of it, with N(0, `std`); the values are the same on any device and for any cut.
+
+    They are drawn on the CPU in float32, in pieces, and rounded to the weight's dtype.
+    """
     if weight.is_meta:
         return
     cut = marked_cut(weight)
@@ -76,7 +82,7 @@ def fill_normal(weight: torch.Tensor, std: float, seed: int) -> None:
 
 
 def _keep(weight: torch.Tensor, cut: Cut, drawn: torch.Tensor, start: int) -> None:
-    """Of the values of the flattened whole from `start` on, those that are here."""
+    """Copies the values that this rank holds out of a piece of the flattened whole that begins at `start`."""
     width = math.prod(cut.shape[1:])
     here = weight.view(-1, sum(stop - first for first, stop in cut.columns))
     at = 0
@@ -90,7 +96,7 @@ def _keep(weight: torch.Tensor, cut: Cut, drawn: torch.Tensor, start: int) -> No
 
 
 def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[Range, Range]]:
-    """A range of a flattened matrix as (rows, columns): the end of a row, whole rows, the beginning of one."""
+    """A range of a flattened matrix as (rows, columns): the end of a row, whole rows, the start of a row."""
     while start < stop:
         row, column = divmod(start, width)
         whole = (stop - start) // width if column == 0 else 0
@@ -104,7 +110,7 @@ def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[Range, Rang
 
 
 def _common(own: tuple[Range, ...], other: Range) -> Iterator[tuple[slice, slice]]:
-    """What `own` ranges, which lie one after the other here, share with another range: (where here, where there)."""
+    """Intersections of `own` ranges, stored one after the other, with another range: (place here, place there)."""
     at = 0
     for first, last in own:
         start, stop = max(first, other[0]), min(last, other[1])

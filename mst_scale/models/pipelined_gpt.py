@@ -1,10 +1,10 @@
-"""The GPT as DeepSpeed's pipeline runs it: stages of whole blocks, one after the other.
+"""The GPT as a DeepSpeed pipeline: stages of whole blocks, one after the other.
 
-    wte · wpe · block 0 … block n-1 · ln_f · head          cut between blocks, as evenly as their number allows
+    wte · wpe · block 0 … block n-1 · ln_f · head          split between blocks, as evenly as their number allows
 
-A rank holds the layers of its stage, and of each of them its slice where `mesh` cuts layers too. A tied head is the
-token embedding once more, on the last stage: DeepSpeed adds up the two stages' gradients, and its norms count one.
-Parameters lie under DeepSpeed's names; `logical_names` says which of the GPT's each is.
+A rank holds the layers of its stage, or its slices of them under tensor parallelism. A tied head is a second copy of
+the token embedding on the last stage: DeepSpeed sums the gradients of the two stages and counts one of them in norms.
+Parameters have DeepSpeed's names; `logical_names` maps them to the GPT's.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from mst_scale.config.blocks import ModelConfig
 from mst_scale.config.parallel import refuse_model
 from mst_scale.distributed import Mesh, logger
 from mst_scale.models.cross_entropy import cross_entropy
-from mst_scale.models.gpt import Block, Product, first_std
-from mst_scale.models.initial_weights import draw_seed, initialise
-from mst_scale.models.layer_norm import LayerNorm
+from mst_scale.models.gpt import Block, LayerNorm, Product, first_std
+from mst_scale.models.initial_weights import draw_seed, initialize
 from mst_scale.tensor_parallel import TensorGroup
 
-BEFORE = 2  # layers in front of the first block
+BEFORE = 2  # layers before the first block
 
 
 class TokenEmbedding(nn.Embedding):
-    """The token embedding, which a tied head multiplies with."""
+    """The token embedding; a tied head multiplies with its weight."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__(rows, width)
-        self.head_product: Product = F.linear  # mst_scale.sparse_linear puts its own here
+        self.head_product: Product = F.linear  # sparse_linear replaces it
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of normalized states."""
         return self.head_product(x, self.weight)
 
     def get_output_embeddings(self) -> nn.Module:
-        """As the GPT's: the module whose weight `head_product` multiplies with."""
+        """Return the module whose weight `head_product` multiplies with."""
         return self
 
 
@@ -55,13 +55,19 @@ class PositionEmbedding(nn.Embedding):
 
 
 class PipelinedGPT(PipelineModule):
+    """This rank's stage of a GPT.
+
+    Raises:
+        UserError: if the config cannot be split as `mesh` says.
+    """
+
     def __init__(self, config: ModelConfig, mesh: Mesh) -> None:
         refuse_model(config, mesh.sizes)
         if not ds_comm.is_initialized():
             ds_comm.init_distributed(dist_init_required=False, verbose=False)  # adopts torch's process group
         seed = _agreed(draw_seed())
         tensor = TensorGroup.of(mesh)
-        said = io.StringIO()  # stdout may be JSON: no place for a list of layers
+        said = io.StringIO()  # DeepSpeed prints a list of layers, and stdout may be JSON
         with contextlib.redirect_stdout(said):
             super().__init__(
                 _layers(config, tensor),
@@ -73,21 +79,21 @@ class PipelinedGPT(PipelineModule):
             )
         logger.debug("%s", said.getvalue())
         self.config = config
-        initialise(self, seed, first_std(config), self.logical_name)
+        initialize(self, seed, first_std(config), self.logical_name)
         self.logical_names = {name: self.logical_name(name) for name, _ in self.named_parameters()}
-        """What a parameter of this rank is called in the whole GPT."""
+        """The GPT's name of each parameter of this rank."""
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """As the GPT's: the module whose weight the head multiplies with, on a stage that has it; else None.
+        """Return the module whose weight the head multiplies with, or None on a stage without it.
 
-        A tied head is the token embedding of the first stage, too.
+        With a tied head, the first stage has it too, as the token embedding.
         """
         if self.config.tied_head:
             return dict(self.tied_modules.items()).get("wte")
         return next((module for module in self.children() if type(module) is nn.Linear), None)
 
     def logical_name(self, name: str) -> str:
-        """The GPT's name of a module or parameter called `tied_modules.<key>.…` or `<number of the layer>.…` here."""
+        """Return the GPT's name of `tied_modules.<key>.…` or `<number of the layer>.…`."""
         first, _, rest = name.removeprefix("tied_modules.").partition(".")
         if not first.isdigit():
             return ".".join(filter(None, (first, rest)))
@@ -110,7 +116,7 @@ def _layers(config: ModelConfig, tensor: TensorGroup | None) -> list[LayerSpec]:
 
 
 def _agreed(seed: int) -> int:
-    """The first rank's: a stage alone could not tell that the others have drawn from another."""
+    """The seed of the first rank, since a stage cannot notice that the others have drawn another one."""
     box = [seed]
     dist.broadcast_object_list(box, src=0)
     return box[0]

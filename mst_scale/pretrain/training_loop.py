@@ -25,7 +25,7 @@ from mst_scale.config.parallel import sizes_of
 from mst_scale.costs.beside import beside
 from mst_scale.costs.dense_short import shortened
 from mst_scale.data.sampler import Sampler
-from mst_scale.dead_units.kinds import in_words
+from mst_scale.dead_units import format_counts
 from mst_scale.distributed import Ranks, Sizes, Verdict, logger
 from mst_scale.errors import DivergedError
 from mst_scale.pretrain import batches, lengthen, resume
@@ -128,7 +128,7 @@ class Run:
         self.record.gather(mst)
         self.record.times.add(kind, time.monotonic() - began, moved=mst.changed_at == mst.step)
         if woken := self.engine.mst.woken:
-            self._happened("woke dead units", step=self.step, units=in_words(woken))
+            self._happened("woke dead units", step=self.step, units=format_counts(woken))
         last = self.step == t.steps
         logs, evaluates, saves = (
             last or bool(every and self.step % every == 0) for every in (t.log_every, t.eval_every, t.save_every)

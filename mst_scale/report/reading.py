@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mst_scale.config import Experiment, load
-from mst_scale.dead_units.kinds import KINDS
+from mst_scale.dead_units import KINDS
 from mst_scale.errors import Damaged, UserError
 from mst_scale.report.thinned import Thinned
 from mst_scale.runs import snapshots

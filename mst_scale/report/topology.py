@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
-from mst_scale.dead_units.kinds import KINDS
+from mst_scale.dead_units import KINDS
 from mst_scale.report.phases import shade
 from mst_scale.report.reading import LAYER, Run, plan
 from mst_scale.report.style import (

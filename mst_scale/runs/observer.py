@@ -24,7 +24,7 @@ from mst_scale.config import Experiment
 from mst_scale.distributed import Ranks, logger
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.exchange import Exchanges, Stages
 from mst_scale.runs import snapshots
 from mst_scale.runs.optional_writes import OptionalWrites
@@ -235,7 +235,7 @@ def cell_sums(flat: Tensor, shard: Shard, magnitude: bool = False) -> Tensor:
         return total.cpu()
     across = _belongs(column_axis.logical(torch.arange(cols, device=device)), columns, wide)
     end = start + flat.numel()
-    span = bitwise.CPU_SPAN if device.type == "cpu" else bitwise.DEVICE_SPAN
+    span = packed_bits.CPU_SPAN if device.type == "cpu" else packed_bits.DEVICE_SPAN
     step = max(1, span // cols)
     first, last = start // cols, -(-end // cols)
     for r in range(first, last, step):

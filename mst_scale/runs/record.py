@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mst_scale.checkpoints import store
-from mst_scale.dead_units.kinds import Tally, total
+from mst_scale.dead_units import Tally, total
 from mst_scale.distributed import logger
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.runs.metrics import MetricsFile, read

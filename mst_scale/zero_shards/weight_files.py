@@ -31,7 +31,7 @@ import torch
 from mst_scale import zero_shards
 from mst_scale.distributed import Damaged
 from mst_scale.errors import UserError
-from mst_scale.mixed_growing import packed_bits as bitwise
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.shard import Cut, Shard
 from mst_scale.zero_shards import safe_load
 from mst_scale.zero_shards.logical import Layout, layout_of_file
@@ -94,7 +94,7 @@ def _copy(values: torch.Tensor, shard: Shard, flat: torch.Tensor, part: Part) ->
         values[first - wanted : last - wanted] = flat.narrow(0, part.offset + first - found, last - first)
         return last - first
     copied = 0
-    for a, b in bitwise.spans(shard.length, values.device):
+    for a, b in packed_bits.spans(shard.length, values.device):
         here, at = part.shard.local(shard.logical(torch.arange(a, b)))
         values[a + here] = flat[part.offset + at].to(torch.float32)
         copied += len(here)

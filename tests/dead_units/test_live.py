@@ -11,8 +11,7 @@ from torch import nn
 import mst_scale
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.config.blocks import ModelConfig
-from mst_scale.dead_units.lines import LineFlags
-from mst_scale.dead_units.units import find_units
+from mst_scale.dead_units.units import LineFlags, find_units
 from mst_scale.models import build
 from mst_scale.pretrain import prepare
 from mst_scale.shard import Shard

@@ -16,9 +16,8 @@ from transformers import (
 )
 
 from mst_scale.config.blocks import ModelConfig
-from mst_scale.dead_units.kinds import in_words
-from mst_scale.dead_units.lines import LineFlags, nonzero_lines, positions
-from mst_scale.dead_units.units import find_units
+from mst_scale.dead_units import format_counts
+from mst_scale.dead_units.units import LineFlags, find_units, nonzero_lines, positions
 from mst_scale.models import build
 from mst_scale.shard import Cut, Shard
 
@@ -196,5 +195,5 @@ def test_rows_and_columns_of_a_cut_matrix_are_lines_of_the_whole():
             assert torch.equal(torch.cat([*positions(whole, axis, shard), where[:0]]), where)
 
 
-def test_said_in_words():
-    assert in_words({"mlp": (17, 512), "value": (14, 1280)}) == "17 of 512 MLP neurons, 14 of 1,280 value channels"
+def test_format_counts():
+    assert format_counts({"mlp": (17, 512), "value": (14, 1280)}) == "17 of 512 MLP neurons, 14 of 1,280 value channels"

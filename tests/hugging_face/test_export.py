@@ -17,8 +17,7 @@ from mst_scale.checkpoints.reshape import reshape
 from mst_scale.config import ModelConfig, load
 from mst_scale.data.tokenizer import ByteTokenizer
 from mst_scale.data.tokenizer_files import merges_of, write_tokenizer
-from mst_scale.dead_units.lines import LineFlags
-from mst_scale.dead_units.units import find_units
+from mst_scale.dead_units.units import LineFlags, find_units
 from mst_scale.hugging_face.export import export, open_source, validation_loss
 from mst_scale.hugging_face.gpt2_names import entries
 from mst_scale.hybrid_sparse_attention import Pattern

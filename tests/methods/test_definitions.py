@@ -12,9 +12,9 @@ import torch
 
 import mst_scale
 from mst_scale.methods import METHODS, WeightFunction
-from mst_scale.methods.method import largest
-from mst_scale.methods.pixelfly import pattern
-from mst_scale.methods.spartan import soft_mask
+from mst_scale.methods.baselines.pixelfly import pattern
+from mst_scale.methods.baselines.spartan import soft_mask
+from mst_scale.methods.baselines.top_kast import largest
 
 
 def function(name: str, **options) -> WeightFunction:
@@ -213,12 +213,12 @@ def test_products_and_their_gradients_are_those_of_the_weight(name, shape, optio
     assert 0 < of.density((64, 96), 0.2) <= 1
 
 
-def test_where_layers_do_not_fit_it_is_said():
-    for name, shape, said in [
-        ("sr-ste", (8, 6), "groups of 4"), ("s-ste", (8, 6), "groups of 4"), ("monarch", (7, 5), "equal pieces"),
-        ("pixelfly", (6, 7), "too few blocks"),
-    ]:  # fmt: skip
-        assert said in function(name).why_not(shape, "cpu", torch.float32), name
+@pytest.mark.parametrize(
+    ("name", "shape"), [("sr-ste", (8, 6)), ("s-ste", (8, 6)), ("monarch", (7, 5)), ("pixelfly", (6, 7))]
+)
+def test_a_layer_of_an_unsupported_shape_gets_a_reason(name, shape):
+    assert "mst.targets" in function(name).unsupported_reason(shape, "cpu", torch.float32)
+    assert function(name).unsupported_reason((64, 64), "cpu", torch.float32) is None
 
 
 def test_the_page_names_every_method_and_its_source():

@@ -63,7 +63,7 @@ def test_a_target_outside_the_rows_is_an_error():
 
 
 def test_shapes_must_agree():
-    with pytest.raises(ValueError, match=r"targets have shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"\(4,\).*\(2, 2, 3\)"):
         cross_entropy(torch.zeros(2, 2, 3), torch.zeros(4, dtype=torch.long))
 
 

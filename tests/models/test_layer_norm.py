@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mst_scale.models import layer_norm
-from mst_scale.models.layer_norm import LayerNorm, apex_kernel
+from mst_scale.models import gpt
+from mst_scale.models.gpt import LayerNorm, apex_kernel
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +53,8 @@ def test_torch_is_used_where_apex_is_missing_and_said_once(
     monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", None)  # as if it were not installed
     with caplog.at_level(logging.INFO, logger="mst_scale"):
         norms = [LayerNorm(4, bias=True) for _ in range(3)]
-    assert [r.message for r in caplog.records if "LayerNorm" in r.message] == [
-        "LayerNorm: torch's (NVIDIA's apex, which has a fused one, is not installed)"
-    ]
+    (said,) = [r.message for r in caplog.records if "LayerNorm" in r.message]
+    assert "not installed" in said
     assert all(norm.kernel is None for norm in norms) and "kernel=torch" in repr(norms[0])
 
 
@@ -65,7 +64,7 @@ def test_the_unrelated_apex_is_not_taken_for_nvidias(caplog: pytest.LogCaptureFi
     monkeypatch.delitem(sys.modules, "apex.normalization", raising=False)
     with caplog.at_level(logging.INFO, logger="mst_scale"):
         assert LayerNorm(4, bias=False).kernel is None
-    assert "NVIDIA's apex, which has a fused one, is not installed" in caplog.text
+    assert "not installed" in caplog.text
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -82,8 +81,8 @@ def test_apex_computes_cuda_tensors_where_it_is(
     with caplog.at_level(logging.INFO, logger="mst_scale"):
         norm = LayerNorm(16, bias=bias)
         LayerNorm(16, bias=bias)
-    said = [r.message for r in caplog.records if "LayerNorm" in r.message]
-    assert said == ["LayerNorm: apex's fused kernel on CUDA, torch's elsewhere"]
+    (said,) = [r.message for r in caplog.records if "LayerNorm" in r.message]
+    assert "apex" in said and "torch" in said
 
     x = torch.randn(5, 16)
     on_cpu = norm(x)
@@ -100,4 +99,4 @@ class LooksLikeCuda(torch.Tensor):
 
 def test_module_name_marks_it_as_a_norm():
     """Targets of sparsity leave norms out by class name."""
-    assert "norm" in layer_norm.LayerNorm.__name__.lower()
+    assert "norm" in gpt.LayerNorm.__name__.lower()

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mst_scale.methods.method import largest
-from mst_scale.methods.s_ste import soft_threshold
-from mst_scale.methods.spartan import SoftlyMasked
-from mst_scale.methods.sr_ste import kept_both_ways, kept_of
+from mst_scale.methods.baselines.n_of_m import kept_both_ways, kept_of, soft_threshold
+from mst_scale.methods.baselines.spartan import SoftlyMasked
+from mst_scale.methods.baselines.top_kast import largest
 from mst_scale.mixed_growing.blocks import Blocks, Elements
 from mst_scale.mixed_growing.evolve import Layer
 from mst_scale.mixed_growing.exchange import Exchange

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mst_scale.errors import UserError
-from mst_scale.methods.method import NO_HEAD, Method, WeightFunction, then_dense
+from mst_scale.methods.method import Method, WeightFunction
+from mst_scale.methods.presets import then_dense
 
-if TYPE_CHECKING:  # tables count it without torch
+if TYPE_CHECKING:  # its FLOPs are counted without torch
     from torch import Tensor, dtype
 
 
@@ -33,7 +34,7 @@ class Options:
 
 
 class Monarch(WeightFunction):
-    sparsity = 0.5  # in name: each shape has its own
+    sparsity = 0.5  # nominal: the density depends on the shape
 
     def __init__(self, options: Options):
         self.blocks = options.blocks
@@ -43,7 +44,7 @@ class Monarch(WeightFunction):
         b = max(b for b in range(1, self.blocks + 1) if shape[0] % b == 0 and shape[1] % b == 0)
         return b, max(1, min(shape) // b**2)
 
-    def why_not(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
+    def unsupported_reason(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
         if self.sizes(shape)[0] == 1 or self.density(shape, 1.0) >= 1:
             return (
                 f"{shape[0]} × {shape[1]} weights do not fall into 2 to {self.blocks} equal pieces each way: exclude "
@@ -100,10 +101,13 @@ class Monarch(WeightFunction):
     gradient_density = density
 
 
-METHOD = Method(
-    "products of block-diagonal matrices, then dense",
-    then_dense(0.5, 0.9, targets=NO_HEAD),
-    "Dao et al. 2022, Monarch: Expressive Structured Matrices for Efficient and Accurate Training, arXiv 2204.00595",
-    options=Options,
-    function=Monarch,
-)
+METHODS = {
+    "monarch": Method(
+        "products of block-diagonal matrices, then dense",
+        then_dense(0.5, 0.9),
+        "Dao et al. 2022, Monarch: Expressive Structured Matrices for Efficient and Accurate Training, "
+        "arXiv 2204.00595",
+        options=Options,
+        function=Monarch,
+    )
+}

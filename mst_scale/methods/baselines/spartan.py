@@ -1,11 +1,11 @@
-"""Spartan: a soft choice of the largest weights that grows sharp, and a hard one on top in the forward pass.
+"""Spartan: a soft choice of the largest weights, with a hard choice on top in the forward pass.
 
-Each |θ| is asked into a soft mask m in [0, 1] with Σm = k, the solution of optimal transport with an entropic term:
-m = sigmoid(β(|θ|/s − μ)), where μ makes the sum right. The forward pass multiplies with the k largest of m·θ alone; the
-gradient passes the hard choice unchanged, and the soft one by its derivative. k falls along a cubic, as in the paper.
+The soft mask m in [0, 1] with Σm = k solves an optimal transport problem with an entropy term: m = sigmoid(β(|θ|/s −
+μ)), where μ makes the sum right. The forward pass multiplies with only the k largest of m·θ; the gradient ignores the
+hard choice and differentiates the soft one. k falls along a cubic, as in the paper.
 
-Choices: costs are equal; s is the matrix's mean |θ|, so that one β fits all layers; β stands still, where the paper
-lets it rise in the first fifth of training.
+Choices: all costs are equal; s is the mean |θ| of the matrix, so that one β fits all layers; β is constant, while in
+the paper it rises during the first fifth of training.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from mst_scale.errors import UserError
-from mst_scale.methods.method import ALL, NO_HEAD, NO_HSA, STILL, Method, WeightFunction, largest
+from mst_scale.methods.baselines.top_kast import largest
+from mst_scale.methods.method import Method, WeightFunction
+from mst_scale.methods.presets import NO_HEAD, NO_HSA, STILL, VARIATIONS
 from mst_scale.transforms import refuse_second_derivatives
 
 HALVINGS = 60
@@ -23,8 +25,10 @@ HALVINGS = 60
 
 @dataclass(frozen=True)
 class Options:
+    """The options of spartan."""
+
     sharpness: float = 10.0
-    """β."""
+    """β of the soft mask."""
 
     def __post_init__(self) -> None:
         if self.sharpness <= 0:
@@ -32,7 +36,7 @@ class Options:
 
 
 def soft_mask(values: Tensor, kept: int, sharpness: float) -> Tensor:
-    """sigmoid(β(v − μ)) with Σ = kept; μ by halving, in float64."""
+    """Return sigmoid(β(v − μ)) that sums to `kept`; μ is found by bisection in float64."""
     scaled = sharpness * values.double()
     reach = 40.0 + abs(torch.logit(torch.tensor(kept / values.numel(), dtype=torch.float64)).item())
     low, high = float(scaled.min()) - reach, float(scaled.max()) + reach
@@ -52,7 +56,7 @@ class SoftlyMasked(torch.autograd.Function):
         ctx.save_for_backward(stored, mask)
         ctx.sharpness, ctx.size = sharpness, size
         soft = stored.double() * mask
-        # θ·m(|θ|) grows with |θ|, so these are its largest; m itself has other last bits on another CPU
+        # θ·m(|θ|) grows with |θ|, so the largest |θ| are its largest; m itself has other last bits on another CPU
         return (soft * largest(stored, kept)).to(stored.dtype)
 
     @staticmethod
@@ -70,7 +74,9 @@ class SoftlyMasked(torch.autograd.Function):
 
 
 class Spartan(WeightFunction):
-    variations = tuple(name for name in ALL if name != "dense")
+    """Multiplies with the largest of the softly masked weights."""
+
+    variations = tuple(name for name in VARIATIONS if name != "dense")
 
     def __init__(self, options: Options):
         self.sharpness = options.sharpness
@@ -82,15 +88,17 @@ class Spartan(WeightFunction):
         return weight
 
 
-METHOD = Method(
-    "a soft top-k, and a hard one on top",
-    {
-        "sparsity": {"variation": "gmp", "max": 0.8},
-        "topology": {"policy": "gmp", "random_ratio": None, **STILL},
-        "attention": NO_HSA,
-        "targets": NO_HEAD,
-    },
-    "Tai et al. 2022, Spartan: Differentiable Sparsity via Regularized Transportation, arXiv 2205.14107",
-    options=Options,
-    function=Spartan,
-)
+METHODS = {
+    "spartan": Method(
+        "a soft top-k, with a hard one on top",
+        {
+            "sparsity": {"variation": "gmp", "max": 0.8},
+            "topology": {"policy": "gmp", "random_ratio": None, **STILL},
+            "attention": NO_HSA,
+            "targets": NO_HEAD,
+        },
+        "Tai et al. 2022, Spartan: Differentiable Sparsity via Regularized Transportation, arXiv 2205.14107",
+        options=Options,
+        function=Spartan,
+    )
+}

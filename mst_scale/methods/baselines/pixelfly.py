@@ -18,9 +18,10 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from mst_scale.errors import UserError
-from mst_scale.methods.method import NO_HEAD, Method, WeightFunction, then_dense
+from mst_scale.methods.method import Method, WeightFunction
+from mst_scale.methods.presets import then_dense
 
-if TYPE_CHECKING:  # tables count it without torch
+if TYPE_CHECKING:  # its FLOPs are counted without torch
     from torch import Tensor, dtype
 
 LOW_RANK = 1 / 3  # of what the blocks hold: a quarter of all
@@ -51,7 +52,7 @@ def pattern(down: int, across: int, strides: int) -> tuple[tuple[int, int], ...]
 
 
 class Pixelfly(WeightFunction):
-    sparsity = 0.5  # in name: each shape has its own
+    sparsity = 0.5  # nominal: the density depends on the shape
 
     def __init__(self, options: Options):
         self.options = options
@@ -70,7 +71,7 @@ class Pixelfly(WeightFunction):
         held = len(self.places(shape)) * self.side(shape) ** 2
         return max(1, round(LOW_RANK * held / (shape[0] + shape[1])))
 
-    def why_not(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
+    def unsupported_reason(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
         if self.side(shape) < SMALLEST or self.density(shape, 1.0) >= 1:
             return (
                 f"{shape[0]} × {shape[1]} weights have too few blocks of {self.options.block}: take a smaller "
@@ -166,11 +167,13 @@ class Pixelfly(WeightFunction):
     gradient_density = density
 
 
-METHOD = Method(
-    "a flat block butterfly and a low-rank term, then dense",
-    then_dense(0.5, 0.9, targets=NO_HEAD),
-    "Dao, Chen et al. 2021, Pixelated Butterfly: Simple and Efficient Sparse training for Neural Network Models, "
-    "arXiv 2112.00029",
-    options=Options,
-    function=Pixelfly,
-)
+METHODS = {
+    "pixelfly": Method(
+        "a flat block butterfly and a low-rank term, then dense",
+        then_dense(0.5, 0.9),
+        "Dao, Chen et al. 2021, Pixelated Butterfly: Simple and Efficient Sparse training for Neural Network Models, "
+        "arXiv 2112.00029",
+        options=Options,
+        function=Pixelfly,
+    )
+}

@@ -1,0 +1,66 @@
+"""Powerpropagation: a weight is θ·|θ|^(α−1), so that small weights move little and large ones much.
+
+The parameter stores θ. Its gradient is the weight's gradient times α·|θ|^(α−1), but at least α·`floor` times: in the
+paper a weight that is exactly 0 stays 0, and nothing could grow. |w| and |θ| have the same order, so the masks of any
+policy can be applied: set `mst.sparsity` and `mst.topology` as for that policy. When the schedule becomes dense,
+training continues with the weights themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mst_scale.errors import UserError
+from mst_scale.methods.method import Method, WeightFunction
+from mst_scale.methods.presets import NO_HEAD, NO_HSA, VARIATIONS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of powerprop."""
+
+    alpha: float = 2.0
+    floor: float = 1e-3
+    """The smallest |θ|^(α−1) that the gradient is multiplied with."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.floor <= 1:
+            raise UserError(f"mst.options.floor must be in (0, 1], not {self.floor}")
+        if not 1 <= self.alpha <= 8:
+            raise UserError(f"mst.options.alpha must be in [1, 8], not {self.alpha}")
+
+
+class Power(WeightFunction):
+    """w = θ·|θ|^(α−1)."""
+
+    variations = VARIATIONS
+    elementwise = True
+
+    def __init__(self, options: Options):
+        self.alpha, self.floor = options.alpha, options.floor
+
+    def begin(self, weight: Tensor) -> tuple[Tensor, float]:
+        return weight.sign() * weight.abs() ** (1 / self.alpha), 1.0
+
+    def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
+        size = stored.detach().abs() ** (self.alpha - 1)
+        slope = self.alpha * size.clamp(min=self.floor)
+        return stored.detach() * size + slope * (stored - stored.detach())
+
+    def gradient_density(self, shape: tuple[int, ...], kept: float) -> float:
+        return kept
+
+
+METHODS = {
+    "powerprop": Method(
+        "w = θ·|θ|^(α−1); dense, or under any policy",
+        {"sparsity": {"variation": "dense"}, "attention": NO_HSA, "targets": NO_HEAD},
+        "Schwarz et al. 2021, Powerpropagation: A sparsity inducing weight reparameterisation, arXiv 2110.00296",
+        options=Options,
+        function=Power,
+    )
+}

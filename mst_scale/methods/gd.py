@@ -1,5 +1,0 @@
-"""Ever less sparse, then dense, by Mixed-Growing: an ablation of Sparsity Variation."""
-
-from mst_scale.methods.method import Method, varied
-
-METHOD = Method("ever less sparse, then dense, by Mixed-Growing", varied("gd"))
