@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.comm.parser import Parser, at_least
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, attention
 from mst_scale.hybrid_sparse_attention.dispatch import choose

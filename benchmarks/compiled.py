@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from mst_scale.distributed.parser import Parser
+from mst_scale.comm.parser import Parser
 from mst_scale.sparse_linear.tiles import gradient_tiles, product_tiles, sum_warps
 
 from .ahead import KIB, TARGETS, Built, Target, build

@@ -45,7 +45,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mst_scale.distributed.parser import Parser, at_least, refuse_no_folder
+from mst_scale.comm.parser import Parser, at_least, validate_folder
 from mst_scale.errors import UserError
 from mst_scale.runs.progress import clock as minutes_and_seconds
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return measure(PARTS[options.part], where, options.seconds, options.process)
     if not options.tiny:
         refuse_without_gpu()
-    refuse_no_folder("--out", options.out)
+    validate_folder("--out", options.out)
     book = Book(options.out)
     book.begin(where.machine())
     parts = [part for part in PARTS.values() if part.name in (options.parts or PARTS)]

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.comm.parser import Parser, at_least
 
 from .machine import machine
 from .page import LOSSES, Row, aside, grid, outputs, tell
@@ -86,12 +86,12 @@ def train(sampler: Any, grown_moments: str, beta2: float, steps: int) -> Row:
 
 
 def run(data: str, steps: int) -> list[Row]:
-    from mst_scale import distributed
+    from mst_scale import comm
     from mst_scale.data.corpus import open_tokens
     from mst_scale.data.prepare import ensure
     from mst_scale.data.sampler import Sampler
 
-    distributed.init()
+    comm.init()
     ensure(data, "stdlib", "byte")
     sampler = Sampler(open_tokens(data, "train"), 128, seed=1)
     return [train(sampler, how, beta2, steps) for beta2 in (0.95, 0.999) for how in ("zero", "seeded")]

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.comm.parser import Parser, at_least
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear import cpp, crossovers
 from mst_scale.sparse_linear.measuring import Layer, crossover

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.comm.parser import Parser, at_least
 from mst_scale.errors import UserError
 
 from .page import NO_DEVICE, Row, outputs, tell

@@ -13,7 +13,7 @@ from mst_scale.errors import UserError
 
 def run_on(ranks: int, work: Callable[..., Any], *arguments: Any) -> Any:
     """What `work(*arguments)` returns on rank 0. It finds its place in the environment, as under a launcher."""
-    from mst_scale.distributed import free_port
+    from mst_scale.comm import free_port
 
     results = mp.get_context("spawn").SimpleQueue()
     try:
@@ -35,16 +35,17 @@ def _rank(rank: int, ranks: int, port: int, work: Callable[..., Any], arguments:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    from mst_scale import distributed
+
+    from mst_scale import comm
 
     try:
         found = work(*arguments)
-    except distributed.FailedElsewhere:
+    except comm.FailedElsewhere:
         return  # another rank says why
     except Exception as error:
-        if not distributed.is_plain(error):
+        if not comm.is_plain(error):
             raise
-        results.put((distributed.exit_code(error), str(error)))
-        raise SystemExit(distributed.exit_code(error)) from None
+        results.put((comm.exit_code(error), str(error)))
+        raise SystemExit(comm.exit_code(error)) from None
     if rank == 0:
         results.put(found)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mst_scale.comm.parser import Parser, at_least
 from mst_scale.config.blocks import ModelConfig
-from mst_scale.distributed.parser import Parser, at_least
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
 from mst_scale.models.gpt import Block
 

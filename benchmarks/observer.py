@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.comm.parser import Parser, at_least
 
 from .machine import machine
 from .page import Row, aside, grid, outputs, tell
@@ -35,12 +35,12 @@ EVERY, PHASE = 500, 10_000
 
 def run(rounds: int) -> list[Row]:
     import mst_scale
-    from mst_scale import distributed
+    from mst_scale import comm
     from mst_scale.config import ModelConfig, load
     from mst_scale.models.gpt import GPT
     from mst_scale.runs.observer import Observer
 
-    ranks = distributed.init()
+    ranks = comm.init()
     folder = Path(tempfile.mkdtemp(prefix="mst-bench-"))
     mst = {"method": "sparse", "sparsity": {"max": 0.96}, "attention": {"pattern": "dense"}}
     board = {"enabled": True, "output_path": str(folder), "job_name": ""}

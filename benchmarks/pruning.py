@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mst_scale.comm.parser import Parser, at_least
 from mst_scale.config import ready
-from mst_scale.distributed.parser import Parser, at_least
 from mst_scale.errors import UserError
 
 from .machine import machine

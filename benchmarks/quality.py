@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mst_scale.distributed.parser import Parser
+from mst_scale.comm.parser import Parser
 from mst_scale.errors import UserError
 
 from .machine import machine
@@ -117,9 +117,10 @@ def _spread(values: Sequence[float]) -> float:
 
 def measure(options: argparse.Namespace, variants: Mapping[str, Sequence[str]]) -> list[Row]:
     """All variants with the first seed, then with the next: what is there early can be compared early."""
-    from mst_scale import distributed
 
-    ranks = distributed.init()
+    from mst_scale import comm
+
+    ranks = comm.init()
     made: dict[str, Row] = {}
     if options.runs is not None and options.runs.exists():
         made = dict(json.loads(line) for line in options.runs.read_text().splitlines())

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from mst_scale.distributed.parser import Parser
+from mst_scale.comm.parser import Parser
 from mst_scale.errors import UserError
 
 from . import step_cuda
@@ -49,10 +49,10 @@ def here(options: argparse.Namespace) -> dict[str, Any]:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     with aside():
-        from mst_scale import distributed
+        from mst_scale import comm
 
-        ranks = distributed.init()
-        pair = ranks.together(lambda: Pair(ranks, options))
+        ranks = comm.init()
+        pair = ranks.agree(lambda: Pair(ranks, options))
         found = Bench(pair, options).run()
         ranks.leave()
     return found
@@ -150,10 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from mst_scale import distributed
+    from mst_scale import comm
 
     try:
         code = main()
     except Exception as error:  # one line from one rank, and no rank waits for another
-        distributed.end(error)
+        comm.end(error)
     raise SystemExit(code)

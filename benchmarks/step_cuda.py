@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.comm.parser import Parser, at_least
 
 from .machine import machine
 from .page import NO_DEVICE, Row, aside, grid, outputs, tell

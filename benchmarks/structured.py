@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.comm.parser import Parser, at_least
 from mst_scale.methods import METHODS
 
 from .machine import machine

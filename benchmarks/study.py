@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mst_scale.distributed.parser import Parser, at_least, refuse_no_folder
+from mst_scale.comm.parser import Parser, at_least, validate_folder
 from mst_scale.errors import UserError
 from mst_scale.runs.out_lock import OutLock
 
@@ -77,12 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.results.is_dir():
         raise UserError(f"--results {options.results}: no such folder; create it or name another")
     if options.pictures is not None:
-        refuse_no_folder("--pictures", options.pictures)
+        validate_folder("--pictures", options.pictures)
         options.pictures.mkdir(parents=True, exist_ok=True)
     code = 0
     if not options.page:
         out = options.out or Path("runs") / f"study-{plan.name}"
-        refuse_no_folder("--out", out)
+        validate_folder("--out", out)
         if not options.resume and (out / "runs").is_dir():
             raise UserError(f"--out {out} already holds runs: continue them with --resume, or choose another folder")
         deadline = None if options.budget is None else time.monotonic() + 3600 * options.budget

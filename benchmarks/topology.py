@@ -30,8 +30,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from mst_scale.distributed.parser import Parser, at_least
-from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.comm.exchange import Exchange
+from mst_scale.comm.parser import Parser, at_least
 
 from .local_ranks import run_on
 from .machine import machine

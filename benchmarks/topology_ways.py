@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing.distribution import active_counts, plan
 from mst_scale.mixed_growing.evolve import Layer, evolve
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import POLICIES
 from mst_scale.shard import Shard

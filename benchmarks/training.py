@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mst_scale.distributed.parser import Parser, at_least
+from mst_scale.comm.parser import Parser, at_least
 
 from .local_ranks import run_on
 from .machine import machine
@@ -167,9 +167,9 @@ def here(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     with aside():
-        from mst_scale import distributed
+        from mst_scale import comm
 
-        ranks = distributed.init()
+        ranks = comm.init()
         rows = [loop(ranks, options.rounds * 3), *masked(ranks, options.rounds)]
         ranks.leave()
     return machine(threads), [{**found, "ranks": world} for found in rows]

@@ -15,7 +15,7 @@ processes=$((gpus > 0 ? (gpus < 2 ? gpus : 2) : 2))
 if [ "$gpus" -eq 0 ]; then
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # two processes share the cores
 fi
-port=$(python -c 'from mst_scale.distributed import free_port; print(free_port())')
+port=$(python -c 'from mst_scale.comm import free_port; print(free_port())')
 
 # a finished demo is shown again, a stopped one goes on: for a new one remove runs/demo
 exec deepspeed --log_level error --num_accelerators "$processes" --master_port "$port" \

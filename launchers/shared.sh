@@ -135,7 +135,7 @@ use_cpu_without_gpus() {
 # A port for the ranks to meet at; fails where none is found.
 free_port() {
     python -c '
-from mst_scale.distributed import end, free_port
+from mst_scale.comm import end, free_port
 try:
     print(free_port())
 except OSError as error:

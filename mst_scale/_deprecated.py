@@ -15,8 +15,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-MOVED: dict[str, str] = {}
-RENAMED: dict[tuple[str, str], str] = {}
+MOVED: dict[str, str] = {"mst_scale.distributed": "mst_scale.comm"}
+RENAMED: dict[tuple[str, str], str] = {("mst_scale.comm", "Sizes"): "ParallelDims"}
 CONFIG_KEYS: dict[str, str] = {}  # dotted path of the old key -> of the new one
 FLAGS: dict[str, str] = {}  # --old -> --new, in every command that has --new
 
@@ -64,4 +64,4 @@ class _Finder(MetaPathFinder, Loader):
 def install() -> None:
     """Let old module paths be imported; called once, when mst_scale is imported."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+        sys.meta_path.insert(0, _Finder())  # before a folder that a git checkout left behind

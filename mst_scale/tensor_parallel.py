@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from mst_scale.distributed import Mesh
+from mst_scale.comm import Mesh
 from mst_scale.errors import UserError
 from mst_scale.shard import Cut, Range
 from mst_scale.transforms import refuse_transforms

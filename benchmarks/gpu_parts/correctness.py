@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from mst_scale import tile_choice
+from mst_scale.comm.exchange import Exchange
 from mst_scale.doctor import kernels as checks
 from mst_scale.doctor.finding import SKIP, WRONG, Finding
 from mst_scale.hybrid_sparse_attention import Pattern
@@ -26,7 +27,6 @@ from mst_scale.hybrid_sparse_attention.definition import definition
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.blocks import Blocks, Elements
 from mst_scale.mixed_growing.evolve import Layer
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import policy
 from mst_scale.runs import metrics

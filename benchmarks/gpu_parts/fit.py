@@ -51,10 +51,10 @@ def peak(where: Where, config: str, settings: list[str]) -> Row:
 
 def _two_steps(experiment: Any, micro: int) -> None:
     import mst_scale
-    from mst_scale import distributed, zero_shards
+    from mst_scale import comm, zero_shards
     from mst_scale.models import build
 
-    distributed.init()
+    comm.init()
     with zero_shards.partitioned_construction(experiment.deepspeed):
         model = build(experiment.model)
     engine: Any = mst_scale.initialize(model=model, config=experiment)[0]

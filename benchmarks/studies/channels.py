@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from mst_scale.checkpoints import open_masks
+from mst_scale.comm.parser import Parser, at_least
 from mst_scale.config import ModelConfig
 from mst_scale.dead_units.units import Units, find_units
-from mst_scale.distributed.parser import Parser, at_least
 from mst_scale.errors import UserError
 from mst_scale.models import GPT
 

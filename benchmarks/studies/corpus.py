@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from mst_scale.distributed.parser import Parser, refuse_no_folder
+from mst_scale.comm.parser import Parser, validate_folder
 from mst_scale.errors import UserError
 
 # Technical and natural English; linux-doc and the like only point to a package with a version in its name.
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--packages", nargs="+", default=PACKAGES, metavar="NAME", help="others than those listed here")
     parser.add_argument("--tokenizer", default="byte", metavar="T", help="as for mst data (byte)")
     options = parser.parse_args(arguments)
-    refuse_no_folder("--out", options.out)
+    validate_folder("--out", options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mst-corpus-") as folder:
         debs = fetched(options.packages, Path(folder))

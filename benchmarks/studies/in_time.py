@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 
+from mst_scale.comm.parser import Parser, at_least
 from mst_scale.config import Experiment, load
 from mst_scale.config.check import check
 from mst_scale.config.support import precision_of
 from mst_scale.costs.ledger import forecast
-from mst_scale.distributed.parser import Parser, at_least
 from mst_scale.methods import NoOptions
 from mst_scale.mixed_growing.config import BlockGranularity, TopologyConfig
 from mst_scale.plan import gpus
@@ -119,9 +119,9 @@ def here(options: argparse.Namespace) -> dict[str, Any]:
     threads = options.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
     with aside():
-        from mst_scale import distributed
+        from mst_scale import comm
 
-        ranks = distributed.init()
+        ranks = comm.init()
         plan = read_plan(options.study)
         found = [measured(plan, width, options.rounds) for width in options.widths]
         ranks.leave()

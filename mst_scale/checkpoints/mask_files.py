@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mst_scale.checkpoints.mask_state import MaskState
-from mst_scale.distributed import Damaged
+from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing.masks import StoredMask
 from mst_scale.shard import Cut, Shard

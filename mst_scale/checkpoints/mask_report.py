@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.checkpoints import mask_files, store
-from mst_scale.distributed import Damaged
+from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing.masks import StoredMask, assemble, ever_active, sha256
 

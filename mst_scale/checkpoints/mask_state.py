@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mst_scale.comm.exchange import Exchange, Exchanges, Stages
 from mst_scale.mixed_growing.evolve import Change
-from mst_scale.mixed_growing.exchange import Exchange, Exchanges, Stages
 from mst_scale.mixed_growing.masks import MaskSet
 from mst_scale.sparsity_variation import Schedule
 

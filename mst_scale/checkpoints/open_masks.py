@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mst_scale.checkpoints import mask_files, store
-from mst_scale.distributed import Damaged
+from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.masks import assemble

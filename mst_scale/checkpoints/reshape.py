@@ -17,7 +17,7 @@ from typing import Any
 
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.checkpoints.store import PARTIAL, UNIVERSAL
-from mst_scale.distributed import Damaged
+from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
 from mst_scale.zero_shards import universal
 

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mst_scale.distributed import Damaged, FailedElsewhere, Ranks, Sizes, logger
+from mst_scale.comm import Damaged, FailedElsewhere, ParallelDims, Ranks, logger
 from mst_scale.errors import UserError
 from mst_scale.latest import tag_in
 
@@ -26,7 +26,7 @@ PARTIAL = ".partial"
 ASIDE = ".aside"
 MANIFEST = "manifest.json"
 OWN_DIGEST = "manifest_sha256"
-WHOLE = Sizes()
+WHOLE = ParallelDims()
 WHOLE_KEYS = asdict(WHOLE)
 UNIVERSAL = "universal"
 """The folder in a checkpoint that holds a copy for any number of ranks and any ZeRO stage (`mst reshape`)."""
@@ -47,7 +47,7 @@ def save(
     keep: int,
     state: dict[str, Any],
     optimizer: str | None = None,
-    sizes: Sizes = WHOLE,
+    sizes: ParallelDims = WHOLE,
 ) -> float:
     """One checkpoint on all ranks, whole or not at all; the seconds it took.
 
@@ -59,10 +59,10 @@ def save(
     draft, final = folder / (tag + PARTIAL), folder / tag
     ranks.on_first(lambda: _fresh(draft))
     try:
-        ranks.together(lambda: _write(engine, folder, draft.name, {**state, "step": step}))
+        ranks.agree(lambda: _write(engine, folder, draft.name, {**state, "step": step}))
         # one list for all: a network file system may show each machine another one for a while
         names = ranks.on_first(lambda: _files(draft))
-        digests = ranks.together(lambda: _digests(draft, _share(names, ranks)))
+        digests = ranks.agree(lambda: _digests(draft, _share(names, ranks)))
         ranks.on_first(lambda: None)  # every rank has read its share back
         saved = layout(ranks.world_size, int(engine.zero_optimization_stage()), sizes)
         about = {"tag": tag, "step": step, "batch": batch, "micro": micro, "optimizer": optimizer, **saved}
@@ -71,7 +71,7 @@ def save(
         if ranks.first:
             shutil.rmtree(draft, ignore_errors=True)
         raise
-    ranks.together(lambda: refuse_damage(final, ranks))
+    ranks.agree(lambda: refuse_damage(final, ranks))
     ranks.on_first(lambda: _prune(folder, keep, step))
     seconds = time.monotonic() - start
     logger.info("saved %s in %.1f s", final, seconds)
@@ -83,7 +83,7 @@ def newest(folder: Path, ranks: Ranks, before: int | None = None) -> str | None:
     for tag in ranks.on_first(lambda: list_tags(folder)):
         if before is not None and _step_of(folder / tag) >= before:
             continue
-        faults = ranks.together(lambda tag=tag: damage(folder / tag, ranks))  # type: ignore[misc]
+        faults = ranks.agree(lambda tag=tag: damage(folder / tag, ranks))  # type: ignore[misc]
         if not ranks.any(bool(faults)):
             return str(tag)
         if faults:
@@ -198,7 +198,7 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def layout(world_size: int, stage: int, sizes: Sizes = WHOLE) -> dict[str, Any]:
+def layout(world_size: int, stage: int, sizes: ParallelDims = WHOLE) -> dict[str, Any]:
     """What a manifest says of who saved it: ranks, ZeRO stage, and how the model was cut before ZeRO, if it was."""
     cut = {"replicas": sizes.data(world_size), **asdict(sizes)} if sizes.model > 1 else {}
     return {"ranks": world_size, "stage": stage, **cut}
@@ -220,8 +220,8 @@ def misfit(checkpoint: Path, here: dict[str, Any]) -> str | None:
 
 
 def _cut_in_words(layout: dict[str, Any]) -> str:
-    cut = Sizes(**{key: layout[key] for key in WHOLE_KEYS})
-    return f" ({cut.in_words()})" if cut.model > 1 else ""
+    cut = ParallelDims(**{key: layout[key] for key in WHOLE_KEYS})
+    return f" ({cut.describe()})" if cut.model > 1 else ""
 
 
 def damage(checkpoint: Path, ranks: Ranks | None = None, within: str = "") -> list[str]:

@@ -19,7 +19,7 @@ import torch
 from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
-from mst_scale.distributed import Damaged, logger
+from mst_scale.comm import Damaged, logger
 from mst_scale.errors import UserError
 from mst_scale.shard import Shard
 from mst_scale.zero_shards.weight_files import Weights, untrained_of

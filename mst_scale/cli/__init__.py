@@ -15,8 +15,8 @@ import sys
 from typing import Any
 
 import mst_scale
-from mst_scale import distributed
-from mst_scale.distributed.parser import Parser
+from mst_scale import comm
+from mst_scale.comm.parser import Parser
 
 VERBS = (
     "doctor",
@@ -72,11 +72,11 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has left
         return 1
     except Exception as error:
-        if distributed.several():
-            distributed.end(error)
-        if not distributed.is_plain(error):
+        if comm.several():
+            comm.end(error)
+        if not comm.is_plain(error):
             raise
-        return _say(distributed.one_line(error), distributed.exit_code(error))
+        return _say(comm.one_line(error), comm.exit_code(error))
 
 
 def _say(message: str, code: int) -> int:

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mst_scale.distributed import shown
-from mst_scale.distributed.parser import refuse_no_folder
+from mst_scale.comm import format_value
+from mst_scale.comm.parser import validate_folder
 from mst_scale.errors import UserError
 
 ABOUT = """\
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     )
     source = recipe.paths[0].removeprefix(PACKAGE)
     out = Path(args.out or Path("corpora", f"{_plain(source)}-{_plain(recipe.tokenizer_name)}"))
-    refuse_no_folder("--out", out)
+    validate_folder("--out", out)
     meta = prepare(recipe, out, workers=args.workers, force=args.force)
     print(json.dumps(meta) if args.json else _summary(out, meta))
     return 0
@@ -124,7 +124,7 @@ def _bytes(text: str) -> int:
     except (ValueError, KeyError, OverflowError):
         value = 0
     if not 1 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number of bytes like 500K, 20M or 3G")
+        raise argparse.ArgumentTypeError(f"{format_value(text)} is not a number of bytes like 500K, 20M or 3G")
     return value
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mst_scale.distributed.parser import refuse_no_folder
+from mst_scale.comm.parser import validate_folder
 from mst_scale.errors import UserError
 from mst_scale.hugging_face.hub import offline_unless_reachable
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         if Path(args.out).is_dir():
             raise UserError(f"--out {args.out!r} is a folder: name a file in it")
-        refuse_no_folder("--out", Path(args.out).parent)
+        validate_folder("--out", Path(args.out).parent)
     if args.json:
         logging.getLogger("mst_scale").setLevel(logging.WARNING)
     if args.device in (None, "cpu"):
@@ -88,15 +88,15 @@ def run(args: argparse.Namespace) -> int:
     host = offline_unless_reachable() if on_hub(args.model) or args.data_dir is None else None
     if host is not None:
         print(f"{host} cannot be reached: only what is cached here can be used", file=sys.stderr)
-    from mst_scale import distributed
+    from mst_scale import comm
 
-    if not distributed.several():
+    if not comm.several():
         return _evaluate(args, tasks, None)
-    ranks = distributed.init()
+    ranks = comm.init()
     try:
         code = _evaluate(args, tasks, ranks)
     except BaseException as error:
-        distributed.end(error)
+        comm.end(error)
     ranks.leave()
     return code
 
@@ -149,7 +149,7 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
         refuse_single_tokens(docs, tasks, text)
         return docs, model, text
 
-    docs, model, text = prepare() if ranks is None else ranks.together(prepare)
+    docs, model, text = prepare() if ranks is None else ranks.agree(prepare)
     out = Path(args.out) if args.out else None if model.folder is None else model.folder / FILE
     first = ranks is None or ranks.first
 
@@ -161,11 +161,11 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
     if first:
         beside_paper = comparable(model.context, model.vocab_size, model.parameters)
         words = table(result["tasks"], beside_paper=beside_paper)
-        print(as_json(result) if args.json else shown(result, words, out, beside_paper))
+        print(as_json(result) if args.json else format_value(result, words, out, beside_paper))
     return 0
 
 
-def shown(result: dict[str, Any], table: str, out: Path | None, beside_paper: bool) -> str:
+def format_value(result: dict[str, Any], table: str, out: Path | None, beside_paper: bool) -> str:
     """The result for people: the table, with the paper's rows or why not, and how it was computed."""
     s = result["settings"]
     step = "" if result["step"] is None else f", step {result['step']:,}"

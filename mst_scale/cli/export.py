@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.cli.data import _bytes
+from mst_scale.comm import logger
+from mst_scale.comm.parser import at_least, validate_folder
 from mst_scale.dead_units import format_counts
-from mst_scale.distributed import logger
-from mst_scale.distributed.parser import at_least, refuse_no_folder
 from mst_scale.errors import UserError
 
 ABOUT = """\
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from mst_scale.hugging_face.export import export
 
-    refuse_no_folder("OUT", Path(args.out))
+    validate_folder("OUT", Path(args.out))
     if args.how is not None:
         if args.method is not None:
             raise UserError("--how is the old name of --method: give --method alone")

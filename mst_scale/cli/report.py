@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mst_scale.distributed import may_rewrite
-from mst_scale.distributed.parser import refuse_no_folder
+from mst_scale.comm import may_rewrite
+from mst_scale.comm.parser import validate_folder
 from mst_scale.errors import UserError
 
 ABOUT = """\
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"reports are drawn with matplotlib ({error}): pip install matplotlib") from None
 
     if args.out is not None:
-        refuse_no_folder("--out", args.out)
+        validate_folder("--out", args.out)
     own = args.runs[0] if len(args.runs) == 1 else Path()  # a comparison belongs to no single run
     report = Report(args.runs, args.out or own / "report")
     if args.watch and args.frontier:

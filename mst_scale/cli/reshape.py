@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mst_scale.distributed.parser import refuse_no_folder
+from mst_scale.comm.parser import validate_folder
 
 ABOUT = """\
 Make a copy of a checkpoint that any number of ranks and any ZeRO stage can load: DeepSpeed's universal layout, with the
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from mst_scale.checkpoints.reshape import reshape
 
     if args.out is not None:
-        refuse_no_folder("OUT", Path(args.out))
+        validate_folder("OUT", Path(args.out))
     done = reshape(Path(args.path), None if args.out is None else Path(args.out))
     if args.json:
         print(json.dumps(done.to_dict()))

@@ -13,11 +13,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mst_scale.comm import format_value
 from mst_scale.config.blocks import Experiment
 from mst_scale.config.check import BATCH_KEYS
 from mst_scale.config.load import BLOCKS
 from mst_scale.config.support import section_of
-from mst_scale.distributed import shown
 
 NO_EFFECT = ("Watching a run", "Checkpoints")  # sections of DeepSpeed's keys
 DEFAULTS = {"optimizer.params.torch_adam": False, "optimizer.params.fused": False}  # stating these changes nothing
@@ -47,7 +47,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _said(values: Mapping[str, Any], key: str) -> str:
-    return shown(values[key]) if key in values else "unset"
+    return format_value(values[key]) if key in values else "unset"
 
 
 def _fields(block: Any, path: str) -> Iterator[tuple[str, Any]]:

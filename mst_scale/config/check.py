@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any, TypeGuard
 
+from mst_scale.comm import format_value
 from mst_scale.config.blocks import Experiment
 from mst_scale.config.limits import refuse_large
 from mst_scale.config.parallel import refuse_untried
 from mst_scale.config.support import refuse_unsupported, stage_of
-from mst_scale.distributed import shown
 from mst_scale.errors import UserError
 
 PRECISIONS = ("fp16", "bf16")
@@ -85,7 +85,7 @@ def check(experiment: Experiment) -> None:
         )
     for key in ("zero_optimization", "optimizer", *PRECISIONS, "data_types"):
         if not isinstance(ds.get(key, {}), dict):
-            raise UserError(f"{key} must be an object, not {shown(ds[key])}")
+            raise UserError(f"{key} must be an object, not {format_value(ds[key])}")
     stage_of(ds)
     enabled = [name for name in PRECISIONS if ds.get(name, {}).get("enabled")]
     if len(enabled) > 1:
@@ -100,15 +100,15 @@ def check(experiment: Experiment) -> None:
         _positive(ds, key)
     for key in FLAGS:
         if not isinstance(ds.get(key, False), bool):
-            raise UserError(f"{key} must be true or false, not {shown(ds[key])}")
+            raise UserError(f"{key} must be true or false, not {format_value(ds[key])}")
     for key, kind in NUMBERS.items():
         value = ds.get(key, kind(1))
         if not (_is_number(value) and isinstance(value, kind | int) and 0 < value < math.inf):
             what = "an integer" if kind is int else "a number"
-            raise UserError(f"{key} must be {what} above 0, not {shown(value)}")
+            raise UserError(f"{key} must be {what} above 0, not {format_value(value)}")
     kind = ds.get("data_types", {}).get("grad_accum_dtype")
     if kind not in (None, "fp32", "fp16", "bf16"):
-        raise UserError(f"data_types.grad_accum_dtype must be fp32, fp16 or bf16, not {shown(kind)}")
+        raise UserError(f"data_types.grad_accum_dtype must be fp32, fp16 or bf16, not {format_value(kind)}")
     if experiment.model.dropout and experiment.mst.attention.pattern != "dense":
         raise UserError(
             f"model.dropout = {experiment.model.dropout} does not go with sparse attention: set it to 0, or "
@@ -120,7 +120,7 @@ def check(experiment: Experiment) -> None:
         _can_be_apart(experiment)
     _optimizer(ds["optimizer"])
     if not _is_number(clip := ds.get("gradient_clipping", 0.0)):
-        raise UserError(f"gradient_clipping must be a number (0 turns it off), not {shown(clip)}")
+        raise UserError(f"gradient_clipping must be a number (0 turns it off), not {format_value(clip)}")
 
 
 def _can_be_apart(experiment: Experiment) -> None:
@@ -146,28 +146,30 @@ def peak_learning_rate(deepspeed: dict[str, Any]) -> float:
         raise UserError('the config needs an optimizer: {"optimizer": {"type": "AdamW", "params": {"lr": 6e-4}}}')
     params = optimizer.get("params", {})
     if not isinstance(params, dict):
-        raise UserError(f"optimizer.params must be an object, not {shown(params)}")
+        raise UserError(f"optimizer.params must be an object, not {format_value(params)}")
     rate = params.get("lr")
     if not _is_number(rate) or not 0 < rate < math.inf:
-        raise UserError(f"optimizer.params.lr must be a positive number, not {shown(rate)}")
+        raise UserError(f"optimizer.params.lr must be a positive number, not {format_value(rate)}")
     return float(rate)
 
 
 def _optimizer(optimizer: dict[str, Any]) -> None:
     """Check the keys that all optimizers share; mst_scale.pretrain.refusals checks each one's own parameters."""
     if not isinstance(optimizer.get("type"), str):
-        raise UserError(f'optimizer.type must be a string such as "AdamW", not {shown(optimizer.get("type"))}')
+        raise UserError(f'optimizer.type must be a string such as "AdamW", not {format_value(optimizer.get("type"))}')
     params = optimizer.get("params", {})
     for key in ("weight_decay", "eps"):
         if not _is_number(value := params.get(key, 0)):
-            raise UserError(f"optimizer.params.{key} must be a number, not {shown(value)}")
+            raise UserError(f"optimizer.params.{key} must be a number, not {format_value(value)}")
     for key in ("muon_lr", "adam_lr"):
         if not _is_number(params.get(key, 1)) or not 0 < params.get(key, 1) < math.inf:
-            raise UserError(f"optimizer.params.{key} must be a positive number, not {shown(params[key])}")
+            raise UserError(f"optimizer.params.{key} must be a positive number, not {format_value(params[key])}")
     betas = params.get("betas", [0.9, 0.95])
     pair = isinstance(betas, list | tuple) and len(betas) == 2
     if not pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
-        raise UserError(f"optimizer.params.betas must be two numbers in [0, 1) such as [0.9, 0.95], not {shown(betas)}")
+        raise UserError(
+            f"optimizer.params.betas must be two numbers in [0, 1) such as [0.9, 0.95], not {format_value(betas)}"
+        )
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -179,7 +181,7 @@ def _positive(deepspeed: dict[str, Any], key: str) -> int | None:
     if value is None or value == "auto":
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{key} must be a positive integer, not {shown(value)}")
+        raise UserError(f"{key} must be a positive integer, not {format_value(value)}")
     refuse_large(key, value)
     return value
 

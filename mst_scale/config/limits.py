@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mst_scale.distributed.errors import refuse_unprintable, shown
+from mst_scale.comm.exits import format_value
+from mst_scale.comm.parser import validate_printable
 from mst_scale.errors import UserError
 
 MILLION = 10**6
@@ -132,7 +133,7 @@ def refuse_unusable(key: str, value: Any) -> None:
     for one in value if isinstance(value, list | tuple) else (value,):
         number = isinstance(one, int | float) and not isinstance(one, bool)
         if key in USABLE and number and one not in USABLE[key]:
-            raise UserError(f"{key} must be {USABLE[key]}, not {shown(one)}")
+            raise UserError(f"{key} must be {USABLE[key]}, not {format_value(one)}")
 
 
 def refuse_unusable_of_deepspeed(deepspeed: Mapping[str, Any]) -> None:
@@ -147,7 +148,7 @@ def refuse_unusable_of_deepspeed(deepspeed: Mapping[str, Any]) -> None:
 def refuse_large(key: str, value: int) -> None:
     most = MILLION if key.startswith("mst.options.") else LARGEST[key]
     if value > most:
-        raise UserError(f"{key} must be at most {most:,}, not {shown(value)}")
+        raise UserError(f"{key} must be at most {most:,}, not {format_value(value)}")
 
 
 def refuse_senseless(raw: dict[str, Any]) -> None:
@@ -156,16 +157,16 @@ def refuse_senseless(raw: dict[str, Any]) -> None:
     while left:
         value, path, depth = left.pop()
         if depth > DEPTH:
-            raise UserError(f"{shown(path)}: nested more than {DEPTH} deep")
+            raise UserError(f"{format_value(path)}: nested more than {DEPTH} deep")
         if isinstance(value, dict):
             for key in value:
                 if not isinstance(key, str):
-                    raise UserError(f"{shown(key)}: keys must be strings")
-                refuse_unprintable("the key", key)
+                    raise UserError(f"{format_value(key)}: keys must be strings")
+                validate_printable("the key", key)
             left += [(inner, f"{path}.{key}".lstrip("."), depth + 1) for key, inner in value.items()]
         elif isinstance(value, list | tuple):
             left += [(inner, path, depth + 1) for inner in value]
         elif isinstance(value, str):
-            refuse_unprintable(path, value)
+            validate_printable(path, value)
         elif isinstance(value, int) and abs(value) > SEED:
-            raise UserError(f"{path} must be a number below 2^63, not {shown(value)}")
+            raise UserError(f"{path} must be a number below 2^63, not {format_value(value)}")

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from mst_scale.comm import format_value
 from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, TrainingConfig
 from mst_scale.config.limits import (
     refuse_large,
@@ -30,7 +31,6 @@ from mst_scale.config.method import MSTConfig
 from mst_scale.config.presets import MODELS, RECIPES
 from mst_scale.config.ready import config_file, refusal
 from mst_scale.config.support import known_keys
-from mst_scale.distributed import shown
 from mst_scale.errors import Damaged, UserError
 from mst_scale.methods import METHODS
 
@@ -152,7 +152,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     """`mst.sparsity.max=0.9`: the value is read as JSON where it is JSON, else as a string."""
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
-        raise UserError(f"--set {shown(override)}: write KEY=VALUE, for example mst.sparsity.max=0.9")
+        raise UserError(f"--set {format_value(override)}: write KEY=VALUE, for example mst.sparsity.max=0.9")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # not JSON, or nested too deep
@@ -162,7 +162,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     for part in path:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
-            raise UserError(f"--set {shown(override)}: {part} is {shown(node)}, it has no keys of its own")
+            raise UserError(f"--set {format_value(override)}: {part} is {format_value(node)}, which has no keys")
     node[last] = value
 
 
@@ -176,7 +176,7 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
         raise UserError(f"{where}: {error}") from None
     for key in DEEPSPEED_BLOCKS:
         if not isinstance(deepspeed.get(key, {}), dict):
-            raise UserError(f"{where}: {key} must be an object, not {shown(deepspeed[key])}")
+            raise UserError(f"{where}: {key} must be an object, not {format_value(deepspeed[key])}")
     ours_at_top = [*BLOCKS, "recipe"]
     for key in deepspeed:
         if key in known_keys():
@@ -185,11 +185,11 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
         near = near or difflib.get_close_matches(key, [*known_keys(), *ours_at_top], n=1, cutoff=0.8)
         near = near or [name for name in ours_at_top if sorted(name) == sorted(key.lower())]  # "mts", "MST"
         if near:
-            raise UserError(f"{where}: unknown key {shown(key)}: did you mean {near[0]!r}?")
+            raise UserError(f"{where}: unknown key {format_value(key)}: did you mean {near[0]!r}?")
     ours: dict[str, Any] = {name: raw.get(name, {}) for name in BLOCKS}
     for name, block in ours.items():
         if not isinstance(block, dict):
-            raise UserError(f"{where}: {name} must be an object, not {shown(block)}")
+            raise UserError(f"{where}: {name} must be an object, not {format_value(block)}")
     if "recipe" in raw:
         recipe = RECIPES[_known(raw["recipe"], RECIPES, "recipe", where)]
         ours = {name: _under(recipe.get(name, {}), block) for name, block in ours.items()}
@@ -240,7 +240,7 @@ def _stride_in_tokens(mst: dict[str, Any], context: int, where: str) -> dict[str
 def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
     """A dict as a frozen dataclass; every key must exist and every value have its type."""
     if not isinstance(values, dict):
-        raise UserError(f"{where}: {path} must be an object, not {shown(values)}")
+        raise UserError(f"{where}: {path} must be an object, not {format_value(values)}")
     hints = _hints(cls)  # type: ignore[arg-type]
     arguments = {}
     for key, value in values.items():
@@ -248,7 +248,7 @@ def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
             deeper = [own for own in _paths() if own.startswith(f"{path}.") and own.rpartition(".")[2] == key]
             near = deeper or [f"{path}.{name}" for name in difflib.get_close_matches(key, hints, n=1, cutoff=0.0)]
             cure = f"the nearest valid one is '{near[0]}'" if near else f"{path} has none here"
-            raise UserError(f"{where}: unknown key {shown(f'{path}.{key}')}: {cure}")
+            raise UserError(f"{where}: unknown key {format_value(f'{path}.{key}')}: {cure}")
         arguments[key] = _typed(hints[key], value, f"{path}.{key}", where)
     try:
         return cls(**arguments)
@@ -297,7 +297,7 @@ def _typed(hint: Any, value: Any, path: str, where: str) -> Any:
         elif isinstance(value, option):
             _within(path, value, where)
             return value
-    raise UserError(f"{where}: {path} must be {_describe(options)}, not {shown(value)}")
+    raise UserError(f"{where}: {path} must be {_describe(options)}, not {format_value(value)}")
 
 
 def _within(path: str, value: Any, where: str) -> None:
@@ -341,4 +341,6 @@ def _known(name: Any, table: Mapping[str, Any], key: str, where: str) -> str:
     if table is METHODS and name in list(RECIPES):
         raise UserError(f'{where}: {name!r} is a recipe, not a method: --set recipe={name}, or "recipe": "{name}"')
     near = difflib.get_close_matches(str(name), table, n=1, cutoff=0.0)[0]
-    raise UserError(f"{where}: unknown {key} {shown(name)}: the nearest is {near!r} (there are {', '.join(table)})")
+    raise UserError(
+        f"{where}: unknown {key} {format_value(name)}: the nearest is {near!r} (there are {', '.join(table)})"
+    )

@@ -9,29 +9,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mst_scale.comm import ParallelDims, format_value
 from mst_scale.config.blocks import Experiment, ModelConfig
 from mst_scale.config.method import MSTConfig
-from mst_scale.distributed import Sizes, shown
 from mst_scale.errors import UserError
 
 KEYS = {"tensor": "tensor_parallel.autotp_size", "sequence": "sequence_parallel_size", "pipeline": "pipeline.stages"}
 
 
-def sizes_of(deepspeed: Mapping[str, Any]) -> Sizes:
+def sizes_of(deepspeed: Mapping[str, Any]) -> ParallelDims:
     """1 where a key is absent, 0 or "auto"."""
-    return Sizes(**{what: _size(deepspeed, key) for what, key in KEYS.items()})
+    return ParallelDims(**{what: _size(deepspeed, key) for what, key in KEYS.items()})
 
 
 def _size(deepspeed: Mapping[str, Any], key: str) -> int:
     block, _, name = key.rpartition(".")
     inside = (deepspeed.get(block) or {}) if block else deepspeed
     if not isinstance(inside, Mapping):
-        raise UserError(f"{block} must be an object, not {shown(inside)}")
+        raise UserError(f"{block} must be an object, not {format_value(inside)}")
     value = inside.get(name)
     if value in (None, 0, "auto") and not isinstance(value, bool):
         return 1
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{key} must be a positive integer, not {shown(value)}")
+        raise UserError(f"{key} must be a positive integer, not {format_value(value)}")
     return value
 
 
@@ -61,56 +61,56 @@ def refuse_untried(experiment: Experiment) -> None:
         refuse_in_pipeline(experiment.deepspeed)
 
 
-def why_not_cut(experiment: Experiment, sizes: Sizes) -> str | None:
+def why_not_cut(experiment: Experiment, sizes: ParallelDims) -> str | None:
     """Why an experiment does not go with a model that ranks share so, whatever the model, with the cure; None where it
     does. The run asks this, and a plan before it proposes."""
     if sizes.model == 1:
         return None
     if experiment.training.eval_tasks is not None:
         return (
-            f"training.eval_tasks takes a model that is whole on each rank, and this one is cut by {sizes.in_words()}: "
+            f"training.eval_tasks takes a model that is whole on each rank, and this one is cut by {sizes.describe()}: "
             "leave it out, and evaluate afterwards with mst eval"
         )
     if experiment.training.init is not None:
         return (
-            f"training.init fills a model that is whole on each rank, and this one is cut by {sizes.in_words()}: leave "
+            f"training.init fills a model that is whole on each rank, and this one is cut by {sizes.describe()}: leave "
             "it out"
         )
     if experiment.treats_masked_apart and sizes.pipeline > 1:
         return (
             f"training.sparse_rate and training.sparse_decay want the same parameter groups on every rank, and stages "
-            f"differ ({sizes.in_words()}): leave them out, or share the batch, sequences or layers"
+            f"differ ({sizes.describe()}): leave them out, or share the batch, sequences or layers"
         )
     mst, optimizer = experiment.mst, experiment.deepspeed.get("optimizer") or {}
     muon = str(optimizer.get("type")).lower() == "muon" and not mst.stays_dense
     if muon and sizes.tensor * sizes.pipeline > 1:
         return (
-            f"sparse training is not tested with Muon in layers or models cut over ranks ({sizes.in_words()}): share "
+            f"sparse training is not tested with Muon in layers or models cut over ranks ({sizes.describe()}): share "
             "the batch or sequences alone, or use AdamW"
         )
     return why_not_method(mst, sizes)
 
 
-def why_not_method(mst: MSTConfig, sizes: Sizes) -> str | None:
+def why_not_method(mst: MSTConfig, sizes: ParallelDims) -> str | None:
     """Why a method does not go with a model that ranks share so, with the cure; None where it does."""
     if mst.growth is not None and sizes.model > 1:
         return (
             f"method {mst.method} fills a model that is whole on each rank with grown weights, and this one is cut by "
-            f"{sizes.in_words()}: grow it in a run of its own, or cut it by ZeRO alone"
+            f"{sizes.describe()}: grow it in a run of its own, or cut it by ZeRO alone"
         )
     if mst.function is not None and sizes.tensor * sizes.pipeline > 1:
         return (
             f"method {mst.method} wants every matrix whole, and here ranks hold slices or stages "
-            f"({sizes.in_words()}): use data or sequence parallelism, or a method of masks"
+            f"({sizes.describe()}): use data or sequence parallelism, or a method of masks"
         )
     return None
 
 
-def refuse_model(model: ModelConfig, sizes: Sizes) -> None:
+def refuse_model(model: ModelConfig, sizes: ParallelDims) -> None:
     """A model that cannot be cut so."""
     if model.dropout:
         raise UserError(
-            f"model.dropout = {model.dropout} does not go with {sizes.in_words()}, whose ranks would drop different "
+            f"model.dropout = {model.dropout} does not go with {sizes.describe()}, whose ranks would drop different "
             "values: set it to 0"
         )
     for what, count in (("model.n_head", model.n_head), ("model.d_ffw", model.ffw)):

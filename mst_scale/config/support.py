@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mst_scale.comm import format_value
 from mst_scale.config.method import MSTConfig
-from mst_scale.distributed import shown
 from mst_scale.errors import UserError
 
 TABLE = Path(__file__).with_name("deepspeed_support.txt")
@@ -139,7 +139,7 @@ def stage_of(deepspeed: Mapping[str, Any]) -> int:
     block = deepspeed.get("zero_optimization")
     stage = block.get("stage", 0) if isinstance(block, Mapping) else 0  # what is no object is refused by `stated`
     if not isinstance(stage, int) or isinstance(stage, bool) or stage not in STAGES:
-        raise UserError(f"zero_optimization.stage = {shown(stage)}: the stages are 0, 1, 2 and 3")
+        raise UserError(f"zero_optimization.stage = {format_value(stage)}: the stages are 0, 1, 2 and 3")
     return stage
 
 

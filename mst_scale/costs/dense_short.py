@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mst_scale.comm import logger
 from mst_scale.config import RATE_DURATIONS, Experiment, TrainingConfig, load
 from mst_scale.config.check import global_batch
 from mst_scale.costs.grown import before
 from mst_scale.costs.ledger import forecast
-from mst_scale.distributed import logger
 from mst_scale.errors import UserError
 
 

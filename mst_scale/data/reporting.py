@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from mst_scale.distributed import may_rewrite
+from mst_scale.comm import may_rewrite
 
 LINE_SECONDS = 30.0
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mst_scale.comm import may_rewrite
 from mst_scale.data.recipe import Recipe
 from mst_scale.data.sources import TRAIN, VAL, Batches, File, Rows, Stream, describe_files
-from mst_scale.distributed import may_rewrite
 from mst_scale.errors import UserError
 
 READ_ROWS = 256  # at a time

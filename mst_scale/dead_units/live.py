@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from mst_scale import zero_shards
+from mst_scale.comm import logger
+from mst_scale.comm.exchange import Exchange
 from mst_scale.dead_units import Tally, format_counts, total
 from mst_scale.dead_units.units import LineFlags, Lines, Units, find_units, positions
-from mst_scale.distributed import logger
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.evolve import Change, Layer
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
 from mst_scale.mixed_growing.permutation import Permutation, mix64
 from mst_scale.mixed_growing.scores import Scores, peak_keys

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.dead_units import KINDS, Tally
 from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.models.gpt import MLP
 from mst_scale.shard import Shard
 from mst_scale.zero_shards import is_linear, named_parameters, shape_of

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from mst_scale.distributed import Ranks
+from mst_scale.comm import Ranks
 from mst_scale.doctor.finding import Finding, ok
 from mst_scale.doctor.versions import device
 from mst_scale.hybrid_sparse_attention import Pattern

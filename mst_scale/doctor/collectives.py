@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from mst_scale.distributed import Ranks
+from mst_scale.comm import Ranks
+from mst_scale.comm.exchange import Exchange
 from mst_scale.doctor.finding import Finding, look, ok, skip, wrong
 from mst_scale.doctor.versions import device
-from mst_scale.mixed_growing.exchange import Exchange
 
 SMALL_ROUNDS, LARGE_ROUNDS = 40, 7
 LAYERS = 49  # of GPT-2 small: what a topology step's all-reduces have a row for

@@ -11,8 +11,8 @@ import time
 import warnings
 from typing import NoReturn
 
-from mst_scale import distributed
-from mst_scale.distributed import Ranks
+from mst_scale import comm
+from mst_scale.comm import Ranks
 from mst_scale.doctor import room, versions
 from mst_scale.doctor.finding import Finding, failed
 from mst_scale.doctor.progress import Progress
@@ -23,7 +23,7 @@ LINGER = 20.0  # seconds for rank 0 to speak, where the ranks could not meet
 
 def examination(as_json: bool, full: bool = False, tuned: bool = False) -> tuple[bool, Ranks | None]:
     """Whether nothing is wrong, the same on every rank, and the ranks, if they have met."""
-    first = distributed.launched_rank() == 0
+    first = comm.launched_rank() == 0
     out = sys.stdout if first else open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
     # what libraries print is none of our lines, and no JSON
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
@@ -44,7 +44,7 @@ def _examined(report: Report, progress: Progress, full: bool, tuned: bool) -> tu
     early = _locks()
     what = "the ranks meet" + (" (DeepSpeed compiles an operator at first use)" if full else "")
     with progress.during(what):
-        group, met = meeting(lambda: distributed.init(through_deepspeed=full))
+        group, met = meeting(lambda: comm.init(through_deepspeed=full))
     todo = [Check("meeting", lambda _: [early, met]), *checks(full, tuned)]
     fine = examine(group, todo, report.add, progress)
     report.end(time.monotonic() - began, full)
@@ -63,6 +63,6 @@ def leave(fine: bool, group: Ranks | None) -> NoReturn:
     if group is not None:
         with contextlib.suppress(RuntimeError):  # somebody has gone already
             group.any(False)
-    elif distributed.launched_rank() != 0:
+    elif comm.launched_rank() != 0:
         time.sleep(LINGER)
-    distributed.leave(0 if fine else 1)
+    comm.leave(0 if fine else 1)

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mst_scale.distributed import Ranks
+from mst_scale.comm import Ranks
+from mst_scale.comm.exchange import Exchange
 from mst_scale.doctor import collectives, ranks, room, versions
 from mst_scale.doctor.finding import WRONG, Finding, failed, look, merged, ok, wrong
 from mst_scale.doctor.progress import Progress
-from mst_scale.mixed_growing.exchange import Exchange
 
 LONGEST = 600.0  # seconds for one check: compiling takes most, a minute or two on a slow machine
 TUNING = 3600.0

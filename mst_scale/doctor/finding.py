@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from mst_scale.distributed import one_line
+from mst_scale.comm import one_line
 
 SKIP, OK, LOOK, WRONG = "skip", "ok", "look", "wrong"
 VERDICTS = (SKIP, OK, LOOK, WRONG)  # from the one that weighs least

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from mst_scale.distributed import may_rewrite
+from mst_scale.comm import may_rewrite
 
 WORTH_SAYING = 2.0  # seconds
 LINE_SECONDS = 30.0

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mst_scale import shipped
-from mst_scale.distributed import Ranks
+from mst_scale.comm import Ranks
+from mst_scale.comm.exchange import Exchange
 from mst_scale.doctor.finding import Finding, look, ok, who, wrong
 from mst_scale.doctor.versions import device, installed
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.randomness import counter_hash
 
 PACKAGES = ("torch", "deepspeed", "triton", "numpy", "safetensors")

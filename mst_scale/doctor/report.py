@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import TextIO
 
-from mst_scale.distributed import may_rewrite
+from mst_scale.comm import may_rewrite
 from mst_scale.doctor.finding import LOOK, OK, SKIP, WRONG, Finding
 
 COLOURS = {SKIP: "2", OK: "32", LOOK: "33", WRONG: "31;1"}

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from mst_scale import tile_choice
-from mst_scale.distributed import Ranks
+from mst_scale.comm import Ranks
+from mst_scale.comm.exchange import Exchange
 from mst_scale.doctor.finding import Finding, ok, wrong
 from mst_scale.doctor.versions import device
-from mst_scale.mixed_growing.exchange import Exchange
 
 STEPS, INTERVAL, BATCH, CONTEXT, VOCABULARY = 4, 2, 2, 32, 64
 CURE = "MST_TRACEBACK=1 mst doctor shows where; the findings above may say why"

@@ -10,7 +10,7 @@ import functools
 import os
 from typing import Any
 
-from mst_scale.distributed import SharedMistake
+from mst_scale.comm import SharedMistake
 
 
 def open_door(module: Any) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 
 import deepspeed
 
+from mst_scale.comm import SharedMistake, exits, logger, speak
 from mst_scale.config import BLOCKS
-from mst_scale.distributed import SharedMistake, exits, logger, speak
 from mst_scale.doors import accelerate
 from mst_scale.doors.length import with_length
 from mst_scale.doors.on_import import when_imported

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mst_scale.distributed import logger
+from mst_scale.comm import logger
 
 AUTO = (None, "auto")
 

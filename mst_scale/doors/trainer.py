@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from mst_scale.distributed import SharedMistake, logger
+from mst_scale.comm import SharedMistake, logger
 from mst_scale.runs.progress import flops_unit
 from mst_scale.runs.record import Row
 from mst_scale.sparsity_variation import PHASES

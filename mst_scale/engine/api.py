@@ -14,11 +14,11 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from mst_scale import zero_shards
+from mst_scale.comm import complete_environment, logger, speak, under_mpi
 from mst_scale.compiled.first_use import announced
 from mst_scale.config import RECIPES, Experiment, load, overridden_in_recipe, read, states
 from mst_scale.config.parallel import KEYS, refuse_in_pipeline, sizes_of
 from mst_scale.config.support import precision_of, refuse_unsupported
-from mst_scale.distributed import complete_environment, logger, speak, under_mpi
 from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse_training import SparseTraining
 from mst_scale.engine.types import MST, Engine
@@ -143,7 +143,7 @@ def _refuse_unread_sizes(model: torch.nn.Module, experiment: Experiment, others:
     if sizes.sequence > 1 and others.get("mpu") is None and not experiment.mst.stays_dense:
         raise UserError(
             f"{KEYS['sequence']} = {sizes.sequence} and no mpu: DeepSpeed would leave gradients unreduced: give "
-            f"mpu=mst_scale.distributed.Mesh(Sizes(sequence={sizes.sequence})), or use mst_scale.pretrain"
+            f"mpu=mst_scale.comm.Mesh(ParallelDims(sequence={sizes.sequence})), or use mst_scale.pretrain"
         )
 
 

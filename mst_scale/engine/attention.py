@@ -6,7 +6,7 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
-from mst_scale.distributed import logger
+from mst_scale.comm import logger
 from mst_scale.engine.component import Component
 from mst_scale.hybrid_sparse_attention import AttentionSchedule, Pattern, attach, set_pattern
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_state import MaskState
-from mst_scale.distributed import SharedMistake, logger
+from mst_scale.comm import SharedMistake, logger
 from mst_scale.engine.component import Component
 
 FIX = "change weights with mst_scale.load_weights(engine, state_dict), which writes master copies too and keeps masks"

@@ -16,10 +16,10 @@ import torch
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_state import MaskState
-from mst_scale.distributed import logger
+from mst_scale.comm import logger
+from mst_scale.comm.exchange import Exchange
 from mst_scale.engine.component import Component
 from mst_scale.engine.topology import Topology
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.sparse_linear import SparseLayers, dispatch
 
 Case = tuple[str, tuple[int, ...]]

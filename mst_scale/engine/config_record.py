@@ -11,9 +11,9 @@ from typing import Any
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints.warm_start import CONFIG
+from mst_scale.comm import logger
 from mst_scale.config import Experiment
 from mst_scale.config.changes import differences, differing, result_keys
-from mst_scale.distributed import logger
 from mst_scale.engine.component import Component
 
 # How long a run is: what would not be the same run up to here is refused (`mask_files`, `pretrain.lengthen`, `branch`).

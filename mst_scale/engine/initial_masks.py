@@ -12,7 +12,7 @@ from torch import Tensor
 from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.checkpoints.open_masks import OpenMasks
-from mst_scale.distributed import logger
+from mst_scale.comm import logger
 from mst_scale.engine.adapters import base_name
 from mst_scale.engine.topology import Granularity
 from mst_scale.errors import UserError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mst_scale import zero_shards
-from mst_scale.distributed import SharedMistake
+from mst_scale.comm import SharedMistake
 from mst_scale.engine.types import Engine
 from mst_scale.shard import Shard
 

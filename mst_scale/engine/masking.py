@@ -11,7 +11,7 @@ import torch
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_state import MaskState
-from mst_scale.distributed import SharedMistake, logger
+from mst_scale.comm import SharedMistake, logger
 from mst_scale.engine.component import Component
 from mst_scale.engine.initial_masks import GivenMasks, keep_given, make_sparse, zero_inactive
 from mst_scale.engine.topology import Topology

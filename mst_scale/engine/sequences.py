@@ -12,7 +12,7 @@ from typing import Any
 import deepspeed
 from torch import nn
 
-from mst_scale.distributed import logger
+from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Part, sequence_parallel
 

@@ -40,10 +40,11 @@ import torch
 from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files, model_config, warm_start
 from mst_scale.checkpoints.mask_state import MaskState
+from mst_scale.comm import SharedMistake, logger
+from mst_scale.comm.exchange import Exchange, Stages
 from mst_scale.config import Experiment
 from mst_scale.dead_units.live import Channels, LiveUnits
 from mst_scale.dead_units.units import Units
-from mst_scale.distributed import SharedMistake, logger
 from mst_scale.engine.attention import AttentionPattern
 from mst_scale.engine.changed_weights import ChangedWeights
 from mst_scale.engine.component import Component
@@ -61,7 +62,6 @@ from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.mixed_growing.blocks import granularity_of
 from mst_scale.mixed_growing.evolve import Change
-from mst_scale.mixed_growing.exchange import Exchange, Stages
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
 from mst_scale.sparsity_variation import Point
 

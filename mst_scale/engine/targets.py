@@ -6,8 +6,8 @@ import re
 
 from torch import nn
 
+from mst_scale.comm import logger
 from mst_scale.config import TargetsConfig
-from mst_scale.distributed import logger
 from mst_scale.engine.adapters import adapters_of
 from mst_scale.errors import UserError
 from mst_scale.zero_shards import TABLES, named_parameters, shape_of

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_state import MaskState
+from mst_scale.comm.exchange import Exchange
 from mst_scale.engine.component import Component
 from mst_scale.engine.criteria import Criteria
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Change, Layer
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import living_mean_squares
 
 Counts = Mapping[str, tuple[int, int]]

@@ -15,11 +15,11 @@ import torch
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_state import MaskState
-from mst_scale.distributed import SharedMistake
+from mst_scale.comm import SharedMistake
+from mst_scale.comm.exchange import Exchange
 from mst_scale.engine.component import Component
 from mst_scale.engine.topology import Topology
 from mst_scale.errors import DivergedError
-from mst_scale.mixed_growing.exchange import Exchange
 
 FIRST = 3  # updates of a run that are checked
 

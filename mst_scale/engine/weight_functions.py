@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints.multiplied import STATE
+from mst_scale.comm import ParallelDims
+from mst_scale.comm.exchange import Exchange
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import why_not_method
-from mst_scale.distributed import Sizes
 from mst_scale.engine.component import Component
 from mst_scale.engine.masking import describe_phases
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.methods import METHODS, WeightFunction
 from mst_scale.mixed_growing.distribution import active_counts
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.shard import Shard
 from mst_scale.sparse_linear import Product, SparseLayers
 
@@ -88,7 +88,7 @@ class WeightFunctions(Component):
         self.always = mst.sparsity.variation == "dense"  # a function that has no schedule
         self.targets = choose_targets(engine.module, mst.targets)
         self.shapes = {name: tuple(zero_shards.shape_of(p)) for name, p in self.targets.items()}
-        cut = Sizes(tensor=zero_shards.tensor_slices(engine), pipeline=zero_shards.stage_count(engine))
+        cut = ParallelDims(tensor=zero_shards.tensor_slices(engine), pipeline=zero_shards.stage_count(engine))
         if (reason := why_not_method(mst, cut)) is not None:
             raise UserError(reason)
         if zero_shards.uses_muon(engine):

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from mst_scale.comm import Ranks
 from mst_scale.config import Experiment
-from mst_scale.distributed import Ranks
 from mst_scale.errors import UserError
 from mst_scale.evaluation import harness
 from mst_scale.evaluation.evaluate import FILE, Settings, evaluate, read_documents, refuse_single_tokens

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from mst_scale.checkpoints import store
-from mst_scale.distributed import Ranks, logger
+from mst_scale.comm import Ranks, logger
 from mst_scale.errors import UserError
 from mst_scale.evaluation import harness
 from mst_scale.evaluation.models import Model, Text

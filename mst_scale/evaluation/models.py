@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from mst_scale.checkpoints import model_config, store
+from mst_scale.comm import logger
 from mst_scale.data.tokenizer import chosen, is_missing, load_tokenizer, trained_with
-from mst_scale.distributed import logger
 from mst_scale.errors import UserError
 from mst_scale.hugging_face.export import open_source, tokenizer_of
 from mst_scale.hugging_face.transformers_source import TransformersSource, find, open_transformers

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mst_scale.distributed import Ranks
+from mst_scale.comm import Ranks
 
 
 @dataclass(frozen=True)

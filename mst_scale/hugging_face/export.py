@@ -27,6 +27,7 @@ import torch
 
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
+from mst_scale.comm import Damaged, logger
 from mst_scale.config import Experiment, ModelConfig, load
 from mst_scale.data.corpus import META, read_meta
 from mst_scale.data.masking import open_sampler
@@ -36,7 +37,6 @@ from mst_scale.data.tokenizer import TrainedWith, chosen, is_missing, same_ids, 
 from mst_scale.data.tokenizer_files import write_tokenizer
 from mst_scale.dead_units import format_counts
 from mst_scale.dead_units.units import LineFlags, find_units
-from mst_scale.distributed import Damaged, logger
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.hugging_face import bert_names, gpt2_names, model_card

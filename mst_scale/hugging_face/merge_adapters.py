@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mst_scale.checkpoints.open_masks import OpenMasks
-from mst_scale.distributed import logger
+from mst_scale.comm import logger
 from mst_scale.engine.adapters import adapters_of, base_name
 from mst_scale.errors import UserError
 

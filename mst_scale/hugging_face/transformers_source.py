@@ -18,8 +18,8 @@ import torch
 
 from mst_scale.checkpoints import mask_files, model_config, store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
+from mst_scale.comm import Damaged
 from mst_scale.config import Experiment, load
-from mst_scale.distributed import Damaged
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, attach
 from mst_scale.runs import run_file

@@ -7,7 +7,7 @@
     the loss       is the mean over whole sequences, the same on every rank; its gradient is that of the rank's share
 
 The gradients of a sequence's ranks add up to the whole one. DeepSpeed adds them so, given an mpu that names these
-ranks (`mst_scale.distributed.Mesh`): it divides by the number of sequences, not of ranks.
+ranks (`mst_scale.comm.Mesh`): it divides by the number of sequences, not of ranks.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.config import grid_shape
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.scores import INFINITY_KEY, Scores
 from mst_scale.shard import Shard
 

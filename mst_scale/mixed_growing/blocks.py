@@ -23,6 +23,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing import evolve as elements
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.block_floor import must_stay
@@ -30,7 +31,6 @@ from mst_scale.mixed_growing.block_grid import CPU, BlockedShard, Grid, l1_norms
 from mst_scale.mixed_growing.config import BlockGranularity, fewest, grid_shape
 from mst_scale.mixed_growing.distribution import Plan, plan
 from mst_scale.mixed_growing.evolve import Change, Layer
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.permutation import Permutation

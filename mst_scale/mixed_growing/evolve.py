@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.distribution import Plan, plan
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import BY_GRADIENT, BY_WEIGHT, Criterion, Policy

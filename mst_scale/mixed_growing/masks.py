@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mst_scale.comm.exchange import Exchange, Exchanges
 from mst_scale.errors import Damaged, UserError
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.exchange import Exchange, Exchanges
 from mst_scale.mixed_growing.permutation import mix64
 from mst_scale.randomness import counter_hash
 from mst_scale.shard import Shard

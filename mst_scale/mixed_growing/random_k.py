@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.permutation import Permutation
 from mst_scale.mixed_growing.refinement import Parts, Range, Request, bracketed, decided, joined
 

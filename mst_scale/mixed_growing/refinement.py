@@ -21,8 +21,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.scores import Scores
 from mst_scale.shard import Shard
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.errors import DivergedError
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.exchange import Exchange
 
 INFINITY_KEY = 0x7F80_0000  # bit pattern of float32 +inf; NaNs are above
 

@@ -19,8 +19,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.refinement import (
     Parts,
     Range,

@@ -20,9 +20,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
+from mst_scale.comm import Mesh, logger
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.config.parallel import refuse_model
-from mst_scale.distributed import Mesh, logger
 from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.models.gpt import Block, LayerNorm, Product, first_std
 from mst_scale.models.initial_weights import draw_seed, initialize

@@ -298,7 +298,7 @@ def _keys(setting: Setting) -> list[tuple[str, str | int]]:
 
 
 def stated(setting: Setting) -> str:
-    words = [setting.sizes.in_words()] if setting.sizes.model > 1 else []
+    words = [setting.sizes.describe()] if setting.sizes.model > 1 else []
     words += [f"ZeRO-{setting.stage}", f"micro-batch {setting.micro}"]
     words += [f"{setting.offload} offloaded"] if setting.offload != "none" else []
     words += ["recomputation"] if setting.recompute else []

@@ -21,7 +21,7 @@ def problem(model: ModelConfig, s: Setting, per_node: int) -> str | None:
     """Why a model cannot be shared so, with the cure; None if it can."""
     t, q, p, node = s.tensor, s.sequence, s.pipeline, min(per_node, s.ranks)
     if s.ranks % (t * q * p):
-        return f"{s.ranks} GPUs cannot be cut into groups of {s.sizes.in_words()}: take a multiple of {t * q * p}"
+        return f"{s.ranks} GPUs cannot be cut into groups of {s.sizes.describe()}: take a multiple of {t * q * p}"
     if node % t:
         return f"tensor {t} would leave the node: take a divisor of its {node} GPUs"
     if model.n_head % t or model.ffw % t:

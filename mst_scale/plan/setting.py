@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from mst_scale.comm import ParallelDims
 from mst_scale.config import Experiment
 from mst_scale.config.check import batch_shape
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of
-from mst_scale.distributed import Sizes
 from mst_scale.errors import UserError
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -42,8 +42,8 @@ class Setting:
     pipeline: int = 1  # ranks that hold the layers one after the other
 
     @cached_property
-    def sizes(self) -> Sizes:
-        return Sizes(self.tensor, self.sequence, self.pipeline)
+    def sizes(self) -> ParallelDims:
+        return ParallelDims(self.tensor, self.sequence, self.pipeline)
 
     @cached_property
     def data(self) -> int:

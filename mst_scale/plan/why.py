@@ -30,7 +30,7 @@ def why(recommended: Choice, rows: Sequence[Choice], setting: Setting, fixed: bo
 
 def shape(s: Setting) -> str:
     """tensor 8 × pipeline 2 × data 4."""
-    cuts = [] if s.sizes.model == 1 else [s.sizes.in_words()]
+    cuts = [] if s.sizes.model == 1 else [s.sizes.describe()]
     return " × ".join([*cuts, f"data {s.data}"])
 
 

@@ -11,9 +11,9 @@ import dataclasses
 from pathlib import Path
 
 from mst_scale import zero_shards
+from mst_scale.comm import logger
 from mst_scale.config import Experiment
 from mst_scale.config.support import precision_of, stage_of
-from mst_scale.distributed import logger
 from mst_scale.errors import UserError
 
 # Parameters that mean the same to torch's Adam; with any other one, the config is DeepSpeed's to read.

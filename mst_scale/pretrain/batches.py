@@ -18,7 +18,7 @@ import deepspeed
 import torch
 
 from mst_scale import zero_shards
-from mst_scale.distributed import Mesh, Ranks
+from mst_scale.comm import Mesh, Ranks
 from mst_scale.errors import UserError
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]

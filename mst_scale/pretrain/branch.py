@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.checkpoints import store
+from mst_scale.comm import Ranks, logger
 from mst_scale.config import Experiment, in_steps, load, read_saved, resolve, to_dict
-from mst_scale.distributed import Ranks, logger
 from mst_scale.errors import UserError
 from mst_scale.pretrain.course import masks_part
 
@@ -64,10 +64,10 @@ def source(origin: str | None, experiment: Experiment, ranks: Ranks) -> Path | N
     if origin is None:
         return None
     checkpoint = ranks.on_first(lambda: checkpoint_of(origin))
-    ranks.together(lambda: store.refuse_damage(checkpoint, ranks))
+    ranks.agree(lambda: store.refuse_damage(checkpoint, ranks))
     batch, stated = (store.head(checkpoint) or {}).get("batch"), experiment.deepspeed.get("train_batch_size")
     if stated not in (None, "auto", batch):
-        ranks.refuse(
+        ranks.fail(
             UserError(f"{OPTION} {origin}: its batch is of {batch} sequences: set train_batch_size to it, not {stated}")
         )
     return checkpoint

@@ -18,12 +18,12 @@ import deepspeed
 import torch
 from torch import Tensor
 
+from mst_scale.comm import Ranks, logger
 from mst_scale.config import Experiment, ModelConfig
 from mst_scale.config.growth import smaller_model
 from mst_scale.costs.flops import KEYS
 from mst_scale.costs.grown import Before, before
 from mst_scale.data.sampler import Sampler
-from mst_scale.distributed import Ranks, logger
 from mst_scale.errors import UserError
 from mst_scale.hugging_face import start_from
 from mst_scale.models.gpt import GPT
@@ -91,7 +91,7 @@ def grown(experiment: Experiment, train: Sampler, batch: int, micro: int, ranks:
     """The first weights of a method that grows; `train` is the run's own corpus."""
     cost: Before = ranks.on_first(lambda: before(experiment, batch))
     data = on_batches(experiment.model, train, batch, micro)
-    weights = ranks.together(lambda: _weights(experiment, cost.checkpoint, data) if ranks.first else {})
+    weights = ranks.agree(lambda: _weights(experiment, cost.checkpoint, data) if ranks.first else {})
     logger.info("grown from %s, at step %d%s", cost.checkpoint, cost.step, _in_words(data.losses))
     return Grown(weights, cost, data.losses)
 

@@ -10,8 +10,8 @@ import dataclasses
 from pathlib import Path
 
 from mst_scale.checkpoints import store
+from mst_scale.comm import Ranks, logger
 from mst_scale.config import Experiment, in_steps, read_saved, resolve
-from mst_scale.distributed import Ranks, logger
 from mst_scale.errors import UserError
 from mst_scale.pretrain.course import masks_part, rates_part
 
@@ -40,10 +40,10 @@ def beginning(source: Path | None, out: Path, experiment: Experiment, how: str, 
     if _step_of(source) <= both.until:
         return source
     if how != "auto" and both.until >= 0:
-        ranks.refuse(UserError(f"--resume {how}: {both.why}: name a checkpoint of step {both.until:,} or before"))
+        ranks.fail(UserError(f"--resume {how}: {both.why}: name a checkpoint of step {both.until:,} or before"))
     tag = store.newest(source.parent, ranks, before=both.until + 1)
     if tag is None:
-        ranks.refuse(UserError(f"{out} cannot go on to step {experiment.training.steps:,}: {_none_kept(both)}"))
+        ranks.fail(UserError(f"{out} cannot go on to step {experiment.training.steps:,}: {_none_kept(both)}"))
     logger.info("%s: going on to step %d from %s", both.why, experiment.training.steps, tag)
     return source.parent / str(tag)
 

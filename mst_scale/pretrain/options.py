@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 from mst_scale.checkpoints import store
+from mst_scale.comm import logger
+from mst_scale.comm.parser import Parser, validate_folder
 from mst_scale.config import RATE_DURATIONS, Experiment, growth, load, overridden_in_recipe, read
 from mst_scale.config.check import check
 from mst_scale.config.ready import config_file
-from mst_scale.distributed import logger
-from mst_scale.distributed.parser import Parser, refuse_no_folder
 from mst_scale.errors import UserError
 from mst_scale.pretrain import branch, resume
 
@@ -73,7 +73,7 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
     check(experiment)
     if args.branch_decay_from is not None:
         experiment = branch.planned(experiment, args.branch_decay_from, out_of(args, experiment))
-    refuse_no_folder("--out", out_of(args, experiment))
+    validate_folder("--out", out_of(args, experiment))
     schedule = experiment.attention_schedule  # refuses phases that do not fit
     if told := schedule.sparse_by_name_alone(experiment.model.context):
         logger.warning("%s", told)

@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mst_scale.distributed import logger
+from mst_scale.comm import logger
 from mst_scale.pretrain.options import arguments, experiment_of, out_of
 from mst_scale.runs import run_file
 from mst_scale.runs.run_file import DIVERGED, FINISHED, STOPPED

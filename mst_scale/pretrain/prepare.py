@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints import store
+from mst_scale.comm import Mesh, Ranks, logger
 from mst_scale.config import DataConfig, Experiment, to_dict
 from mst_scale.config.check import batch_shape
 from mst_scale.config.parallel import sizes_of, without_sizes
@@ -24,7 +25,6 @@ from mst_scale.data.corpus import fingerprint, identity
 from mst_scale.data.masking import open_sampler
 from mst_scale.data.prepare import ensure
 from mst_scale.data.sampler import Sampler
-from mst_scale.distributed import Mesh, Ranks, logger
 from mst_scale.engine.api import initialize
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
@@ -92,17 +92,17 @@ def prepare(
 
     `begins` is told what is done next.
     """
-    sizes = ranks.together(lambda: sizes_of(experiment.deepspeed))
-    replicas = ranks.together(lambda: sizes.data(ranks.world_size))
+    sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
+    replicas = ranks.agree(lambda: sizes.data(ranks.world_size))
     own = resume.choose(out, how, ranks)
     ranks.on_first(lambda: resume.refuse_another_model(out, experiment))
     source = lengthen.beginning(own, out, experiment, how, ranks) or branch.source(branch_from, experiment, ranks)
     fitted = experiment
     if source is not None:
-        fitted = ranks.together(lambda: resume.with_batch_of(experiment, source, replicas))
-    batch, micro, accumulation = ranks.together(lambda: batch_shape(fitted.deepspeed, replicas))
-    mesh = ranks.together(lambda: Mesh(sizes)) if sizes.model > 1 else None
-    ranks.together(lambda: refusals.refuse(fitted, ranks.world_size, mesh))
+        fitted = ranks.agree(lambda: resume.with_batch_of(experiment, source, replicas))
+    batch, micro, accumulation = ranks.agree(lambda: batch_shape(fitted.deepspeed, replicas))
+    mesh = ranks.agree(lambda: Mesh(sizes)) if sizes.model > 1 else None
+    ranks.agree(lambda: refusals.refuse(fitted, ranks.world_size, mesh))
     ledger = Ledger(fitted.model, batch, optimizer_flops(fitted.model, fitted.deepspeed))
     loadable = None if source is None else resume.loadable(source, ranks, fitted.deepspeed)
     begins("corpus", f" {fitted.data.dir or fitted.data.source or ''}")
@@ -111,7 +111,7 @@ def prepare(
     def opened(split: str, seed: int) -> Sampler:
         return open_sampler(folder, split, fitted.model, seed, check_ids=ranks.first)
 
-    train, val = ranks.together(lambda: (opened("train", fitted.training.seed), opened("val", fitted.eval_seed)))
+    train, val = ranks.agree(lambda: (opened("train", fitted.training.seed), opened("val", fitted.eval_seed)))
     if fitted.training.eval_tasks is not None:
         begins("evaluation tasks")
     evaluated = tasks(fitted, out, micro, ranks)
@@ -125,10 +125,10 @@ def prepare(
         start = initial_weights(fitted, ranks)
     begins("model and engine", f" ({fitted.model.weights:,} weights)")
     saved = None if source is None else ranks.on_first(lambda: (store.head(source) or {}).get("optimizer"))
-    chosen = ranks.together(lambda: with_adam(fitted, source is None, saved))
-    engine = ranks.together(lambda: built_engine(chosen, out, start, mesh))
+    chosen = ranks.agree(lambda: with_adam(fitted, source is None, saved))
+    engine = ranks.agree(lambda: built_engine(chosen, out, start, mesh))
     if source is not None:
-        ranks.together(lambda: refuse_another(saved, zero_shards.adam_of(engine), source))
+        ranks.agree(lambda: refuse_another(saved, zero_shards.adam_of(engine), source))
     text, engine.mst.record.corpus = ranks.on_first(lambda: (identity(folder), fingerprint(folder)))
     place, left_out = Place(), []
     if loadable is not None:
@@ -151,8 +151,8 @@ def prepare(
 def load(engine: Any, ledger: Ledger, out: Path, ranks: Ranks, loadable: tuple[Path, bool]) -> Place:
     """Weights, states and FLOPs of a checkpoint, as `resume.loadable` names it."""
     path, universal = loadable
-    state = ranks.together(lambda: zero_shards.load_checkpoint(engine, path, universal))
-    ranks.together(lambda: ledger.load(state))
+    state = ranks.agree(lambda: zero_shards.load_checkpoint(engine, path, universal))
+    ranks.agree(lambda: ledger.load(state))
     step = int(state["step"])
     logger.info("continuing %s from step %d%s", out, step, ", reshaped" if universal else "")
     losses, skipped = tuple(state.get("losses", ())), tuple(state.get("skipped", ()))
@@ -217,7 +217,7 @@ def tasks(experiment: Experiment, out: Path, micro: int, ranks: Ranks) -> Any:
         return None
     from mst_scale.evaluation.during_training import TasksDuringTraining  # seconds to import
 
-    found = ranks.together(lambda: TasksDuringTraining(experiment, out, micro, ranks))
+    found = ranks.agree(lambda: TasksDuringTraining(experiment, out, micro, ranks))
     found.read()
     return found
 
@@ -228,7 +228,7 @@ def initial_weights(experiment: Experiment, ranks: Ranks) -> Any:
     if init is None:
         return None
     logger.info("starting from the weights of %s", init)
-    return ranks.together(lambda: start_from.read(start_from.folder_of(init), experiment.model) if ranks.first else {})
+    return ranks.agree(lambda: start_from.read(start_from.folder_of(init), experiment.model) if ranks.first else {})
 
 
 def built_engine(experiment: Experiment, out: Path, start: Any, mesh: Mesh | None = None) -> Any:

@@ -20,10 +20,10 @@ import torch
 from pydantic import ValidationError
 
 from mst_scale import zero_shards
+from mst_scale.comm import Mesh, format_value
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.config.support import precision_of
-from mst_scale.distributed import Mesh, shown
 from mst_scale.errors import UserError
 
 HERE = Path(__file__).parents[1]
@@ -86,7 +86,7 @@ def _reason(error: Exception, key: str = "") -> str:
         first = error.errors(include_url=False)[0]
         inner = "".join(f".{part}" for part in first["loc"]).removeprefix(f".{key}")
         unknown = first["type"] == "extra_forbidden"
-        said = "there is no such key" if unknown else f"{first['msg']}, not {shown(first.get('input'))}"
+        said = "there is no such key" if unknown else f"{first['msg']}, not {format_value(first.get('input'))}"
         return f"{inner}: {' '.join(said.split())}"
     said = " ".join(str(error).split())
     return f": {said if len(said) > 20 else f'{type(error).__name__}: {said}'}"
@@ -103,7 +103,7 @@ def refuse_optimizer(experiment: Experiment) -> None:
             raise UserError(f"optimizer.params.{key}: {name} has no such parameter; the nearest is {near[0]!r}")
     for key in known:
         if key in FLAGS and not isinstance(params.get(key, False), bool):
-            raise UserError(f"optimizer.params.{key} must be true or false, not {shown(params[key])}")
+            raise UserError(f"optimizer.params.{key} must be true or false, not {format_value(params[key])}")
     if params.get("amsgrad") and name.lower() in ("adam", "adamw") and not params.get("torch_adam"):
         raise UserError(f"optimizer.params.amsgrad: DeepSpeed's {name} has no AMSGrad; set torch_adam, or remove it")
     made_by_torch = getattr(torch.optim, name, None)
@@ -134,7 +134,7 @@ def _parameters(name: str, params: dict[str, Any], config: dict[str, Any]) -> li
     if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
         theirs = [other for other, cls in vars(torch.optim).items() if inspect.isclass(cls)]
         near = difflib.get_close_matches(name, ["AdamW", "Adam", "Lamb", "Lion", "Muon", *theirs], n=1, cutoff=0.0)
-        raise UserError(f"optimizer.type = {shown(name)}: there is no such optimizer; the nearest is {near[0]!r}")
+        raise UserError(f"optimizer.type = {format_value(name)} is not an optimizer; the nearest is {near[0]!r}")
     return _keywords(found)
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.store import MANIFEST, UNIVERSAL
+from mst_scale.comm import ParallelDims, Ranks, logger
 from mst_scale.config import Experiment, read_saved, to_dict
 from mst_scale.config.changes import result_keys
 from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of
-from mst_scale.distributed import Ranks, Sizes, logger
 from mst_scale.errors import Damaged, UserError
 from mst_scale.runs import run_file
 
@@ -38,17 +38,17 @@ def choose(out: Path, resume: str, ranks: Ranks) -> Path | None:
     existing = ranks.on_first(lambda: store.list_tags(folder))
     if resume == "never":
         if existing:
-            ranks.refuse(UserError(f"{out} holds a run already: choose another --out, or --resume auto"))
+            ranks.fail(UserError(f"{out} holds a run already: choose another --out, or --resume auto"))
         return None
     if resume == "auto":
         tag = store.newest(folder, ranks)
         if existing and tag is None:
-            ranks.refuse(OSError(f"no checkpoint in {folder} is whole: start anew in another --out"))
+            ranks.fail(OSError(f"no checkpoint in {folder} is whole: start anew in another --out"))
         return None if tag is None else folder / tag
     if resume not in existing:
         found = f"it has {', '.join(existing)}" if existing else "there is none"
-        ranks.refuse(UserError(f"no checkpoint {resume!r} in {folder}: {found}"))
-    ranks.together(lambda: store.refuse_damage(folder / resume, ranks))
+        ranks.fail(UserError(f"no checkpoint {resume!r} in {folder}: {found}"))
+    ranks.agree(lambda: store.refuse_damage(folder / resume, ranks))
     return folder / resume
 
 
@@ -64,7 +64,7 @@ def _meant(resume: str, out: Path) -> str:
     return "auto" if restarted() and began else resume
 
 
-def replicas_at_first(out: Path, ranks: Ranks, sizes: Sizes) -> int:
+def replicas_at_first(out: Path, ranks: Ranks, sizes: ParallelDims) -> int:
     """On how many copies of the model the run in OUT began, those of now if it begins: what a config says of each rank
     is of those."""
 
@@ -139,7 +139,7 @@ def loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any]) -> tuple[Pat
         return source, False
     copy = source / UNIVERSAL
     if ranks.on_first((copy / MANIFEST).is_file):
-        faults = ranks.together(lambda: store.damage(copy, ranks))
+        faults = ranks.agree(lambda: store.damage(copy, ranks))
         if not ranks.any(bool(faults)):
             return copy, True
         logger.error("%s is damaged: %s", copy, faults[0] if faults else "on another rank's share")

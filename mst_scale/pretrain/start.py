@@ -14,9 +14,9 @@ import signal
 import threading
 import warnings
 
-from mst_scale import distributed
+from mst_scale import comm
+from mst_scale.comm import Watch
 from mst_scale.compiled import build_locks
-from mst_scale.distributed import Watch
 from mst_scale.pretrain import resume
 from mst_scale.pretrain.options import arguments, experiment_of, out_of
 from mst_scale.runs.out_lock import OutLock
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
         raise
     except BaseException as error:
         watch.explain(error)
-        distributed.end(error)
+        comm.end(error)
     _end_quietly(watch)
 
 
@@ -46,20 +46,20 @@ def _end_quietly(watch: Watch) -> None:
 def _main(argv: list[str] | None, watch: Watch) -> None:
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: true, and nothing a user can act on
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    threading.excepthook = distributed.thread_failed
-    distributed.end_with_launcher()
-    distributed.speak()  # reading the config has something to say, long before the ranks meet
+    threading.excepthook = comm.thread_failed
+    comm.end_with_launcher()
+    comm.speak()  # reading the config has something to say, long before the ranks meet
     args = arguments(argv, __doc__)
     experiment = experiment_of(args)
-    distributed.timeout()  # refused here where it is no number: DeepSpeed's import would fail
+    comm.timeout()  # refused here where it is no number: DeepSpeed's import would fail
     starting = Starting()
     starting.begins("torch and DeepSpeed")
     from mst_scale.pretrain.training_loop import train
 
-    ranks = distributed.init()
+    ranks = comm.init()
     watch.start(ranks)
     # one rank a machine looks, before any rank builds
-    ranks.together(lambda: build_locks.clear(build_locks.extensions_folder()) if ranks.local_rank == 0 else [])
+    ranks.agree(lambda: build_locks.clear(build_locks.extensions_folder()) if ranks.local_rank == 0 else [])
     out = out_of(args, experiment)
     lock = OutLock(out)
     try:

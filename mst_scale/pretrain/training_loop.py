@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from mst_scale import distributed, zero_shards
+from mst_scale import comm, zero_shards
 from mst_scale.checkpoints import store
+from mst_scale.comm import ParallelDims, Ranks, Verdict, logger
 from mst_scale.config import Experiment
 from mst_scale.config.check import peak_learning_rate
 from mst_scale.config.parallel import sizes_of
@@ -26,7 +27,6 @@ from mst_scale.costs.beside import beside
 from mst_scale.costs.dense_short import shortened
 from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units import format_counts
-from mst_scale.distributed import Ranks, Sizes, Verdict, logger
 from mst_scale.errors import DivergedError
 from mst_scale.pretrain import batches, lengthen, resume
 from mst_scale.pretrain.batches import Share
@@ -78,7 +78,7 @@ class Run:
         self.step = prepared.place.step
         self.spikes = Spikes(self.training.spike, prepared.place.losses)
         self.skipped = list(prepared.place.skipped)  # batches that rollbacks have left out
-        self.votes = distributed.Votes(self.ranks)
+        self.votes = comm.Votes(self.ranks)
         self.observer = Observer(self.engine, self.experiment, self.out, self.ranks, self.step)
         self.record = Record(
             self.out,
@@ -151,7 +151,7 @@ class Run:
         if stop and not last:
             if self.run_file is not None:
                 self.run_file.ended(STOPPED, self.step)
-                distributed.tell_launcher("MST_STOPPED")
+                comm.tell_launcher("MST_STOPPED")
             self.record.say(f"asked to stop: step {self.step} is saved, the same command continues")
             raise SystemExit(0)
 
@@ -284,7 +284,7 @@ class Run:
             self.run_file.ended(DIVERGED[again], self.step)
             if again:
                 error = DivergedError(f"{error}. The start before diverged at the same step: restarting does not help")
-        self.ranks.refuse(error)
+        self.ranks.fail(error)
 
     def _save(self, final: bool) -> None:
         """A save that fails before the end costs nothing but itself: the run goes on and saves again when it is due."""
@@ -300,10 +300,10 @@ class Run:
                 self.engine, self.checkpoints, self.ranks,
                 step=self.step, batch=self.batch, micro=self.micro, keep=keep, state=state,
                 optimizer=zero_shards.adam_of(self.engine),
-                sizes=Sizes() if self.mesh is None else self.mesh.sizes,
+                sizes=ParallelDims() if self.mesh is None else self.mesh.sizes,
             )  # fmt: skip
             self.failed_saves = 0
-        except (OSError, distributed.FailedElsewhere) as error:
+        except (OSError, comm.FailedElsewhere) as error:
             self.failed_saves += 1
             if final or self.failed_saves >= FAILED_SAVES:
                 raise
@@ -316,9 +316,9 @@ class Run:
 def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks, starting: Starting) -> None:
     """From the options to the table at the end."""
     stop = StopRequest()
-    sizes = ranks.together(lambda: sizes_of(experiment.deepspeed))
+    sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
     replicas = resume.replicas_at_first(out, ranks, sizes)
-    fitted = ranks.together(lambda: shortened(experiment, replicas))
+    fitted = ranks.agree(lambda: shortened(experiment, replicas))
     run = Run(prepare(fitted, out, ranks, args.resume, args.branch_decay_from, begins=starting.begins), stop)
     begun, first = time.monotonic(), run.step
     try:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing.evolve import Layer, sparsify
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.pruning.lowest import lowest
 from mst_scale.pruning.way import Amount, Way

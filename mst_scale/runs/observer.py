@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from mst_scale import zero_shards
+from mst_scale.comm import Ranks, logger
+from mst_scale.comm.exchange import Exchanges, Stages
 from mst_scale.config import Experiment
-from mst_scale.distributed import Ranks, logger
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.exchange import Exchanges, Stages
 from mst_scale.runs import snapshots
 from mst_scale.runs.optional_writes import OptionalWrites
 from mst_scale.runs.snapshots import Matrix, Snapshot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mst_scale.distributed import logger
+from mst_scale.comm import logger
 
 
 class OptionalWrites:

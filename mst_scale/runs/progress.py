@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any, TextIO
 
-from mst_scale.distributed import may_rewrite
+from mst_scale.comm import may_rewrite
 
 
 class ProgressLine:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from mst_scale.checkpoints import store
+from mst_scale.comm import logger
 from mst_scale.dead_units import Tally, total
-from mst_scale.distributed import logger
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.runs.metrics import MetricsFile, read
 from mst_scale.runs.optional_writes import OptionalWrites

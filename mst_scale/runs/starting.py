@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from mst_scale.distributed import launched_rank
+from mst_scale.comm import launched_rank
 
 WORTH_SAYING = 0.5  # seconds
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 from torch import nn
 
-from mst_scale.mixed_growing.exchange import Exchange, Exchanges
+from mst_scale.comm.exchange import Exchange, Exchanges
 from mst_scale.zero_shards.logical import is_cut
 
 MADE = "mst_groups"  # on the engine: process groups are never freed

@@ -29,7 +29,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from mst_scale.distributed import logger
+from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.zero_shards.logical import shape_of
 from mst_scale.zero_shards.slices import laid_out, refuse_untested

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mst_scale.distributed import logger
+from mst_scale.comm import logger
 from mst_scale.errors import UserError
 
 COPY, MANIFEST = "universal", "manifest.json"  # of checkpoints.store, which stands above this package

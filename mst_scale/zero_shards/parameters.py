@@ -10,7 +10,7 @@ import deepspeed
 import torch.distributed as dist
 from torch import nn
 
-from mst_scale.distributed import Mesh
+from mst_scale.comm import Mesh
 
 
 def zero_stage(deepspeed_config: dict[str, Any]) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mst_scale.distributed import Damaged, one_line
+from mst_scale.comm import Damaged, one_line
 from mst_scale.errors import UserError
 
 

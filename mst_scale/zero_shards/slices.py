@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from mst_scale.distributed import Mesh
+from mst_scale.comm import Mesh
 from mst_scale.errors import UserError
 from mst_scale.shard import Shard
 from mst_scale.zero_shards.groups import groups_of, is_cut_up, stage_count, tensor_slices
@@ -337,7 +337,7 @@ def refuse_arguments(model: nn.Module, *more: Any, **others: Any) -> None:
     if given.get("mesh_param") is not None:
         raise UserError(
             "mesh_param does not go with sparse training: DeepSpeed would leave the gradients of one sequence's ranks "
-            "unreduced: give mpu=mst_scale.distributed.Mesh(Sizes(sequence=…)) in its place, or train with method dense"
+            "unreduced: give mpu=mst_scale.comm.Mesh(ParallelDims(sequence=…)) in its place, or train with method dense"
         )
     if given.get("mpu") is not None:
         _refuse_mpu(given["mpu"])
@@ -405,7 +405,7 @@ def refuse_untested(engine: Any) -> None:
 
 
 def _refuse_mpu(mpu: Any) -> None:
-    cure = "give mst_scale.distributed.Mesh, or train with method dense"
+    cure = "give mst_scale.comm.Mesh, or train with method dense"
     if not _names_same_weights(mpu):
         raise UserError(
             "this mpu does not go with sparse training: it has no get_sequence_data_parallel_group, which names the "

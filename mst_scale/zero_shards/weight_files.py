@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from mst_scale import zero_shards
-from mst_scale.distributed import Damaged
+from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.shard import Cut, Shard

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from mst_scale.checkpoints import mask_files
 from mst_scale.checkpoints.mask_state import MaskState
+from mst_scale.comm.exchange import Exchange, Stages
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing.config import TopologyConfig
-from mst_scale.mixed_growing.exchange import Exchange, Stages
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet, assemble
 from mst_scale.mixed_growing.packed_bits import unpack
 from mst_scale.shard import Shard

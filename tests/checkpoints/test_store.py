@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mst_scale.checkpoints import store
-from mst_scale.distributed import Ranks
+from mst_scale.comm import Ranks
 from tests.support import pool
 
 

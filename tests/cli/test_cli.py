@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import mst_scale
-from mst_scale import cli, distributed
+from mst_scale import cli, comm
 from mst_scale.cli import launch
 from mst_scale.errors import UserError
 from tests.support import tiny_run
@@ -19,7 +19,7 @@ from tests.support import tiny_run
 @pytest.mark.parametrize(("value", "wanted"), [("", False), ("0", False), ("false", False), ("1", True), ("yes", True)])
 def test_tracebacks_are_shown_where_they_are_asked_for(monkeypatch, value, wanted):
     monkeypatch.setenv("MST_TRACEBACK", value)
-    assert distributed.is_plain(OSError("gone")) != wanted
+    assert comm.is_plain(OSError("gone")) != wanted
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,8 @@ def test_tracebacks_are_shown_where_they_are_asked_for(monkeypatch, value, wante
 )
 def test_too_little_memory_is_one_line(said):
     error = RuntimeError(said)
-    assert distributed.is_plain(error) and distributed.exit_code(error) == 1
-    line = distributed.one_line(error)
+    assert comm.is_plain(error) and comm.exit_code(error) == 1
+    line = comm.one_line(error)
     assert line.startswith("out of memory: lower train_micro_batch") and len(line.splitlines()) == 1
 
 

@@ -97,7 +97,7 @@ def test_an_overflow_puts_the_topology_step_off_to_the_next_boundary(stage, prec
 
 
 def first_updates(rank, world, grown_moments, precision="fp32", clipping=0.0):
-    """Sizes of the first updates of weights that grow late in a run, in units of the learning rate."""
+    """ParallelDims of the first updates of weights that grow late in a run, in units of the learning rate."""
     allow_fp16()
     optimizer = {"params": {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0}}
     config = mst_config(1, world, precision, optimizer=optimizer, gradient_clipping=clipping)

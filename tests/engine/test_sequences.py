@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import mst_scale
+from mst_scale.comm import Mesh, ParallelDims
 from mst_scale.config.blocks import ModelConfig
-from mst_scale.distributed import Mesh, Sizes
 from mst_scale.models.bert import BERT
 from tests.support import pool
 from tests.support.cut_sequences import SHAPE, batch, config, mesh_of, mine, model, train
@@ -157,7 +157,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=64, attn_pdrop=0.0))
-    cut, whole, sliced = Mesh(Sizes(sequence=2)), Mesh(Sizes()), Mesh(Sizes(tensor=2))
+    cut, whole, sliced = Mesh(ParallelDims(sequence=2)), Mesh(ParallelDims()), Mesh(ParallelDims(tensor=2))
 
     class Apart(Mesh):
         def get_data_parallel_group(self) -> Any:
@@ -166,7 +166,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     deepspeed.init_distributed("gloo")  # a mesh asks for it
     theirs.initialize_sequence_parallel(2)
     cases: dict[str, tuple[nn.Module, Any, int]] = {
-        "other files": (model(), Apart(Sizes(sequence=2)), 2),
+        "other files": (model(), Apart(ParallelDims(sequence=2)), 2),
         "slices of layers": (toy(), sliced, 1),
         "transformers by a mesh": (gpt2, cut, 2),
         "gpt2 by theirs": (gpt2, theirs, 2),
@@ -202,7 +202,7 @@ def test_refusals() -> None:
 
 
 def warnings(rank: int, world: int) -> list[str]:
-    from mst_scale.distributed import speak
+    from mst_scale.comm import speak
     from mst_scale.engine.sequences import cut_sequences
     from mst_scale.hybrid_sparse_attention import SelfAttention
 

@@ -65,7 +65,7 @@ def work():
 def on_ranks(rank, world):
     import torch.distributed as dist
 
-    from mst_scale.distributed import Ranks
+    from mst_scale.comm import Ranks
 
     return scorer(Ranks(rank, rank, world, dist.new_group(backend="gloo"), joined=False), batch=2).score(work())
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing import packed_bits, random_k, refinement, top_k
 from mst_scale.mixed_growing.evolve import Change, Layer, evolve
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import policy
 from mst_scale.shard import Shard

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mst_scale.benchmarks import topology, topology_ways
-from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.comm.exchange import Exchange
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.blocks import Blocks, Elements
 from mst_scale.mixed_growing.evolve import Layer
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet, assemble, ever_active
 from mst_scale.mixed_growing.policies import policy
 from mst_scale.shard import Cut, Shard

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.errors import DivergedError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.distribution import Plan, plan, share_of
 from mst_scale.mixed_growing.evolve import Change, Layer, evolve, sparsify
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import POLICIES, Policy, policy
 from mst_scale.shard import Shard

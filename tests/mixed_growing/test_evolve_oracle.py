@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing.evolve import Change, Layer, sparsify
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import policy
 from mst_scale.shard import Shard

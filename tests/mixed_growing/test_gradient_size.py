@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mst_scale.mixed_growing.exchange import Exchange
+from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing.gradient_size import mean_squares
 from mst_scale.mixed_growing.scores import Scores, peak_keys
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet, StoredMask, assemble, sha256
 from mst_scale.shard import Shard
 

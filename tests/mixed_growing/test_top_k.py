@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mst_scale.comm.exchange import Exchange, Traffic
 from mst_scale.errors import DivergedError
 from mst_scale.mixed_growing import packed_bits, top_k
-from mst_scale.mixed_growing.exchange import Exchange, Traffic
 from mst_scale.mixed_growing.random_k import select_at_random
 from mst_scale.mixed_growing.refinement import Request
 from mst_scale.mixed_growing.scores import INFINITY_KEY, Scores

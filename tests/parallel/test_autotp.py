@@ -342,9 +342,9 @@ def megatron() -> Any:
 
 
 def sequences() -> Any:
-    from mst_scale.distributed import Mesh, Sizes
+    from mst_scale.comm import Mesh, ParallelDims
 
-    return Mesh(Sizes(sequence=2))
+    return Mesh(ParallelDims(sequence=2))
 
 
 def refused(rank: int, world: int, build: Any, deepspeed: dict[str, Any], mpu: Any) -> str:

@@ -13,9 +13,9 @@ from deepspeed.comm import comm as deepspeed_comm
 
 import mst_scale
 from mst_scale import zero_shards
+from mst_scale.comm.exchange import Exchange
 from mst_scale.config import load
 from mst_scale.mixed_growing import refinement, top_k
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.models.bert import BERT
 from mst_scale.models.gpt import GPT
 from mst_scale.pretrain.prepare import parameter_groups

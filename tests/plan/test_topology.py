@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.config import load
 from mst_scale.mixed_growing import random_k, refinement, top_k
 from mst_scale.mixed_growing.blocks import Blocks
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Layer, evolve
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
 from mst_scale.mixed_growing.policies import POLICIES
 from mst_scale.plan import skipping, topology

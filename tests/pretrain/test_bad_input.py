@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mst_scale import distributed
+from mst_scale import comm
 from mst_scale.errors import UserError
 from mst_scale.pretrain import start, training_loop
 from tests.support import pool, tiny_run
@@ -330,9 +330,9 @@ def test_no_connection_of_others_takes_a_free_port_before_the_ranks_do():
     import socket
 
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    ports = [distributed.free_port() for _ in range(20)]
+    ports = [comm.free_port() for _ in range(20)]
     assert len(set(ports)) > 15, "two starts at once take two"
-    assert first < 2 * distributed.launch.LOWEST_PORT or max(ports) < first
+    assert first < 2 * comm.launch.LOWEST_PORT or max(ports) < first
     with socket.socket() as probe:
         probe.bind(("", ports[0]))
 
@@ -451,7 +451,7 @@ def remove(rank: int, world: int, argv: list[str], out: str) -> tuple[int, str]:
 def ending(error: Exception, linger: float, **environment: str) -> subprocess.Popen[str]:
     """A process that ends with `error` before it has met the others."""
     lines = f"exits.LINGER = {linger}", "print('here', flush=True)", f"exits.end({error!r})"
-    program = "; ".join(["from mst_scale.distributed import exits", "from mst_scale.errors import UserError", *lines])
+    program = "; ".join(["from mst_scale.comm import exits", "from mst_scale.errors import UserError", *lines])
     return subprocess.Popen(
         [sys.executable, "-c", program], env=tiny_run.environment(**environment), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,

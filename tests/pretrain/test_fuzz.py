@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mst_scale import cli, distributed
+from mst_scale import cli, comm
 from mst_scale.checkpoints import store
 from mst_scale.config import load
 from mst_scale.data.prepare import prepare
@@ -130,7 +130,7 @@ def test_configs(tmp_path, monkeypatch, cases):
     def met():
         raise SystemExit(REACHED)
 
-    monkeypatch.setattr(distributed, "init", met)
+    monkeypatch.setattr(comm, "init", met)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def check(changes):
@@ -143,8 +143,8 @@ def test_configs(tmp_path, monkeypatch, cases):
         try:
             refusals.refuse(load(path), 1)
         except ValueError as error:
-            refused_well(2, f"mst: {distributed.one_line(error)}", time.process_time() - start)
-            assert distributed.is_plain(error)
+            refused_well(2, f"mst: {comm.one_line(error)}", time.process_time() - start)
+            assert comm.is_plain(error)
             return
         if small(path):
             train.append(path.read_text())
@@ -219,7 +219,7 @@ def test_command_lines(tmp_path, monkeypatch, cases):
     def met():
         raise SystemExit(REACHED)
 
-    monkeypatch.setattr(distributed, "init", met)
+    monkeypatch.setattr(comm, "init", met)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     cli.parser()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import mst_scale
+from mst_scale.comm import Ranks
 from mst_scale.config import load
-from mst_scale.distributed import Ranks
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.report import from_checkpoint
 from mst_scale.runs import snapshots
@@ -117,7 +117,7 @@ class Writer:
         pass
 
 
-def shown(rank, world, folder, spent):
+def looks(rank, world, folder, spent):
     raw = mst_config(1, world)
     engine, *_ = mst_scale.initialize(model=toy(), config=raw)
     ranks = Ranks(rank, rank, world, torch.distributed.group.WORLD)
@@ -134,7 +134,7 @@ def shown(rank, world, folder, spent):
 
 
 def test_tensorboard_sees_weights_beside_masks_and_only_while_it_costs_less_than_a_hundredth(tmp_path):
-    first, *others = pool.run(shown, 3, str(tmp_path), 0.0)
+    first, *others = pool.run(looks, 3, str(tmp_path), 0.0)
     images, histograms, seconds = first
     assert sorted(images) == [f"mst_weights_and_mask/{name}.weight" for name in ("down", "out", "up")]
     image = images["mst_weights_and_mask/up.weight"]
@@ -144,7 +144,7 @@ def test_tensorboard_sees_weights_beside_masks_and_only_while_it_costs_less_than
     assert values["num"] == image[0, :, 15:].sum() == sum(values["bucket_counts"])
     assert seconds > 0 and all(not seen and not counted for seen, counted, _ in others)
     # an hour spent in a run of seconds: left out on every rank alike, and nothing hangs
-    assert pool.run(shown, 3, str(tmp_path), 3600.0) == [({}, {}, 0.0)] * 3
+    assert pool.run(looks, 3, str(tmp_path), 3600.0) == [({}, {}, 0.0)] * 3
 
 
 def test_slices_add_up_wherever_they_are_cut(monkeypatch):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mst_scale import distributed
+from mst_scale import comm
 from mst_scale.checkpoints import store
 from mst_scale.compiled import build_locks
 from mst_scale.errors import UserError
@@ -328,7 +328,7 @@ def test_the_folder_of_a_killed_run_of_another_machine_is_taken_over(tmp_path, t
 def test_a_frozen_run_that_was_taken_over_ends_when_it_wakes_up(tmp_path, two_machines, monkeypatch):
     """And likewise the earlier of two that start at the same moment."""
     ended = []
-    monkeypatch.setattr(distributed, "end", lambda error: ended.append(error) or sys.exit())
+    monkeypatch.setattr(comm, "end", lambda error: ended.append(error) or sys.exit())
     one, other = two_machines("one", tmp_path), two_machines("other", tmp_path)
     monkeypatch.setattr(other, "_lives_elsewhere", lambda locked: False)
     one.take(restarted=False)

@@ -18,11 +18,11 @@ from tests.sparse_linear.block_cases import errors, poisoned, second_derivatives
 def trained(stage: int) -> dict[str, Any]:
     """A tiny GPT, every layer and the tied head in blocks, trained for some steps: against masked dense products."""
     import mst_scale
-    from mst_scale import distributed
+    from mst_scale import comm
     from mst_scale.config.blocks import ModelConfig
     from tests.sparse_linear.test_training import build, config, tokens
 
-    distributed.init()
+    comm.init()
     shape = ModelConfig(n_layer=1, n_head=2, n_embd=40, context=8, vocab_size=70, vocab_multiple=1, bias=True)
     losses: dict[str, list[float]] = {}
     indexed = 0

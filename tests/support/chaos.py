@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from mst_scale.comm import ParallelDims
 from mst_scale.config.parallel import KEYS
-from mst_scale.distributed import Sizes
 from tests.support import forked, tiny_run
 
 SAVE_EVERY = 7
@@ -57,7 +57,7 @@ class Case:
     stage: int
     faults: int
     seed: int
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: ParallelDims = field(default_factory=ParallelDims)
 
     @property
     def steps(self) -> int:
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def cut(self) -> str:
-        return self.sizes.in_words() if self.sizes.model > 1 else ""
+        return self.sizes.describe() if self.sizes.model > 1 else ""
 
     def __str__(self) -> str:
         return f"{self.world} ranks{self.cut and f' ({self.cut})'}, stage {self.stage}, {self.faults} faults"
@@ -219,7 +219,7 @@ def case_of(words: str, faults: int, seed: int) -> Case:
     """`ranks:ZeRO stage`, and what is cut: `4:1:tensor=2`, `8:1:tensor=2:pipeline=2`."""
     world, stage, *cuts = words.split(":")
     sizes = {what: int(size) for what, size in (cut.split("=") for cut in cuts)}
-    return Case(int(world), int(stage), faults, seed + int(world), Sizes(**sizes))
+    return Case(int(world), int(stage), faults, seed + int(world), ParallelDims(**sizes))
 
 
 def as_a_row(case: Case) -> str:

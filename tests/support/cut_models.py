@@ -36,11 +36,11 @@ def settings(stage: int, **more: Any) -> dict[str, Any]:
 def built(sizes: dict[str, int], stage: int = 0, seed: int = 5, **changes: Any) -> tuple[Any, Any]:
     """(mesh, this rank's piece of the model)."""
     from mst_scale import zero_shards
-    from mst_scale.distributed import Mesh, Sizes
+    from mst_scale.comm import Mesh, ParallelDims
     from mst_scale.models import build
     from mst_scale.tensor_parallel import TensorGroup
 
-    config, wanted = dataclasses.replace(TINY, **changes), Sizes(**sizes)
+    config, wanted = dataclasses.replace(TINY, **changes), ParallelDims(**sizes)
     if wanted not in MESHES:
         MESHES[wanted] = Mesh(wanted)
     mesh = MESHES[wanted]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import mst_scale
+from mst_scale.comm import Mesh, ParallelDims
 from mst_scale.config.blocks import ModelConfig
-from mst_scale.distributed import Mesh, Sizes
 from mst_scale.models.gpt import GPT
 from tests.support.toy_engine import shas
 from tests.support.toys import deepspeed_config
@@ -27,7 +27,7 @@ def mesh_of(sequence: int) -> Iterator[Mesh]:
 
     deepspeed.init_distributed("gloo")
     try:
-        yield Mesh(Sizes(sequence=sequence))
+        yield Mesh(ParallelDims(sequence=sequence))
     finally:
         groups.mpu = None
 

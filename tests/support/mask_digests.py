@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mst_scale.comm.exchange import Exchange
 from mst_scale.methods.baselines.n_of_m import kept_both_ways, kept_of, soft_threshold
 from mst_scale.methods.baselines.spartan import SoftlyMasked
 from mst_scale.methods.baselines.top_kast import largest
 from mst_scale.mixed_growing.blocks import Blocks, Elements
 from mst_scale.mixed_growing.evolve import Layer
-from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.masks import LayerMask, sha256
 from mst_scale.mixed_growing.policies import POLICIES
 from mst_scale.shard import Shard

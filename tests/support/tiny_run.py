@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mst_scale.distributed import free_port
+from mst_scale.comm import free_port
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 32

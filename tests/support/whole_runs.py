@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mst_scale import distributed
+from mst_scale import comm
 from mst_scale.pretrain import start
 from tests.support import tiny_run
 
@@ -29,7 +29,7 @@ class Exited(BaseException):
 
 def attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
     """Run `pretrain` in this process: (exit code, what it wrote to stderr). No launcher is there to end a rank."""
-    distributed.exits.LINGER = 0.0
+    comm.exits.LINGER = 0.0
     stderr, leave, mine = io.StringIO(), os._exit, os.getpid()
 
     def gone(code: int) -> None:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mst_scale.distributed import timeout
+from mst_scale.comm import timeout
 from mst_scale.errors import UserError
 from tests.support import forked, tiny_run
 
@@ -112,7 +112,7 @@ def at_a_moment(moment, what):
 
 def freezes(moment, victim):
     """The allowed silence is short from the fifth step on; the start may take longer on a busy machine."""
-    from mst_scale.distributed import Watch
+    from mst_scale.comm import Watch
     from mst_scale.pretrain.training_loop import Run
 
     def freeze(run):
@@ -172,7 +172,7 @@ def test_a_rank_that_hangs_is_named_when_collectives_time_out(tmp_path):
 
 
 def short_stop():
-    from mst_scale.distributed import peers
+    from mst_scale.comm import peers
 
     peers.STOPPING_SECONDS = 4.0
 

@@ -1,8 +1,8 @@
-"""The ranks of a run as one group: how they meet, decide together and raise together.
+"""Joins the ranks of a run, and lets them decide together and fail together.
 
-Ranks are found in the launcher's environment (`deepspeed`, `torchrun`), through mpi4py under `mpirun`, or there is
-just this process. A decision or an error of one rank reaches all of them through a small gloo group (`Ranks.control`)
-that lives beside the training's own, so that nobody waits for a rank that has given up.
+Ranks are found in the launcher's environment (`deepspeed`, `torchrun`), through mpi4py under `mpirun`, or there is only
+this process. Decisions and errors of one rank reach the others through a small gloo group (`Ranks.control`) beside the
+groups of the training, so that nobody waits for a rank that has given up.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import math
 import os
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from mst_scale.comm.exits import FailedElsewhere, exit_code, is_plain, one_line
+from mst_scale.comm.groups import new_group
+from mst_scale.comm.launch import complete_environment, timeout
+from mst_scale.comm.messages import logger, speak
 from mst_scale.compiled.first_use import announced
-from mst_scale.distributed.errors import FailedElsewhere, exit_code, is_plain, one_line
-from mst_scale.distributed.launch import complete_environment, timeout
-from mst_scale.distributed.messages import logger, speak
 
 T = TypeVar("T")
 LOOK_EVERY = timedelta(seconds=10)
@@ -28,35 +30,42 @@ LOOK_EVERY = timedelta(seconds=10)
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who we are among how many."""
+    """This rank among all ranks of a run."""
 
     rank: int
     local_rank: int
     world_size: int
     control: Any  # a gloo process group for flags and small objects
-    joined: bool = True  # the process group is ours to leave
-    long_tasks: Iterator[int] = field(default_factory=itertools.count)  # numbers them, alike on all ranks
+    joined: bool = True  # whether `leave` destroys the default process group
+    long_tasks: Iterator[int] = field(default_factory=itertools.count)  # numbers long tasks alike on all ranks
 
     @property
     def first(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
-    def on_first(self, what: Callable[[], T], long: bool = False) -> T:
-        """Run `what` on rank 0 alone; return its result, or raise its error, on every rank.
+    def on_first(self, run: Callable[[], T], long: bool = False) -> T:
+        """Call `run` on rank 0 alone; return its result, or raise its error, on every rank.
 
-        A `long` task, such as preparing a corpus, may take longer than the timeout of collectives. The others wait
-        for its end outside of any collective; that rank 0 is alive, they know from its `Watch`.
+        Args:
+            run: The function.
+            long: Whether it may take longer than the timeout of collectives, such as preparing a corpus. The others
+                then wait outside of any collective; the `Watch` tells them that rank 0 is alive.
         """
-        outcome = self._attempt(what) if self.first else None
+        outcome = self._attempt(run) if self.first else None
         if long and self.world_size > 1:
             self._await_end_of(f"mst_scale/long_task/{next(self.long_tasks)}")
         return self._share(outcome, source=0)
 
-    def together(self, what: Callable[[], T]) -> T:
-        """`what()` on every rank; if it fails anywhere, it fails everywhere, and the lowest such rank says why."""
+    def agree(self, run: Callable[[], T]) -> T:
+        """Call `run` on every rank and return this rank's result.
+
+        If it fails anywhere, it fails everywhere: the lowest rank on which it failed raises its error, and all others
+        raise `FailedElsewhere`.
+        """
         import torch.distributed as dist
 
-        value, error = self._attempt(what)
+        value, error = self._attempt(run)
         verdicts: list[Any] = [None] * self.world_size
         dist.all_gather_object(verdicts, error, group=self.control)
         for rank, verdict in enumerate(verdicts):
@@ -64,11 +73,12 @@ class Ranks:
                 self._fail(verdict, rank)
         return value
 
-    def refuse(self, error: Exception) -> NoReturn:
-        """Raise what all ranks have come to see alike: rank 0 says it."""
+    def fail(self, error: Exception) -> NoReturn:
+        """Raise an error that all ranks have met alike; rank 0 prints it."""
         self._fail(error, 0)
 
     def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
         import torch
         import torch.distributed as dist
 
@@ -77,7 +87,7 @@ class Ranks:
         return bool(votes)
 
     def leave(self) -> None:
-        """All are done: end together."""
+        """Wait for all ranks, and leave the process group."""
         import torch.distributed as dist
 
         self.any(False)
@@ -97,9 +107,9 @@ class Ranks:
                 store.wait([task], LOOK_EVERY)
                 return
 
-    def _attempt(self, what: Callable[[], T]) -> tuple[Any, Exception | None]:
+    def _attempt(self, run: Callable[[], T]) -> tuple[Any, Exception | None]:
         try:
-            return what(), None
+            return run(), None
         except Exception as error:
             if not is_plain(error) and hasattr(error, "add_note"):
                 error.add_note(traceback.format_exc())
@@ -125,7 +135,9 @@ class Ranks:
 def init(through_deepspeed: bool = True) -> Ranks:
     """Join the process group that the launcher prepared; without a launcher, be the only rank.
 
-    Without `through_deepspeed` torch alone makes the group: DeepSpeed on a CPU compiles an operator for its own.
+    Args:
+        through_deepspeed: Whether DeepSpeed makes the default group. torch does it otherwise: on a CPU, DeepSpeed
+            compiles an operator first.
     """
     import torch.distributed as dist
 
@@ -150,7 +162,7 @@ def init(through_deepspeed: bool = True) -> Ranks:
         rank=dist.get_rank(),
         local_rank=int(os.environ["LOCAL_RANK"]),
         world_size=dist.get_world_size(),
-        control=dist.new_group(backend="gloo", timeout=limit),
+        control=new_group("control", backend="gloo"),
         joined=joined,
     )
 
@@ -177,3 +189,55 @@ def _bound_later_groups(limit: timedelta) -> None:
 
     distributed_c10d.default_pg_timeout = limit
     distributed_c10d.default_pg_nccl_timeout = limit
+
+
+class Verdict(NamedTuple):
+    """What the ranks report about one step."""
+
+    step: int
+    stop: bool
+    nonfinite: bool
+    loss: float  # the mean over ranks, the same bits on each
+
+
+class Votes:
+    """One small all-reduce per step, awaited one step later, so that no rank waits for it."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.flights: list[tuple[int, Any, Any]] = []
+
+    def cast(self, step: int, stop: bool, loss: float, wait: bool) -> list[Verdict]:
+        """Send what this rank has to report about a step.
+
+        Args:
+            step: The step.
+            stop: Whether this rank was asked to stop.
+            loss: The loss on this rank.
+            wait: Whether to wait for this step's verdict too (before a checkpoint, an evaluation or a logged row).
+
+        Returns:
+            The verdicts that have arrived, oldest first, the same on every rank.
+        """
+        import torch
+        import torch.distributed as dist
+
+        before, self.flights = self.flights, []
+        nonfinite = not math.isfinite(loss)
+        ballot = torch.tensor([stop, nonfinite, 0.0 if nonfinite else loss], dtype=torch.float64)
+        flight = (step, ballot, dist.all_reduce(ballot, group=self.ranks.control, async_op=True))
+        self.flights.append(flight)
+        return self._arrived(before) + (self.drain() if wait else [])
+
+    def drain(self) -> list[Verdict]:
+        """Wait for verdicts that are still under way."""
+        flights, self.flights = self.flights, []
+        return self._arrived(flights)
+
+    def _arrived(self, flights: list[tuple[int, Any, Any]]) -> list[Verdict]:
+        for _, _, work in flights:
+            work.wait()
+        return [
+            Verdict(step, bool(ballot[0]), bool(ballot[1]), float(ballot[2]) / self.ranks.world_size)
+            for step, ballot, _ in flights
+        ]

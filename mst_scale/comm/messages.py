@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any, TextIO
 
-from mst_scale.distributed.launch import launched_rank, under_mpi
+from mst_scale.comm.launch import launched_rank, under_mpi
 
 logger = logging.getLogger("mst_scale")
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mst_scale.distributed import messages
+from mst_scale.comm import messages
 
 
 @pytest.mark.parametrize("others", ["nobody", "a file", "errors only", "the terminal"])

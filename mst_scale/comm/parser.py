@@ -1,22 +1,22 @@
-"""A parser of options whose every mistake costs one line that names the way out, on one rank, and exit code 2."""
+"""Parses command lines; a wrong option is one line that says what is valid, on one rank, and exit code 2."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import stat
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mst_scale.distributed.errors import refuse_unprintable, shown
-from mst_scale.distributed.exits import end
-from mst_scale.distributed.launch import launched_rank, several
+from mst_scale.comm.exits import end, format_value
+from mst_scale.comm.launch import launched_rank, several
 from mst_scale.errors import UserError
 
 
 def at_least(least: int | float) -> Callable[[str], int | float]:
-    """The type of an option that takes such numbers; whole ones where `least` is whole."""
+    """Return the `type` of an option that takes numbers from `least` on: integers if `least` is an int."""
     kind = type(least)
 
     def number(text: str) -> int | float:
@@ -29,8 +29,24 @@ def at_least(least: int | float) -> Callable[[str], int | float]:
     return number
 
 
-def refuse_no_folder(option: str, path: Path) -> None:
-    """A path that is to become a folder must not run into a file, a broken link or a name that no disk takes."""
+def validate_printable(what: str, text: str) -> None:
+    """Check that a text has no line breaks, other control characters or invalid Unicode, which no message could show.
+
+    Raises:
+        UserError: if it has one.
+    """
+    for character in text:
+        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
+            name = "a line break" if character in "\n\r" else f"the character {character!a}"
+            raise UserError(f"{what} must not hold {name}: {format_value(text)}")
+
+
+def validate_folder(option: str, path: Path) -> None:
+    """Check that a folder can be created at `path`.
+
+    Raises:
+        UserError: if a file or a broken link is in the way, or the name is not valid.
+    """
     for place in (path, *path.parents):
         try:
             if stat.S_ISDIR(os.stat(place).st_mode):
@@ -41,12 +57,12 @@ def refuse_no_folder(option: str, path: Path) -> None:
         except PermissionError:
             return  # whoever makes it says so
         except OSError as error:
-            raise UserError(f"{option} {shown(str(path))}: {error.strerror}; choose another folder") from None
-        raise UserError(f"{option} {shown(str(path))}: {shown(str(place))} is no folder; choose another")
+            raise UserError(f"{option} {format_value(str(path))}: {error.strerror}; choose another folder") from None
+        raise UserError(f"{option} {format_value(str(path))}: {format_value(str(place))} is no folder; choose another")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, except that a mistake is one line, and that of several ranks only the first says it."""
+    """An `argparse.ArgumentParser` whose errors are one line, printed by the first of several ranks."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = super().parse_known_args(args, namespace)
@@ -54,13 +70,13 @@ class Parser(argparse.ArgumentParser):
             for text in value if isinstance(value, list) else [value]:
                 if option != "set" and isinstance(text, str | Path):  # what --set holds, the config looks at
                     try:
-                        refuse_unprintable(f"argument {option}", str(text))
+                        validate_printable(f"argument {option}", str(text))
                     except UserError as error:
                         self.error(str(error))
         return found, rest
 
     def print_help(self, file: Any = None) -> None:
-        """Once, however many ranks were asked."""
+        """Print the help on rank 0 only."""
         if launched_rank() == 0:
             super().print_help(file)
 

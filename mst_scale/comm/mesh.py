@@ -1,8 +1,7 @@
-"""The ranks of a run as a mesh: who holds which slice of a layer, part of a sequence, share of a batch, stage.
+"""Arranges the ranks of a run as a mesh of pipeline stages, data, sequence and tensor parallelism.
 
-Rank r stands at ((stage · data + replica) · sequence + part) · tensor + slice: ranks that share a layer are neighbours,
-so that a launcher which fills one node after the other keeps them inside a node. DeepSpeed asks the same questions of
-what it calls an mpu, and a mesh answers in its words.
+Rank r is at ((stage · data + replica) · sequence + part) · tensor + slice: ranks that share a layer are neighbours, so
+a launcher that fills one node after the other keeps them within a node. A mesh is also what DeepSpeed calls an mpu.
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from mst_scale.comm.groups import new_group
 from mst_scale.errors import UserError
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ParallelDims:
     """The size of each kind of model parallelism; 1 means that it is not used."""
 
     tensor: int = 1
@@ -38,11 +38,13 @@ class Sizes:
         """
         if world % self.model:
             raise UserError(
-                f"{world} ranks cannot be cut into groups of {self.in_words()}: start on a multiple of {self.model}"
+                f"{world} ranks cannot be divided into groups of {self.describe()}: "
+                f"start a multiple of {self.model} ranks"
             )
         return world // self.model
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
+        """Return the sizes above 1, for messages."""
         cuts = {"tensor": self.tensor, "sequence": self.sequence, "pipeline": self.pipeline}
         return " × ".join(f"{what} {size}" for what, size in cuts.items() if size > 1) or "one rank"
 
@@ -54,23 +56,23 @@ class Mesh:
     of each sequence, `stage` the pipeline stage and `slice` the tensor-parallel position of this rank.
     """
 
-    def __init__(self, sizes: Sizes):
+    def __init__(self, sizes: ParallelDims):
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            raise UserError("a mesh is made of the ranks of a run: call deepspeed.init_distributed() before")
+            raise UserError("Mesh() needs the ranks of a run: call deepspeed.init_distributed() first")
         self.sizes = sizes
         rank, world = dist.get_rank(), dist.get_world_size()
         self.data = sizes.data(world)
         axes = (sizes.pipeline, self.data, sizes.sequence, sizes.tensor)
         self.stage, self.replica, self.part, self.slice = _place(rank, axes)
-        self.tensor_group = _group(axes, (3,))
-        self.sequence_group = _group(axes, (2,))
-        self.data_group = _group(axes, (1,))
-        self.same_weights_group = _group(axes, (1, 2))
-        """Ranks that hold the same weights: ZeRO cuts them over these."""
+        self.tensor_group = _group("tensor", axes, (3,))
+        self.sequence_group = _group("sequence", axes, (2,))
+        self.data_group = _group("data", axes, (1,))
+        self.same_weights_group = _group("same weights", axes, (1, 2))
+        """Ranks that hold the same weights: ZeRO partitions them over these."""
 
-    # --- DeepSpeed's words ---
+    # --- DeepSpeed's mpu interface ---
 
     def get_model_parallel_group(self) -> Any:
         return self.tensor_group
@@ -86,7 +88,7 @@ class Mesh:
     get_tensor_model_parallel_rank = get_model_parallel_rank
 
     def get_data_parallel_group(self) -> Any:
-        """Over it DeepSpeed cuts weights at stage 3 and names a checkpoint's files; shares of a batch are `data`."""
+        """Return the group over which DeepSpeed partitions weights at stage 3 and numbers files."""
         return self.same_weights_group
 
     def get_data_parallel_world_size(self) -> int:
@@ -122,8 +124,8 @@ def _place(rank: int, axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(place))
 
 
-def _group(axes: tuple[int, ...], along: tuple[int, ...]) -> Any:
-    """This rank's group of ranks that differ along these axes only. Every rank makes all groups, in the same order."""
+def _group(name: str, axes: tuple[int, ...], along: tuple[int, ...]) -> Any:
+    """This rank's group of ranks that differ along these axes only. Every rank creates all groups in the same order."""
     import torch.distributed as dist
 
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -132,7 +134,7 @@ def _group(axes: tuple[int, ...], along: tuple[int, ...]) -> Any:
         groups.setdefault(fixed, []).append(rank)
     mine = None
     for ranks in groups.values():
-        made = dist.new_group(ranks)
+        made = new_group(name, ranks)
         if dist.get_rank() in ranks:
             mine = made
     return mine

@@ -6,7 +6,7 @@ thread of its own, and three things are noticed:
 killed    A process that ends closes its sockets, whatever ended it, and a machine that is down stops answering TCP's
           keep-alives.
 frozen    A process that is stopped (SIGSTOP, a debugger, a hung machine) sends no sign of life. Every rank sends one to
-          rank 0, and rank 0 to every rank, a few times within the timeout (`distributed.timeout`).
+          rank 0, and rank 0 to every rank, a few times within the timeout (`comm.timeout`).
 stuck     A process whose main thread hangs still sends signs of life. When a collective times out on some ranks, the
           ranks that did not take part in it are named.
 
@@ -38,10 +38,10 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from mst_scale.distributed.errors import FailedElsewhere
-from mst_scale.distributed.group import Ranks
-from mst_scale.distributed.launch import timeout
-from mst_scale.distributed.messages import logger
+from mst_scale.comm.exits import FailedElsewhere
+from mst_scale.comm.launch import timeout
+from mst_scale.comm.messages import logger
+from mst_scale.comm.ranks import Ranks
 
 MEET_SECONDS = 60.0
 NEWS_SECONDS = 3.0  # from a collective's failure to the news of the lost rank

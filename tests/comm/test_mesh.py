@@ -2,9 +2,9 @@
 
 import pytest
 
-from mst_scale.distributed import Mesh, Sizes
+from mst_scale.comm import Mesh, ParallelDims
 
 
 def test_ranks_meet_before_a_mesh_is_made():
     with pytest.raises(ValueError, match=r"call deepspeed.init_distributed\(\) before"):
-        Mesh(Sizes(tensor=2))
+        Mesh(ParallelDims(tensor=2))

@@ -1,0 +1,73 @@
+"""Communication between the ranks of a run: process groups, agreement on errors, detection of lost ranks, exits.
+
+launch     reads the launcher's environment; finds a port
+messages   logs on rank 0; errors of every rank
+exits      ends a rank with one line and an exit code
+groups     creates process groups by name
+ranks      all ranks of a run: decide, fail and leave together
+mesh       pipeline, data, sequence and tensor parallelism
+exchange   the small all-reduces of masks; errors that all ranks raise together
+watchdog   names a rank that is gone or makes no progress, and ends the others
+parser     command lines whose errors are one line, on one rank
+"""
+
+from typing import Any
+
+from mst_scale import _deprecated
+from mst_scale.comm.exits import (
+    FailedElsewhere,
+    SharedMistake,
+    end,
+    end_with_launcher,
+    exit_code,
+    format_value,
+    is_plain,
+    leave,
+    one_line,
+    tell_launcher,
+    thread_failed,
+)
+from mst_scale.comm.groups import groups, new_group
+from mst_scale.comm.launch import complete_environment, free_port, launched_rank, several, timeout, under_mpi
+from mst_scale.comm.mesh import Mesh, ParallelDims
+from mst_scale.comm.messages import logger, may_rewrite, speak
+from mst_scale.comm.ranks import Ranks, Verdict, Votes, init
+from mst_scale.comm.watchdog import Watch
+from mst_scale.errors import Damaged
+
+__all__ = [
+    "Damaged",
+    "FailedElsewhere",
+    "Mesh",
+    "ParallelDims",
+    "Ranks",
+    "SharedMistake",
+    "Verdict",
+    "Votes",
+    "Watch",
+    "complete_environment",
+    "end",
+    "end_with_launcher",
+    "exit_code",
+    "format_value",
+    "free_port",
+    "groups",
+    "init",
+    "is_plain",
+    "launched_rank",
+    "leave",
+    "logger",
+    "may_rewrite",
+    "new_group",
+    "one_line",
+    "several",
+    "speak",
+    "tell_launcher",
+    "thread_failed",
+    "timeout",
+    "under_mpi",
+]
+
+
+def __getattr__(name: str) -> Any:
+    return _deprecated.renamed(__name__, name)
