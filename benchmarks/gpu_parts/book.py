@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from mst_scale.errors import UserError
-
-from ..studies.facts import append
 
 Row = dict[str, Any]
 SAME = ("gpu", "torch", "triton", "commit", "tiny")
@@ -92,6 +91,15 @@ class Book:
         left = sum("unfinished" in row for row in self.rows)
         words = [f"{len(self.rows)} cases", f"{len(self.bad)} wrong or failed"]
         return ", ".join([*words, *([f"{left} not finished"] if left else [])])
+
+
+def append(path: Path, row: Row) -> None:
+    """Append a line in one write, on the disk when this returns; after a torn line, start a new one."""
+    with path.open("ab+") as file:
+        torn = file.tell() > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
+        file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def said(row: Row) -> str:

@@ -68,7 +68,7 @@ class Where:
 
     def environment(self) -> dict[str, str]:
         """Of a part's process: this source tree, no launcher around it."""
-        from ..studies.line import environment
+        from ..studies.runner import environment
 
         tiny = {"TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} if self.tiny else {}
         caches = {
