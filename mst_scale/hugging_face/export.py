@@ -29,11 +29,9 @@ from mst_scale.checkpoints import mask_files, store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import Experiment, ModelConfig, load
 from mst_scale.data.corpus import META, read_meta
-from mst_scale.data.masking import open_sampler
 from mst_scale.data.recipe import is_code
-from mst_scale.data.sampler import Sampler
-from mst_scale.data.tokenizer import TrainedWith, chosen, is_missing, same_ids, trained_with
-from mst_scale.data.tokenizer_files import write_tokenizer
+from mst_scale.data.sampler import Sampler, open_sampler
+from mst_scale.data.tokenizer import TrainedWith, chosen, is_missing, same_ids, trained_with, write_tokenizer
 from mst_scale.dead_units.kinds import in_words
 from mst_scale.dead_units.lines import LineFlags
 from mst_scale.dead_units.units import find_units
