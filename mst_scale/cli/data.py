@@ -12,7 +12,7 @@ from mst_scale.comm.parser import validate_folder
 from mst_scale.errors import UserError
 
 ABOUT = """\
-Tokenise text into a corpus folder: train.bin and val.bin (nanoGPT's layout) and meta.json.
+Tokenize text into a corpus folder: train.bin and val.bin (nanoGPT's layout) and meta.json.
 
 SOURCE is one of
   stdlib          the sources of the running Python: real text that is on every machine (the default)
@@ -25,9 +25,9 @@ SOURCE is one of
 TOKENIZER is `byte` (256 bytes and an end of text), `gpt2` or another encoding of tiktoken, or the path of a .tiktoken
 rank file, split by GPT-2's pattern: r50k_base.tiktoken gives gpt2's ids without a network. For BERT any of these, as
 [MASK] is the model's last id then, or `bert-base-uncased`, `bert-base-cased` or the path of a vocab.txt: word pieces.
-Masks are drawn while training, so there is one kind of corpus.
+Masks are drawn during training, so GPTs and BERTs use the same corpora.
 
-A run that was killed is finished by the same command. A corpus that is there already is used as it is."""
+The same command finishes a run that was killed. A finished corpus is used as it is."""
 
 EXAMPLES = """\
 examples:
@@ -49,7 +49,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 def add(subparsers: Any) -> None:
     verb = subparsers.add_parser(
         "data",
-        help="tokenise text into a corpus",
+        help="tokenize text into a corpus",
         description=ABOUT,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -73,7 +73,7 @@ def add(subparsers: Any) -> None:
     option("--revision", metavar="REV", help="hub: a commit, tag or branch")
     option("--stream", action="store_true", help="hub: read while downloading, keep no copy")
     option("--workers", type=int, metavar="N", help="processes (default: all cores); the result is the same")
-    option("--force", action="store_true", help="make it anew, whatever the folder holds")
+    option("--force", action="store_true", help="make it again, whatever the folder holds")
     option("--verify", metavar="DIR", help="check a corpus against its digests, and do nothing else")
     option("--json", action="store_true", help="print meta.json on one line")
     verb.set_defaults(run=run)

@@ -1,15 +1,22 @@
-"""Opens, checks and verifies corpus folders.
+"""Reads, verifies and writes corpus folders.
 
-A folder with `train.bin` and `val.bin`: token ids one after the other, little-endian uint16 (uint32 where the
-vocabulary has more than 65,536), every document followed by the end of text; and `meta.json`, written last:
+A corpus is a folder with `train.bin` and `val.bin`, token ids one after the other, little-endian uint16 (uint32 if the
+vocabulary has more than 65,536 ids), where every document is followed by the end of text; and `meta.json`:
 
     {"format", "tokenizer", "vocab_size", "end_of_text", "dtype",
      "splits": {"train" | "val": {"file", "tokens", "documents", "max_id", "sha256"}},
      "recipe": what was asked for, "source": what was read, "versions": what read it}
 
-and, where the tokenizer has them, the ids of BERT's [CLS] ("start") and [MASK] ("mask").
+and, where the tokenizer has them, the ids of BERT's [CLS] ("start") and [MASK] ("mask"). A folder without meta.json is
+read as nanoGPT's layout, uint16.
 
-Without meta.json it is nanoGPT's layout, uint16; it works as it is.
+A corpus under construction (`UnfinishedCorpus`) appears in the folder all at once or not at all:
+
+    out/.partial/   recipe.json; train.bin and val.bin as they grow; journal.json: how much of them is safely written;
+                    meta.json: they are complete, and only have to be moved
+    out/            train.bin, val.bin, meta.json: moved in this order, once everything is written and synced
+
+While `.partial` exists and `meta.json` does not, the files in `out` do not count as a corpus.
 """
 
 from __future__ import annotations
@@ -27,22 +34,23 @@ from mst_scale.errors import Damaged, UserError
 
 FORMAT = "mst_scale corpus 1"
 META = "meta.json"
-PARTIAL = ".partial"  # holds what is being made (partial.py)
-BLOCK_BYTES = 32 << 20  # read at a time by whole-file checks
-EDGE_BYTES = 1 << 20  # of a bare file's beginning and end, by which another one is known
+PARTIAL = ".partial"
+SPLITS = ("train", "val")
+BLOCK_BYTES = 8 << 20  # read at a time to compute a digest
+EDGE_BYTES = 1 << 20  # at the beginning and the end of a file without meta.json, by which it is identified
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One split, memory-mapped. `vocab_size` and `tokenizer` are None for a bare `.bin`."""
+    """One split, memory-mapped. `vocab_size` and `tokenizer` are None for a `.bin` without meta.json."""
 
     path: Path
     tokens: np.ndarray  # 1-D, uint16 or uint32
     vocab_size: int | None
     tokenizer: str | None
     end_of_text: int | None = None
-    start: int | None = None  # [CLS], where the tokenizer has one
-    mask: int | None = None  # [MASK] of a file that was opened with `masked`
+    start: int | None = None  # [CLS], if the tokenizer has one
+    mask: int | None = None  # [MASK], if the file was opened with `masked`
 
 
 def open_tokens(
@@ -53,23 +61,31 @@ def open_tokens(
     check_ids: bool = True,
     masked: bool = False,
 ) -> TokenFile:
-    """The ids of a split, or a UserError (Damaged, for a file that was cut short) that says what to do.
+    """Open one split of a corpus.
 
-    `vocab_size` is the model's: ids must be below it. meta.json guarantees that; a bare `.bin` is read through once
-    (1 to 3 s per GB from a fast disk), so let one rank do it and give the others `check_ids=False`. `masked`: BERT
-    reads it, so the model's last id must be free for [MASK] where the tokenizer has none.
+    Args:
+        folder: The corpus folder, with or without meta.json.
+        split: "train" or "val".
+        vocab_size: The model's vocabulary; all ids must be below it. meta.json guarantees that. A `.bin` without
+            meta.json is read once (1 to 3 s per GB from a fast disk), so let one rank do it.
+        check_ids: Whether to read a `.bin` without meta.json for that purpose.
+        masked: BERT reads the file, so the model's last id must be free for [MASK] if the tokenizer has none.
+
+    Raises:
+        UserError: if the folder holds no corpus or one that does not fit the model.
+        Damaged: if a file was cut short.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
+        problem = "is not a folder" if folder.exists() else "does not exist"
         if folder.is_symlink() and not folder.exists():
             itself = os.path.realpath(folder) == os.path.abspath(folder)
-            what = f"is a link to {'itself' if itself else 'what is not there'}"
-        raise UserError(f"data folder {folder} {what}; `mst data SOURCE --out {folder}` makes a corpus")
+            problem = f"is a link to {'itself' if itself else 'a missing folder'}"
+        raise UserError(f"data folder {folder} {problem}; `mst data SOURCE --out {folder}` makes a corpus")
     meta = read_meta(folder) if (folder / META).exists() else None
     if meta is None and (folder / PARTIAL).exists():
         raise UserError(f"the corpus in {folder} is unfinished; run the `mst data` command that began it again")
-    if meta is None and (folder / META).exists():  # it was moved in after we had looked
+    if meta is None and (folder / META).exists():  # it was moved in between the two checks
         meta = read_meta(folder)
     if meta is not None and split not in meta["splits"]:
         raise UserError(f"{folder} has no split {split!r}; it has {', '.join(meta['splits'])}")
@@ -78,80 +94,112 @@ def open_tokens(
         raise UserError(f"there is no {path}; `mst data SOURCE --out {folder}` makes train.bin and val.bin")
     dtype = np.dtype(meta["dtype"] if meta else np.uint16).newbyteorder("<")
     if meta is not None:
-        check_size(path, meta["splits"][split]["tokens"], dtype.itemsize)
+        _check_size(path, meta["splits"][split]["tokens"], dtype.itemsize)
     elif path.stat().st_size % dtype.itemsize:
         raise Damaged(f"{path} has an odd number of bytes: it is cut short or not uint16 ids; copy or make it again")
     tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)
     known = meta or {}
     mask = known.get("mask") if masked else None
     if vocab_size is not None:
-        free = int(masked and mask is None)
-        _check_vocabulary(path, meta, vocab_size, check_ids, free)
-        mask = vocab_size - 1 if free else mask
+        reserved = int(masked and mask is None)
+        _check_vocabulary(path, meta, tokens if check_ids else tokens[:0], vocab_size, reserved)
+        mask = vocab_size - 1 if reserved else mask
     names = ("vocab_size", "tokenizer", "end_of_text", "start")
     return TokenFile(path, tokens, **{name: known.get(name) for name in names}, mask=mask)
 
 
+def _check_vocabulary(path: Path, meta: dict[str, Any] | None, ids: np.ndarray, vocab_size: int, reserved: int) -> None:
+    """Check that ids are below `vocab_size` - `reserved`; `ids` are looked at if meta.json does not say so."""
+    without = ", the last of which is needed for [MASK], which this corpus lacks" if reserved else ""
+    if meta is not None:
+        if meta["vocab_size"] > vocab_size - reserved:
+            raise UserError(
+                f"{path} was made with tokenizer {meta['tokenizer']!r} of {meta['vocab_size']} ids, but the model has "
+                f"vocab_size {vocab_size}{without}; set model.vocab_size to {meta['vocab_size'] + reserved} or use "
+                "another corpus"
+            )
+        return
+    if vocab_size > 1 << 16:
+        raise UserError(
+            f"{path} has no {META}, so it is read as nanoGPT's uint16, which cannot hold a vocabulary of {vocab_size}; "
+            "make the corpus with `mst data`, which then writes uint32"
+        )
+    if len(ids) and (highest := int(ids.max())) >= vocab_size - reserved:
+        raise UserError(
+            f"{path} holds id {highest}, but the model has vocab_size {vocab_size}{without}; the file belongs to "
+            f"another tokenizer: set model.vocab_size to that one's size{' and one more' if reserved else ''}"
+        )
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
+    """Return the meta.json of a corpus.
+
+    Raises:
+        UserError: if the file was written by another program or a later version.
+        Damaged: if it is cut short, or lacks an entry.
+    """
     try:
         meta = json.loads((folder / META).read_text())
     except (ValueError, RecursionError):
         raise Damaged(f"{folder / META} is not JSON (was it cut short?); make the corpus again (--force)") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        found = meta.get("format") if isinstance(meta, dict) else None
+    found = meta.get("format") if isinstance(meta, dict) else None
+    if found != FORMAT:
         raise UserError(
             f"{folder / META} has format {found!r}, not {FORMAT!r}; make the corpus again (--force), or move that file "
             "away if another program wrote it"
         )
-    if (missing := _missing(meta)) is not None:
-        raise Damaged(f"{folder / META} is damaged: {missing}; make the corpus again (--force)")
+    if (fault := _fault(meta)) is not None:
+        raise Damaged(f"{folder / META} is damaged: {fault}; make the corpus again (--force)")
     return meta
 
 
-def _missing(meta: dict[str, Any]) -> str | None:
+def _fault(meta: dict[str, Any]) -> str | None:
     """What a meta.json lacks, or has in a wrong type: its digests cover the ids, but not meta.json itself."""
-    kinds = {"tokenizer": str, "vocab_size": int, "end_of_text": int, "dtype": str, "splits": dict, "recipe": dict}
-    wrong = [key for key, kind in kinds.items() if type(meta.get(key)) is not kind]
-    if wrong:
-        return f"no {wrong[0]}"
+    types = {"tokenizer": str, "vocab_size": int, "end_of_text": int, "dtype": str, "splits": dict, "recipe": dict}
+    for key, kind in types.items():
+        if type(meta.get(key)) is not kind:
+            return f"no {key}"
     if meta["dtype"] not in ("uint16", "uint32"):
         return f"dtype {meta['dtype']!r}"
-    of_split = {"file": str, "tokens": int, "documents": int, "max_id": int, "sha256": str}
-    for name in ("train", "val"):
+    types = {"file": str, "tokens": int, "documents": int, "max_id": int, "sha256": str}
+    for name in SPLITS:
         split = meta["splits"].get(name)
-        if not isinstance(split, dict) or any(type(split.get(key)) is not kind for key, kind in of_split.items()):
+        if not isinstance(split, dict) or any(type(split.get(key)) is not kind for key, kind in types.items()):
             return f"the split {name} is not described"
         if split["file"] != Path(split["file"]).name or "\0" in split["file"]:
-            return f"the split {name} lies outside"
+            return f"the split {name} lies outside the folder"
     return None
 
 
 def identity(folder: str | Path) -> str | None:
-    """Short for what a run reads: of the digests of both splits. None where no meta.json has them."""
-    folder = Path(folder)
-    if not (folder / META).exists():
+    """A short digest of what a run reads, from the digests of both splits; None if there is no meta.json."""
+    if not (Path(folder) / META).exists():
         return None
-    splits = read_meta(folder)["splits"]
-    both = "".join(splits[name]["sha256"] for name in ("train", "val"))
-    return hashlib.sha256(both.encode()).hexdigest()[:16]
+    splits = read_meta(Path(folder))["splits"]
+    return hashlib.sha256("".join(splits[name]["sha256"] for name in SPLITS).encode()).hexdigest()[:16]
 
 
 def fingerprint(folder: str | Path) -> str:
-    """`identity`, or for bare files, whose digests nobody has written down, one of their sizes, beginnings and ends."""
+    """`identity`; without meta.json, a digest of the sizes, beginnings and ends of the files."""
     if (known := identity(folder)) is not None:
         return known
     digest = hashlib.sha256()
-    for name in ("train.bin", "val.bin"):
-        with open(Path(folder) / name, "rb") as handle:
+    for name in SPLITS:
+        with open(Path(folder) / f"{name}.bin", "rb") as handle:
             size = os.fstat(handle.fileno()).st_size
-            digest.update(f"{name} {size} ".encode() + handle.read(EDGE_BYTES))
+            digest.update(f"{name}.bin {size} ".encode() + handle.read(EDGE_BYTES))
             handle.seek(max(0, size - EDGE_BYTES))
             digest.update(handle.read())
     return digest.hexdigest()[:16]
 
 
 def verify(folder: str | Path) -> dict[str, Any]:
-    """Read everything and compare with the digests; returns meta.json, or raises Damaged and says what differs."""
+    """Read a whole corpus, compare it with its digests, and return its meta.json.
+
+    Raises:
+        Damaged: if a file differs from its digest.
+        UserError: if there is no meta.json, and so no digest.
+    """
     folder = Path(folder)
     if not (folder / META).exists():
         open_tokens(folder)
@@ -171,22 +219,15 @@ def verify(folder: str | Path) -> dict[str, Any]:
 
 
 def check_sizes(folder: Path, meta: dict[str, Any]) -> None:
+    """Raise Damaged if a file of the corpus is missing or has another size than meta.json says."""
     for split in meta["splits"].values():
         path = folder / split["file"]
         if not path.is_file():
             raise Damaged(f"there is no {path}, which {META} describes; copy it again, or make it again (--force)")
-        check_size(path, split["tokens"], np.dtype(meta["dtype"]).itemsize)
+        _check_size(path, split["tokens"], np.dtype(meta["dtype"]).itemsize)
 
 
-def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """The first difference between two recipes, in words."""
-    for key in dict.fromkeys((*ours, *theirs)):
-        if ours.get(key) != theirs.get(key):
-            return f"{key} {ours.get(key)!r}, not {theirs.get(key)!r}"
-    return None
-
-
-def check_size(path: Path, tokens: int, itemsize: int) -> None:
+def _check_size(path: Path, tokens: int, itemsize: int) -> None:
     size = path.stat().st_size
     if size != tokens * itemsize:
         raise Damaged(
@@ -195,36 +236,143 @@ def check_size(path: Path, tokens: int, itemsize: int) -> None:
         )
 
 
-def _check_vocabulary(path: Path, meta: dict[str, Any] | None, vocab_size: int, check_ids: bool, free: int) -> None:
-    """`free` ids of the model, its last ones, must not occur."""
-    without = ", the last of them for [MASK], which this corpus lacks" if free else ""
-    if meta is not None:
-        if meta["vocab_size"] > vocab_size - free:
-            raise UserError(
-                f"{path} was made with tokenizer {meta['tokenizer']!r} of {meta['vocab_size']} ids, but the model has "
-                f"vocab_size {vocab_size}{without}; set model.vocab_size to {meta['vocab_size'] + free} or use another "
-                "corpus"
-            )
-        return
-    if vocab_size > 1 << 16:
-        raise UserError(
-            f"{path} has no {META}, so it is read as nanoGPT's uint16, which cannot hold a vocabulary of {vocab_size}; "
-            "make the corpus with `mst data`, which then writes uint32"
-        )
-    if check_ids:
-        highest = highest_id(path)
-        if highest >= vocab_size - free:
-            raise UserError(
-                f"{path} holds id {highest}, but the model has vocab_size {vocab_size}{without}; the file belongs to "
-                f"another tokenizer: set model.vocab_size to that one's{' and one more' if free else ''}"
-            )
+# Writing a corpus ---------------------------------------------------------------------------------------------------
 
 
-def highest_id(path: Path) -> int:
-    """The highest id of a bare `.bin`, in one pass and 32 MiB of memory; -1 if it is empty."""
-    dtype = np.dtype("<u2")
-    highest = -1
-    with open(path, "rb") as handle:
-        while len(block := np.fromfile(handle, dtype, BLOCK_BYTES // dtype.itemsize)):
-            highest = max(highest, int(block.max()))
-    return highest
+class SplitFile:
+    """A growing `.bin` and the digest of its content; reopened in a `state` that the journal recorded."""
+
+    def __init__(self, path: Path, state: dict[str, Any] | None):
+        self.path = path
+        self.digest = hashlib.sha256()
+        self.n_bytes: int = state["bytes"] if state else 0
+        self.documents: int = state["documents"] if state else 0
+        self.max_id: int = state["max_id"] if state else -1
+        # Unbuffered: after an error there must be no buffer that is flushed later.
+        self.handle = open(path, "r+b" if state else "wb", buffering=0)  # noqa: SIM115
+        if state:
+            left = self.n_bytes
+            while left and (data := self.handle.read(min(left, BLOCK_BYTES))):
+                self.digest.update(data)
+                left -= len(data)
+            if self.digest.hexdigest() != state["sha256"]:
+                raise UserError(f"{path} does not hold what was written to it; remove {path.parent} and start again")
+            self.handle.truncate(self.n_bytes)
+
+    def append(self, ids: bytes, documents: int, max_id: int) -> None:
+        """Write the ids of so many documents, of which `max_id` is the highest."""
+        rest = memoryview(ids)
+        while rest:
+            rest = rest[self.handle.write(rest) :]
+        self.digest.update(ids)
+        self.n_bytes += len(ids)
+        self.documents += documents
+        self.max_id = max(self.max_id, max_id)
+
+    def sync(self) -> dict[str, Any]:
+        """Wait until everything is on the disk, and return the state."""
+        os.fsync(self.handle.fileno())
+        state = {"bytes": self.n_bytes, "documents": self.documents, "max_id": self.max_id}
+        return state | {"sha256": self.digest.hexdigest()}
+
+
+class UnfinishedCorpus:
+    """The folder `.partial`, in which the corpus of the folder `out` is made."""
+
+    def __init__(self, out: Path):
+        self.out, self.folder = out, out / PARTIAL
+
+    @property
+    def complete(self) -> bool:
+        """Whether all files are written and only have to be moved."""
+        return (self.folder / META).exists()
+
+    @property
+    def resumable(self) -> bool:
+        """Whether there is work that a later call can continue."""
+        return self.complete or self.journal() is not None
+
+    def recipe(self) -> dict[str, Any] | None:
+        """The recipe that the unfinished corpus follows."""
+        return _read_json(self.folder / "recipe.json")
+
+    def journal(self) -> dict[str, Any] | None:
+        """What is safely written: `chunks`, `amount`, `source`, and the state of each split's file."""
+        return _read_json(self.folder / "journal.json")
+
+    def begin(self, recipe: dict[str, Any]) -> None:
+        """Start with an empty folder."""
+        self.empty()
+        _write_json(self.folder / "recipe.json", recipe)
+
+    def write_journal(self, files: list[SplitFile], source: dict[str, Any], chunks: int, amount: int) -> None:
+        """Record that the files hold the first `chunks` chunks of the source."""
+        states = {name: file.sync() for name, file in zip(SPLITS, files, strict=True)}
+        content = {"chunks": chunks, "amount": amount, "source": source, "files": states}
+        _write_json(self.folder / "journal.json", content)
+
+    def finish(self, meta: dict[str, Any]) -> None:
+        """Record that the files are complete."""
+        _write_json(self.folder / META, meta)
+
+    def publish(self) -> None:
+        """Move the complete files into place; after an interruption, move those that are left."""
+        self._check_complete_files()
+        (self.out / META).unlink(missing_ok=True)  # of the corpus that is replaced
+        _sync_folder(self.out)
+        for name in SPLITS:
+            file = self.folder / f"{name}.bin"
+            if file.exists():
+                file.replace(self.out / file.name)
+        _sync_folder(self.out)
+        (self.folder / META).replace(self.out / META)
+        _sync_folder(self.out)
+        self.discard()
+
+    def _check_complete_files(self) -> None:
+        """Each file must be in `.partial` or already in `out`, with the size that meta.json says."""
+        meta = _read_json(self.folder / META)
+        assert meta is not None, "publish() follows finish()"
+        for split in meta["splits"].values():
+            path = next((p for p in (self.folder / split["file"], self.out / split["file"]) if p.exists()), None)
+            if path is None:
+                raise UserError(f"{self.folder / split['file']} was complete and is gone; make it again (--force)")
+            _check_size(path, split["tokens"], np.dtype(meta["dtype"]).itemsize)
+
+    def empty(self) -> None:
+        """Empty the folder; the files that describe the others are removed first, in case this is interrupted."""
+        self.folder.mkdir(exist_ok=True)
+        for name in (META, "journal.json"):
+            (self.folder / name).unlink(missing_ok=True)
+        for file in self.folder.iterdir():
+            file.unlink()
+
+    def discard(self) -> None:
+        """Remove the folder."""
+        if self.folder.exists():
+            self.empty()
+            self.folder.rmdir()
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file completely or not at all."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "w") as handle:
+        json.dump(content, handle, indent=2)
+        handle.write("\n")
+        handle.flush()
+        os.fsync(handle.fileno())
+    temporary.replace(path)
+    _sync_folder(path.parent)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

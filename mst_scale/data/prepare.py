@@ -1,8 +1,8 @@
 """Makes a corpus folder from a source, on all cores and in bounded memory.
 
-The main process lists chunks of about 1 MiB, workers read and tokenise them, the main process writes the ids in order:
-the bytes do not depend on the number of workers. Now and then the files are synced and a journal notes how many
-chunks they hold; a rerun checks what the journal lists and goes on from there (partial.py).
+The main process lists chunks of about 1 MiB, workers read and tokenize them, and the main process writes the ids in
+order, so the bytes do not depend on the number of workers. From time to time the files are synced and a journal records
+how many chunks they hold; a later call checks what the journal lists and continues from there.
 
 Memory, whatever the size of the source: at most MAIN_BYTES in the main process and WORKER_BYTES in each worker (most of
 which they share), plus a few times the longest document of a table or `.jsonl` file; a `.txt` file is read in ranges.
@@ -12,70 +12,89 @@ Pages of a memory-mapped data set come on top while the system has room for them
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import itertools
+import multiprocessing
 import os
 import platform
-from collections.abc import Iterator
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import numpy as np
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 import mst_scale
-from mst_scale.data.corpus import FORMAT, META, check_sizes, first_difference, read_meta
-from mst_scale.data.locate import local_files, open_source
-from mst_scale.data.partial import Partial, SplitFile, check_free, locked, writing
-from mst_scale.data.pool import ordered_map
-from mst_scale.data.recipe import Recipe
-from mst_scale.data.reporting import Report
-from mst_scale.data.sources import SPLITS, Chunk, Source, describe_files
+from mst_scale.comm import may_rewrite
+from mst_scale.data.corpus import FORMAT, META, SPLITS, SplitFile, UnfinishedCorpus, check_sizes, read_meta
+from mst_scale.data.recipe import STDLIB, Recipe, local_files, open_source
+from mst_scale.data.sources import Chunk, Source, describe_files
 from mst_scale.data.tokenizer import Tokenizer, is_file, load_tokenizer, token_dtype
 from mst_scale.errors import Damaged, UserError
 
-JOURNAL_BYTES = 64 << 20  # of ids: ten seconds or more of a core that tokenises with a BPE
+JOURNAL_BYTES = 64 << 20  # of ids: ten seconds or more of a core that tokenizes with a BPE
 # Peak resident size as measured, with a BPE of 50,257 ids: 73 MB in the main process for text, 141 MB for Parquet with
 # pyarrow loaded; 66 MB in a worker. The main process also holds WINDOW results of at most 4 MB per worker.
 MAIN_BYTES = 192 << 20
 WORKER_BYTES = 96 << 20
+WINDOW = 4  # chunks in progress per worker: enough that a slow chunk leaves no worker idle
+LINE_SECONDS = 30.0  # between lines of progress, where there is no terminal
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Say = Callable[[str], None]  # prints a line of progress
+Ids = tuple[bytes, int, int]  # of one split: the ids, the number of documents that end, the highest id
 
 
 def prepare(
     recipe: Recipe, out: str | Path, *, workers: int | None = None, force: bool = False, quiet: bool = False
 ) -> dict[str, Any]:
-    """Make the corpus in `out`, or finish it, or find it there; returns its meta.json.
+    """Make the corpus in `out`, finish it, or find it there, and return its meta.json.
 
-    Raises UserError if `out` holds something else (`force` replaces it) or the recipe cannot be followed, Damaged if a
-    corpus in `out` is not whole, and OSError if the disk is full or the network is down: the same call then continues.
+    Raises:
+        UserError: if `out` holds something else (`force` replaces it) or the recipe cannot be followed.
+        Damaged: if the corpus in `out` is damaged.
+        OSError: if the disk is full or the network is down; the same call then continues.
     """
     if workers is not None and workers < 1:
         raise UserError(f"workers must be at least 1, not {workers}")
     out = Path(out)
     identity = recipe.identity()
-    partial, report = Partial(out), Report(quiet)
-    if not force and not partial.folder.exists() and (meta := _finished(out, recipe, identity)):
+    unfinished = UnfinishedCorpus(out)
+    say = _say_nothing if quiet else _say
+    if not force and not unfinished.folder.exists() and (meta := _finished(out, recipe, identity)):
         return meta
     text: tuple[Tokenizer, Source] | None = None
-    if force or not partial.complete:  # a name that cannot be read must not leave a folder behind
-        text = _open(recipe, out, report)
-    with writing(out):
+    if force or not unfinished.complete:  # a name that cannot be read must not leave a folder behind
+        text = _open(recipe, out, say)
+    with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
-    with locked(out, report.say):
+    with _locked(out, say):
         if force:
-            partial.empty()
+            unfinished.empty()
         elif meta := _finished(out, recipe, identity):
-            partial.discard()  # left over from a rebuild that was abandoned
+            unfinished.discard()  # left over from a rebuild that was abandoned
             return meta
         else:
-            check_free(out, identity)
-        if not partial.complete:
+            _check_free(unfinished, identity)
+        if not unfinished.complete:
             try:
-                _build(recipe, text or _open(recipe, out, report), partial, workers or _cores(), report)
+                _build(recipe, text or _open(recipe, out, say), unfinished, workers or _cores(), say)
             except BaseException:
-                if not partial.worth_keeping:
-                    partial.discard()
+                if not unfinished.resumable:
+                    unfinished.discard()
                 raise
-        with writing(out):
-            partial.publish()
+        with _writing(out):
+            unfinished.publish()
     return read_meta(out)
 
 
@@ -89,113 +108,94 @@ def ensure(
     max_bytes: int | None = None,
     seed: int = 2357,
 ) -> dict[str, Any]:
-    """What the data block of a run asks for, prepared if it is not there yet. One rank calls it, the others wait."""
+    """Prepare the corpus that a run's `data` block asks for, if it is not there yet. Only one rank must call it."""
     return prepare(Recipe(source, tokenizer, text_key, val_fraction, max_bytes, seed), out)
 
 
 def _finished(out: Path, recipe: Recipe, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The corpus in `out` if there is one and it is the one asked for; an error if it is another."""
+    """The meta.json of the corpus in `out` if there is one and it is the one asked for; an error if it is another."""
     if not (out / META).exists():
         return None
     meta = read_meta(out)
-    difference = first_difference(meta["recipe"], identity)
-    if difference:
+    if difference := _first_difference(meta["recipe"], identity):
         raise UserError(f"{out} holds a corpus with {difference}; choose another folder, or --force to replace it")
     check_sizes(out, meta)
     files = None
-    if recipe.source != "stdlib":  # another Python's library would do as well
+    if recipe.source != STDLIB:  # another Python's library would do as well
         with contextlib.suppress(UserError, Damaged):  # a finished corpus is good without its source
             files = local_files(recipe)
     if files is not None and describe_files(files) != meta["source"]:
-        raise UserError(f"the files of the source have changed since {out} was made from them; --force makes it anew")
+        raise UserError(f"the files of the source have changed since {out} was made from them; --force makes it again")
     return meta
 
 
-def _open(recipe: Recipe, out: Path, report: Report) -> tuple[Tokenizer, Source]:
-    """A wrong path is refused before a vocabulary is downloaded; a data set of the hub is slow and opened last."""
+def _check_free(unfinished: UnfinishedCorpus, identity: dict[str, Any]) -> None:
+    """Raise UserError if the folder holds something that is not this recipe's unfinished work."""
+    out, begun = unfinished.out, unfinished.recipe()
+    if begun is not None and unfinished.resumable:
+        if difference := _first_difference(begun, identity):
+            raise UserError(f"{out} holds an unfinished corpus with {difference}; choose another folder, or --force")
+    elif begun is None and any((out / f"{name}.bin").exists() for name in SPLITS):
+        raise UserError(f"{out} holds .bin files that were not made here; choose another folder, or --force")
+
+
+def _first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    for key in dict.fromkeys((*ours, *theirs)):
+        if ours.get(key) != theirs.get(key):
+            return f"{key} {ours.get(key)!r}, not {theirs.get(key)!r}"
+    return None
+
+
+def _open(recipe: Recipe, out: Path, say: Say) -> tuple[Tokenizer, Source]:
+    """A wrong path is found before a vocabulary is downloaded; a data set of the hub is slow and opened last."""
     here = local_files(recipe) is not None
     tokenizer = load_tokenizer(recipe.tokenizer_name)
     source = open_source(recipe) if here else None
-    report.say(f"preparing {' '.join(recipe.paths)} with tokenizer {recipe.tokenizer_name} in {out}")
+    say(f"preparing {' '.join(recipe.paths)} with tokenizer {recipe.tokenizer_name} in {out}")
     return tokenizer, open_source(recipe) if source is None else source
 
 
-def _build(recipe: Recipe, text: tuple[Tokenizer, Source], partial: Partial, workers: int, report: Report) -> None:
-    """Fill the partial folder; its meta.json says that it is complete."""
+def _build(
+    recipe: Recipe, text: tuple[Tokenizer, Source], unfinished: UnfinishedCorpus, workers: int, say: Say
+) -> None:
+    """Fill the folder of the unfinished corpus; its meta.json says that it is complete."""
     tokenizer, source = text
-    description = source.describe()
-    journal = partial.journal()
-    if journal is not None and journal["source"] != description:
-        report.say("the source has changed since the unfinished part was made: starting anew")
+    itemsize = token_dtype(tokenizer.vocab_size).itemsize
+    journal = unfinished.journal()
+    if journal is not None and journal["source"] != source.description:
+        say("the source has changed since the unfinished part was made: starting again")
         journal = None
     done, amount = (journal["chunks"], journal["amount"]) if journal else (0, 0)
     with contextlib.ExitStack() as stack:
-        with writing(partial.folder):
+        with _writing(unfinished.folder):
             if journal is None:
-                partial.begin(recipe.identity())
-            files = [SplitFile(partial.folder / f"{name}.bin", journal and journal["files"][name]) for name in SPLITS]
+                unfinished.begin(recipe.identity())
+            states = {} if journal is None else journal["files"]
+            files = [SplitFile(unfinished.folder / f"{name}.bin", states.get(name)) for name in SPLITS]
             for file in files:
                 stack.enter_context(file.handle)
         if journal is not None:
-            report.say(f"going on after {sum(file.n_bytes for file in files):,} bytes of ids that are there already")
-        report.start(source.unit, source.total, amount)
-        results = ordered_map(Tokenise(source, tokenizer), _after(source.chunks(), done), workers)
+            say(f"continuing after {sum(file.n_bytes for file in files):,} bytes of ids that are there already")
+        progress = _Progress(source, amount, say)
+        stack.callback(progress.bar.close)
+        chunks = itertools.islice(source.chunks(), done, None)  # those before are read, but not tokenized again
         unsynced = 0
-        for splits, chunk_amount in results:
-            with writing(partial.folder):
+        for splits, chunk_amount in ordered_map(Tokenize(source, tokenizer), chunks, workers):
+            n_bytes = sum(len(ids) for ids, _, _ in splits)
+            with _writing(unfinished.folder):
                 for file, ids in zip(files, splits, strict=True):
                     file.append(*ids)
-                    unsynced += len(ids.ids)
                 done += 1
                 amount += chunk_amount
+                unsynced += n_bytes
                 if unsynced >= JOURNAL_BYTES:
-                    partial.write_journal(files, description, done, amount)
+                    unfinished.write_journal(files, source.description, done, amount)
                     unsynced = 0
-            report.advance(
-                chunk_amount, sum(len(ids.ids) for ids in splits) // token_dtype(tokenizer.vocab_size).itemsize
-            )
-        report.finish()
-        with writing(partial.folder):
-            partial.finish(_meta(recipe, tokenizer, description, files))
-
-
-class Ids(NamedTuple):
-    """What a worker makes of a chunk for one split: an argument list of SplitFile.append."""
-
-    ids: bytes
-    documents: int
-    max_id: int
-
-
-class Tokenise:
-    """A worker's job: the text of a chunk → the ids of both splits."""
-
-    def __init__(self, source: Source, tokenizer: Tokenizer):
-        self.source, self.tokenizer = source, tokenizer
-        self.dtype = token_dtype(tokenizer.vocab_size)
-        self.end = np.array([tokenizer.end_of_text], dtype=self.dtype)
-
-    def __call__(self, chunk: Chunk) -> tuple[list[Ids], int]:
-        parts: tuple[list[np.ndarray], ...] = tuple([self.end[:0]] for _ in SPLITS)
-        documents = [0 for _ in SPLITS]
-        for split, text, ends in self.source.read(chunk.work):
-            parts[split].append(self.tokenizer.encode(text).astype(self.dtype))
-            if ends:
-                parts[split].append(self.end)
-                documents[split] += 1
-        joined = [np.concatenate(part) for part in parts]
-        ids = [Ids(ids.tobytes(), n, int(ids.max(initial=0))) for ids, n in zip(joined, documents, strict=True)]
-        return ids, chunk.amount
-
-
-def _cores() -> int:
-    """The number of cores that this process may use, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _after(chunks: Iterator[Chunk], done: int) -> Iterator[Chunk]:
-    """Skip the chunks that were tokenised before: they are read, but not tokenised again."""
-    return (chunk for number, chunk in enumerate(chunks) if number >= done)
+            progress.advance(chunk_amount, n_bytes // itemsize)
+        progress.bar.close()
+        say(progress.summary())
+        with _writing(unfinished.folder):
+            unfinished.finish(_meta(recipe, tokenizer, source.description, files))
 
 
 def _meta(recipe: Recipe, tokenizer: Tokenizer, source: dict[str, Any], files: list[SplitFile]) -> dict[str, Any]:
@@ -209,6 +209,10 @@ def _meta(recipe: Recipe, tokenizer: Tokenizer, source: dict[str, Any], files: l
             )
         state = file.sync()
         splits[name] = {"file": f"{name}.bin", "tokens": state.pop("bytes") // dtype.itemsize} | state
+    versions = {"mst_scale": mst_scale.__version__, "python": platform.python_version()}
+    for package in ("tiktoken", "datasets"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     return {
         "format": FORMAT,
         "tokenizer": os.path.abspath(name) if is_file(name := recipe.tokenizer_name) else name,
@@ -219,14 +223,151 @@ def _meta(recipe: Recipe, tokenizer: Tokenizer, source: dict[str, Any], files: l
         "splits": splits,
         "recipe": recipe.identity(),
         "source": source,
-        "versions": {"mst_scale": mst_scale.__version__, "python": platform.python_version()}
-        | _versions("tiktoken", "datasets"),
+        "versions": versions,
     }
 
 
-def _versions(*packages: str) -> dict[str, str]:
-    found = {}
-    for package in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+# On all cores -------------------------------------------------------------------------------------------------------
+
+
+class Tokenize:
+    """A worker's job: the text of a chunk → the ids of both splits, and the chunk's amount."""
+
+    def __init__(self, source: Source, tokenizer: Tokenizer):
+        self.source, self.tokenizer = source, tokenizer
+        self.dtype = token_dtype(tokenizer.vocab_size)
+        self.end = np.array([tokenizer.end_of_text], dtype=self.dtype)
+
+    def __call__(self, chunk: Chunk) -> tuple[list[Ids], int]:
+        """Read and tokenize one chunk."""
+        parts: tuple[list[np.ndarray], ...] = tuple([self.end[:0]] for _ in SPLITS)
+        documents = [0 for _ in SPLITS]
+        for split, text, ends in self.source.read(chunk.work):
+            parts[split].append(self.tokenizer.encode(text).astype(self.dtype))
+            if ends:
+                parts[split].append(self.end)
+                documents[split] += 1
+        joined = [np.concatenate(part) for part in parts]
+        found = [(ids.tobytes(), n, int(ids.max(initial=0))) for ids, n in zip(joined, documents, strict=True)]
+        return found, chunk.amount
+
+
+def _cores() -> int:
+    """The number of cores that this process may use, if the system says so."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def ordered_map(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """`map(work, items)` on forked processes, with at most WINDOW items per worker in progress.
+
+    Raises:
+        OSError: if a worker was killed. Other exceptions of a worker are raised as they are.
+    """
+    if workers == 1:
+        yield from map(work, items)
+        return
+    # fork: the tokenizer's tables (60 MB for GPT-2) and an opened data set are shared, and nothing is imported again.
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (work,))
+    try:
+        items, waiting = iter(items), deque[Future[Result]]()
+        waiting.extend(pool.submit(_in_worker, item) for item in itertools.islice(items, WINDOW * workers))
+        while waiting:
+            result = waiting.popleft().result()
+            waiting.extend(pool.submit(_in_worker, item) for item in itertools.islice(items, 1))
+            yield result
+    except BrokenProcessPool:
+        raise OSError(
+            "a tokenizer process was killed (out of memory?): run the same command again, with fewer workers"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_work: Callable[[Any], Any]  # of a worker process
+
+
+def _start_worker(work: Callable[[Any], Any]) -> None:
+    global _work  # noqa: PLW0603  (the executor has no other place for what a worker keeps)
+    _work = work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a trainer's handler, inherited, must not run here
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _in_worker(item: Any) -> Any:
+    return _work(item)
+
+
+# The machine --------------------------------------------------------------------------------------------------------
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _say_nothing(message: str) -> None:
+    pass
+
+
+class _Progress:
+    """Shows how far the corpus is: a bar on a terminal, else a line every LINE_SECONDS."""
+
+    def __init__(self, source: Source, done: int, say: Say):
+        self.source, self.done, self.say, self.tokens = source, done, say, 0
+        self.began = self.said = time.monotonic()
+        shown = say is _say and may_rewrite(sys.stderr)
+        self.bar = tqdm(
+            total=source.total, initial=done, unit=source.unit, unit_scale=True, dynamic_ncols=True, disable=not shown
+        )
+
+    def advance(self, amount: int, tokens: int) -> None:
+        self.done += amount
+        self.tokens += tokens
+        self.bar.set_postfix_str(self.summary(), refresh=False)
+        self.bar.update(amount)
+        if self.bar.disable and time.monotonic() - self.said >= LINE_SECONDS:
+            self.said = time.monotonic()
+            total = "" if self.source.total is None else f" of {self.source.total:,}"
+            self.say(f"{self.done:,}{total} {self.source.unit}, {self.summary()}")
+
+    def summary(self) -> str:
+        seconds = time.monotonic() - self.began
+        return f"{self.tokens:,} tokens in {seconds:.1f} s, {self.tokens / max(1e-9, seconds):,.0f} tokens/s"
+
+
+@contextlib.contextmanager
+def _locked(out: Path, say: Say) -> Iterator[None]:
+    """One process at a time prepares a folder; the lock is released when its process ends."""
+    with _writing(out):
+        handle = open(out / ".lock", "w")  # noqa: SIM115  (closed below; only its opening is `_writing`)
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process is preparing {out}; waiting for it")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in {errno.ENOSYS, errno.ENOTSUP}:
+                raise
+            say(f"{out} is on a file system without locks: let one process at a time prepare it")
+        yield
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn an error of the machine (disk, permissions) into one line that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        fix = "check the folder and its permissions"
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            fix = "free some space and run the same command again: it continues where it stopped"
+        raise OSError(f"cannot write in {folder}: {error.strerror or error}; {fix}") from None

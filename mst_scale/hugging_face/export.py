@@ -30,11 +30,9 @@ from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.comm import Damaged, logger
 from mst_scale.config import Experiment, ModelConfig, load
 from mst_scale.data.corpus import META, read_meta
-from mst_scale.data.masking import open_sampler
 from mst_scale.data.recipe import is_code
-from mst_scale.data.sampler import Sampler
-from mst_scale.data.tokenizer import TrainedWith, chosen, is_missing, same_ids, trained_with
-from mst_scale.data.tokenizer_files import write_tokenizer
+from mst_scale.data.sampler import Sampler, open_sampler
+from mst_scale.data.tokenizer import TrainedWith, chosen, is_missing, same_ids, trained_with, write_tokenizer
 from mst_scale.dead_units import format_counts
 from mst_scale.dead_units.units import LineFlags, find_units
 from mst_scale.engine.targets import choose_targets

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mst_scale.data.tokenizer_files import write_tokenizer
+from mst_scale.data.tokenizer import write_tokenizer
 from mst_scale.hugging_face import model_card
 from mst_scale.hugging_face.safetensors_stream import write_model
 from mst_scale.hugging_face.transformers_source import TransformersSource

@@ -22,9 +22,8 @@ from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.costs.ledger import Ledger
 from mst_scale.costs.muon import optimizer_flops
 from mst_scale.data.corpus import fingerprint, identity
-from mst_scale.data.masking import open_sampler
 from mst_scale.data.prepare import ensure
-from mst_scale.data.sampler import Sampler
+from mst_scale.data.sampler import Sampler, open_sampler
 from mst_scale.engine.api import initialize
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError

@@ -7,8 +7,7 @@ Both papers take 128 sequences. BERT sees them masked, as in training.
 from __future__ import annotations
 
 from mst_scale.config import ModelConfig
-from mst_scale.data.masking import open_sampler
-from mst_scale.data.sampler import Batch, Sampler
+from mst_scale.data.sampler import Batch, Sampler, open_sampler
 from mst_scale.errors import UserError
 
 SEQUENCES = 128

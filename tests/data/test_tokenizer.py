@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import threading
 import time
 from pathlib import Path
@@ -14,8 +15,10 @@ import tiktoken
 import tiktoken.load
 
 from mst_scale.data import tokenizer as tok
-from mst_scale.data.tokenizer import load_tokenizer, token_dtype, tokenizer_identity
-from tests.data.texts import MERGES, rank_file, words
+from mst_scale.data.corpus import META
+from mst_scale.data.tokenizer import load_tokenizer, token_dtype, tokenizer_identity, write_tokenizer
+from mst_scale.errors import UserError
+from tests.data.texts import MERGES, jsonl, make, rank_file, words
 
 THE, SPACE_THE, END = 257, 260, 256 + len(MERGES)
 
@@ -63,35 +66,35 @@ def test_a_rank_file_is_known_by_its_content(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
+    ("content", "named"),
     [
-        (b"not a rank file", "expected 'base64-token rank'"),
-        (b"YQ== 0\n", "255 of the 256 single bytes"),
-        (None, "no tokenizer file"),
+        (b"not a rank file", r"bad\.tiktoken:1"),
+        (b"YQ== 0\n", "255 of"),
+        (None, r"bad\.tiktoken"),
     ],
 )
-def test_bad_rank_files_are_refused(tmp_path: Path, content: bytes | None, complaint: str):
+def test_bad_rank_files_are_rejected(tmp_path: Path, content: bytes | None, named: str):
     path = tmp_path / "bad.tiktoken"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(UserError, match=named):
         load_tokenizer(str(path))
 
 
-def test_ranks_with_a_gap_are_refused(tmp_path: Path):
+def test_ranks_with_a_gap_are_rejected(tmp_path: Path):
     path = rank_file(tmp_path / "gap.tiktoken")
     path.write_bytes(path.read_bytes() + b"enp6 9999\n")
-    with pytest.raises(ValueError, match="without gaps"):
+    with pytest.raises(UserError, match=r"gap\.tiktoken"):
         load_tokenizer(str(path))
 
 
-def test_a_rank_file_of_another_pattern_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"does not split text like GPT-2.*TIKTOKEN_CACHE_DIR"):
+def test_a_rank_file_of_another_pattern_is_rejected(tmp_path: Path):
+    with pytest.raises(UserError, match=r"cl100k_base.*TIKTOKEN_CACHE_DIR"):
         load_tokenizer(str(rank_file(tmp_path / "cl100k_base.tiktoken")))
 
 
 def test_unknown_names_are_answered_with_the_nearest():
-    with pytest.raises(ValueError, match="did you mean 'gpt2'"):
+    with pytest.raises(UserError, match="'gpt2'"):
         load_tokenizer("gpt-2")
 
 
@@ -155,7 +158,7 @@ def test_what_a_model_was_trained_with_is_known_by_its_ids(tmp_path):
     a = a.rename(tmp_path / "moved.tiktoken")
     assert tok.chosen(None, before, "m") is before
     assert tok.chosen(str(a), before, "m") == tok.TrainedWith(str(a), tokenizer_identity(str(a)))
-    with pytest.raises(ValueError, match=r"m was trained with tokenizer '.*a.tiktoken', not '.*b.tiktoken': name that"):
+    with pytest.raises(UserError, match=r"m .*a\.tiktoken.*b\.tiktoken"):
         tok.chosen(str(b), before, "m")
     unknown = tok.trained_with("/elsewhere/c.tiktoken")
     assert unknown.identity is None and tok.chosen(str(b), unknown, "m").name == str(b)
@@ -163,5 +166,121 @@ def test_what_a_model_was_trained_with_is_known_by_its_ids(tmp_path):
     assert published.removeprefix("sha256:") in inspect.getsource(openai_public.r50k_base)
     for name, identity in (("gpt2", "gpt2"), ("/elsewhere/r50k_base.tiktoken", published)):
         assert tok.chosen("r50k_base", tok.TrainedWith(name, identity), "m").name == "r50k_base"
-        with pytest.raises(ValueError, match="was trained with"):
+        with pytest.raises(UserError, match="byte"):
             tok.chosen("byte", tok.TrainedWith(name, identity), "m")
+
+
+# Word pieces --------------------------------------------------------------------------------------------------------
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+PIECES = [
+    "the",
+    "##ory",
+    "hat",
+    "of",
+    "naive",
+    "x",
+    "##1",
+    "def",
+    "f",
+    "a",
+    "return",
+    ".",
+    "(",
+    ")",
+    ":",
+    "!",
+    "漢",
+    "42",
+]
+
+
+def vocabulary(path: Path, *more: str) -> Path:
+    path.write_text("\n".join([*SPECIAL, *PIECES, *more]) + "\n")
+    return path
+
+
+def test_longest_pieces_from_the_left(tmp_path: Path):
+    bert = load_tokenizer(str(vocabulary(tmp_path / "vocab.txt")))
+    ids = {piece: number for number, piece in enumerate(SPECIAL + PIECES)}
+
+    def numbers(*pieces: str) -> list[int]:
+        return [ids[piece] for piece in pieces]
+
+    assert bert.encode("The theory of\nHat!").tolist() == numbers("the", "the", "##ory", "of", "hat", "!")
+    assert bert.encode("naïve x1 (漢) zebra").tolist() == numbers("naive", "x", "##1", "(", "漢", ")", "[UNK]")
+    assert bert.encode("[MASK]").tolist() != numbers("[MASK]"), "a name of a special token in a text is text"
+    assert bert.encode("").tolist() == []
+    assert (bert.vocab_size, bert.start, bert.end_of_text, bert.mask) == (len(ids), 2, 3, 4)
+    assert bert.decode([*bert.encode("the theory").tolist(), 3]) == "the theory"
+
+
+@pytest.mark.parametrize("capitals", [(), ("The", "Hat")])
+def test_ids_are_those_of_hugging_faces_tokenizer(tmp_path: Path, capitals: tuple[str, ...]):
+    """Whether text is lowered is read off the vocabulary; long texts are cut where no word is."""
+    from transformers import BertTokenizer
+
+    path = vocabulary(tmp_path / "vocab.txt", *capitals)
+    theirs = BertTokenizer(str(path), do_lower_case=not capitals)
+    text = "The Hat, " + words(30_000)
+    assert len(text) > 3 * tok.WORD_PIECE_PART
+    ours = load_tokenizer(str(path)).encode(text).tolist()
+    assert ours == theirs.encode(text, add_special_tokens=False, verbose=False)
+
+
+def test_exported_files_load_in_transformers(tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    path = vocabulary(tmp_path / "vocab.txt")
+    assert write_tokenizer(tmp_path, str(path), vocab_size=len(SPECIAL + PIECES)) == (3, "")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(str(path))
+    assert theirs("The theory").input_ids == [2, *ours.encode("The theory").tolist(), 3]
+    assert (theirs.mask_token_id, theirs.cls_token_id, theirs.sep_token_id) == (ours.mask, ours.start, 3)
+    assert theirs.encode("the [MASK]", add_special_tokens=False) == [ours.encode("the")[0], 4]
+
+
+def test_a_corpus_names_cls_and_mask(tmp_path: Path):
+    path = vocabulary(tmp_path / "vocab.txt")
+    meta = make([jsonl(tmp_path / "t.jsonl", ["the hat"] * 50)], tmp_path / "c", str(path), val_fraction=0.3)
+    assert (meta["vocab_size"], meta["end_of_text"], meta["start"], meta["mask"]) == (len(SPECIAL + PIECES), 3, 2, 4)
+    assert meta["recipe"]["tokenizer"] == tokenizer_identity(str(path)) != tokenizer_identity("bert-base-uncased")
+    make([tmp_path / "t.jsonl"], tmp_path / "bytes", val_fraction=0.3)
+    assert not {"start", "mask"} & json.loads((tmp_path / "bytes" / META).read_text()).keys()
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        (["the", "of"], r"\[UNK\]"),
+        ([*SPECIAL, "a", "a"], "'a'"),
+        (None, r"vocab\.txt"),
+    ],
+)
+def test_a_file_that_is_no_vocabulary_is_rejected(tmp_path: Path, lines: list[str] | None, named: str):
+    path = tmp_path / "vocab.txt"
+    if lines is not None:
+        path.write_text("\n".join(lines))
+    with pytest.raises(UserError, match=named):
+        load_tokenizer(str(path))
+
+
+def test_the_hubs_vocabulary_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+
+    path = vocabulary(tmp_path / "vocab.txt")
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *what: asked.append(what) or str(path))
+    assert load_tokenizer("bert-base-uncased").mask == 4
+    assert asked == [("google-bert/bert-base-uncased", "vocab.txt")]
+
+
+def test_without_a_network_the_error_names_the_vocabulary(monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+
+    def closed(*what: str) -> str:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", closed)
+    with pytest.raises(OSError, match=r"ConnectionError.*vocab\.txt"):
+        load_tokenizer("bert-base-cased")

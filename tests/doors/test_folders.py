@@ -10,7 +10,7 @@ import mst_scale
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.cli import main
-from mst_scale.data.tokenizer_files import write_tokenizer
+from mst_scale.data.tokenizer import write_tokenizer
 from mst_scale.errors import UserError
 from mst_scale.evaluation.models import open_model
 from mst_scale.hugging_face.export import export

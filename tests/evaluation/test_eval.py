@@ -17,7 +17,7 @@ import torch
 from mst_scale.cli import eval as verb
 from mst_scale.cli import main
 from mst_scale.config import ModelConfig
-from mst_scale.data.tokenizer import ByteTokenizer
+from mst_scale.data.tokenizer import load_tokenizer
 from mst_scale.evaluation import evaluate as module
 from mst_scale.evaluation.paper import PAPER, comparable, rows, table
 from mst_scale.evaluation.scorer import Score, Scorer
@@ -27,7 +27,7 @@ from tests.evaluation.calls import CONTEXT, EXAMPLES, PAIRS, PASSAGES, TEXT, eva
 from tests.support import tiny_run
 from tests.support.saved_model import save
 
-ENCODE = ByteTokenizer().encode
+ENCODE = load_tokenizer("byte").encode
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def test_examples_stand_before_the_question(run, data, capsys, tmp_path, monkeyp
     assert len(seen) == 8 and all(len(window.ids) == CONTEXT + 1 for window in seen), (
         "cut to the context, from the left"
     )
-    tail = ByteTokenizer().decode(seen[0].ids)
+    tail = load_tokenizer("byte").decode(seen[0].ids)
     assert tail.endswith("same thing?\nAnswer: no") and seen[0].scored == 3
 
 
@@ -143,7 +143,7 @@ def test_prompts_with_examples_by_hand(wide, data, capsys, tmp_path, monkeypatch
     result = evaluated(str(wide), *words, capsys=capsys)
     prompt, choices = PROMPTS[task]
     examples = [prompt.format(a, b) + choices[label] + "\n\n" for a, b, label in EXAMPLES]
-    found = [ByteTokenizer().decode(window.ids) for window in seen]
+    found = [load_tokenizer("byte").decode(window.ids) for window in seen]
     contexts = [text.removesuffix(choices[0]) for text in found[::2]]
     assert found == [context + choice for context in contexts for choice in choices]
     for context, (a, b, _) in zip(contexts, PAIRS, strict=True):  # the draw is without replacement, in any order

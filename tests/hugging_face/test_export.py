@@ -15,8 +15,7 @@ from mst_scale.checkpoints import store
 from mst_scale.checkpoints.mask_files import read_all
 from mst_scale.checkpoints.reshape import reshape
 from mst_scale.config import ModelConfig, load
-from mst_scale.data.tokenizer import ByteTokenizer
-from mst_scale.data.tokenizer_files import merges_of, write_tokenizer
+from mst_scale.data.tokenizer import load_tokenizer, merges_of, write_tokenizer
 from mst_scale.dead_units.units import LineFlags, find_units
 from mst_scale.hugging_face.export import export, open_source, validation_loss
 from mst_scale.hugging_face.gpt2_names import entries
@@ -131,7 +130,7 @@ def test_pruning_keeps_the_largest_and_reports_the_loss(tmp_path_factory, tmp_pa
             assert weight[kept].abs().min() >= a[name][~kept].abs().max()
     assert after.zeros / after.matrices == pytest.approx(0.75, abs=1e-3)
     # the report is of what was written
-    from mst_scale.data.masking import open_sampler
+    from mst_scale.data.sampler import open_sampler
     from mst_scale.hugging_face.gpt2_names import from_hugging_face
 
     experiment = load(run / "config.json")
@@ -293,7 +292,7 @@ def test_the_byte_tokenizer_in_transformers(tmp_path):
     assert write_tokenizer(tmp_path, "byte", 257) == (256, "")
     found = AutoTokenizer.from_pretrained(tmp_path)
     text = "Grüße,\n\tdef f(x): 你好 \x00\x7f  end "
-    assert found(text)["input_ids"] == ByteTokenizer().encode(text).tolist()
+    assert found(text)["input_ids"] == load_tokenizer("byte").encode(text).tolist()
     assert found.decode(found(text)["input_ids"]) == text
     assert (found.eos_token_id, len(found)) == (256, 257)
 
@@ -321,8 +320,6 @@ def test_a_rank_files_tokenizer_in_transformers(tmp_path):
     import base64
 
     from transformers import AutoTokenizer
-
-    from mst_scale.data.tokenizer import load_tokenizer
 
     text = (tiny_run.ROOT / "README.md").read_text()[:4000]
     ranks = ranks_of(text, 400)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from mst_scale.cli import main
 from mst_scale.cli.export import ABOUT
-from mst_scale.data.masking import open_sampler
+from mst_scale.data.sampler import open_sampler
 from mst_scale.errors import UserError
 from mst_scale.hugging_face.bert_names import from_hugging_face as bert_from_hugging_face
 from mst_scale.hugging_face.export import Source, export, open_source, validation_loss

@@ -12,7 +12,7 @@ import pytest
 from mst_scale.checkpoints import store
 from mst_scale.cli import main
 from mst_scale.config.parallel import KEYS
-from mst_scale.data.masking import open_sampler
+from mst_scale.data.sampler import open_sampler
 from mst_scale.hugging_face.export import open_source, validation_loss
 from mst_scale.report import from_checkpoint
 from tests.evaluation.calls import TEXT

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mst_scale.config import ModelConfig, TargetsConfig
-from mst_scale.data.masking import open_sampler
+from mst_scale.data.sampler import open_sampler
 from mst_scale.engine.targets import choose_targets
 from mst_scale.models import build
 from mst_scale.pruning import HOW, calibration, prune_model
