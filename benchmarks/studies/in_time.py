@@ -38,9 +38,8 @@ from mst_scale.costs.ledger import forecast
 from mst_scale.methods import NoOptions
 from mst_scale.mixed_growing.config import BlockGranularity, TopologyConfig
 from mst_scale.plan import gpus
-from mst_scale.plan.clock import step_seconds
-from mst_scale.plan.phases import phases
 from mst_scale.plan.setting import setting_of
+from mst_scale.plan.step_time import phases, step_seconds
 
 from ..local_ranks import run_on
 from ..machine import machine

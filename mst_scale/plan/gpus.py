@@ -1,8 +1,8 @@
-"""Lists what a GPU, its node and its network can do at most, and the share of it that plans count on.
+"""Lists the peaks of GPUs, their nodes and networks, and the share of each peak that plans assume.
 
-Peaks are those of the makers' data sheets, without structured sparsity; 1 GB is 10⁹ bytes. Nodes are the makers' own
-(DGX) with one network port per GPU. What a run reaches of a peak is an assumption: `Efficiency` states it. An L2
-cache's bandwidth, which no data sheet states, is what a published microbenchmark reads of it.
+Peaks are those of NVIDIA's data sheets, without structured sparsity; 1 GB is 10⁹ bytes. Nodes are DGX nodes with one
+network port per GPU. The share of a peak that a run reaches is an assumption (`Efficiency`). The bandwidth of an L2
+cache, which no data sheet states, is that of a published microbenchmark.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GPU:
     sources: str
 
     def peak(self, precision: str) -> float:
-        """FLOP/s of matrix products."""
+        """Return the FLOP/s of matrix products."""
         return self.fp32 if precision == "fp32" else self.bf16
 
 
@@ -59,11 +59,11 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The share of a peak that is counted on, stated in every plan; measure yours and say --efficiency.
+    """The share of each peak that a plan assumes and prints; replace it with your own measurements by --efficiency.
 
-    These are assumptions, except on GPUs that `MEASURED` lists. With them GPT-3 configurations come to 41 to 52 % of
-    an A100's peak. Narayanan et al. (2021) report 44 to 52 %, with tensor and pipeline parallelism and counting what is
-    recomputed.
+    These are assumptions, except on GPUs that `MEASURED` lists. With them GPT-3 configurations reach 41 to 52 % of an
+    A100's peak. Narayanan et al. (2021) report 44 to 52 %, with tensor and pipeline parallelism and counting
+    recomputed FLOPs.
     """
 
     matmul: float = 0.6  # large bf16 matrix products inside a transformer
@@ -84,7 +84,7 @@ MEASURED = {"h100-80gb": _HOPPER, "h200": _HOPPER}
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds before the first byte of a collective's hop arrives: the α of the α–β model. Assumptions as well."""
+    """Seconds before the first byte of a collective's hop arrives: the α of the α–β model. These are assumed too."""
 
     inside: float = 4e-6  # between GPUs of a node
     between: float = 12e-6  # between nodes
@@ -102,6 +102,7 @@ class Machine:
 
 
 def gpu_named(name: str) -> GPU:
+    """Look up a GPU; an unknown name is an error that suggests the nearest known one."""
     if name in GPUS:
         return GPUS[name]
     near = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.0)[0]
@@ -115,8 +116,13 @@ def machine(
     efficiencies: tuple[str, ...] = (),
     network: float | None = None,
 ) -> Machine:
-    """`nodes`: how many hold the GPUs, where they are not as full as the maker's. `efficiencies`: "matmul=0.5".
-    `network`: Gb/s from a node to the others, where it is not the maker's."""
+    """Describe the GPUs, nodes and efficiencies of a plan.
+
+    Args:
+        nodes: the nodes that hold the GPUs, if they are not full DGX nodes.
+        efficiencies: such as "matmul=0.5".
+        network: Gb/s from a node to the others, if it is not that of a DGX node.
+    """
     gpu = gpu_named(name)
     if nodes is not None:
         if nodes < 1 or gpus % nodes:
@@ -128,14 +134,14 @@ def machine(
         gpu = replace(gpu, port=network / 8 * GB / gpu.per_node)
     known = {f.name for f in fields(Efficiency)}
     given: dict[str, float] = {}
-    for said in efficiencies:
-        key, _, value = said.partition("=")
+    for pair in efficiencies:
+        key, _, value = pair.partition("=")
         try:
             given[key] = float(value)
         except ValueError:
             given[key] = 0.0
         if key not in known or not 0 < given[key] <= 1:
             raise UserError(
-                f"--efficiency {said}: write KEY=SHARE with a share in (0, 1], of {', '.join(sorted(known))}"
+                f"--efficiency {pair}: write KEY=SHARE with a share in (0, 1], of {', '.join(sorted(known))}"
             )
     return Machine(gpu, replace(MEASURED.get(name, Efficiency()), **given))

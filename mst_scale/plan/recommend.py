@@ -1,71 +1,126 @@
-"""Recommends how ranks share a model, a ZeRO stage, offload, micro-batch and recomputation on given GPUs.
+"""Recommends how ranks share a model, a ZeRO stage, offload, micro-batch, recomputation and masks on given GPUs.
 
-The fastest by `clock` of all that DeepSpeed and sparse training accept and that fit, at the config's own global batch.
-Where others come within 3 % of it, the config's own, or the simplest of them: the clock knows no better.
+The recommendation is the fastest by `step_time` of all settings that DeepSpeed and sparse training accept and that fit,
+at the config's own global batch. If others come within 3 % of it, it is the config's own or the simplest of them,
+because the estimates are not more precise than that.
+
+Ranks of a tensor-parallel group stay inside a node, whose GPUs they divide; a proposed sequence is shared inside a node
+too. DeepSpeed runs a pipeline at ZeRO stages 0 and 1, where sparse training accumulates gradients in the type they are
+computed in, and divides no sequences there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mst_scale.config import Experiment
+from mst_scale.config import Experiment, ModelConfig
 from mst_scale.config.parallel import why_not_cut
-from mst_scale.plan.clock import Seconds, step_seconds
+from mst_scale.costs.stretches import stretches
 from mst_scale.plan.gpus import Machine
-from mst_scale.plan.layouts import layouts
 from mst_scale.plan.memory import Memory, memory
+from mst_scale.plan.roofline import in_channels
 from mst_scale.plan.setting import Setting
+from mst_scale.plan.step_time import Seconds, may_be_blocks, sparse_seconds, step_seconds, with_blocks
 
-LARGEST_MICRO = 64  # beyond it matrix products are as fast as they get
+LARGEST_MICRO = 64  # beyond it matrix products do not become faster
 CLOSE = 0.03
+MOST_GPUS = 1 << 16
 FREE: Mapping[str, int] = {}
+MEASURED_SIDES = (16, 32)  # blocks whose cost in loss has been measured (docs/does-it-work.md)
+NO_GAIN = 1.05  # speedups below it are within the error of the expected times
+MUCH_BETTER = 1.05  # times the config's own speedup, from which on other masks are recommended instead
 
 
 @dataclass(frozen=True)
 class Choice:
+    """A setting, its memory and the seconds of a dense step."""
+
     setting: Setting
     memory: Memory
     seconds: Seconds
+
+
+def choice(experiment: Experiment, s: Setting, machine: Machine) -> Choice:
+    """Estimate the memory and time of a setting."""
+    return Choice(s, memory(experiment, s), step_seconds(experiment, s, machine))
+
+
+# --- ways to share a model ---
+
+
+def layout_problem(model: ModelConfig, s: Setting, per_node: int) -> str | None:
+    """Why a model cannot be shared this way, and how to fix it; None if it can."""
+    t, q, p, node = s.tensor, s.sequence, s.pipeline, min(per_node, s.ranks)
+    if s.ranks % (t * q * p):
+        return f"{s.ranks} GPUs cannot be divided into groups of {s.sizes.describe()}: use a multiple of {t * q * p}"
+    if node % t:
+        return f"tensor {t} does not fit in a node: use a divisor of its {node} GPUs"
+    if model.n_head % t or model.ffw % t:
+        return f"tensor {t} must divide the {model.n_head} heads and the MLP's width of {model.ffw}"
+    if model.n_head // t % q or model.context % q:
+        return f"sequence {q} must divide the {model.n_head // t} heads of a rank and the context of {model.context}"
+    if p > 1 and model.arch != "gpt":
+        return f"a pipeline requires a GPT, and model.arch is {model.arch}: omit --pp"
+    if s.sizes.model > 1 and model.dropout:
+        return f"GPUs that share a model would drop different values, and model.dropout is {model.dropout}: set it to 0"
+    if p > model.n_layer:
+        return f"pipeline {p} has more stages than the model's {model.n_layer} layers: use at most that many"
+    if p > 1 and q > 1:
+        return "a pipeline cannot be combined with sequence parallelism: omit --sp or --pp"
+    if p > 1 and s.stage > 1:
+        return f"a pipeline runs at ZeRO stages 0 and 1, not {s.stage}: --set zero_optimization.stage=1"
+    return None
+
+
+def layouts(model: ModelConfig, s: Setting, per_node: int, fixed: Mapping[str, int]) -> Iterator[Setting]:
+    """Every way to share the model that is possible and agrees with the `fixed` sizes, with a micro-batch of 1."""
+    node = min(per_node, s.ranks)
+    for t in _sizes("tensor", node, fixed):
+        for q in _sizes("sequence", max(1, node // t), fixed):
+            for p in _sizes("pipeline", min(s.ranks, model.n_layer), fixed):
+                wanted = replace(s.at_stage(1) if p > 1 else s, tensor=t, sequence=q, pipeline=p)
+                if layout_problem(model, wanted, per_node) is None and s.batch % wanted.data == 0:
+                    yield replace(wanted, micro=1, accumulation=s.batch // wanted.data)
+
+
+def _sizes(axis: str, most: int, fixed: Mapping[str, int]) -> list[int]:
+    return [fixed[axis]] if axis in fixed else [n for n in range(1, most + 1) if most % n == 0 or axis == "pipeline"]
+
+
+# --- the recommended setting ---
 
 
 def ways(experiment: Experiment, s: Setting) -> Iterator[list[Setting]]:
     """Every way to run the same global batch with the model shared in the same way, each with growing micro-batches."""
     each = s.batch // s.data
     micros = [m for m in range(1, min(each, LARGEST_MICRO) + 1) if each % m == 0]
-    for stage in stages(experiment, s):
-        for optimizer, parameters in ((False, False), (True, False), (True, True)):
-            if (optimizer and stage < 2) or (parameters and stage < 3):
+    if s.pipeline > 1:  # at stage 0 DeepSpeed's own optimizer for bf16 steps, which bypasses the masks
+        stages = [0, 1] if s.precision == "fp32" else [1]
+    else:  # accumulation in another type needs stage 2 or 3 with sparse training
+        stages = [2, 3] if s.separate_accumulation else [0, 1, 2, 3]
+    for there in with_offload(s, stages):
+        for recompute in (False, True):
+            yield [replace(there, recompute=recompute, micro=m, accumulation=each // m) for m in micros]
+
+
+def with_offload(s: Setting, stages: Sequence[int]) -> Iterator[Setting]:
+    """The setting at each stage, without and with every offload that the stage supports."""
+    for stage in stages:
+        for optimizer, weights in ((False, False), (True, False), (True, True)):
+            if (optimizer and stage < 2) or (weights and stage < 3):
                 continue
-            there = replace(s.at_stage(stage), offload_optimizer=optimizer, offload_parameters=parameters)
-            for again in (False, True):
-                yield [replace(there, recompute=again, micro=m, accumulation=each // m) for m in micros]
-
-
-def candidates(experiment: Experiment, setting: Setting) -> Iterator[Setting]:
-    for way in ways(experiment, setting):
-        yield from way
-
-
-def stages(experiment: Experiment, s: Setting) -> list[int]:
-    """Stages that keep the config's type of accumulation: fp32 beside bf16 needs stage 2 or 3 with sparse training.
-
-    A pipeline knows 0 and 1; at 0 DeepSpeed's own optimizer for bf16 steps, past the masks.
-    """
-    if s.pipeline > 1:
-        return [0, 1] if s.precision == "fp32" else [1]
-    return [2, 3] if s.accumulate != s.precision else [0, 1, 2, 3]
+            yield replace(s.at_stage(stage), offload_optimizer=optimizer, offload_parameters=weights)
 
 
 def fitting(
     experiment: Experiment, setting: Setting, machine: Machine, fixed: Mapping[str, int] = FREE
 ) -> list[Choice]:
-    """All that fit, the fastest first."""
-    own = setting if not fixed and setting.batch % setting.data == 0 else None
+    """Every choice that fits, the fastest first."""
     possible = layouts(experiment.model, setting, machine.gpu.per_node, fixed)
     shared = [s for s in possible if why_not_cut(experiment, s.sizes) is None]
-    if own and all(s.sizes != own.sizes for s in shared):
-        shared.append(own)
+    if not fixed and setting.batch % setting.data == 0 and all(s.sizes != setting.sizes for s in shared):
+        shared.append(setting)
     found = []
     for s in shared:
         for way in ways(experiment, s):
@@ -77,49 +132,176 @@ def fitting(
     return sorted(found, key=lambda choice: choice.seconds.total)
 
 
-def recommend(
-    experiment: Experiment, setting: Setting, machine: Machine, fixed: Mapping[str, int] = FREE
-) -> Choice | None:
-    """The fastest choice that fits, None where nothing does."""
-    return best(fitting(experiment, setting, machine, fixed), setting, fixed)
-
-
-def best(found: list[Choice], setting: Setting, fixed: Mapping[str, int] = FREE) -> Choice | None:
-    """Of choices with the fastest first."""
-    wanted = [choice for choice in found if fixed.get("pipeline", 1) > 1 or keeps(choice.setting, setting)]
+def recommend(found: list[Choice], setting: Setting, fixed: Mapping[str, int] = FREE) -> Choice | None:
+    """Choose from `fitting`; None if nothing fits."""
+    wanted = [choice for choice in found if fixed.get("pipeline", 1) > 1 or keeps_accumulation(choice.setting, setting)]
     if not wanted:
         return None
     close = [choice for choice in wanted if choice.seconds.total <= wanted[0].seconds.total * (1 + CLOSE)]
     return next((choice for choice in close if choice.setting == setting), min(close, key=_simplicity))
 
 
-def keeps(s: Setting, setting: Setting) -> bool:
-    """Whether gradients are added up as the config says. A pipeline is not proposed where they would not be."""
+def keeps_accumulation(s: Setting, setting: Setting) -> bool:
+    """Whether gradients are accumulated in the config's type: if not, a pipeline is not proposed."""
     return s.pipeline == 1 or s.accumulate == setting.accumulate or setting.pipeline > 1
 
 
+def _simplicity(choice: Choice) -> tuple[int, ...]:
+    """Order choices that are about equally fast: no offload, a model that is not shared, no recomputation, a low stage,
+    a small micro-batch."""
+    s = choice.setting
+    return (s.offload_parameters, s.offload_optimizer, s.sizes.model, s.recompute, s.stage, s.micro)
+
+
 def by_layout(found: list[Choice], recommended: Choice) -> list[Choice]:
-    """The fastest of each way to share the model, and what is recommended of its own; the fastest first."""
+    """The fastest choice of each layout, with the recommended one for its own layout; the fastest first."""
     rows = {recommended.setting.sizes: recommended}
     for choice in found:
         rows.setdefault(choice.setting.sizes, choice)
     return sorted(rows.values(), key=lambda row: row.seconds.total)
 
 
-def fewest_gpus(experiment: Experiment, setting: Setting, machine: Machine, most: int = 1 << 16) -> int | None:
+def fewest_gpus(experiment: Experiment, setting: Setting, machine: Machine) -> int | None:
     """The smallest power of two of GPUs, larger than the setting's, on which something fits with micro-batch 1."""
     ranks = 1 << setting.ranks.bit_length()
-    while ranks <= most:
+    while ranks <= MOST_GPUS:
         if ranks % setting.sizes.model == 0:
             wider = replace(setting, ranks=ranks, micro=1, accumulation=1)
-            if any(memory(experiment, candidate).fits(machine.gpu) for candidate in candidates(experiment, wider)):
+            if any(memory(experiment, s).fits(machine.gpu) for way in ways(experiment, wider) for s in way):
                 return ranks
         ranks *= 2
     return None
 
 
-def _simplicity(choice: Choice) -> tuple[int, ...]:
-    """Sorts choices that are about equally fast: no offload, a model that is not shared, no recomputation, a low stage,
-    a small micro-batch."""
-    s = choice.setting
-    return (s.offload_parameters, s.offload_optimizer, s.sizes.model, s.recompute, s.stage, s.micro)
+# --- the recommended masks ---
+
+
+@dataclass(frozen=True)
+class Best:
+    """The setting and masks of a sparse run that save the most time."""
+
+    side: int | None  # of its blocks; None: masks as the config makes them
+    setting: Setting
+    memory: Memory
+    run_seconds: float  # of the whole run with this setting and these masks
+    dense_seconds: float  # of a dense run with the config's own setting
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster than the dense run."""
+        return self.dense_seconds / self.run_seconds
+
+    @property
+    def gains(self) -> bool:
+        """Whether the speedup is larger than the error of the estimates."""
+        return self.speedup >= NO_GAIN
+
+    @property
+    def overrides(self) -> list[str]:
+        """The `--set` arguments for its masks."""
+        if self.side is None:
+            return []
+        return ["--set mst.compute.backend=block", f"--set mst.topology.granularity.block={self.side}"]
+
+
+def best_masks(experiment: Experiment, own: Setting, recommended: Setting, machine: Machine) -> Best:
+    """Choose the fastest of the config's masks and of blocks; the config's own if the others are hardly faster."""
+    dense = step_seconds(experiment, own, machine).total * experiment.training.steps
+
+    def of(side: int | None) -> Best:
+        there = experiment if side is None else with_blocks(experiment, side)
+        run = (
+            stretch.steps * sparse_seconds(there, recommended, machine, stretch.density, stretch.pattern).total
+            for stretch in stretches(there)
+        )
+        return Best(side, recommended, memory(there, recommended), sum(run), dense)
+
+    unchanged = of(None)
+    if not may_be_blocks(experiment) or in_channels(experiment):  # channels are chosen in place of blocks
+        return unchanged
+    fastest = max((of(side) for side in MEASURED_SIDES), key=lambda best: best.speedup)
+    return fastest if fastest.speedup > MUCH_BETTER * unchanged.speedup else unchanged
+
+
+# --- reasons ---
+
+
+def explain(recommended: Choice, rows: Sequence[Choice], setting: Setting, fixed: bool = False) -> list[str]:
+    """Explain a recommendation.
+
+    There is one sentence for the recommended choice, one for the runner-up, and one for a pipeline that is faster but
+    not proposed.
+    """
+    won = recommended.setting
+    others = [row for row in rows if row.setting.sizes != won.sizes]
+    allowed = [row for row in others if keeps_accumulation(row.setting, setting) or won.pipeline > 1]
+    lines = [_reason(recommended, others, fixed)]
+    if allowed:
+        lines.append(f"next: {_compare(allowed[0], recommended)}")
+    faster = [row for row in others if row not in allowed and row.seconds.total < recommended.seconds.total]
+    if faster:
+        lines.append(
+            f"not proposed: {_compare(faster[0], recommended)}; at its ZeRO stage masks need gradients accumulated in "
+            f"{faster[0].setting.accumulate}, not in {setting.accumulate} (--pp {faster[0].setting.pipeline} plans it)"
+        )
+    return lines
+
+
+def describe_layout(s: Setting) -> str:
+    """Describe how ranks share the model and the batch, such as "tensor 8 × pipeline 2 × data 4"."""
+    cuts = [] if s.sizes.model == 1 else [s.sizes.describe()]
+    return " × ".join([*cuts, f"data {s.data}"])
+
+
+def _reason(recommended: Choice, others: Sequence[Choice], fixed: bool) -> str:
+    s, t, layout = recommended.setting, recommended.seconds, describe_layout(recommended.setting)
+    if s.ranks == 1:
+        return "one GPU shares nothing"
+    if s.sizes.model == 1:
+        zero, hidden = t.communication - t.sharing, t.communication - t.exposed
+        share = f"{100 * hidden / zero:.0f} %" if hidden < zero else "all"
+        return f"{layout}: no layer waits for another GPU, {share} of ZeRO's communication hides behind backward"
+    plain = next((row for row in others if row.setting.sizes.model == 1), None)
+    if plain is None and fixed:
+        return f"{layout}: " + (
+            f"the best of {len(others) + 1} layouts with the fixed sizes"
+            if others
+            else "the only layout with the fixed sizes"
+        )
+    if plain is None:
+        return f"{layout}: nothing fits at this batch unless GPUs share the model"
+    saved = _describe(_larger_parts(t, plain.seconds))
+    return f"{layout}: compared with data {plain.setting.data} alone it saves {saved or 'next to nothing'}"
+
+
+def _compare(row: Choice, best: Choice) -> str:
+    now, then = best.seconds.total, row.seconds.total
+    difference = f"{100 * (then / now - 1):+.1f} %" if abs(then / now - 1) >= 0.0005 else "as fast"
+    difference += " (within the error of the estimates)" if now * 1.0005 < then <= now * (1 + CLOSE) else ""
+    more, less = (_larger_parts(*pair) for pair in ((best.seconds, row.seconds), (row.seconds, best.seconds)))
+    parts = [f"{describe_layout(row.setting)}, ZeRO-{row.setting.stage}: {difference}"]
+    return ", ".join(parts + [_describe(more, " more")] * bool(more) + [_describe(less, " less")] * bool(less))
+
+
+def _parts(t: Seconds) -> dict[str, float]:
+    return {
+        "of matrix products": t.products + t.attention,
+        "of element-wise passes": t.elementwise,
+        "of exchange inside layers": t.sharing,
+        "of ZeRO's communication": t.exposed - t.sharing,
+        "of bubble": t.bubble,
+        "of updates": t.optimizer + t.host,
+    }
+
+
+def _larger_parts(less: Seconds, more: Seconds) -> dict[str, float]:
+    """The one or two parts of a step that take longest in `more` compared with `less`, from half a percent of it on."""
+    before = _parts(less)
+    longer = {name: value - before[name] for name, value in _parts(more).items()}
+    notable = [(name, x) for name, x in longer.items() if x > 0.005 * less.total]
+    return dict(sorted(notable, key=lambda pair: -pair[1])[:2])
+
+
+def _describe(parts: Mapping[str, float], difference: str = "") -> str:
+    times = {name: f"{x:.2g} s" if x >= 0.1 else f"{1e3 * x:.2g} ms" for name, x in parts.items()}
+    return " and ".join(f"{time}{difference} {name}" for name, time in times.items())

@@ -1,19 +1,33 @@
-"""Reads ranks and what they share, precision, ZeRO, offload and batch from a config, with DeepSpeed's own defaults."""
+"""Defines how the ranks of a run share a model, and which parameters each of them holds.
+
+`Setting` has a config's ranks, precision, ZeRO stage, offload and batch, with DeepSpeed's own defaults. Parameters are
+listed by name and shape without building the model, in the order of `named_parameters()`, which is also the order of
+ZeRO's flat buffers and of the masks.
+
+Over t tensor-parallel ranks, qkv and the MLP's first matrix are cut by rows, with their biases; attention's projection
+and the MLP's second matrix are cut by columns; embeddings, norms and the head are whole on each rank. If a pipeline
+does not divide the layers, its first stages have one more. The first stage holds the embeddings, the last one the final
+norm and the head, which if tied is a second copy of the token embedding.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from mst_scale.comm import ParallelDims
-from mst_scale.config import Experiment
+from mst_scale.config import Experiment, ModelConfig, TargetsConfig
 from mst_scale.config.check import batch_shape
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of
 from mst_scale.errors import UserError
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+TOKEN_TYPES = 2  # of BERT
+EMBEDDINGS = ("wte", "wpe", "wtt")
+CUT_BY_ROWS, CUT_BY_COLUMNS = ("attention.qkv", "mlp.up"), ("attention.proj", "mlp.down")
 
 
 @dataclass(frozen=True)
@@ -23,7 +37,7 @@ class Setting:
     ranks: int
     stage: int
     precision: str
-    accumulate: str  # the type that gradients are added up in
+    accumulate: str  # the type in which gradients are accumulated
     micro: int
     accumulation: int
     recompute: bool = False  # activation checkpointing, block by block
@@ -39,55 +53,63 @@ class Setting:
     fused: bool = True  # DeepSpeed's fused Adam, its choice on GPUs
     tensor: int = 1  # ranks that share a layer's matrices
     sequence: int = 1  # ranks that share a sequence
-    pipeline: int = 1  # ranks that hold the layers one after the other
+    pipeline: int = 1  # stages of consecutive layers
 
     @cached_property
     def sizes(self) -> ParallelDims:
+        """The sizes of tensor, sequence and pipeline parallelism."""
         return ParallelDims(self.tensor, self.sequence, self.pipeline)
 
     @cached_property
     def data(self) -> int:
-        """Shares of the batch."""
+        """The number of parts that the batch is divided into."""
         return self.ranks // self.sizes.model
 
     @cached_property
     def shards(self) -> int:
-        """Ranks that hold the same weights: ZeRO cuts them over these."""
+        """The number of ranks that hold the same weights, over which ZeRO partitions them."""
         return self.data * self.sequence
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight as the forward reads it and as it is communicated."""
+        """Bytes of a weight as the forward pass reads it and as it is communicated."""
         return BYTES[self.precision]
 
     @property
     def accumulate_bytes(self) -> int:
+        """Bytes of an accumulated gradient."""
         return BYTES[self.accumulate]
 
     @property
     def separate_accumulation(self) -> bool:
-        """Whether gradients are added up in another type than they are computed in."""
+        """Whether gradients are accumulated in another type than they are computed in."""
         return self.accumulate != self.precision
 
     @property
     def batch(self) -> int:
+        """Sequences per optimizer step."""
         return self.data * self.micro * self.accumulation
 
     @property
     def offload(self) -> str:
+        """What is offloaded to the host, in words."""
         if self.offload_parameters:
             return "optimizer + parameters"
         return "optimizer" if self.offload_optimizer else "none"
 
     def at_stage(self, stage: int) -> Setting:
-        """The same at another stage. Stages 0 and 1 add gradients up in the type they are computed in: DeepSpeed
-        refuses another at stage 0, and sparse training at stage 1."""
+        """Return the same setting at another stage.
+
+        Stages 0 and 1 accumulate gradients in the type they are computed in: DeepSpeed refuses another at stage 0, and
+        sparse training at stage 1.
+        """
         accumulate = self.precision if stage < 2 else self.accumulate
         offload = self.offload_parameters and stage == 3
         return replace(self, stage=stage, accumulate=accumulate, offload_parameters=offload)
 
 
 def setting_of(experiment: Experiment, ranks: int) -> Setting:
+    """Read the setting of a config on this number of ranks."""
     ds = experiment.deepspeed
     sizes = sizes_of(ds)
     _, micro, accumulation = batch_shape(ds, sizes.data(ranks))
@@ -120,5 +142,164 @@ def setting_of(experiment: Experiment, ranks: int) -> Setting:
 def _offloads(zero: dict[str, Any], key: str) -> bool:
     device = (zero.get(key) or {}).get("device", "none")
     if device not in ("none", "cpu"):
-        raise UserError(f"zero_optimization.{key}.device = {device!r}: mst plan knows none and cpu")
-    return device == "cpu"
+        raise UserError(f"zero_optimization.{key}.device = {device!r}: mst plan supports none and cpu")
+    return bool(device == "cpu")
+
+
+# --- the parameters of a whole model ---
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """The name and shape of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the parameter has more than one dimension, so that weight decay applies to it."""
+        return len(self.shape) > 1
+
+
+@cache
+def parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+    """Every parameter of a GPT or a BERT."""
+    d, f, rows, bert = model.n_embd, model.ffw, model.padded_vocab, model.arch == "bert"
+
+    def layer(name: str, *shape: int) -> list[Parameter]:
+        bias = [Parameter(f"{name}.bias", shape[:1])] if model.bias else []
+        return [Parameter(f"{name}.weight", shape), *bias]
+
+    found = [Parameter("head_bias", (rows,))] if bert and model.bias else []
+    found += [Parameter("wte.weight", (rows, d)), Parameter("wpe.weight", (model.context, d))]
+    if bert:
+        found += [Parameter("wtt.weight", (TOKEN_TYPES, d)), *layer("ln_e", d)]
+    for i in range(model.n_layer):
+        block = f"blocks.{i}."
+        attention = [*layer(block + "attention.qkv", 3 * d, d), *layer(block + "attention.proj", d, d)]
+        mlp = [*layer(block + "mlp.up", f, d), *layer(block + "mlp.down", d, f)]
+        first, second = layer(block + "ln_1", d), layer(block + "ln_2", d)
+        found += [*attention, *first, *mlp, *second] if bert else [*first, *attention, *second, *mlp]
+    found += [*layer("transform", d, d), *layer("ln_h", d)] if bert else layer("ln_f", d)
+    if not model.tied_head:
+        found.append(Parameter("lm_head.weight", (rows, d)))
+    return tuple(found)
+
+
+def sparse_parameters(model: ModelConfig, targets: TargetsConfig) -> tuple[Parameter, ...]:
+    """The parameters that `mst.targets` makes sparse: of an embedding only a tied head, and that only if asked for."""
+    return _sparse(model, tuple(targets.include), tuple(targets.exclude), targets.lm_head)
+
+
+@cache
+def _sparse(
+    model: ModelConfig, include: tuple[str, ...], exclude: tuple[str, ...], lm_head: bool
+) -> tuple[Parameter, ...]:
+    head = "wte.weight" if model.tied_head else "lm_head.weight"
+    inner = [p.name for p in parameters(model) if p.is_matrix and not p.name.startswith((*EMBEDDINGS, "lm_head"))]
+    able = [*([head] if lm_head else []), *inner]
+    chosen = set(TargetsConfig(list(include), list(exclude), lm_head).choose(able))
+    return tuple(p for p in parameters(model) if p.name in chosen)
+
+
+# --- the part of it that one rank holds ---
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a forward pass that one rank computes."""
+
+    tensor: int = 1
+    sequence: int = 1
+    layers: int | None = None  # None: all of them
+    head: bool = True  # with the last norm, the head and the loss
+    in_flight: int = 1  # the most micro-batches whose backward is still to come
+    piped: bool = False  # whether activations come from another rank, or go to one
+
+
+def held(model: ModelConfig, s: Setting, stage: int = 0) -> tuple[Parameter, ...]:
+    """The parameters that each rank of a pipeline stage holds before ZeRO partitions them."""
+    return _held(model, s.tensor, s.pipeline, stage)
+
+
+def ends(s: Setting) -> tuple[int, ...]:
+    """The pipeline stages that can need the most memory and time: the first and the last."""
+    return (0,) if s.pipeline == 1 else (0, s.pipeline - 1)
+
+
+def share(model: ModelConfig, s: Setting, stage: int) -> Share:
+    """The part of a forward pass that each rank of a pipeline stage computes."""
+    if s.pipeline == 1:
+        return Share(s.tensor, s.sequence)
+    in_flight = min(s.pipeline - stage, s.accumulation)
+    return Share(s.tensor, s.sequence, layers_of(model, s, stage), stage == s.pipeline - 1, in_flight, True)
+
+
+def layers_of(model: ModelConfig, s: Setting, stage: int) -> int:
+    """The number of layers of a pipeline stage."""
+    return model.n_layer // s.pipeline + (stage < model.n_layer % s.pipeline)
+
+
+@cache
+def _held(model: ModelConfig, tensor: int, pipeline: int, stage: int) -> tuple[Parameter, ...]:
+    each, more = divmod(model.n_layer, pipeline)
+    start = stage * each + min(stage, more)
+    blocks = range(start, start + each + (stage < more))
+    first, last = stage == 0, stage == pipeline - 1
+    found = []
+    for p in parameters(model):
+        part, _, rest = p.name.partition(".")
+        if part == "blocks":
+            here = int(rest.partition(".")[0]) in blocks
+        elif part in (*EMBEDDINGS, "ln_e"):
+            here = first or (last and model.tied_head and part == "wte")
+        else:
+            here = last
+        if here:
+            found.append(_cut(p, tensor))
+    return tuple(found)
+
+
+def _cut(p: Parameter, tensor: int) -> Parameter:
+    module, _, kind = p.name.rpartition(".")
+    if module.endswith(CUT_BY_ROWS):
+        return Parameter(p.name, (math.ceil(p.shape[0] / tensor), *p.shape[1:]))
+    if module.endswith(CUT_BY_COLUMNS) and kind == "weight":
+        return Parameter(p.name, (p.shape[0], math.ceil(p.shape[1] / tensor)))
+    return p
+
+
+# --- how ZeRO partitions what a rank holds ---
+
+
+def groups(found: tuple[Parameter, ...]) -> list[list[Parameter]]:
+    """The optimizer's two groups: matrices (with weight decay), then vectors (without)."""
+    return [[p for p in found if p.is_matrix], [p for p in found if not p.is_matrix]]
+
+
+def partition(found: tuple[Parameter, ...], ranks: int) -> list[int]:
+    """Elements per rank of the flat buffers of stages 1 and 2: one buffer per group, padded to 2 elements per rank."""
+    sizes = [sum(p.numel for p in group) for group in groups(found)]
+    return [-(-size // (2 * ranks)) * 2 for size in sizes if size]
+
+
+def sub_groups(found: tuple[Parameter, ...], s: Setting) -> list[list[Parameter]]:
+    """The groups of parameters that stage 3 updates at a time."""
+    filled: list[list[Parameter]] = []
+    for group in groups(found):
+        here: list[Parameter] = []
+        elements = 0
+        for p in group:
+            here.append(p)
+            elements += -(-p.numel // s.shards)
+            if elements >= s.sub_group:
+                filled.append(here)
+                here, elements = [], 0
+        filled += [here] if here else []
+    return filled

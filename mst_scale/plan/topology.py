@@ -1,30 +1,30 @@
-"""Counts the bytes that one topology step sends, and the time that takes on any number of ranks.
+"""Counts the bytes that one topology step sends, and estimates its time on any number of ranks.
 
 The layers that one optimizer call updates share their all-reduces (ZeRO-1/2: all of them; ZeRO-3: a sub-group). For W
-layers that change, and of each selection (prune, grow by score, grow at random) A that have a choice to make, A' of
+layers that change, and for each selection (prune, grow by score, grow at random) A layers with a choice to make, A' of
 them larger than 65,536 weights:
 
-    largest scores, NaN check      8·W for each of what is read    one call; weights and gradients for mst, rigl, set, …
+    largest scores, NaN check      8·W for each kind of score      one call; weights and gradients for mst, rigl, set, …
     prune, and grow by score       2 · 512·A' + 16·A               two histograms of a sample, the counts at a bracket
     grow at random                 16·A                            counts at a bracket
-    refinement of each             4·2^b · (open layers) a round, until no layer is open
+    refinement of each             4·2^b · (open layers) per round, until no layer is open
     mean g², totals                8·W, 24·W                       two calls
 
-Masks made of blocks send 4 bytes a block and 8 for each score that is read, instead of all that. Then, of all L sparse
-layers, 16·L for the digests, and unless mst.compute.backend is dense 8·L to agree which of them multiply with their
-masks, and one bit a weight of these. ZeRO-0 sends nothing, since all replicas choose the same without exchanging
-anything. A drift check (every `topology.check_every` steps) compares digests, and counts inactive weights that are not
-0. Left out are that count in the update after a topology step (16·L), and that of dead units (a byte a row and column
-at logged rows).
+Masks made of blocks send 4 bytes per block and 8 for each kind of score instead. Then follow, of all L sparse layers,
+16·L for the digests, and unless mst.compute.backend is dense 8·L to agree which of them multiply with their masks, and
+one bit per weight of these. ZeRO-0 sends nothing, since all replicas choose the same without exchanging anything. A
+drift check (every `topology.check_every` steps) compares digests, and counts inactive weights that are not 0. Not
+included are that count in the update after a topology step (16·L), and the count of dead units (a byte per row and
+column at logged rows).
 
-Only refinement depends on the weights (and a bracket that misses, which costs 16 bytes a layer once more). A layer with
-c candidates in its bracket meets λ = c/2^(b·r) others in its bin after r rounds, and is done if its k-th is the last of
-them, with probability (1 - e^-λ)/λ. A plan assumes the rounds so expected. `tests/plan/` compares every call of real
-steps on 2 ranks with `calls`, given how many layers were open in each round, byte for byte, and the expectation with
-real rounds.
+Only refinement depends on the weights (and a bracket that misses, which costs 16 bytes per layer once more). A layer
+with c candidates in its bracket has λ = c/2^(b·r) others in its bin after r rounds, and is done if its k-th is the last
+of them, with probability (1 - e^-λ)/λ. A plan assumes the rounds expected by this. `tests/plan/` compares every call of
+real steps on 2 ranks with `calls`, given how many layers were open in each round, byte for byte, and the expectation
+with real rounds.
 
-Ranks that share a layer's matrices decide with those that hold its shards, all of them together; a pipeline's stages
-decide for themselves, so that a step sends what its first stage does.
+Ranks that share a layer's matrices decide together with those that hold its shards; a pipeline's stages decide
+independently, so a step sends the calls of its first stage.
 """
 
 from __future__ import annotations
@@ -39,17 +39,15 @@ from mst_scale.costs.stretches import grid_of
 from mst_scale.mixed_growing.config import BlockGranularity, TopologyConfig
 from mst_scale.mixed_growing.distribution import Plan, active_counts, plan
 from mst_scale.mixed_growing.policies import BY_GRADIENT
-from mst_scale.plan.clock import seconds
 from mst_scale.plan.gpus import Machine
-from mst_scale.plan.held import held
-from mst_scale.plan.memory import FP32, LISTED_WHOLE, sub_groups
-from mst_scale.plan.parameters import Parameter, groups, sparse_parameters
-from mst_scale.plan.setting import Setting
-from mst_scale.plan.skipping import in_channels, skips
+from mst_scale.plan.memory import FP32, LISTED_WHOLE
+from mst_scale.plan.roofline import in_channels, skips
+from mst_scale.plan.setting import Parameter, Setting, groups, held, sparse_parameters, sub_groups
+from mst_scale.plan.step_time import seconds
 from mst_scale.plan.traffic import Call
 from mst_scale.sparsity_variation import Schedule
 
-# Of mixed_growing/{top_k,random_k,refinement,scores}.py, which a test holds these to.
+# Of mixed_growing/{top_k,random_k,refinement,scores}.py; a test compares them.
 SAMPLE, SAMPLE_BINS, SIGMAS, SLACK = 1 << 14, 128, 6.0, 16
 DIGIT_BITS, ROUND_BYTES = (6, 12), 1 << 14
 KEY_BITS = 31
@@ -58,23 +56,23 @@ RANKS = tuple(4**k for k in range(8))  # 1 … 16,384
 
 @dataclass(frozen=True)
 class Layer:
-    """One parameter; counts are of its weights, or of its blocks."""
+    """What a topology step does to one parameter; counts are of its weights, or of its blocks."""
 
     parameter: Parameter
     elements: int
-    before: int
-    """Alive before the step …"""
-    after: int
-    """… and behind it."""
+    before: int  # active before the step …
+    after: int  # … and after it
     plan: Plan
     regrow: bool
 
     @property
     def changes(self) -> bool:
+        """Whether anything is pruned or grown."""
         return self.plan.prune + self.plan.grow > 0
 
     @property
     def sparsity(self) -> float:
+        """Sparsity after the step."""
         return 1 - self.after / self.elements
 
     def selection(self, which: str) -> tuple[int, int]:
@@ -87,13 +85,13 @@ class Layer:
         return self.plan.by_random, free - self.plan.by_score
 
     def chooses(self, which: str) -> bool:
-        """Neither nothing nor everything is wanted."""
+        """Whether the selection wants neither nothing nor everything."""
         wanted, candidates = self.selection(which)
         return 0 < wanted < candidates
 
 
 def layers(experiment: Experiment, step: int) -> list[Layer]:
-    """What the topology step at the end of optimizer step `step` does."""
+    """What the topology step at the end of optimizer step `step` does to every sparse layer."""
     mst, schedule, chosen = experiment.mst, experiment.schedule, experiment.mst.topology.chosen
     found = sparse_parameters(experiment.model, mst.targets)
     grids = [grid_of(p.shape, mst.topology) for p in found]
@@ -103,9 +101,9 @@ def layers(experiment: Experiment, step: int) -> list[Layer]:
     before, after = (active_counts(shapes, point.sparsity, distribution) for point in (then, now))
     result = []
     for p, grid, had, target in zip(found, grids, before, after, strict=True):
-        elements, alive, regrow = math.prod(grid.shape), max(had, grid.least), mst.topology.regrow
-        wanted = plan(elements, alive, target, zeta, chosen.random_share, regrow)
-        result.append(Layer(p, elements, alive, max(target, grid.least), wanted, regrow))
+        elements, active, regrow = math.prod(grid.shape), max(had, grid.least), mst.topology.regrow
+        wanted = plan(elements, active, target, zeta, chosen.random_share, regrow)
+        result.append(Layer(p, elements, active, max(target, grid.least), wanted, regrow))
     return result
 
 
@@ -114,45 +112,47 @@ class Calls:
     """The collectives of one topology step. Payloads as in `traffic`."""
 
     certain: list[Call]
-    rounds: list[Call]
-    """Rounds of refinement, as many as were given or are expected."""
-    masks: list[Call]
-    """The masks of layers that multiply only with what these keep."""
+    rounds: list[Call]  # of refinement, as many as were given or are expected
+    masks: list[Call]  # of layers that multiply only with their active weights
 
     @property
     def all(self) -> list[Call]:
+        """All of them."""
         return [*self.certain, *self.rounds, *self.masks]
 
 
 def calls(
     experiment: Experiment, s: Setting, step: int, opened: Sequence[int] | None = None, again: Sequence[int] = ()
 ) -> Calls:
-    """`opened`: layers that were open in each round of refinement; None: what is to be expected. `again`: layers whose
-    bracket missed, in each pass that took; none are expected to."""
+    """The collectives of the topology step at the end of optimizer step `step`.
+
+    Args:
+        opened: layers that were open in each round of refinement; None: the expected ones.
+        again: layers whose bracket missed, in each pass that took; none are expected to.
+    """
     if s.stage == 0 and s.tensor == 1:
         return Calls([], [], [])
     here = {p.name for p in held(experiment.model, s)}
     everything = [layer for layer in layers(experiment, step) if layer.parameter.name in here]
-    in_blocks = isinstance(experiment.mst.topology.granularity, BlockGranularity)
+    topology = experiment.mst.topology
+    in_blocks = isinstance(topology.granularity, BlockGranularity)
     drawn = in_channels(experiment)  # not ranked: all ranks know them
     certain, rounds = [], []
     if not in_blocks and not drawn:  # all ranks have all blocks' scores and refine alone
         certain += [16 * missed for missed in again]
         rounds += [_round(rows, _count_bytes(everything)) for rows in opened or ()]
     for together in _updates(experiment, s, everything):
-        topology = experiment.mst.topology
         if topology.grown_moments == "living":  # their largest gradient and their sum of squares
             certain += 2 * [8 * len(together)]
+        changing = [layer for layer in together if layer.changes]
         if drawn:
             certain.append(24 * len(together))
-            continue
-        if in_blocks:
-            certain += _in_blocks(together, topology)
-            continue
-        changing = [layer for layer in together if layer.changes]
-        certain += _in_weights(changing, topology)
-        if opened is None:
-            rounds += [size for which in ("prune", "grow", "random") for size in _expected(changing, which)]
+        elif in_blocks:
+            certain += _in_blocks(together, changing, topology)
+        else:
+            certain += _in_weights(changing, topology) if changing else []
+            if opened is None:
+                rounds += [size for which in ("prune", "grow", "random") for size in _expected(changing, which)]
     certain.append(16 * len(everything))
     if experiment.mst.compute.backend != "dense":
         certain.append(8 * len(everything))
@@ -161,11 +161,12 @@ def calls(
 
 
 def whole_masks(masked: Sequence[Parameter]) -> list[Call]:
+    """The all-reduces of the masks of these parameters."""
     return _all_reduces([-(-p.numel // 8) for p in masked])
 
 
 def drift_check(experiment: Experiment, s: Setting) -> list[Call]:
-    """Of the ranks that share each parameter, and of replicas, which also agree on inactive weights that are not 0."""
+    """The calls of a drift check: of ranks that share a parameter, and of replicas, which also count wrong zeros."""
     here = {p.name for p in held(experiment.model, s)}
     count = sum(p.name in here for p in sparse_parameters(experiment.model, experiment.mst.targets))
     return _all_reduces([16 * count, 8 * count] * (s.stage > 0) + [8 * count] * 4)
@@ -174,16 +175,13 @@ def drift_check(experiment: Experiment, s: Setting) -> list[Call]:
 def _updates(experiment: Experiment, s: Setting, everything: Sequence[Layer]) -> Iterator[list[Layer]]:
     """The layers that each call of the optimizer updates."""
     found = held(experiment.model, s)
-    together = sub_groups(found, s) if s.stage == 3 else groups(found)
-    for group in together:
+    for group in sub_groups(found, s) if s.stage == 3 else groups(found):
         names = {p.name for p in group}
         if here := [layer for layer in everything if layer.parameter.name in names]:
             yield here
 
 
 def _in_weights(changing: Sequence[Layer], topology: TopologyConfig) -> list[int]:
-    if not changing:
-        return []
     count, plans = _count_bytes(changing), [layer.plan for layer in changing]
     chosen, seeded = topology.chosen, topology.grown_moments == "seeded"
     read = {BY_GRADIENT} if seeded else set()
@@ -198,15 +196,13 @@ def _in_weights(changing: Sequence[Layer], topology: TopologyConfig) -> list[int
     return [*sizes, 8 * seeded * sum(x.grow > 0 for x in plans), 24 * len(changing)]
 
 
-def _in_blocks(together: Sequence[Layer], topology: TopologyConfig) -> list[int]:
+def _in_blocks(together: Sequence[Layer], changing: Sequence[Layer], topology: TopologyConfig) -> list[int]:
     chosen, seeded = topology.chosen, topology.grown_moments == "seeded"
-    changing = [layer for layer in together if layer.changes]
     ranking = {chosen.prune}
     if any(layer.plan.by_score for layer in changing):
         ranking.add(chosen.grow)
-    blocks = sum(layer.elements for layer in changing)
     peaks = 8 * len(ranking | ({BY_GRADIENT} if seeded else set())) * len(changing)
-    norms = [8 * blocks] * len(ranking)
+    norms = [8 * sum(layer.elements for layer in changing)] * len(ranking)
     return [4 * sum(layer.elements for layer in together), peaks, *norms, 8 * seeded * len(changing)]
 
 
@@ -265,34 +261,27 @@ def _still_open(others: float) -> float:
 
 @dataclass(frozen=True)
 class TopologyStep:
-    """`seconds` by number of ranks: its collectives alone. Its compute is a bound, not a measurement."""
+    """A typical topology step: its collectives, and lower bounds of its compute, which is not measured."""
 
-    step: int
-    """Which one."""
+    step: int  # which one
     payload: int
     all_reduces: int
-    rounds: int
-    """Of these, rounds of refinement that are assumed; the rest is certain."""
-    masks: int
-    """Bytes of the masks of layers that multiply with what these keep, beside the payload."""
-    seconds: dict[int, float]
-    """On 1, 4, 16 … 16,384 ranks."""
-    here: float
+    rounds: int  # those of them that are rounds of refinement, which are assumed; the rest is certain
+    masks: int  # bytes of masks in addition to the payload, of layers that multiply only with their active weights
+    seconds: dict[int, float]  # of its collectives, on 1, 4, 16 … 16,384 ranks
+    here: float  # the same on the setting's ranks
     reads_seconds: float
-    """At least: this rank's weights, and dense gradients where they are read, once in fp32; channels read neither."""
+    """At least: reading this rank's weights, and dense gradients if they are needed, once in fp32; 0 for channels."""
     reads_gradients: bool
     dense_gradient_seconds: float
-    """At least: weight gradients of what is masked too, where other steps skip them."""
-    drift_payload: int
-    """Bytes of a drift check, every `check_every` steps."""
-    in_run: int
-    """How many of them the run has."""
-    run_seconds: float
-    """At least: all of them, as this one, beside what a step without takes."""
+    """At least: computing the weight gradients of inactive weights too, where other steps skip them."""
+    drift_payload: int  # bytes of a drift check, every `check_every` steps
+    in_run: int  # the number of topology steps in the run
+    run_seconds: float  # at least: of all of them together, in addition to the time of ordinary steps
 
 
 def typical_step(schedule: Schedule) -> int | None:
-    """The topology step nearest to the middle of the sparsest phase; None where a run has none."""
+    """The topology step nearest to the middle of the sparsest phase; None if a run has none."""
     sparsest = max(schedule.segments(), key=lambda segment: (segment.sparsity, segment.stop - segment.start))
     middle = max(1, (sparsest.start + sparsest.stop) // 2)
     onward, back = range(middle, sparsest.stop), range(middle, 0, -1)
@@ -300,31 +289,29 @@ def typical_step(schedule: Schedule) -> int | None:
 
 
 def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> TopologyStep | None:
-    """One in the middle of the run's sparsest phase; None for a run without any."""
+    """Describe the run's typical topology step; None for a run without any."""
     step = None if experiment.mst.stays_dense else typical_step(experiment.schedule)
     if step is None:
         return None
-    found = calls(experiment, s, step)
+    found, everything = calls(experiment, s, step), layers(experiment, step)
     # at ZeRO-3 the number of ranks decides what an optimizer call updates
     alone = replace(s, tensor=1, sequence=1, pipeline=1)
     by_ranks = {n: seconds(calls(experiment, replace(alone, ranks=n), step).all, n, 1, machine) for n in RANKS}
-    reduced = found.certain + found.rounds
-    everything = layers(experiment, step)
+    here = seconds(found.all, s.ranks // s.pipeline, 1, machine)
     share = sum(x.parameter.numel for x in everything) / s.pipeline / s.tensor / (s.shards if s.stage else 1)
-    gpu, e = machine.gpu, machine.efficiency
     skipped = sum(
         x.sparsity * x.parameter.numel
         for x in everything
         if skips(experiment, s.precision, x.parameter.shape, x.sparsity)
     )
     tokens = s.micro * s.accumulation * experiment.model.context / (s.tensor * s.sequence * s.pipeline)
-    peak = gpu.peak(s.precision)
-    here = seconds(found.all, s.ranks // s.pipeline, 1, machine)
     point, before = experiment.schedule.at(step), experiment.schedule.at(step - 1)
     read = experiment.mst.topology.reads_dense_gradients(point.update_fraction, point.sparsity < before.sparsity)
+    gpu, e = machine.gpu, machine.efficiency
     read_bytes = 0 if in_channels(experiment) else FP32 * (1 + read)
     reads = read_bytes * share / (gpu.bandwidth * e.memory)
-    dense_gradients = 2 * tokens * skipped / (peak * e.matmul) if read else 0.0
+    dense_gradients = 2 * tokens * skipped / (gpu.peak(s.precision) * e.matmul) if read else 0.0
+    reduced = found.certain + found.rounds
     count = sum(1 for _ in experiment.schedule.topology_steps())
     return TopologyStep(
         step=step,

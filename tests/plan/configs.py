@@ -1,8 +1,17 @@
-"""Small runs on 2 ranks whose tensors and collectives are measured."""
+"""Configs and settings of the tests of plans: ready-made ones, and small runs on 2 ranks that are measured."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+from mst_scale.config import ModelConfig, load
+from mst_scale.plan.gpus import machine
+from mst_scale.plan.setting import setting_of
+from tests.support.tiny_run import ROOT
+
+A100 = machine("a100-80gb", 64)
+MODEL = ModelConfig(n_layer=5, n_head=4, n_embd=64, context=128, vocab_size=1000, bias=True)
 
 MST = {
     "method": "mst",
@@ -38,3 +47,19 @@ def config(
     if precision == "bf16+fp32":
         raw["data_types"] = {"grad_accum_dtype": "fp32"}
     return raw
+
+
+def ready(name="gpt2_small", *overrides: str):
+    """A ready-made config."""
+    return load(ROOT / "ds_configs" / f"{name}.json", overrides)
+
+
+def setting(name="gpt3_13b", gpus=64, stage=2, **sizes):
+    """The setting of a ready-made config whose model is shared with these sizes, at micro-batch 1."""
+    s = replace(setting_of(ready(name), gpus).at_stage(stage), **sizes, micro=1)
+    return replace(s, accumulation=1024 // s.data)
+
+
+def total(found):
+    """The elements of these parameters."""
+    return sum(p.numel for p in found)

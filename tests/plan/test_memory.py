@@ -1,14 +1,23 @@
-"""Every part of the memory model against the tensors of real runs on 2 ranks: stages 0 to 3, fp32, bf16, offload."""
+"""Every part of the memory model against the tensors of real runs on 2 ranks, and activations against autograd.
 
+The runs cover stages 0 to 3, fp32, bf16 and offload. What autograd keeps for backward is seen by its own hooks.
+"""
+
+import gc
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 
-from mst_scale.config import load
-from mst_scale.plan.memory import Memory, memory
-from mst_scale.plan.setting import setting_of
+from mst_scale.config import ModelConfig, load
+from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
+from mst_scale.models.bert import BERT
+from mst_scale.models.gpt import GPT
+from mst_scale.plan.memory import WHOLE, Memory, activations, block_bytes, memory
+from mst_scale.plan.setting import Share, setting_of, share
 from tests.plan import measured
-from tests.plan.configs import MST, config
+from tests.plan.configs import MODEL, MST, config, ready, setting
 from tests.support import pool
 
 WITHIN = 0.1  # padding, histograms and what is alive for an instant
@@ -74,3 +83,86 @@ def test_the_fullest_moments(runs, name):
     backward = max(wanted.backward - wanted.activations.total, wanted.reduction) + wanted.host
     assert real["backward"] == pytest.approx(backward, rel=WITHIN)
     assert real["step"] == pytest.approx(wanted.step + wanted.host + wanted.host_step, rel=WITHIN)
+
+
+def kept(config: ModelConfig, micro: int, dtype: torch.dtype, pattern: Pattern) -> int:
+    """Bytes of all storages kept for backward that are not weights: saved by autograd, or by DeepSpeed's recomputation,
+    which keeps the inputs of blocks itself."""
+    model = (GPT if config.causal else BERT)(config).to(dtype)
+    set_pattern(model, pattern)
+    tokens = torch.randint(config.vocab_size, (micro, config.context))
+    targets = tokens.clone()
+    targets[:, config.predicted :] = -1  # all of them but what BERT predicts
+    gc.collect()
+    before = measured.live()
+    found: dict[int, int] = {}
+    alive = []  # so that no storage is freed and counted under another's address
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in before or tensor is tokens:
+            found[storage.data_ptr()] = storage.nbytes()
+            alive.append(storage)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(tokens, targets)
+    found |= {key: size for key, size in measured.live().items() if key not in before}
+    loss.backward()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"n_layer": 4, "n_head": 2, "n_embd": 128, "context": 128, "vocab_size": 200},
+        {"n_layer": 2, "n_head": 4, "n_embd": 32, "d_ffw": 200, "context": 128, "vocab_size": 1000, "bias": True},
+        {"arch": "bert", "n_layer": 3, "n_head": 2, "n_embd": 128, "context": 128, "vocab_size": 500, "bias": True},
+    ],
+)
+def test_kept_for_backward(shape, dtype, recompute):
+    config = ModelConfig(**shape, activation_checkpointing=recompute)
+    wanted = activations(config, 3, dtype.itemsize, recompute).kept
+    assert kept(config, 3, dtype, Pattern("dense")) == pytest.approx(wanted, rel=WITHIN)
+
+
+def test_sparse_attention_keeps_the_same():
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=64, context=512, vocab_size=100)
+    wanted = activations(config, 2, 4, False).kept
+    assert kept(config, 2, torch.float32, Pattern("strided", 64)) == pytest.approx(wanted, rel=WITHIN)
+
+
+def test_activations_of_a_share():
+    whole = block_bytes(MODEL, 2, 2)
+    d, f, tokens = 64, 256, 2 * 128
+    assert block_bytes(MODEL, 2, 2, Share(tensor=4)) == tokens * ((4 * d + d + 2 * f // 4) * 2 + 16 + 4)
+    assert block_bytes(MODEL, 2, 2, Share(sequence=4)) == whole // 4
+    assert activations(MODEL, 2, 2, False, WHOLE) == activations(MODEL, 2, 2, False)
+    s = replace(setting(stage=1), ranks=4, pipeline=4, accumulation=8)
+    part = share(MODEL, s, 0)
+    assert (part.layers, part.in_flight, part.head) == (2, 4, False)
+    assert share(MODEL, s, 3) == Share(1, 1, 1, True, 1, True)
+    assert activations(MODEL, 2, 2, False, part).kept == 4 * 2 * whole + 8 * tokens
+    assert share(MODEL, replace(s, accumulation=2), 0).in_flight == 2, "never more than there are"
+
+
+def test_a_shared_model_needs_less_each():
+    e = ready("gpt3_13b")
+    whole = memory(e, setting())
+    for sizes in ({"tensor": 2}, {"sequence": 2}):
+        assert memory(e, setting(**sizes)).activations.kept < whole.activations.kept
+    assert memory(e, setting(tensor=8)).weights == pytest.approx(whole.weights / 8, rel=0.2)
+    assert memory(e, setting(sequence=8)).weights == whole.weights
+    one, four = (memory(e, setting(stage=1, pipeline=p)) for p in (1, 4))
+    assert four.weights < one.weights / 3 and four.activations.kept > one.activations.kept / 2
+
+
+def test_more_gpus_hold_less_each():
+    e = ready("gpt3_6.7b", "train_micro_batch_size_per_gpu=1")
+    for stage in (1, 2, 3):
+        sizes = [memory(e, setting_of(e, ranks).at_stage(stage)).peak for ranks in (8, 64, 512)]
+        assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+    peaks = [memory(e, setting_of(e, 64).at_stage(stage)).peak for stage in (0, 1, 2, 3)]
+    assert peaks == sorted(peaks, reverse=True)

@@ -105,9 +105,9 @@ def test_attention_is_its_pairs_or_its_passes_over_memory():
     pattern, stream = Pattern("strided", 64), 2 * 2 * 256 * 128  # bytes of q
     few, many = (2.0 * 2 * pairs * 128 for pairs in tile_pairs(pattern, 256, True))
     paired = Machine(replace(CARD, bf16=1e6), FULL, Latency(kernel=0.0))
-    assert attention_seconds(HEADS, pattern, paired, again=False) == pytest.approx((2 + 3 + 4) * (few + many) / 1e6)
-    assert attention_seconds(HEADS, pattern, paired, again=True) == pytest.approx((4 + 3 + 4) * (few + many) / 1e6)
+    assert attention_seconds(HEADS, pattern, paired, recompute=False) == pytest.approx((2 + 3 + 4) * (few + many) / 1e6)
+    assert attention_seconds(HEADS, pattern, paired, recompute=True) == pytest.approx((4 + 3 + 4) * (few + many) / 1e6)
     moved = Machine(replace(CARD, bandwidth=1e6), FULL, Latency(kernel=0.0))
-    assert attention_seconds(HEADS, pattern, moved, again=False) == pytest.approx((9 + 13 + 14) * stream / 1e6)
+    assert attention_seconds(HEADS, pattern, moved, recompute=False) == pytest.approx((9 + 13 + 14) * stream / 1e6)
     launched = Machine(CARD, FULL, Latency(kernel=1.0))
-    assert attention_seconds(HEADS, pattern, launched, again=True) == pytest.approx(8)
+    assert attention_seconds(HEADS, pattern, launched, recompute=True) == pytest.approx(8)

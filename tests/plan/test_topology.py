@@ -16,11 +16,9 @@ from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Layer, evolve
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
 from mst_scale.mixed_growing.policies import POLICIES
-from mst_scale.plan import skipping, topology
+from mst_scale.plan import roofline, topology
 from mst_scale.plan.gpus import Machine, gpu_named, machine
-from mst_scale.plan.parameters import sparse_parameters
-from mst_scale.plan.setting import setting_of
-from mst_scale.plan.traffic import Call
+from mst_scale.plan.setting import setting_of, sparse_parameters
 from mst_scale.shard import Shard
 from mst_scale.sparse_linear import crossovers
 
@@ -102,7 +100,7 @@ def test_the_constants_are_those_of_the_selection():
     assert (topology.SIGMAS, topology.SLACK) == (top_k.SIGMAS, top_k.SLACK) == (random_k.SIGMAS, random_k.SLACK)
     assert topology.LISTED_WHOLE == top_k.SMALL
     assert (topology.DIGIT_BITS, topology.ROUND_BYTES) == (refinement.DIGIT_BITS, refinement.ROUND_BYTES)
-    assert pytest.importorskip("mst_scale.sparse_linear.block").SIDES == skipping.SIDES
+    assert pytest.importorskip("mst_scale.sparse_linear.block").SIDES == roofline.SIDES
 
 
 def test_it_grows_with_the_logarithm_of_the_ranks():
@@ -149,11 +147,5 @@ def test_its_compute_is_a_bound_by_hand(monkeypatch):
     assert topology.topology_step(e, s, card).masks == 0
     row = {"backend": "block", "dtype": "float32", "block": 16, "shape": [4096, 1024], "sparsity": 0.8}
     monkeypatch.setattr(crossovers, "table", lambda: [row])
-    assert topology.topology_step(e, s, card).masks > 0 and skipping.skips(e, "fp32", (512, 512), 0.81)
-    assert not skipping.skips(e, "fp32", (512, 512), 0.79) and not skipping.skips(e, "bf16", (512, 512), 0.81)
-
-
-def test_ring_volumes():
-    assert (
-        Call("all-reduce", 800).sent(4) == 1200 and Call("gather", 800).sent(4) == Call("scatter", 800).sent(4) == 600
-    )
+    assert topology.topology_step(e, s, card).masks > 0 and roofline.skips(e, "fp32", (512, 512), 0.81)
+    assert not roofline.skips(e, "fp32", (512, 512), 0.79) and not roofline.skips(e, "bf16", (512, 512), 0.81)

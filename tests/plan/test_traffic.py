@@ -1,16 +1,16 @@
-"""Every collective of a real step on 2 ranks, byte for byte; and of a topology step, our own."""
+"""Every collective of a real step on 2 ranks, byte for byte: of dense steps, topology steps and shared sequences."""
 
 from collections import Counter
 
 import pytest
+import torch
 
-from mst_scale.config import load
+from mst_scale.config import ModelConfig, load
 from mst_scale.plan import topology
-from mst_scale.plan.parameters import parameters
-from mst_scale.plan.setting import setting_of
-from mst_scale.plan.traffic import traffic
+from mst_scale.plan.setting import Setting, held, parameters, setting_of
+from mst_scale.plan.traffic import Call, exchange, traffic
 from tests.plan import measured
-from tests.plan.configs import config
+from tests.plan.configs import config, ready, setting, total
 from tests.support import pool
 
 KINDS = {"all_reduce": "all-reduce", "all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter"}
@@ -114,3 +114,71 @@ def test_how_often_gradients_are_sent(stage, factor):
     weights = 33_440
     kind = "scatter" if stage == 3 else "all-reduce"
     assert sum(c.payload for c in calls if c.kind == kind and c.payload > 8) == factor * 2 * weights
+
+
+SHAPE = {"n_layer": 3, "n_head": 4, "n_embd": 32, "context": 64, "vocab_size": 100}
+MICRO = 2
+
+
+def exchanged(rank: int, world: int, recompute: bool) -> list[int]:
+    """Bytes of every all-to-all of a forward and a backward pass."""
+    import deepspeed.comm
+    import torch.distributed as dist
+
+    from mst_scale.hybrid_sparse_attention import sequence_parallel
+    from mst_scale.models.gpt import GPT
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.comm.init_distributed("gloo", dist_init_required=False, verbose=False)
+    model = GPT(ModelConfig(**SHAPE, activation_checkpointing=recompute))
+    sequence_parallel(model, dist.group.WORLD)
+    found, inner = [], dist.all_to_all_single
+
+    def counted(output, input, **more):  # as DeepSpeed names them
+        found.append(input.numel() * input.element_size())
+        return inner(output=output, input=input, **more)
+
+    dist.all_to_all_single = counted
+    try:
+        tokens = torch.zeros(MICRO, SHAPE["context"] // world, dtype=torch.long)
+        model(tokens, tokens).backward()
+    finally:
+        dist.all_to_all_single = inner
+    return found
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_exchange_of_a_shared_sequence(recompute):
+    s = Setting(2, 2, "fp32", "fp32", MICRO, 1, recompute=recompute, sequence=2)
+    wanted = exchange(ModelConfig(**SHAPE), s)["sequence"]
+    first, second = pool.run(exchanged, 2, recompute)
+    assert first == second and [Call("all-to-all", size) for size in first] == wanted
+
+
+def test_calls_of_a_micro_batch():
+    e = ready("gpt3_13b")
+    stream = 2048 * 5120 * 2 if e.model.n_embd == 5120 else 2048 * e.model.n_embd * 2
+    calls = exchange(e.model, setting(tensor=8, sequence=2))
+    assert calls["tensor"] == [Call("all-reduce", stream // 2)] * (4 * e.model.n_layer)
+    assert calls["sequence"] == [Call("all-to-all", stream // 2 // 8)] * (8 * e.model.n_layer)
+    assert calls["pipeline"] == []
+    again = exchange(e.model, setting(tensor=8, recompute=True))["tensor"]
+    assert len(again) == 6 * e.model.n_layer
+    piped = exchange(e.model, setting(stage=1, pipeline=4))
+    assert piped["pipeline"] == [Call("send", stream)] * 2 and not piped["tensor"]
+    assert not any(exchange(e.model, setting()).values())
+
+
+def test_zero_cuts_over_those_that_hold_the_same():
+    model = ready("gpt3_13b").model
+    s = setting(tensor=8, sequence=2)
+    assert (s.data, s.shards, s.batch) == (4, 8, 1024)
+    sent = sum(c.payload for c in traffic(model, s).micro)
+    assert sent == 2 * total(held(model, s)), "a micro-batch all-reduces what a rank holds, bf16"
+    assert traffic(model, setting(gpus=8, tensor=8)).micro == [], "nobody holds the same"
+
+
+def test_ring_volumes():
+    assert (
+        Call("all-reduce", 800).sent(4) == 1200 and Call("gather", 800).sent(4) == Call("scatter", 800).sent(4) == 600
+    )

@@ -1,0 +1,410 @@
+"""Estimates the seconds of a step, dense and in every phase of sparse training, by a roofline.
+
+Each part runs at the stated share (`gpus.Efficiency`) of the peak that bounds it:
+
+    products       FLOPs of all matrices, forward and twice that backward        matmul · peak
+    attention      FLOPs of the causal pairs, 1 forward and 2.5 backward          attention · peak
+    element-wise   bytes of norms, additions, GELU, the loss, gradient copies     memory · bandwidth
+    optimizer      42 bytes per fp32 weight of this rank                          memory · bandwidth
+    collectives    α per hop and bytes over the slowest link on their way         network · link
+    bubble         of p stages and m micro-batches: (p - 1)/m of a stage's time
+
+A rank that shares a model computes its part (`setting.share`); the head of a tensor-parallel group is whole on each
+rank. Matrix products that are cut count at the same share of the peak as whole ones, which very thin ones do not reach.
+
+Masked dense layers take as long as dense ones: they save FLOPs only. In sparse phases, layers that skip inactive
+weights and attention over a pattern take the time of their kernels (`roofline`), and everything else is as in a dense
+step, except that less communication hides behind less compute. Topology steps, which need dense gradients, are not
+included (`topology`). These times are estimates, not measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import groupby
+from typing import Literal
+
+from mst_scale.config import Experiment, ModelConfig, load
+from mst_scale.costs.flops import Flops, forward_flops
+from mst_scale.costs.ledger import forecast
+from mst_scale.costs.stretches import densities, sparse_matrices, stretches
+from mst_scale.hybrid_sparse_attention.pattern import Pattern
+from mst_scale.mixed_growing.config import BlockGranularity
+from mst_scale.plan.gpus import Machine, machine
+from mst_scale.plan.roofline import (
+    SIDES,
+    Attention,
+    Bounds,
+    Linear,
+    attention_seconds,
+    dense_product,
+    forward,
+    in_channels,
+    input_gradient,
+    narrow,
+    side_of,
+    skips,
+    skips_anything,
+    weight_gradient,
+)
+from mst_scale.plan.setting import Setting, Share, ends, held, layers_of, partition, setting_of, share
+from mst_scale.plan.traffic import Call, exchange, tied_ends, traffic
+
+OPTIMIZER_BYTES = 42  # per weight: gradient read for its norm, clipped, read; master and two moments read and written
+GRADIENT_BYTES = 32  # per weight and micro-batch, where ZeRO accumulates in fp32: measured on an H100 (gpu.md)
+HOST_BYTES = 28  # per weight, by the CPU's Adam
+FLASH = 3.5  # forward, and a backward that computes the scores again
+
+Busy = tuple[float, float, float]
+"""Seconds of products, attention and element-wise passes, all micro-batches of a step together."""
+Product = Callable[[Linear, Machine], Bounds]
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The seconds of one optimizer step, by part."""
+
+    products: float
+    attention: float
+    elementwise: float
+    optimizer: float
+    host: float
+    communication: float  # all of it
+    exposed: float  # the part of it that does not hide behind backward
+    sharing: float = 0.0  # the part of it between ranks that share a model, which never hides
+    bubble: float = 0.0  # a pipeline's wait for its first micro-batch to arrive and its last to leave
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        parts = self.products + self.attention + self.elementwise + self.optimizer + self.host
+        return parts + self.exposed + self.bubble
+
+    @property
+    def waits(self) -> float:
+        """Seconds of a step for each second that a stage is busy: above 1 with a pipeline."""
+        busy = self.products + self.attention + self.elementwise + self.sharing
+        return 1 + self.bubble / busy
+
+
+# --- a dense step ---
+
+
+def step_seconds(
+    experiment: Experiment, s: Setting, machine: Machine, busy: Callable[[int], Busy] | None = None
+) -> Seconds:
+    """Estimate a dense step; with `busy`, a step whose stages are busy for that long."""
+    model, gpu, e = experiment.model, machine.gpu, machine.efficiency
+    of = busy or partial(_dense_busy, model, s, machine)
+    products, attention, elementwise = max((of(stage) for stage in ends(s)), key=sum)
+    found = held(model, s)
+    weights = sum(p.numel for p in found)
+    part = weights if s.stage == 0 else sum(partition(found, s.shards))
+    host = 0.0
+    if s.offload_optimizer:
+        host = 2 * s.weight_bytes * part / gpu.pcie + HOST_BYTES * part / (gpu.host_bandwidth * e.host)
+    if s.offload_parameters:
+        host += 2 * s.accumulation * s.weight_bytes * part / gpu.pcie
+    during, behind = _zero_seconds(model, s, machine)
+    sharing = s.accumulation * sum(sharing_seconds(model, s, machine).values())
+    compute = products + attention + elementwise
+    hidden = min(during, compute * 2 / 3) if s.overlap else 0.0
+    behind += seconds(tied_ends(model, s), *_group("pipeline", s), machine)
+    return Seconds(
+        products=products,
+        attention=attention,
+        elementwise=elementwise,
+        optimizer=0.0 if s.offload_optimizer else OPTIMIZER_BYTES * part / (gpu.bandwidth * e.memory),
+        host=host,
+        communication=during + behind + sharing,
+        exposed=during + behind + sharing - hidden,
+        sharing=sharing,
+        bubble=(s.pipeline - 1) / s.accumulation * (compute + sharing),
+    )
+
+
+def _dense_busy(model: ModelConfig, s: Setting, machine: Machine, stage: int) -> Busy:
+    """The compute of a dense step on the ranks of a stage."""
+    gpu, e = machine.gpu, machine.efficiency
+    peak = gpu.peak(s.precision)
+    forward, part = _forward(model), share(model, s, stage)
+    again = 1 / 3 if s.recompute else 0.0  # the blocks' forward pass, a third of their three
+    layers = layers_of(model, s, stage)
+    of_blocks = layers / model.n_layer / (s.tensor * s.sequence)
+    blocks = (forward.matrices - forward.head) * of_blocks
+    head = forward.head / s.sequence if part.head else 0.0
+    sequences = s.micro * s.accumulation
+    attention = sequences * forward.attention * of_blocks * (FLASH + (1 if s.recompute else 0))
+    moved = sequences * _moved(model, s.weight_bytes, part, layers) * (1 + again)
+    # gradients written, into buckets and out of them, and added to those of earlier micro-batches
+    per_weight = GRADIENT_BYTES if s.stage and s.accumulate == "fp32" else 4 * s.weight_bytes
+    moved += s.accumulation * per_weight * sum(p.numel for p in held(model, s, stage))
+    return (
+        sequences * 3 * (blocks * (1 + again) + head) / (peak * e.matmul),
+        attention / (peak * e.attention),
+        moved / (gpu.bandwidth * e.memory),
+    )
+
+
+@cache
+def _forward(model: ModelConfig) -> Flops:
+    return forward_flops(model, accounting="causal")
+
+
+def _moved(model: ModelConfig, width: int, part: Share, layers: int) -> float:
+    """Bytes that one sequence's element-wise passes move, forward and backward."""
+    norms_and_sums, gelu = 10 * model.n_embd, 2 * model.ffw / part.tensor
+    blocks = 3 * layers * (norms_and_sums + gelu) * model.context
+    head = 4 * model.padded_vocab * model.predicted if part.head else 0
+    return float(width * (blocks + head)) / part.sequence
+
+
+# --- communication ---
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a GPU sends in a step for one kind of sharing, and over which link."""
+
+    shared: str  # tensor, sequence, pipeline; data: ZeRO between ranks that hold the same weights
+    ranks: int  # of a group
+    over: str  # NVLink inside nodes, or the network between them
+    calls: int
+    sent: int  # bytes that a GPU sends in a step
+    seconds: float  # of a step, whether hidden behind backward or not
+
+
+def links(model: ModelConfig, s: Setting, machine: Machine) -> list[Link]:
+    """The links of every kind of sharing that the setting has."""
+    everything = {axis: calls * s.accumulation for axis, calls in exchange(model, s).items()}
+    everything["pipeline"] += tied_ends(model, s)
+    everything["data"] = traffic(model, s).of_step(s.accumulation)
+    found = []
+    for axis, calls in everything.items():
+        ranks, apart = _group(axis, s)
+        over = "network" if inside_a_node(ranks, apart, machine.gpu.per_node) < ranks else "NVLink"
+        sent = sum(call.sent(ranks) for call in calls)
+        size = s.shards if axis == "data" else getattr(s, axis)
+        found.append(Link(axis, size, over, len(calls), sent, seconds(calls, ranks, apart, machine)))
+    return [link for link in found if link.calls]
+
+
+@cache
+def _zero_seconds(model: ModelConfig, s: Setting, machine: Machine) -> tuple[float, float]:
+    """Communication between ranks that hold the same weights: while the micro-batches run, and after them."""
+    calls = traffic(model, s)
+    micro, step = (seconds(some, *_group("data", s), machine) for some in (calls.micro, calls.step))
+    return s.accumulation * micro, step
+
+
+def sharing_seconds(model: ModelConfig, s: Setting, machine: Machine) -> dict[str, float]:
+    """Estimate the communication of a micro-batch between ranks that share a model, by axis."""
+    calls = exchange(model, s)
+    return {axis: seconds(some, *_group(axis, s), machine) for axis, some in calls.items()}
+
+
+def _group(axis: str, s: Setting) -> tuple[int, int]:
+    """(ranks of a group, the distance between them); of a pipeline the neighbors that are farthest apart."""
+    groups = {"tensor": (s.tensor, 1), "sequence": (s.sequence, s.tensor), "data": (s.shards, s.tensor)}
+    return groups.get(axis, (2, max(1, s.ranks // 2)))
+
+
+def inside_a_node(ranks: int, apart: int, per_node: int) -> int:
+    """How many ranks of a group share a node, if its ranks are `apart` from each other."""
+    return max(1, min(ranks, per_node // apart))
+
+
+def seconds(calls: Iterable[Call], ranks: int, apart: int, machine: Machine) -> float:
+    """Estimate collectives one after the other, in a group of ranks that are `apart` from each other.
+
+    All-reduces climb a tree and come back; gathers and scatters go once around a ring. Across nodes the port of every
+    GPU of the group carries a part, so the bandwidth is that of its ports in a node together, or of the links inside,
+    whichever is less. All-to-alls and sends go straight, each through the sender's own link or port.
+    """
+    if ranks == 1:
+        return 0.0
+    gpu, latency, network = machine.gpu, machine.latency, machine.efficiency.network
+    inside = inside_a_node(ranks, apart, gpu.per_node)
+    nodes = -(-ranks // inside)
+    bandwidth = gpu.link if nodes == 1 else min(gpu.link, gpu.port * inside)
+    alone = gpu.link if nodes == 1 else gpu.port
+    tree = 2 * (math.log2(inside) * latency.inside + math.log2(nodes) * latency.between)
+    ring = (ranks - nodes) * latency.inside + (nodes - 1) * latency.between
+    straight = latency.inside if nodes == 1 else latency.between
+    ways = {"all-reduce": (tree, bandwidth), "all-to-all": (straight, alone), "send": (straight, alone)}
+    total = 0.0
+    for call, times in Counter(calls).items():
+        alpha, rate = ways.get(call.kind, (ring, bandwidth))
+        total += times * (latency.launch + alpha + call.sent(ranks) / (rate * network))
+    return total
+
+
+# --- sparse steps ---
+
+
+def sparse_seconds(
+    experiment: Experiment, s: Setting, machine: Machine, density: Mapping[str, float], pattern: Pattern
+) -> Seconds:
+    """Estimate a step with these shares of active weights, and this attention."""
+    model = experiment.model
+
+    def busy(stage: int) -> Busy:
+        products, attention, elementwise = _dense_busy(model, s, machine, stage)
+        products -= sum(
+            times * dense_product(layer, machine)
+            for layer, products_of in _skipping(experiment, s, density, stage)
+            for times in products_of.values()
+        )
+        products += sum(times * bounds.seconds for bounds, times in _kernels(experiment, s, machine, density, stage))
+        if not pattern.is_dense(model.context):
+            wide = model.n_embd // (s.tensor * s.sequence)
+            layer = Attention(s.micro, model.context, wide, model.causal, s.precision, s.weight_bytes)
+            layers = s.accumulation * layers_of(model, s, stage)
+            attention = layers * attention_seconds(layer, pattern, machine, s.recompute)
+        return products, attention, elementwise
+
+    return step_seconds(experiment, s, machine, busy)
+
+
+def _kernels(
+    experiment: Experiment, s: Setting, machine: Machine, density: Mapping[str, float], stage: int
+) -> Iterator[tuple[Bounds, int]]:
+    """Every kernel for blocks or channels that the ranks of a stage run in a step, and how often."""
+    for layer, products in _skipping(experiment, s, density, stage):
+        for product, times in products.items():
+            yield product(layer, machine), times
+
+
+def _skipping(
+    experiment: Experiment, s: Setting, density: Mapping[str, float], stage: int
+) -> Iterator[tuple[Linear, dict[Product, int]]]:
+    """The layers of a stage that skip inactive weights, and how often a step computes each of their products."""
+    if experiment.mst.stays_dense:
+        return
+    model, side = experiment.model, side_of(experiment)
+    tokens = s.micro * model.context // s.sequence
+    found: Counter[tuple[Linear, bool]] = Counter()
+    for p in held(model, s, stage):
+        kept = density.get(p.name, 1.0)
+        if not skips(experiment, s.precision, p.shape, 1 - kept):
+            continue
+        block = p.name.startswith("blocks.")
+        if not block and not share(model, s, stage).head:  # only the last stage multiplies with a tied embedding
+            continue
+        each = tokens if block else tokens * model.predicted // model.context
+        found[Linear(p.shape[0], p.shape[1], each, side, kept, s.precision, s.weight_bytes), block] += s.accumulation
+    for (layer, block), times in found.items():
+        again = times if block and s.recompute else 0
+        if in_channels(experiment):
+            yield layer, {narrow: 3 * times + again}
+        else:
+            yield layer, {forward: times + again, input_gradient: times, weight_gradient: times}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of the run: averages over its steps; FLOPs in the causal accounting, relative to dense."""
+
+    name: str
+    steps: int
+    sparsity: float
+    flops: float
+    dense_seconds: float  # of a dense step
+    best_seconds: float
+    """Seconds of a step, if attention took no more than its share of the pairs, and products that skip inactive weights
+    no more than their density. A lower bound, not a measurement."""
+    expected_seconds: float  # of a step, by `sparse_seconds`
+
+
+def phases(experiment: Experiment, dense: Seconds, s: Setting, machine: Machine) -> list[Phase]:
+    """The phases in order; their FLOPs are those of `costs.forecast`."""
+    whole, skipping = forecast(experiment), skips_anything(experiment, s.precision)
+    result = []
+    for phase, (_, inside) in zip(whole.phases, groupby(stretches(experiment), lambda x: x.phase), strict=True):
+        flops, of_dense = phase.flops["causal"], whole.dense["causal"]
+        saved = (1 - flops.attention / of_dense.attention) * dense.attention
+        if skipping:
+            saved += (1 - flops.matrices / of_dense.matrices) * dense.products
+        best = dense.total - saved * dense.waits  # the other stages wait no longer than a stage works
+        expected = sum(x.steps * sparse_seconds(experiment, s, machine, x.density, x.pattern).total for x in inside)
+        share = flops.total / of_dense.total
+        result.append(Phase(phase.name, phase.steps, phase.sparsity, share, dense.total, best, expected / phase.steps))
+    return result
+
+
+@dataclass(frozen=True)
+class Side:
+    """A step in the sparsest phase, if its masks were made of blocks of this side; 1: of single weights."""
+
+    side: int
+    seconds: float
+    speedup: float  # of the step, against a dense one
+    products: float  # speedup of all products with weights, sparse or not
+    decides: dict[str, float]  # share of the kernels' time that each bound decides
+
+
+def by_side(experiment: Experiment, s: Setting, machine: Machine) -> list[Side]:
+    """The sparsest phase by the side of its blocks, whatever the config says; empty if masks cannot be of blocks."""
+    if not may_be_blocks(experiment):
+        return []
+    segments = experiment.schedule.segments()
+    sparsest = max(segments, key=lambda segment: (segment.sparsity, segment.stop - segment.start))
+    pattern = experiment.attention_schedule.pattern_at(sparsest.start)
+    dense = step_seconds(experiment, s, machine)
+    found = []
+    for side in (1, *SIDES):
+        there = with_blocks(experiment, side)
+        density = densities(there, sparse_matrices(there), sparsest.sparsity)
+        sparse = sparse_seconds(there, s, machine, density, pattern)
+        kernels: dict[str, float] = defaultdict(float)
+        for bounds, times in _kernels(there, s, machine, density, ends(s)[-1]):
+            kernels[bounds.decides] += times * bounds.seconds
+        whole = sum(kernels.values())
+        decides = {name: kernels[name] / whole for name in sorted(kernels, key=lambda name: -kernels[name])}
+        found.append(Side(side, sparse.total, dense.total / sparse.total, dense.products / sparse.products, decides))
+    return found
+
+
+def may_be_blocks(experiment: Experiment) -> bool:
+    """Whether the masks of this run could be made of blocks."""
+    return not experiment.mst.stays_dense and experiment.mst.method != "fixed"
+
+
+def with_blocks(experiment: Experiment, side: int) -> Experiment:
+    """Return the experiment with masks of blocks that are multiplied as blocks; with side 1, of single weights."""
+    topology, compute = experiment.mst.topology, experiment.mst.compute
+    made: Literal["element"] | BlockGranularity = "element"
+    if side > 1:
+        now = topology.granularity
+        made = replace(now if isinstance(now, BlockGranularity) else BlockGranularity(), block=side)
+    mst = replace(
+        experiment.mst,
+        topology=replace(topology, granularity=made),
+        compute=replace(compute, backend="block" if side > 1 else "dense"),
+    )
+    return replace(experiment, mst=mst)
+
+
+def blocks_table() -> str:
+    """The table of docs/blocks.md: speedups of a step in the sparsest phase, and of its products in brackets.
+
+    For one GPU with an eighth of the ready-made config's batch: communication and memory are not included.
+    """
+    cards = {"A100": "a100-80gb", "H100": "h100-80gb"}
+    lines = [f"| width | config | {' | '.join(f'{card}, {side}' for card in cards for side in SIDES)} |"]
+    lines.append("|---" * (2 + len(cards) * len(SIDES)) + "|")
+    for name in ("gpt2_small", "gpt2_xl", "gpt3_6.7b", "gpt3_13b", "gpt3_175b"):
+        experiment = load(name)
+        alone = replace(setting_of(experiment, 8), ranks=1)
+        found = [side for card in cards.values() for side in by_side(experiment, alone, machine(card, 1))[1:]]
+        cells = [f"{side.speedup:.1f} ({side.products:.1f})" for side in found]
+        lines.append(f"| {experiment.model.n_embd:,} | `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(blocks_table())
