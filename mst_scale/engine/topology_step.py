@@ -9,8 +9,7 @@ import torch
 
 from mst_scale import zero_shards
 from mst_scale.engine import second_moments
-from mst_scale.mixed_growing.evolve import Change, Layer
-from mst_scale.mixed_growing.gradient_size import living_mean_squares
+from mst_scale.mixed_growing.evolve import Change, Layer, active_mean_squares
 
 if TYPE_CHECKING:
     from mst_scale.engine.sparse import SparseController
@@ -44,7 +43,7 @@ def evolve(mst: SparseController, under_way: TopologyStep, here: list[int]) -> l
     for exchange, together in mst.exchange.grouped(here):
         if mst.topology.grown_moments == "living":
             living = [(masks[i], under_way.gradients[i]) for i in together]
-            usual |= zip(together, living_mean_squares(living, exchange), strict=True)
+            usual |= zip(together, active_mean_squares(living, exchange), strict=True)
         changes = mst.elements.evolve(
             [layers[here.index(i)] for i in together],
             policy=mst.policy,
@@ -62,7 +61,7 @@ def evolve(mst: SparseController, under_way: TopologyStep, here: list[int]) -> l
             waking = [i for i in together if usual[i] is None and mst.units.starts(masks[i].name)]
             if waking:
                 living = [(masks[i], under_way.gradients[i]) for i in waking]
-                usual |= zip(waking, living_mean_squares(living, exchange), strict=True)
+                usual |= zip(waking, active_mean_squares(living, exchange), strict=True)
     for i in here:
         change = found[i]
         becomes_dense = masks[i].dense and change.before < change.numel
