@@ -1,7 +1,7 @@
-"""The small all-reduces of ranks that hold shards of the same parameters, with their bytes counted.
+"""Small all-reduces between the ranks that hold shards of the same parameters; their bytes are counted.
 
-The topology needs small all-reduces only: sums of counts and maxima, one row per layer. Layers that compute with
-their masks (sparse_linear) want them whole: an all-reduce of one bit a weight. `Exchange()` is one process.
+A topology step only needs sums and maxima of one row per layer. Layers that compute with their masks (sparse_linear)
+need them whole, which takes an all-reduce of one bit per weight. `Exchange()` is a single process.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ T = TypeVar("T")
 
 @dataclass
 class Traffic:
-    """All-reduced so far: calls, and the bytes of their payloads."""
+    """The all-reduces so far: calls, and the bytes of their payloads."""
 
     calls: int = 0
     payload: int = 0
 
     def sent_per_rank(self, ranks: int) -> int:
-        """Bytes a rank sends in ring all-reduces: 2(R-1)/R of the payload."""
+        """Return the bytes that a rank sends in ring all-reduces: 2(R-1)/R of the payload."""
         return 2 * (ranks - 1) * self.payload // ranks
 
 
 class Exchange:
-    """The ranks whose slices together make up each parameter once; group=None means one process holds all of it.
+    """The ranks whose slices together make up each parameter once.
 
-    `device` is where the backend reduces (the GPU for NCCL); None means wherever the tensor is. `through` has the
-    collectives: torch.distributed, or whoever counts them by name. Replicas (ZeRO-0) hold
-    the whole parameter each: they evolve with Exchange() and come to the same masks without a word.
+    Replicas (ZeRO-0) hold the whole parameter each: with `Exchange()` they reach the same masks without communication.
+
+    Args:
+        group: the ranks; None if one process holds the whole parameter.
+        device: where the backend reduces (the GPU for NCCL); None for the tensor's own device.
+        through: provides the collectives: torch.distributed, or an object that counts them by name.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None, through: Any = dist):
@@ -45,20 +48,20 @@ class Exchange:
         self.traffic = Traffic()
 
     def sum(self, counts: Tensor) -> Tensor:
-        """Element-wise sum over ranks of integers, on the CPU."""
+        """Return the element-wise sum of integers over ranks, on the CPU."""
         return self.sum_here(counts).cpu()
 
     def sum_here(self, counts: Tensor) -> Tensor:
-        """The same, wherever the backend reduces."""
+        """Return the element-wise sum of integers over ranks, on the device where the backend reduces."""
         return self._reduce(counts, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """Element-wise maximum over ranks, on the CPU."""
+        """Return the element-wise maximum over ranks, on the CPU."""
         return self._reduce(values, dist.ReduceOp.MAX).cpu()
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's number in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def all(self, mine: T) -> list[T]:
@@ -100,26 +103,27 @@ class Exchange:
 
 
 class Exchanges:
-    """Layers whose shards lie over different ranks: the exchange of each, in their order.
+    """The exchange of each layer, in order, if the shards of different layers are on different ranks.
 
-    Under tensor parallelism a layer that is cut lies over all ranks, one that is not over those of one slice.
+    Under tensor parallelism, a split layer is on all ranks, and any other layer on those of one slice.
     """
 
     def __init__(self, of: Sequence[Exchange]):
         self.of = list(of)
 
     def grouped(self, layers: Iterable[int] | None = None) -> list[tuple[Exchange, list[int]]]:
-        """The layers (all of them, or these) that share an exchange, with it; the same on all ranks of it."""
+        """Return the exchanges, each with those of the layers (or of all) that share it; equal on all its ranks."""
         groups: dict[int, tuple[Exchange, list[int]]] = {}
         for i in range(len(self.of)) if layers is None else layers:
             groups.setdefault(id(self.of[i]), (self.of[i], []))[1].append(i)
         return list(groups.values())
 
     def sum(self, rows: Tensor) -> Tensor:
-        """Each layer's row (or number) over the ranks that share the layer, on the CPU."""
+        """Return the sum of each layer's row (or number) over the layer's ranks, on the CPU."""
         return self._reduced(rows, Exchange.sum)
 
     def max(self, rows: Tensor) -> Tensor:
+        """Return the maximum of each layer's row (or number) over the layer's ranks, on the CPU."""
         return self._reduced(rows, Exchange.max)
 
     def _reduced(self, rows: Tensor, reduce: Callable[[Exchange, Tensor], Tensor]) -> Tensor:

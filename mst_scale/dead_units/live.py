@@ -36,9 +36,8 @@ from mst_scale.dead_units.units import LineFlags, Lines, Units, find_units, posi
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.evolve import Change, Layer
-from mst_scale.mixed_growing.gradient_size import mean_squares
-from mst_scale.mixed_growing.permutation import Permutation, mix64
-from mst_scale.mixed_growing.scores import Scores, peak_keys
+from mst_scale.mixed_growing.random_k import Permutation, mix64
+from mst_scale.mixed_growing.scores import Scores, mean_squares, peak_keys
 from mst_scale.randomness import counter_hash
 from mst_scale.shard import Shard
 
@@ -345,10 +344,8 @@ def spread(shard: Shard, rows: Tensor, columns: Tensor, device: torch.device) ->
     down, across = shard.cut.axes
     rows = rows.to(device)[down.logical(torch.arange(down.length, device=device))]
     columns = columns.to(device)[across.logical(torch.arange(across.length, device=device))]
-    width, packed = across.length, []
-    for a, b in packed_bits.spans(shard.length, device):
-        first, last = (shard.start + a) // width, -(-(shard.start + b) // width)
-        weights = (rows[first:last, None] & columns).view(-1)
-        begin = shard.start + a - first * width
-        packed.append(packed_bits.pack(weights[begin : begin + b - a]))
-    return torch.cat(packed) if packed else packed_bits.zeros(0, device)
+
+    def flags(first: int, last: int) -> Tensor:
+        return rows[first:last, None] & columns
+
+    return packed_bits.pack_rows(flags, across.length, shard.start, shard.length, device)

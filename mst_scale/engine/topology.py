@@ -26,8 +26,7 @@ from mst_scale.engine.component import Component
 from mst_scale.engine.criteria import Criteria
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.mixed_growing.distribution import active_counts
-from mst_scale.mixed_growing.evolve import Change, Layer
-from mst_scale.mixed_growing.gradient_size import living_mean_squares
+from mst_scale.mixed_growing.evolve import Change, Layer, active_mean_squares
 
 Counts = Mapping[str, tuple[int, int]]
 
@@ -217,7 +216,7 @@ class Topology(Component):
 
         def active_means(of: list[int], exchange: Exchange) -> Any:
             active = [(masks[i], under_way.gradients[i]) for i in of]
-            return zip(of, living_mean_squares(active, exchange), strict=True)
+            return zip(of, active_mean_squares(active, exchange), strict=True)
 
         for exchange, together in self.state.exchange.grouped(here):
             if config.grown_moments == "living":

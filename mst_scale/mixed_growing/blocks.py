@@ -1,44 +1,51 @@
-"""The topology's step in blocks of B × B weights.
+"""One topology step in blocks of B × B weights, which are active or inactive together.
 
-It is the step in weights: a layer's blocks are the weights of a smaller matrix, and a block's score is the sum of its
-weights' scores: L1 norms, Σ|w| to prune and Σ|g| to grow, of the mean gradient of the whole batch; Σ|w·g| where a
-policy ranks by |w·g|. `evolve` then prunes and grows blocks by the same rules: counts (targets are numbers of blocks),
-ties to the lower block, random growth keyed by (seed, step, layer). A narrow block at a ragged edge competes with the
-norm it has: its product costs as much as that of a full one.
+The blocks of a layer are treated as the weights of a smaller matrix. A block's score is the sum of its weights' scores:
+L1 norms, Σ|w| to prune and Σ|g| to grow, with the mean gradient of the whole batch; Σ|w·g| if a policy ranks by |w·g|.
+`evolve` then prunes and grows blocks by the same rules: targets are numbers of blocks, ties go to the lower block, and
+random growth is keyed by (seed, step, layer). A parameter of shape (rows, …) is a matrix of `rows` rows, tiled from its
+corner; the last block row and column are narrower if B does not divide. Block (i, j) has number i · ⌈columns/B⌉ + j. A
+narrow block competes with the norm it has: its product costs as much as that of a full one.
 
-Scores are summed over ranks as integers, for a block may lie on several; from there on every rank holds all of them and
-takes the step alone. One step sends 4 bytes a block for what is alive, and 8 a block and score of the layers that
-change: 20 in all for `mst`. That grows with the model, by 20/B² bytes a weight: 10 MB for GPT-2 small in blocks of 16.
+A rank holds a slice of the flattened matrix, which may begin and end inside a block. Scores are summed over ranks as
+integers, so the sums do not depend on where the slices are split. From there on every rank holds all scores and takes
+the step alone. One step sends 4 bytes per block for the active weights, and 8 per block and score of the layers that
+change: 20 in all for `mst`, or 20/B² bytes per weight: 10 MB for GPT-2 small in blocks of 16.
 
-Masks stay what they are, one bit a weight of the slice. At least `least` blocks stay alive in every block row and
-column, as `block_floor.must_stay` says. Where that takes more blocks than the target, the layer keeps what it takes.
+Masks still have one bit per weight of the slice. At least `least` blocks stay active in every block row and column:
+blocks are pruned from the smallest score up, and one whose row or column is down to `least` active blocks is skipped
+for good, since counts only fall. The blocks skipped when nothing is left to prune are those that must stay: pruning the
+smallest of the others is that rule, however many are pruned. If they are more than the target, the layer keeps all of
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing import evolve as elements
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.block_floor import must_stay
-from mst_scale.mixed_growing.block_grid import CPU, BlockedShard, Grid, l1_norms
 from mst_scale.mixed_growing.config import BlockGranularity, fewest, grid_shape
-from mst_scale.mixed_growing.distribution import Plan, plan
+from mst_scale.mixed_growing.distribution import plan
 from mst_scale.mixed_growing.evolve import Change, Layer
-from mst_scale.mixed_growing.gradient_size import mean_squares
 from mst_scale.mixed_growing.masks import LayerMask
-from mst_scale.mixed_growing.permutation import Permutation
 from mst_scale.mixed_growing.policies import BY_GRADIENT, BY_WEIGHT, Criterion, Policy
-from mst_scale.mixed_growing.scores import Scores, peak_keys
+from mst_scale.mixed_growing.random_k import Permutation
+from mst_scale.mixed_growing.scores import INFINITY_KEY, Scores, peak_keys
 from mst_scale.shard import Shard
 
-ALONE = Exchange()  # blocks' scores are the same on every rank
+ALONE = Exchange()  # the blocks' scores are the same on every rank
+CPU = torch.device("cpu")
+PEAK_BIT = 46  # of the fixed-point grid: 2^14 weights of a block below 2^47 each sum to less than 2^61
+LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -49,9 +56,11 @@ class Elements:
     words = ""
 
     def grid_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape itself: targets count weights."""
         return tuple(shape)
 
     def at_least(self, shape: Sequence[int]) -> int:
+        """Return 0, since there is no lower bound on the active weights of a row."""
         return 0
 
     evolve = staticmethod(elements.evolve)
@@ -60,20 +69,22 @@ class Elements:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Granularity in blocks of `side` × `side` weights, `least` of them alive in every block row and column."""
+    """Granularity in blocks of `side` × `side` weights, with at least `least` active in every block row and column."""
 
     side: int
     least: int
 
     @property
     def words(self) -> str:
+        """The granularity, for log lines."""
         return f" in blocks of {self.side} × {self.side}"
 
     def grid_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the numbers of block rows and columns."""
         return grid_shape(shape, self.side)
 
     def at_least(self, shape: Sequence[int]) -> int:
-        """The fewest blocks that can give each row and column its least."""
+        """Return the smallest number of blocks with `least` in every block row and column."""
         return fewest(self.grid_shape(shape), self.least)
 
     def evolve(
@@ -88,25 +99,27 @@ class Blocks:
         regrow: bool = True,
         gradient_size: bool = True,
     ) -> list[Change]:
-        """`evolve.evolve` in blocks. Targets and the counts of what changed are blocks, bits are of weights."""
-        if not layers:  # the optimizer has updated vectors alone
+        """Do what `evolve.evolve` does, in blocks: targets and counts are in blocks, bits are of weights."""
+        if not layers:  # the optimizer has only updated vectors
             return []
         views = _views(layers, self.side, exchange)
         zeta = update_fraction if policy.swaps else 0.0
-        plans = [view.plan(zeta, policy.random_share) for view in views]
+        plans = [
+            plan(x.grid.numel, x.mask.active, x.layer.target, zeta, policy.random_share, regrow=True) for x in views
+        ]
         changing = [view for view, its in zip(views, plans, strict=True) if its.prune or its.grow]
         ranking = [policy.prune]
         if any(its.by_score for its in plans) and policy.grow != policy.prune:
             ranking.append(policy.grow)
-        peaks = _peaks(changing, ranking, gradient_size, exchange)
+        peaks = elements.peaks_of([view.layer for view in changing], ranking, gradient_size, exchange)
         norms = {criterion: _norms(criterion, changing, peaks[criterion], exchange) for criterion in ranking}
-        blocks = {view.name: view.unchanging() for view in views}
+        blocks = {x.name: Layer(x.mask, x.mask.active, torch.empty(x.grid.numel)) for x in views}  # as they are
         for i, view in enumerate(changing):
             grow = norms[policy.grow][i] if policy.grow in norms else None
             blocks[view.name] = view.competing(norms[policy.prune][i], self.least, grow)
         changes = elements.evolve(
             list(blocks.values()),
-            policy=replace(policy, prune=BY_WEIGHT, grow=BY_GRADIENT),  # what the layers of blocks hold
+            policy=replace(policy, prune=BY_WEIGHT, grow=BY_GRADIENT),  # the layers of blocks hold norms in their place
             update_fraction=update_fraction,
             seed=seed,
             step=step,
@@ -114,21 +127,21 @@ class Blocks:
             regrow=regrow,
             gradient_size=False,
         )
-        sizes = _gradient_sizes(changing, peaks, exchange) if gradient_size else {}
+        sizes = elements.gradient_sizes([view.layer for view in changing], peaks, exchange) if gradient_size else {}
         return [view.commit(change, sizes.get(change.name)) for view, change in zip(views, changes, strict=True)]
 
     def sparsify(self, layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange) -> list[Change]:
-        """`evolve.sparsify` in blocks."""
+        """Do what `evolve.sparsify` does, in blocks."""
         assert all(layer.mask.dense for layer in layers), "initial masks start from dense ones"
-        slices = [_sliced(layer, self.side) for layer in layers]
+        slices = [BlockedShard.of(layer.mask, self.side) for layer in layers]
         views = [_View(layer, its, _dense(layer, its.grid)) for layer, its in zip(layers, slices, strict=True)]
         blocks = []
         if how == "magnitude":
-            peaks = peak_keys([view.scores(BY_WEIGHT) for view in views], exchange)
+            peaks = peak_keys([layer.scores(BY_WEIGHT) for layer in layers], exchange)
             for view, norm in zip(views, _norms(BY_WEIGHT, views, peaks, exchange), strict=True):
                 blocks.append(view.competing(norm, self.least))
         else:
-            for view in views:  # the last places go first
+            for view in views:  # the last places are pruned first
                 order = Permutation(view.grid.numel, "start", seed, view.name, device=CPU)
                 blocks.append(view.competing(-order.place(torch.arange(view.grid.numel)), self.least))
         changes = elements.sparsify(blocks, how=how, seed=seed, exchange=ALONE)
@@ -139,18 +152,18 @@ class Blocks:
 
 
 def granularity_of(stated: Literal["element", "channel"] | BlockGranularity) -> Elements | Blocks:
-    """What lives and dies together in one matrix, as a config states it."""
+    """Return the granularity that a config states for masks of single matrices."""
     return Elements() if isinstance(stated, str) else Blocks(stated.block, stated.min_blocks)
 
 
 @dataclass(frozen=True)
 class _View:
-    """A layer seen as its blocks, on the CPU, the same on every rank."""
+    """A layer as a matrix of its blocks, on the CPU, the same on every rank."""
 
     layer: Layer
     sliced: BlockedShard
     mask: LayerMask
-    """Of blocks."""
+    """The mask of the blocks."""
 
     @property
     def name(self) -> str:
@@ -160,18 +173,8 @@ class _View:
     def grid(self) -> Grid:
         return self.sliced.grid
 
-    def plan(self, zeta: float, random_share: float) -> Plan:
-        return plan(self.grid.numel, self.mask.active, self.layer.target, zeta, random_share, True)
-
-    def scores(self, criterion: Criterion) -> Scores:
-        """Of the slice's weights."""
-        return Scores(self.name, self.layer.inputs(criterion), criterion.score)
-
-    def unchanging(self) -> Layer:
-        return Layer(self.mask, self.mask.active, torch.empty(self.grid.numel))
-
     def competing(self, prune: Tensor, least: int, grow: Tensor | None = None) -> Layer:
-        """The layer of blocks, ranked by `prune` and `grow`. Those are kept that rows and columns need, no fewer."""
+        """The layer of blocks, ranked by `prune` and `grow`, with the blocks protected that must stay."""
         stays = must_stay(prune, self.mask.flags(), self.grid.shape, least)
         count = int(stays.sum())
         target = max(self.layer.target, count)
@@ -179,7 +182,7 @@ class _View:
         return Layer(self.mask, target, prune.to(torch.float32), grow, protected=kept, protected_count=count)
 
     def commit(self, change: Change, gradient_mean_square: float | None) -> Change:
-        """Give the weights' mask the blocks' bits."""
+        """Set the bits of the weights' mask from the blocks' mask."""
         length = self.sliced.shard.length
         if change.pruned_bits is None or change.grown_bits is None:
             return replace(change, length=length)
@@ -194,12 +197,8 @@ class _View:
         )
 
 
-def _sliced(layer: Layer, side: int) -> BlockedShard:
-    return BlockedShard(Grid.of(layer.mask.shape, side), layer.mask.shard, layer.mask.device)
-
-
 def _dense(layer: Layer, grid: Grid) -> LayerMask:
-    """A mask of the layer's blocks, all of them alive."""
+    """A dense mask of the layer's blocks."""
     mask = LayerMask(Shard.whole(layer.mask.name, grid.shape), CPU)
     if layer.mask.ever is not None:
         mask.track_ever()
@@ -207,8 +206,8 @@ def _dense(layer: Layer, grid: Grid) -> LayerMask:
 
 
 def _views(layers: Sequence[Layer], side: int, exchange: Exchange) -> list[_View]:
-    """The layers as blocks, whose masks are those of the weights of all ranks."""
-    slices = [_sliced(layer, side) for layer in layers]
+    """The layers as matrices of blocks, with masks from the weights' masks on all ranks."""
+    slices = [BlockedShard.of(layer.mask, side) for layer in layers]
     counts = torch.cat([_counts(layer.mask, sliced) for layer, sliced in zip(layers, slices, strict=True)])
     of_each = exchange.sum(counts).split([sliced.grid.numel for sliced in slices])
     return [
@@ -218,7 +217,7 @@ def _views(layers: Sequence[Layer], side: int, exchange: Exchange) -> list[_View
 
 
 def _counts(mask: LayerMask, sliced: BlockedShard) -> Tensor:
-    """Weights alive in the slice's part of each block, and 2^16 times those that ever were."""
+    """The active weights in the slice's part of each block, plus 2^16 times those that ever were."""
     counts = sliced.count(mask.bits)
     if mask.ever is not None:
         counts += sliced.count(mask.ever) << 16
@@ -226,46 +225,186 @@ def _counts(mask: LayerMask, sliced: BlockedShard) -> Tensor:
 
 
 def _block_mask(layer: Layer, grid: Grid, counts: Tensor) -> LayerMask:
-    """From `_counts`, summed over ranks."""
+    """The mask of the blocks, from `_counts` summed over ranks."""
     sizes = grid.sizes()
     mask = _dense(layer, grid)
     for what, count in (("mask", counts & 0xFFFF), ("coverage", counts >> 16)):
         if not ((count == 0) | (count == sizes)).all():
             raise RuntimeError(
-                f"{mask.name}: its {what} does not consist of whole {grid.side} × {grid.side} blocks: it was trained "
-                "in another granularity, or it is damaged; resume from the last checkpoint"
+                f"{mask.name}: its {what} does not consist of whole {grid.side} × {grid.side} blocks. It was trained "
+                "with another granularity, or is damaged: resume from the last checkpoint"
             )
-    alive = (counts & 0xFFFF) > 0
+    active = (counts & 0xFFFF) > 0
     if mask.ever is not None:
         mask.ever = packed_bits.pack((counts >> 16) > 0)
-    mask.set_flags(alive, int(alive.sum()))
+    mask.set_flags(active, int(active.sum()))
     return mask
 
 
-def _peaks(
-    views: Sequence[_View], ranking: Sequence[Criterion], gradient_size: bool, exchange: Exchange
-) -> dict[Criterion, list[int]]:
-    """Key of the largest score of each layer, by criterion; refuses NaN before anything is changed."""
-    wanted = list(ranking)
-    if gradient_size and any(view.layer.gradient is not None for view in views) and BY_GRADIENT not in wanted:
-        wanted.append(BY_GRADIENT)
-    found = peak_keys([view.scores(criterion) for criterion in wanted for view in views], exchange)
-    return {criterion: found[i * len(views) : (i + 1) * len(views)] for i, criterion in enumerate(wanted)}
-
-
 def _norms(criterion: Criterion, views: Sequence[_View], peaks: Sequence[int], exchange: Exchange) -> list[Tensor]:
-    """Each block's score by layer: the sum of its weights' scores."""
+    """The score Σ|score| of every block in float32, the same bits for any split; sends 8 bytes per block.
+
+    Each |score| is truncated to a multiple of 2^-46 of the layer's largest score (`peaks`, from `peak_keys`), which
+    does not change scores above 2^-23 of it. The sum is exact and rounded at the end. An infinity counts as the largest
+    finite float32.
+    """
     if not views:
         return []
-    return l1_norms([view.sliced for view in views], [view.scores(criterion) for view in views], peaks, exchange)
+    exponents = [PEAK_BIT + 127 - (min(peak, INFINITY_KEY - 1) >> 23) for peak in peaks]
+    sums = [x.sliced.size(x.layer.scores(criterion), e) for x, e in zip(views, exponents, strict=True)]
+    totals = exchange.sum(torch.cat(sums)).split([x.grid.numel for x in views])
+    return [(total.to(torch.float64) * 2.0**-e).to(torch.float32) for total, e in zip(totals, exponents, strict=True)]
 
 
-def _gradient_sizes(
-    views: Sequence[_View], peaks: Mapping[Criterion, list[int]], exchange: Exchange
-) -> dict[str, float]:
-    """Mean g² of each layer's weights."""
-    if BY_GRADIENT not in peaks:
-        return {}
-    gradients = [gradient for view in views if (gradient := view.layer.gradient) is not None]
-    means = mean_squares(gradients, [view.layer.mask.numel for view in views], peaks[BY_GRADIENT], exchange)
-    return {view.name: mean for view, mean in zip(views, means, strict=True)}
+# --- the blocks of a matrix, from the slices of the ranks ---
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The blocks of one matrix."""
+
+    rows: int
+    columns: int
+    side: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of block rows and block columns."""
+        return grid_shape((self.rows, self.columns), self.side)
+
+    @property
+    def numel(self) -> int:
+        """The number of blocks."""
+        return self.shape[0] * self.shape[1]
+
+    def sizes(self) -> Tensor:
+        """Return the number of weights in each block, int64."""
+        heights, widths = (
+            (extent - torch.arange(0, extent, self.side)).clamp(max=self.side) for extent in (self.rows, self.columns)
+        )
+        return torch.outer(heights, widths).view(-1)
+
+
+@dataclass(frozen=True)
+class BlockedShard:
+    """This rank's shard of a layer, and the layer's blocks."""
+
+    grid: Grid
+    shard: Shard
+    device: torch.device
+
+    @classmethod
+    def of(cls, mask: LayerMask, side: int) -> BlockedShard:
+        """Return the shard of a mask, in blocks of `side` × `side` weights."""
+        return cls(Grid(mask.shape[0], math.prod(mask.shape[1:]), side), mask.shard, mask.device)
+
+    def spread(self, flags: Tensor) -> Tensor:
+        """Return packed bits of the slice, in which each weight has the flag of its block."""
+        blocks = flags.view(self.grid.shape).to(self.device)
+
+        def rows(first: int, last: int) -> Tensor:
+            return blocks[self._block_rows(first, last)].index_select(1, self._block_columns())
+
+        return packed_bits.pack_rows(rows, self.width, self.shard.start, self.shard.length, self.device)
+
+    @property
+    def width(self) -> int:
+        """The number of columns of the matrix that the slice is part of."""
+        return self.shard.cut.column_axis.length
+
+    def _totals(self, numbers: Callable[[int, int], Tensor]) -> Tensor:
+        """Sum `numbers(a, b)`, int64 values of the slice's [a, b), over the slice's part of each block."""
+        grid, shard, width = self.grid, self.shard, self.width
+        total = torch.zeros(grid.shape, dtype=torch.int64, device=self.device)
+        for first, last in self._row_spans():
+            a, b = max(first * width, shard.start), min(last * width, shard.stop)
+            whole = pad(numbers(a - shard.start, b - shard.start), (a - first * width, last * width - b))
+            total.index_add_(0, self._block_rows(first, last), self._sums_of_rows(whole.view(last - first, width)))
+        return total.view(-1).cpu()
+
+    def _sums_of_rows(self, numbers: Tensor) -> Tensor:
+        """Sum (rows, columns) to (rows, blocks)."""
+        across = self.grid.shape[1]
+        if self.shard.cut.column_axis.whole:  # three times as fast
+            padded = pad(numbers, (0, across * self.grid.side - self.grid.columns))
+            return padded.view(len(numbers), across, self.grid.side).sum(2)
+        return numbers.new_zeros(len(numbers), across).index_add_(1, self._block_columns(), numbers)
+
+    def _row_spans(self) -> Iterator[tuple[int, int]]:
+        """The rows that the slice touches, in spans that stay in cache."""
+        if not self.shard.length:
+            return
+        first, last = self.shard.start // self.width, -(-self.shard.stop // self.width)
+        step = max(1, (packed_bits.CPU_SPAN if self.device.type == "cpu" else packed_bits.DEVICE_SPAN) // self.width)
+        for row in range(first, last, step):
+            yield row, min(row + step, last)
+
+    def _block_rows(self, first: int, last: int) -> Tensor:
+        return self.shard.cut.row_axis.logical(torch.arange(first, last, device=self.device)) // self.grid.side
+
+    def _block_columns(self) -> Tensor:
+        return self.shard.cut.column_axis.logical(torch.arange(self.width, device=self.device)) // self.grid.side
+
+    def count(self, bits: Tensor | None) -> Tensor:
+        """Return the number of set bits in the slice's part of each block; None means that all are set."""
+
+        def numbers(a: int, b: int) -> Tensor:
+            if bits is None:
+                return torch.ones(b - a, dtype=torch.int64, device=self.device)
+            return packed_bits.unpack(packed_bits.cut(bits, a, b), b - a).to(torch.int64)
+
+        return self._totals(numbers)
+
+    def size(self, scores: Scores, exponent: int) -> Tensor:
+        """Return Σ trunc(2^exponent · |score|) over the slice's part of each block."""
+
+        def numbers(a: int, b: int) -> Tensor:
+            sizes = scores.values(slice(a, b)).abs().clamp_(max=LARGEST)
+            return (sizes.to(torch.float64) * 2.0**exponent).to(torch.int64)  # exact: 24 bits, times a power of 2
+
+        return self._totals(numbers)
+
+
+# --- the blocks that must stay ---
+
+
+def must_stay(score: Tensor, active: Tensor, shape: tuple[int, int], least: int) -> Tensor:
+    """Return flags of the blocks that must stay so that no block row or column has fewer than `least`.
+
+    The rule in the file's docstring is sequential; here it is settled in rounds. A block is pruned for certain if it
+    would be even if all smaller open blocks of its row and of its column were pruned; it stays for certain once its row
+    or column has none to spare.
+
+    Args:
+        score: ranks the active blocks; ties go to the lower number.
+        active: flags of the active blocks; a row with fewer than `least` of them keeps them all.
+    """
+    if least == 0 or not active.any():
+        return torch.zeros_like(active)
+    across = shape[1]
+    matrix = active.view(shape)
+    row_spare = (matrix.sum(1) - least).clamp_(min=0)
+    column_spare = (matrix.sum(0) - least).clamp_(min=0)
+    open_blocks = active.nonzero().view(-1)
+    open_blocks = open_blocks[torch.argsort(score[open_blocks], stable=True)]
+    stays = active.clone()
+    while open_blocks.numel():
+        row, column = open_blocks // across, open_blocks % across
+        open_ = (row_spare[row] > 0) & (column_spare[column] > 0)
+        open_blocks, row, column = open_blocks[open_], row[open_], column[open_]
+        goes = (_earlier(row, shape[0]) < row_spare[row]) & (_earlier(column, shape[1]) < column_spare[column])
+        stays[open_blocks[goes]] = False
+        row_spare -= torch.bincount(row[goes], minlength=shape[0])
+        column_spare -= torch.bincount(column[goes], minlength=shape[1])
+        open_blocks = open_blocks[~goes]
+    return stays
+
+
+def _earlier(group: Tensor, groups: int) -> Tensor:
+    """The number of earlier entries of the same group."""
+    order = torch.argsort(group, stable=True)
+    counts = torch.bincount(group, minlength=groups)
+    first = counts.cumsum(0) - counts
+    earlier = torch.empty_like(group)
+    earlier[order] = torch.arange(group.numel()) - first[group[order]]
+    return earlier

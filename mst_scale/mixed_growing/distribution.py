@@ -1,16 +1,17 @@
-"""How many weights each layer keeps, so that together they meet the global target.
+"""Computes how many weights each layer keeps, so that together they meet the global target.
 
-Sparse layers share the budget by density_l ∝ r_l, capped at 1 (a layer that overflows is dense, the rest is rescaled):
+Sparse layers share the budget by density_l ∝ r_l, at most 1 (a layer that exceeds it is dense, and the rest is
+rescaled):
 
-    erdos-renyi   r = (n_in + n_out) / (n_in · n_out)          kernel dimensions do not count
-    erk           r = Σ dims / Π dims                          the same for matrices, kernels count
+    erdos-renyi   r = (n_in + n_out) / (n_in · n_out)          without kernel dimensions
+    erk           r = Σ dims / Π dims                          the same for matrices, with kernel dimensions
     uniform       r = 1
 
-All in integers: count_l = ε · r_l · n_l with ε the exact rational that meets (1 − S)·Σ n_l, rounded half up per layer.
-So each layer is within half a weight of its share, the global count within half a weight per layer, and a lower
-sparsity never takes a weight from any layer. A layer with weights keeps at least one while S < 1.
+It computes in integers: count_l = ε · r_l · n_l, rounded half up, where the exact rational ε meets (1 − S)·Σ n_l. So
+each layer is within half a weight of its share, the global count within half a weight per layer, and a lower sparsity
+never takes a weight from any layer. A layer with weights keeps at least one if S < 1.
 
-`plan` says how many weights a layer prunes and grows on its way to its count; the equations are `evolve`'s.
+`plan` computes how many weights a layer prunes and grows to reach its count, by the equations of `evolve`.
 """
 
 from __future__ import annotations
@@ -23,18 +24,28 @@ from fractions import Fraction
 from mst_scale.errors import UserError
 
 Shape = tuple[int, ...]
-PARTS = 10**9  # update fractions count in billionths, so that ⌊0.3 · 10⌋ is 3 and every machine agrees
+PARTS = 10**9  # update fractions are rounded to billionths, so that ⌊0.3 · 10⌋ is 3 on every machine
+RAW_MASS: dict[str, Callable[[Shape], int]] = {
+    "erdos-renyi": lambda shape: (shape[0] + shape[1]) * math.prod(shape[2:]),
+    "erk": sum,
+    "uniform": math.prod,
+}
+"""r_l · n_l of each distribution, an integer."""
 
 
 def active_counts(shapes: Sequence[Shape], sparsity: float, kind: str = "erdos-renyi") -> list[int]:
-    """Active weights of each layer at a global sparsity in [0, 1); sparsity 0 keeps every layer exactly full."""
+    """Return the active weights of each layer at a global sparsity in [0, 1); at 0, every layer is exactly full.
+
+    Raises:
+        UserError: if the distribution is unknown, the sparsity out of range, or a shape that of a vector.
+    """
     if kind not in RAW_MASS:
-        raise UserError(f"distribution {kind!r} is unknown: choose from {', '.join(RAW_MASS)}")
+        raise UserError(f"mst.sparsity.distribution = {kind!r} is unknown: choose from {', '.join(RAW_MASS)}")
     if not 0 <= sparsity < 1:
-        raise UserError(f"sparsity {sparsity} must lie in [0, 1)")
+        raise UserError(f"{sparsity} is not a sparsity; use a value in [0, 1)")
     for shape in shapes:
         if len(shape) < 2:
-            raise UserError(f"a tensor of shape {tuple(shape)} cannot be sparse: leave vectors out of the targets")
+            raise UserError(f"mst.targets: a vector of shape {tuple(shape)} cannot be sparse: exclude it")
     sizes = [math.prod(shape) for shape in shapes]
     ideal = _shares(sizes, [RAW_MASS[kind](tuple(shape)) for shape in shapes], sparsity)
     return [
@@ -44,7 +55,7 @@ def active_counts(shapes: Sequence[Shape], sparsity: float, kind: str = "erdos-r
 
 
 def _shares(sizes: Sequence[int], mass: Sequence[int], sparsity: float) -> list[Fraction]:
-    """Exact weights per layer: min(n_l, ε·mass_l), ε such that they sum to (1 − S)·Σ n_l."""
+    """The exact share of each layer: min(n_l, ε·mass_l), with ε such that they sum to (1 − S)·Σ n_l."""
     budget = (1 - Fraction(sparsity)) * sum(sizes)
     sparse = [layer for layer, size in enumerate(sizes) if size > 0]
     shares = [Fraction(size) for size in sizes]
@@ -55,31 +66,15 @@ def _shares(sizes: Sequence[int], mass: Sequence[int], sparsity: float) -> list[
             for layer in sparse:
                 shares[layer] = rate * mass[layer]
             break
-        # A capped layer frees budget for the others, so the rate only rises and no capped layer comes back.
+        # a full layer leaves budget to the others, so the rate only rises and full layers stay full
         budget -= sum(sizes[layer] for layer in full)
         sparse = [layer for layer in sparse if rate * mass[layer] < sizes[layer]]
     return shares
 
 
-def _erdos_renyi(shape: Shape) -> int:
-    return (shape[0] + shape[1]) * math.prod(shape[2:])
-
-
-def _erk(shape: Shape) -> int:
-    return sum(shape)
-
-
-RAW_MASS: dict[str, Callable[[Shape], int]] = {
-    "erdos-renyi": _erdos_renyi,
-    "erk": _erk,
-    "uniform": math.prod,
-}
-"""r_l · n_l of each distribution: an integer."""
-
-
 @dataclass(frozen=True)
 class Plan:
-    """How many weights of one layer to prune and to grow."""
+    """How many weights of a layer to prune and to grow."""
 
     prune: int
     by_score: int
@@ -87,6 +82,7 @@ class Plan:
 
     @property
     def grow(self) -> int:
+        """All weights to grow."""
         return self.by_score + self.by_random
 
 
@@ -99,17 +95,17 @@ def plan(  # noqa: PLR0917
     regrow: bool,
     protected: int = 0,
 ) -> Plan:
-    """The equations of `evolve`, in integers; what is protected is not there to be pruned."""
+    """Apply the equations of `evolve` in integers; `protected` weights cannot be pruned."""
     if target == numel:
-        return Plan(0, 0, numel - active)  # all of it, so that nothing is ranked
+        return Plan(0, 0, numel - active)  # everything grows, so nothing has to be ranked
     prune = min(max(share_of(update_fraction, active), active - target), active - protected)
     if not regrow:
-        prune = min(prune, numel - target)  # more would leave too few dead weights to grow
+        prune = min(prune, numel - target)  # more would leave too few inactive weights to grow
     grow = prune + target - active
     by_random = share_of(random_share, grow)
     return Plan(prune, grow - by_random, by_random)
 
 
 def share_of(fraction: float, count: int) -> int:
-    """⌊fraction · count⌋ with the fraction rounded to billionths."""
+    """Return ⌊fraction · count⌋, with the fraction rounded to billionths."""
     return round(fraction * PARTS) * count // PARTS

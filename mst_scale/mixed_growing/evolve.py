@@ -1,19 +1,19 @@
-"""PART 2, Mixed-Growing: one topology step of all layers, to exactly the target of each.
+"""PART 2, Mixed-Growing: one topology step of all layers, each to exactly its target.
 
-Mixed-Growing (Algorithm 2 of the paper, as meant). A of a layer's n weights are alive, A' shall be:
+This is Algorithm 2 of the paper, as intended there. A of a layer's n weights are active, and A' shall be:
 
-    N_prune = max(⌊ζ·A⌋, A − A')        the smallest |w| among the living
+    N_prune = max(⌊ζ·A⌋, A − A')        the smallest |w| among the active weights
     N_grow  = N_prune + A' − A
     N_rand  = ⌊R·N_grow⌋,  N_grad = N_grow − N_rand
-    grow the N_grad largest |g| among what is dead after the prune, then N_rand of the rest at random
+    grow the N_grad largest |g| among the weights that are inactive after the prune, then N_rand of the rest at random
 
-g is the dense gradient of the whole batch, reduced over ranks, before masking. A just-pruned weight may grow back (an
-option, on by default); it is then reported neither as pruned nor as grown: it keeps its value and its moments. Where it
-may not, N_prune is at most n − A', so that there is enough to grow; what is protected is never pruned. A layer whose
-target is full becomes dense: everything grows and nothing is pruned. `distribution.plan` has the numbers.
+g is the dense gradient of the whole batch, reduced over ranks, before masking. A weight pruned in this step may grow
+back (an option, on by default). It then keeps its value and its moments, and counts neither as pruned nor as grown.
+Without this option N_prune is at most n − A', so that there is enough to grow. Protected weights are never pruned. A
+layer whose target is n becomes dense: everything grows and nothing is pruned. `distribution.plan` computes the numbers.
 
-The new masks are a function of (weights, gradients, seed, step, layer name) alone, bit for bit the same for any number
-of ranks. Weights are read, never written: the caller zeroes what was pruned and starts what was grown from 0.
+The new masks depend only on (weights, gradients, seed, step, layer name) and are bit-identical for any number of ranks.
+Weights are read, never written: the caller zeroes pruned weights and starts grown ones from 0.
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ from mst_scale.comm.exchange import Exchange
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.distribution import Plan, plan
-from mst_scale.mixed_growing.gradient_size import mean_squares
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import BY_GRADIENT, BY_WEIGHT, Criterion, Policy
 from mst_scale.mixed_growing.random_k import select_at_random
-from mst_scale.mixed_growing.refinement import Request
-from mst_scale.mixed_growing.scores import Scores, peak_keys
-from mst_scale.mixed_growing.top_k import select
+from mst_scale.mixed_growing.scores import Scores, mean_squares, peak_keys
+from mst_scale.mixed_growing.top_k import Request, select
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's inputs: flat views of this rank's slice, and how many of all its weights shall be alive."""
+    """One layer's inputs: flat views of this rank's slice, and how many of all its weights shall be active."""
 
     mask: LayerMask
     target: int
@@ -47,27 +45,27 @@ class Layer:
     gradient: Tensor | None = None
     """Dense: reduced over ranks and micro-batches, not masked."""
     momentum: Tensor | None = None
-    """Dense too: an average of such gradients. Adam's first moment is masked and would rank all the dead alike."""
+    """Dense too: an average of such gradients. (Adam's first moment is 0 for all inactive weights.)"""
     protected: Tensor | None = None
-    """Packed bits of what this step must not prune, all of it alive; at most `target` on all ranks together."""
+    """Packed bits of active weights that must not be pruned; at most `target` on all ranks together."""
     protected_count: int = 0
 
-    def inputs(self, criterion: Criterion) -> tuple[Tensor, ...]:
-        """The tensors a criterion reads."""
-        tensors = tuple(getattr(self, what) for what in criterion.reads)
-        for what, tensor in zip(criterion.reads, tensors, strict=True):
-            if tensor is None:
-                raise UserError(f"{self.mask.name}: this policy ranks weights by {what} and none was given")
-        return tensors
+    def scores(self, criterion: Criterion) -> Scores:
+        """Return the scores of the slice's weights."""
+        for what in criterion.reads:
+            if getattr(self, what) is None:
+                raise UserError(f"{self.mask.name}: the policy ranks weights by {what}, which was not given")
+        return Scores(self.mask.name, tuple(getattr(self, what) for what in criterion.reads), criterion.score)
 
     def __post_init__(self) -> None:
         if not 0 <= self.target <= self.mask.numel:
-            raise UserError(f"{self.mask.name}: {self.target} of {self.mask.numel} weights cannot be alive")
+            raise UserError(f"{self.mask.name}: {self.target} of {self.mask.numel} weights cannot be active")
         for what in ("weight", "gradient", "momentum"):
             tensor = getattr(self, what)
             if tensor is not None and tensor.shape != (self.mask.length,):
                 raise UserError(
-                    f"{self.mask.name}: {what} of shape {tuple(tensor.shape)}, the mask's slice has {self.mask.length}"
+                    f"{self.mask.name}: {what} has shape {tuple(tensor.shape)}, but the mask's slice has "
+                    f"{self.mask.length} weights"
                 )
 
 
@@ -78,34 +76,37 @@ class Change:
     name: str
     numel: int
     before: int
+    """Active weights before the step."""
     active: int
-    pruned: int
-    """Alive before and dead now."""
-    grown: int
-    """Dead before and alive now."""
-    regrown: int
-    """Pruned and grown back in the same step: alive all along."""
-    by_score: int
-    by_random: int
-    ever_active: int | None
-    """Weights alive at any time so far (ITOP); None where that is not counted or nothing changed."""
     length: int = field(repr=False)
-    pruned_bits: Tensor | None = field(repr=False)
-    """Packed; None: no weight of any rank."""
-    grown_bits: Tensor | None = field(repr=False)
+    """Weights of the slice."""
+    pruned: int = 0
+    """Active before and inactive now."""
+    grown: int = 0
+    """Inactive before and active now."""
+    regrown: int = 0
+    """Pruned and grown back in the same step, so active before and now."""
+    by_score: int = 0
+    by_random: int = 0
+    ever_active: int | None = None
+    """Weights active at any time so far (ITOP); None if that is not counted or nothing changed."""
+    pruned_bits: Tensor | None = field(default=None, repr=False)
+    """Packed; None: no weight on any rank."""
+    grown_bits: Tensor | None = field(default=None, repr=False)
     gradient_mean_square: float | None = None
-    """Mean of g² over the layer's weights, the size of second moment that a grown weight starts with."""
+    """Mean of g² over the layer's weights, with which the second moment of a grown weight starts."""
 
     @property
     def churn(self) -> float:
-        """Share of the layer's mask bits that differ from before."""
+        """Fraction of the layer's mask bits that changed."""
         return (self.pruned + self.grown) / self.numel if self.numel else 0.0
 
     def pruned_indices(self) -> Tensor:
-        """Positions in the slice, int64."""
+        """Return the positions of pruned weights in the slice, int64."""
         return _indices(self.pruned_bits, self.length)
 
     def grown_indices(self) -> Tensor:
+        """Return the positions of grown weights in the slice, int64."""
         return _indices(self.grown_bits, self.length)
 
 
@@ -120,10 +121,16 @@ def evolve(
     regrow: bool = True,
     gradient_size: bool = True,
 ) -> list[Change]:
-    """One topology step for all layers; the masks are updated in place, all of them or (on a NaN) none.
+    """Take one topology step of all layers. The masks are updated in place, either all of them or (on a NaN) none.
 
-    Called by all ranks of the exchange with the same layers in the same order. `gradient_size` asks for the mean
-    square of the gradient of the layers that grow.
+    All ranks of the exchange must call it with the same layers in the same order.
+
+    Args:
+        regrow: whether weights pruned in this step may grow back.
+        gradient_size: whether to compute the mean square of the gradient of the layers that grow.
+
+    Raises:
+        DivergedError: on all ranks, if a score is NaN.
     """
     zeta = update_fraction if policy.swaps else 0.0
     plans = [
@@ -133,40 +140,48 @@ def evolve(
     tasks = [_Task(layer, plan) for layer, plan in zip(layers, plans, strict=True) if plan.prune or plan.grow]
     if not tasks:
         return [_unchanged(layer) for layer in layers]
-    peaks = _peaks(tasks, policy, gradient_size, exchange)
+    wanted = [policy.prune] if any(task.plan.prune for task in tasks) else []
+    wanted += [policy.grow] if any(task.plan.by_score for task in tasks) else []
+    peaks = peaks_of([task.layer for task in tasks], wanted, gradient_size, exchange)
 
     requests = [task.request(policy.prune, *task.prunable(), task.plan.prune) for task in tasks]
     gone = select(requests, largest=False, exchange=exchange, peaks=peaks.get(policy.prune))
-    pruned = [task.without(bits, regrow) for task, bits in zip(tasks, gone, strict=True)]
+    for task, bits in zip(tasks, gone, strict=True):
+        task.prune(bits, regrow)
 
-    requests = [x.request(policy.grow, x.task.plan.by_score) for x in pruned]
+    requests = [task.request(policy.grow, task.free, task.free_count, task.plan.by_score) for task in tasks]
     grown = select(requests, largest=True, exchange=exchange, peaks=peaks.get(policy.grow))
-    for x, bits in zip(pruned, grown, strict=True):
-        x.grow(bits, x.task.plan.by_score)
+    for task, bits in zip(tasks, grown, strict=True):
+        task.grow(bits, task.plan.by_score)
 
-    requests = [x.request(None, x.task.plan.by_random) for x in pruned]
+    requests = [task.request(None, task.free, task.free_count, task.plan.by_random) for task in tasks]
     grown = select_at_random(requests, key=("grow", seed, step), exchange=exchange)
-    for x, bits in zip(pruned, grown, strict=True):
-        x.grow(bits, x.task.plan.by_random)
+    for task, bits in zip(tasks, grown, strict=True):
+        task.grow(bits, task.plan.by_random)
 
-    sizes = _gradient_sizes(tasks, peaks, exchange) if gradient_size else {}
-    totals = exchange.sum(torch.tensor([x.local_counts() for x in pruned], dtype=torch.int64).view(-1, 3)).tolist()
+    growing = [task.layer if task.plan.grow else None for task in tasks]
+    sizes = gradient_sizes(growing, peaks, exchange) if gradient_size else {}
+    totals = exchange.sum(torch.tensor([x.local_counts() for x in tasks], dtype=torch.int64).view(-1, 3)).tolist()
     changes = {layer.mask.name: _unchanged(layer) for layer in layers}
-    for task, (alive, _, _) in zip(tasks, totals, strict=True):
-        if alive != task.layer.target:
+    for task, (active, _, _) in zip(tasks, totals, strict=True):
+        if active != task.layer.target:
             raise RuntimeError(
-                f"{task.name}: {alive} weights are alive after the step instead of {task.layer.target}: the mask is "
-                "not what the last topology step left; resume from the last checkpoint"
+                f"{task.name}: {active} weights are active after the step instead of {task.layer.target}, so its mask "
+                "was changed since the last topology step: resume from the last checkpoint"
             )
-    for x, (_, regrown, ever) in zip(pruned, totals, strict=True):
-        changes[x.task.name] = x.commit(regrown, ever, sizes.get(x.task.name))
+    for task, (_, regrown, ever) in zip(tasks, totals, strict=True):
+        changes[task.name] = task.commit(regrown, ever, sizes.get(task.name))
     return list(changes.values())
 
 
 def sparsify(layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange) -> list[Change]:
-    """Sparsity before the first step: dense masks keep `target` weights, the largest ("magnitude") or "random" ones."""
+    """Make dense masks sparse before the first step, keeping `target` weights of each layer.
+
+    Args:
+        how: "magnitude" keeps the largest weights, "random" any.
+    """
     if how not in ("magnitude", "random"):
-        raise UserError(f"initial masks {how!r} are unknown: choose magnitude or random")
+        raise UserError(f"mst.sparsity.initial = {how!r} is unknown: choose magnitude or random")
     tasks = [_Task(layer, Plan(layer.mask.numel - layer.target, 0, 0)) for layer in layers]
     assert all(layer.mask.dense for layer in layers), "initial masks start from dense ones"
     criterion = BY_WEIGHT if how == "magnitude" else None
@@ -179,154 +194,128 @@ def sparsify(layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange
     for task, bits in zip(tasks, kept, strict=True):
         mask, protected = task.layer.mask, task.layer.protected
         stays = bits if protected is None else bits | protected
-        pruned = task.without(packed_bits.complement(stays, mask.length), regrow=True)
+        task.prune(packed_bits.complement(stays, mask.length), regrow=True)
         if mask.ever is not None:
-            mask.ever.zero_()  # the dense start was never trained
-        changes.append(pruned.commit(regrown=0, ever=task.layer.target, gradient_mean_square=None))
+            mask.ever.zero_()  # the dense mask was never trained with
+        changes.append(task.commit(regrown=0, ever=task.layer.target, gradient_mean_square=None))
     return changes
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Task:
-    """A layer that changes, and by how many weights."""
+    """A layer that changes, on its way to the new mask; bits are packed and of this rank's slice."""
 
     layer: Layer
     plan: Plan
+    gone: Tensor = field(init=False)
+    """Weights that were pruned."""
+    active: Tensor = field(init=False)
+    free: Tensor = field(init=False)
+    """Weights that may still grow."""
+    free_count: int = field(init=False)
+    """The number of these on all ranks."""
 
     @property
     def name(self) -> str:
         return self.layer.mask.name
 
     def request(self, criterion: Criterion | None, bits: Tensor | None, candidates: int, want: int) -> Request:
-        """A selection among this slice's `bits`, of `candidates` on all ranks; no criterion: at random."""
+        """A choice among `bits`, of `candidates` on all ranks; without a criterion, at random."""
         mask = self.layer.mask
-        return Request(
-            shard=mask.shard,
-            bits=bits,
-            candidates=candidates,
-            want=want,
-            device=mask.device,
-            scores=Scores(mask.name, self.layer.inputs(criterion), criterion.score) if criterion and want else None,
-        )
+        scores = self.layer.scores(criterion) if criterion and want else None
+        return Request(mask.shard, bits, candidates, want, mask.device, scores)
 
     def prunable(self) -> tuple[Tensor | None, int]:
-        """Bits of what is alive and not protected, and their count over all ranks."""
+        """Bits of the active weights that are not protected, and their count over all ranks."""
         mask, protected = self.layer.mask, self.layer.protected
         if protected is None:
             return mask.bits, mask.active
         return mask.packed() & ~protected, mask.active - self.layer.protected_count
 
-    def without(self, bits: Tensor, regrow: bool) -> _Pruned:
-        """The layer after the prune, which took `bits`; with `regrow` these may grow again."""
+    def prune(self, bits: Tensor, regrow: bool) -> None:
+        """Prune `bits`; with `regrow` these may grow again."""
         mask = self.layer.mask
-        alive = mask.packed() & ~bits
-        free = packed_bits.complement(alive if regrow else mask.packed(), mask.length)
-        return _Pruned(self, bits, alive, free, mask.numel - mask.active + (self.plan.prune if regrow else 0))
-
-
-@dataclass
-class _Pruned:
-    """A layer on its way from the prune to its new mask. Packed bits of this rank's slice."""
-
-    task: _Task
-    gone: Tensor
-    """What the prune took."""
-    alive: Tensor
-    free: Tensor
-    """What may still grow …"""
-    free_count: int
-    """… and how many of these all ranks have together."""
-
-    def request(self, criterion: Criterion | None, want: int) -> Request:
-        """What shall grow; no criterion: at random."""
-        return self.task.request(criterion, self.free, self.free_count, want)
+        self.gone, self.active = bits, mask.packed() & ~bits
+        self.free = packed_bits.complement(self.active if regrow else mask.packed(), mask.length)
+        self.free_count = mask.numel - mask.active + (self.plan.prune if regrow else 0)
 
     def grow(self, bits: Tensor, count: int) -> None:
-        self.alive |= bits
+        self.active |= bits
         self.free &= ~bits
         self.free_count -= count
 
     def local_counts(self) -> list[int]:
-        """Alive, regrown, ever alive in this rank's slice."""
-        ever = self.task.layer.mask.ever
+        """The active, regrown and ever active weights of this rank's slice."""
+        ever = self.layer.mask.ever
         return [
-            packed_bits.count(self.alive),
-            packed_bits.count(self.gone & self.alive),
-            0 if ever is None else packed_bits.count(ever | self.alive),
+            packed_bits.count(self.active),
+            packed_bits.count(self.gone & self.active),
+            0 if ever is None else packed_bits.count(ever | self.active),
         ]
 
     def commit(self, regrown: int, ever: int, gradient_mean_square: float | None) -> Change:
-        """Make the new mask the layer's mask. `regrown` and `ever` are counts over all ranks."""
-        mask, plan = self.task.layer.mask, self.task.plan
-        before, grown = mask.active, self.alive & ~mask.packed()
-        mask.set_bits(self.alive, self.task.layer.target)
+        """Make the new mask the layer's mask; `regrown` and `ever` are counts over all ranks."""
+        mask, plan = self.layer.mask, self.plan
+        before, grown = mask.active, self.active & ~mask.packed()
+        mask.set_bits(self.active, self.layer.target)
         return Change(
             name=mask.name,
             numel=mask.numel,
             before=before,
             active=mask.active,
+            length=mask.length,
             pruned=plan.prune - regrown,
             grown=plan.grow - regrown,
             regrown=regrown,
             by_score=plan.by_score,
             by_random=plan.by_random,
             ever_active=None if mask.ever is None else ever,
-            length=mask.length,
-            pruned_bits=self.gone & ~self.alive,
+            pruned_bits=self.gone & ~self.active,
             grown_bits=grown,
             gradient_mean_square=gradient_mean_square,
         )
 
 
-def _peaks(
-    tasks: Sequence[_Task], policy: Policy, gradient_size: bool, exchange: Exchange
+def peaks_of(
+    layers: Sequence[Layer], ranking: Sequence[Criterion], gradient_size: bool, exchange: Exchange
 ) -> dict[Criterion, list[int]]:
-    """Key of the largest score of each layer, by criterion; refuses NaN before anything is changed."""
-    wanted = []
-    if any(task.plan.prune for task in tasks):
-        wanted.append(policy.prune)
-    if any(task.plan.by_score for task in tasks):
-        wanted.append(policy.grow)
-    if gradient_size and any(task.layer.gradient is not None for task in tasks):
-        wanted.append(BY_GRADIENT)
-    wanted = list(dict.fromkeys(wanted))
-    scores = [Scores(task.name, task.layer.inputs(c), c.score) for c in wanted for task in tasks]
-    found = peak_keys(scores, exchange)
-    return {criterion: found[i * len(tasks) : (i + 1) * len(tasks)] for i, criterion in enumerate(wanted)}
+    """Return the `peak_keys` of the layers by criterion, those of the gradient too if its size is needed.
+
+    Raises:
+        DivergedError: on all ranks, if a score is NaN.
+    """
+    needed = [BY_GRADIENT] if gradient_size and any(layer.gradient is not None for layer in layers) else []
+    wanted = list(dict.fromkeys([*ranking, *needed]))
+    found = peak_keys([layer.scores(criterion) for criterion in wanted for layer in layers], exchange)
+    return {criterion: found[i * len(layers) : (i + 1) * len(layers)] for i, criterion in enumerate(wanted)}
 
 
-def _gradient_sizes(tasks: Sequence[_Task], peaks: dict[Criterion, list[int]], exchange: Exchange) -> dict[str, float]:
-    """Mean g² of the layers that grow."""
-    growing = [i for i, task in enumerate(tasks) if task.plan.grow and task.layer.gradient is not None]
-    if not growing:
+def gradient_sizes(
+    layers: Sequence[Layer | None], peaks: dict[Criterion, list[int]], exchange: Exchange
+) -> dict[str, float]:
+    """Return the mean g² of the layers that have a gradient, by name; a layer that is None is skipped."""
+    chosen = [(i, x, x.gradient) for i, x in enumerate(layers) if x is not None and x.gradient is not None]
+    if not chosen:
         return {}
-    layers = [tasks[i].layer for i in growing]
-    means = mean_squares(
-        [gradient for layer in layers if (gradient := layer.gradient) is not None],
-        [layer.mask.numel for layer in layers],
-        [peaks[BY_GRADIENT][i] for i in growing],
-        exchange,
-    )
-    return dict(zip((layer.mask.name for layer in layers), means, strict=True))
+    gradients, numels = [gradient for _, _, gradient in chosen], [layer.mask.numel for _, layer, _ in chosen]
+    means = mean_squares(gradients, numels, [peaks[BY_GRADIENT][i] for i, _, _ in chosen], exchange)
+    return dict(zip((layer.mask.name for _, layer, _ in chosen), means, strict=True))
 
 
 def _unchanged(layer: Layer) -> Change:
     mask = layer.mask
-    return Change(
-        name=mask.name,
-        numel=mask.numel,
-        before=mask.active,
-        active=mask.active,
-        pruned=0,
-        grown=0,
-        regrown=0,
-        by_score=0,
-        by_random=0,
-        ever_active=None,
-        length=mask.length,
-        pruned_bits=None,
-        grown_bits=None,
-    )
+    return Change(mask.name, mask.numel, before=mask.active, active=mask.active, length=mask.length)
+
+
+def active_mean_squares(layers: Sequence[tuple[LayerMask, Tensor]], exchange: Exchange) -> list[float]:
+    """Return the mean of g² over the active weights of each (mask, gradient), the same bits for any split."""
+    kept = []
+    for mask, gradient in layers:
+        own = gradient.clone()
+        mask.retain_(own)
+        kept.append(own)
+    peaks = peak_keys([Scores(mask.name, (g,)) for (mask, _), g in zip(layers, kept, strict=True)], exchange)
+    return mean_squares(kept, [mask.active for mask, _ in layers], peaks, exchange)
 
 
 def _indices(packed: Tensor | None, length: int) -> Tensor:

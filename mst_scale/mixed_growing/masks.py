@@ -1,8 +1,8 @@
-"""The masks of this rank's slices, packed into bits.
+"""The masks of this rank's slices of the sparse parameters, packed into bits.
 
-One `LayerMask` per sparse parameter holds this rank's shard of it, one bit per weight (parameters/8/ranks bytes). A
-layer whose every weight is alive keeps no bits at all. `MaskSet` is all of them, in parameter order, and what a
-checkpoint, an inspector and a drift check want from them.
+A `LayerMask` holds this rank's shard of the mask of one parameter, one bit per weight (parameters/8/ranks bytes). A
+layer whose weights are all active keeps no bits. `MaskSet` holds all of them, in parameter order, with the operations
+that checkpoints and the drift check need.
 """
 
 from __future__ import annotations
@@ -17,64 +17,66 @@ from torch import Tensor
 from mst_scale.comm.exchange import Exchange, Exchanges
 from mst_scale.errors import Damaged, UserError
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.permutation import mix64
+from mst_scale.mixed_growing.random_k import mix64
 from mst_scale.randomness import counter_hash
 from mst_scale.shard import Shard
 
 
 @dataclass
 class LayerMask:
-    """The mask of this rank's slice of one parameter. A new one is dense."""
+    """The mask of this rank's slice of one parameter. A new mask is dense."""
 
     shard: Shard
     device: torch.device
     bits: Tensor | None = None
-    """uint8, ⌈length/8⌉ bytes; None: the whole parameter, on all ranks, is alive."""
+    """uint8, ⌈length/8⌉ bytes; None if all weights of the parameter, on all ranks, are active."""
     ever: Tensor | None = None
-    """ITOP: weights that were alive at any time since they were first counted; None: not counted."""
+    """ITOP: weights that were active at any time since counting began; None if they are not counted."""
     active: int = field(default=-1)
-    """Weights alive on all ranks together."""
+    """Number of active weights on all ranks together."""
     length: int = field(init=False)
-    """Weights of the slice."""
+    """Number of weights in the slice."""
 
     def __post_init__(self) -> None:
-        self.length = self.shard.length  # asked for at every step
+        self.length = self.shard.length  # read at every step
         if self.active < 0:
             self.active = self.numel
 
     @property
     def name(self) -> str:
+        """The parameter's name."""
         return self.shard.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """The shape of the whole parameter."""
         return self.shard.shape
 
     @property
     def numel(self) -> int:
-        """Weights of the whole parameter."""
+        """The number of weights in the whole parameter."""
         return self.shard.numel
 
     @property
     def dense(self) -> bool:
+        """Whether all weights of the parameter are active."""
         return self.bits is None
 
     def packed(self) -> Tensor:
-        """The slice's bits; a dense layer makes them up."""
+        """Return the slice's bits, for a dense layer all ones."""
         return packed_bits.ones(self.length, self.device) if self.bits is None else self.bits
 
     def flags(self) -> Tensor:
-        """The slice as bool, a temporary."""
+        """Return the slice as a temporary bool tensor."""
         return packed_bits.unpack(self.packed(), self.length)
 
     def set_flags(self, flags: Tensor, active: int) -> None:
-        """Take the slice from a bool tensor; `active` counts over all ranks."""
+        """Set the slice from a bool tensor; `active` counts over all ranks."""
         assert flags.numel() == self.length
         self.set_bits(packed_bits.pack(flags.view(-1)), active)
 
     def set_bits(self, packed: Tensor, active: int) -> None:
-        """Take the slice's bits; a full layer drops them."""
+        """Set the slice's bits (they are dropped if the layer is dense); `active` counts over all ranks."""
         assert packed.numel() == packed_bits.byte_count(self.length) and 0 <= active <= self.numel
         if self.ever is not None:
             self.ever |= packed
@@ -82,34 +84,34 @@ class LayerMask:
         self.active = active
 
     def track_ever(self) -> None:
-        """Count from now on which weights were ever alive."""
+        """Start to record which weights are ever active."""
         self.ever = self.packed().clone()
 
     def forget(self) -> None:
-        """Dense, as a new one."""
+        """Make the mask dense, as a new one is."""
         self.bits, self.active = None, self.numel
         if self.ever is not None:
             self.track_ever()
 
     def count(self) -> int:
-        """Weights alive in the slice."""
+        """Return the number of active weights in the slice."""
         return self.length if self.bits is None else packed_bits.count(self.bits)
 
     def retain_(self, *values: Tensor) -> None:
-        """Zero what is not alive in flat views of this slice (gradient, weight, moments): exact zeros, NaN included."""
+        """Write exact zeros at the inactive weights (over NaN too) of flat views of this slice."""
         if self.bits is not None:
             for flat in values:
                 packed_bits.retain_(flat, self.bits)
 
     def count_inactive(self, values: Tensor) -> int:
-        """How many values of this slice are not 0 though they are not alive."""
+        """Return how many values of this slice are not 0 at inactive weights."""
         return 0 if self.bits is None else packed_bits.count_outside(values, self.bits)
 
     def whole(self, exchange: Exchange) -> Tensor:
-        """The mask of the matrix that this rank multiplies with, as bool in its shape: a temporary, from the slices of
-        the ranks that ZeRO has cut it over.
+        """Return the mask of the matrix that this rank multiplies with, from the slices of all ranks of ZeRO.
 
-        Each rank adds its bits in their place: no two set the same one, so sums of bytes never carry.
+        It is a temporary bool tensor. Each rank contributes its bits in their place; no two ranks set the same bit, so
+        sums of bytes never carry.
         """
         start, numel = self.shard.start, self.shard.local_numel
         joined = packed_bits.zeros(numel + 8, self.device)
@@ -120,13 +122,13 @@ class LayerMask:
         return packed_bits.unpack(joined, numel).view(self.shard.cut.local_shape)
 
     def digest(self) -> int:
-        """Σ v_j · h(name, j) mod 2^64 over the parameter's 32-bit words v_j; 0 for a dense layer.
+        """Return Σ v_j · h(name, j) mod 2^64 over the parameter's 32-bit words v_j; 0 for a dense layer.
 
-        Linear in the bits, so that slices add up to the same number however the parameter is cut, even inside a word.
+        It is linear in the bits, so the digests of slices add up to the same number for any split, even inside a word.
         """
         if self.bits is None:
             return 0
-        key = counter_hash("mask", self.name) >> 2  # room for the word numbers below 2^63
+        key = counter_hash("mask", self.name) >> 2  # leaves room for word numbers below 2^63
         start, total = self.shard.in_a_row, 0
         if start is None:
             return self._digest_of_scattered(key)
@@ -136,11 +138,11 @@ class LayerMask:
         words = torch.cat([aligned, aligned.new_zeros(-aligned.numel() % 4)]).view(torch.int32)
         for a, b in packed_bits.spans(words.numel(), self.device):
             weights = mix64(torch.arange(first + a + key, first + b + key, device=self.device))
-            total += int(((words[a:b].to(torch.int64) & 0xFFFF_FFFF) * weights).sum())  # wraps: a sum mod 2^64
+            total += int(((words[a:b].to(torch.int64) & 0xFFFF_FFFF) * weights).sum())  # wraps mod 2^64
         return total % 2**64
 
     def _digest_of_scattered(self, key: int) -> int:
-        """The same, bit by bit: where the slice lies in many pieces of the parameter."""
+        """The same, bit by bit, for a slice that consists of many pieces of the parameter."""
         assert self.bits is not None
         total = 0
         for a, b in packed_bits.spans(self.length, self.device):
@@ -152,7 +154,7 @@ class LayerMask:
 
 @dataclass(frozen=True)
 class StoredMask:
-    """The mask of a shard at rest; bits None means dense. What checkpoints keep."""
+    """The mask of a shard as checkpoints store it; `bits` is None for a dense layer."""
 
     shard: Shard
     active: int
@@ -167,7 +169,7 @@ class MaskSet:
         given = list(layers)
         self._layers = {layer.name: layer for layer in given}
         if len(self._layers) != len(given):
-            raise UserError("two sparse parameters share a name: a tied tensor is listed once")
+            raise UserError("two sparse parameters share a name: list a tied tensor only once")
 
     def __iter__(self) -> Iterator[LayerMask]:
         return iter(self._layers.values())
@@ -180,21 +182,22 @@ class MaskSet:
 
     @property
     def names(self) -> list[str]:
+        """The names of the sparse parameters."""
         return list(self._layers)
 
     @property
     def sparsity(self) -> float:
-        """Share of all sparse parameters' weights, on all ranks, that are not alive."""
+        """The fraction of inactive weights in all sparse parameters on all ranks."""
         total = sum(layer.numel for layer in self)
         return 1 - sum(layer.active for layer in self) / total if total else 0.0
 
     @property
     def dense(self) -> bool:
-        """No mask is left and nothing is multiplied."""
+        """Whether all layers are dense."""
         return all(layer.dense for layer in self)
 
     def stored(self) -> dict[str, StoredMask]:
-        """This rank's masks, on the CPU, for a checkpoint."""
+        """Return this rank's masks on the CPU, for a checkpoint."""
 
         def at_rest(packed: Tensor | None) -> Tensor | None:
             return None if packed is None else packed.detach().cpu().clone()
@@ -202,7 +205,11 @@ class MaskSet:
         return {m.name: StoredMask(m.shard, m.active, at_rest(m.bits), at_rest(m.ever)) for m in self}
 
     def load(self, ranks: Sequence[Mapping[str, StoredMask]]) -> None:
-        """Take over the masks that any number of ranks wrote, re-sliced by range to what this rank holds."""
+        """Load masks written by any number of ranks, sliced to what this rank holds.
+
+        Raises:
+            UserError: if the masks are those of another model; `Damaged` if they are incomplete or inconsistent.
+        """
         foreign = sorted({name for shards in ranks for name in shards} - set(self.names))
         if foreign:
             raise UserError(f"the masks hold {foreign[0]}, which is not a sparse parameter of this model")
@@ -213,11 +220,11 @@ class MaskSet:
         for layer in self:
             counting = layer.ever is not None
             layer.active, layer.bits, layer.ever = fresh[layer.name]
-            if counting and layer.ever is None:  # the run that wrote it did not count: start from here
+            if counting and layer.ever is None:  # the run that wrote the mask did not count: start now
                 layer.track_ever()
 
     def digests(self, exchange: Exchange | Exchanges) -> list[int]:
-        """Digest of each whole mask, the same for any number of ranks; one all-reduce of 16 bytes a layer."""
+        """Return the digest of each whole mask, equal for any number of ranks; sends 16 bytes per layer."""
         local = [layer.digest() for layer in self]
         halves = torch.tensor([[d & 0xFFFF_FFFF, d >> 32] for d in local], dtype=torch.int64).view(-1, 2)
         return [(low + (high << 32)) % 2**64 for low, high in exchange.sum(halves).tolist()]
@@ -225,9 +232,13 @@ class MaskSet:
     def check_drift(
         self, expected: Sequence[int], exchange: Exchange | Exchanges, replicas: Exchange | None = None
     ) -> None:
-        """Stop, on all ranks alike, if a mask is no longer what it was when `digests` gave `expected`.
+        """Check that no mask has changed since `digests` returned `expected`.
 
-        `replicas` are ranks that hold shards of the same layers: they are compared with each other as well.
+        Args:
+            replicas: ranks that hold shards of the same layers, which are compared with each other too.
+
+        Raises:
+            RuntimeError: on all ranks, if a mask has changed.
         """
         found = self.digests(exchange)
         wrong = torch.tensor([int(a != b) for a, b in zip(found, expected, strict=True)], dtype=torch.int64)
@@ -238,23 +249,25 @@ class MaskSet:
         drifted = [name for name, bad in zip(self.names, wrong.tolist(), strict=True) if bad]
         if drifted:
             raise RuntimeError(
-                f"the mask of {drifted[0]} drifted ({len(drifted)} of {len(self)} layers differ from the last topology "
-                "step or between ranks): resume from the last checkpoint"
+                f"the mask of {drifted[0]} drifted: {len(drifted)} of {len(self)} layers differ from the last topology "
+                "step or between ranks. Resume from the last checkpoint"
             )
 
 
 def assemble(shards: Sequence[StoredMask], name: str = "mask") -> Tensor:
-    """The packed bits of a whole parameter from the shards of all ranks."""
+    """Return the packed bits of a whole parameter, from the shards of all ranks.
+
+    Raises:
+        Damaged: if shards are missing, or their bits do not have the stored count.
+    """
     whole = _whole(shards, name)
     if whole.count() != whole.active:
-        raise Damaged(
-            f"mask of {name} holds {whole.count()} live weights and should hold {whole.active}: it is damaged"
-        )
+        raise Damaged(f"the mask of {name} is damaged: it has {whole.count()} active weights instead of {whole.active}")
     return whole.packed()
 
 
 def ever_active(shards: Sequence[StoredMask]) -> int | None:
-    """Weights of a whole parameter that were alive at any time, from the shards of all ranks; None: not counted."""
+    """Return how many weights of a parameter were ever active, from the shards of all ranks; None if not counted."""
     ever = _whole(shards, "mask").ever
     return None if ever is None else packed_bits.count(ever)
 
@@ -267,19 +280,19 @@ def _whole(shards: Sequence[StoredMask], name: str) -> LayerMask:
 
 
 def sha256(packed: Tensor) -> str:
-    """Digest of a whole mask: SHA-256 of its bits in `numpy.packbits` order, in parameter order."""
+    """Return the SHA-256 of a whole mask's bits, in `numpy.packbits` order."""
     return hashlib.sha256(packed.cpu().numpy().tobytes()).hexdigest()
 
 
 def _reslice(layer: LayerMask, pieces: Sequence[StoredMask]) -> tuple[int, Tensor | None, Tensor | None]:
-    """(active, bits, ever) of the layer's slice from pieces that cover it; replicas may overlap."""
+    """(active, bits, ever) of the layer's slice, from pieces that cover it and may overlap."""
     if not pieces:
-        raise UserError(f"no mask of {layer.name}: it was saved for another model, or its file is missing")
+        raise UserError(f"there is no mask of {layer.name}: the checkpoint is of another model, or a file is missing")
     for piece in pieces:
         if piece.shard.shape != layer.shape:
-            raise UserError(f"mask of {layer.name} has shape {piece.shard.shape}, the model {layer.shape}")
+            raise UserError(f"the mask of {layer.name} has shape {piece.shard.shape}, but the model has {layer.shape}")
         if (piece.active, piece.bits is None) != (pieces[0].active, pieces[0].bits is None):
-            raise Damaged(f"masks of {layer.name} come from different steps: their active counts differ")
+            raise Damaged(f"the masks of {layer.name} are from different steps: their active counts differ")
     dense = pieces[0].bits is None
     bits = None if dense else _gather(layer, [(p, p.bits) for p in pieces])
     counted = all(p.ever is not None for p in pieces)
@@ -288,17 +301,17 @@ def _reslice(layer: LayerMask, pieces: Sequence[StoredMask]) -> tuple[int, Tenso
 
 
 def _gather(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
-    """The layer's slice out of pieces that cover it."""
+    """The bits of the layer's slice, from pieces that cover it."""
     for piece, packed in pieces:
         if packed is None or packed.numel() != packed_bits.byte_count(piece.shard.length):
-            raise Damaged(f"mask of {layer.name} at weight {piece.shard.start} is cut short")
+            raise Damaged(f"the mask of {layer.name} at weight {piece.shard.start} is truncated")
     if layer.shard.in_a_row is None or any(piece.shard.in_a_row is None for piece, _ in pieces):
         return _gather_scattered(layer, pieces)
     return _gather_ranges(layer, pieces)
 
 
 def _gather_ranges(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
-    """Each lies in one piece of the flattened parameter: at each position the one that reaches furthest goes on."""
+    """For pieces that are ranges of the flattened parameter: each position takes the piece that reaches furthest."""
     starts = [piece.shard.in_a_row or 0 for piece, _ in pieces]
     position = layer.shard.in_a_row or 0
     end = position + layer.length
@@ -310,7 +323,7 @@ def _gather_ranges(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor |
             if start <= position < start + piece.shard.length
         ]
         if not reach:
-            raise Damaged(f"mask of {layer.name} lacks weight {position}: a rank's file is missing")
+            raise Damaged(f"the mask of {layer.name} lacks weight {position}: a rank's file is missing")
         until, start, packed = max(reach, key=lambda piece: piece[0])
         until = min(until, end)
         assert packed is not None
@@ -320,7 +333,7 @@ def _gather_ranges(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor |
 
 
 def _gather_scattered(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
-    """Through the whole parameter, a byte a weight: 2 where no piece has told yet."""
+    """For any pieces, through the whole parameter with one byte per weight; 2 marks a weight of no piece."""
     whole = torch.full((layer.numel,), 2, dtype=torch.uint8)
     for piece, packed in pieces:
         assert packed is not None
@@ -332,6 +345,6 @@ def _gather_scattered(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tenso
         found = whole[index]
         if (found == 2).any():
             first = int(index[found == 2][0])
-            raise Damaged(f"mask of {layer.name} lacks weight {first}: a rank's file is missing")
+            raise Damaged(f"the mask of {layer.name} lacks weight {first}: a rank's file is missing")
         bits.append(packed_bits.pack(found.bool()))
     return (torch.cat(bits) if bits else packed_bits.zeros(0, whole.device)).to(layer.device)

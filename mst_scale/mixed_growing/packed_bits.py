@@ -1,7 +1,7 @@
 """Stores, reads and applies one bit per weight.
 
-Bit j of a shard stands in byte j >> 3, highest bit first: the order of `numpy.packbits`. Bits past the end are 0.
-Everything runs in spans that stay in cache, so a mask is never unpacked whole: temporaries are a few MB on a CPU.
+Bit j of a shard is in byte j >> 3, highest bit first: the order of `numpy.packbits`. Bits past the end are 0. All
+functions work in spans that stay in cache, so a mask is never unpacked as a whole: temporaries take a few MB on a CPU.
 """
 
 from __future__ import annotations
@@ -23,33 +23,36 @@ DEVICE_SPAN = 1 << 24  # 64 MB: launches cost more than traffic
 
 
 def spans(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """[begin, end) cuts of a flat slice, on byte borders."""
+    """Yield [begin, end) pieces of a flat slice that begin at byte borders."""
     span = CPU_SPAN if device.type == "cpu" else DEVICE_SPAN
     for begin in range(0, length, span):
         yield begin, min(begin + span, length)
 
 
 def byte_count(length: int) -> int:
+    """Return the bytes of `length` bits."""
     return (length + 7) // 8
 
 
 def zeros(length: int, device: torch.device) -> Tensor:
+    """Return `length` clear bits."""
     return torch.zeros(byte_count(length), dtype=torch.uint8, device=device)
 
 
 def ones(length: int, device: torch.device) -> Tensor:
-    return clear_tail_(torch.full((byte_count(length),), 255, dtype=torch.uint8, device=device), length)
+    """Return `length` set bits."""
+    return _clear_tail_(torch.full((byte_count(length),), 255, dtype=torch.uint8, device=device), length)
 
 
-def clear_tail_(bits: Tensor, length: int) -> Tensor:
-    """Zero the bits past the end, as the format wants them."""
+def _clear_tail_(bits: Tensor, length: int) -> Tensor:
+    """Clears the bits past the end, as the format requires."""
     if length % 8 and bits.numel():
         bits[-1] &= 0xFF << (8 - length % 8) & 0xFF
     return bits
 
 
 def pack(flags: Tensor) -> Tensor:
-    """bool (n,) → uint8 (⌈n/8⌉,)."""
+    """Pack bool (n,) into uint8 (⌈n/8⌉,)."""
     if flags.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=flags.device)
     if flags.numel() % 8:
@@ -60,8 +63,21 @@ def pack(flags: Tensor) -> Tensor:
     return ((eights * _PACK) >> 56).to(torch.uint8)
 
 
+def pack_rows(rows: Callable[[int, int], Tensor], width: int, start: int, length: int, device: torch.device) -> Tensor:
+    """Pack the range [start, start + length) of a flattened matrix.
+
+    `rows(first, last)` returns some of its rows, each of `width` flags.
+    """
+    packed = []
+    for a, b in spans(length, device):
+        first, last = (start + a) // width, -(-(start + b) // width)
+        begin = start + a - first * width
+        packed.append(pack(rows(first, last).view(-1)[begin : begin + b - a]))
+    return torch.cat(packed) if packed else zeros(0, device)
+
+
 def unpack(bits: Tensor, length: int) -> Tensor:
-    """uint8 (⌈n/8⌉,) → bool (n,), a temporary of one byte per weight."""
+    """Unpack uint8 (⌈n/8⌉,) into bool (n,), a temporary of one byte per weight."""
     if bits.device.type == "cpu":
         eights = _byte_table(bits.device).index_select(0, bits.to(torch.int32))
         return eights.view(torch.bool)[:length]
@@ -69,22 +85,23 @@ def unpack(bits: Tensor, length: int) -> Tensor:
 
 
 def _unpack_by_shifts(bits: Tensor) -> Tensor:
-    """The same on a GPU, which shifts far faster than it gathers from a table."""
+    """The same for a GPU, which shifts far faster than it gathers from a table."""
     shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
     return ((bits[:, None] >> shifts) & 1).view(torch.bool).view(-1)
 
 
 def unpack_span(bits: Tensor, begin: int, end: int) -> Tensor:
-    """Bits [begin, end) as bool; begin is a multiple of 8."""
+    """Return bits [begin, end) as bool; `begin` is a multiple of 8."""
     return unpack(bits[begin // 8 : byte_count(end)], end - begin)
 
 
 def complement(bits: Tensor, length: int) -> Tensor:
-    return clear_tail_(~bits, length)
+    """Return the inverted bits."""
+    return _clear_tail_(~bits, length)
 
 
 def count(bits: Tensor) -> int:
-    """Set bits."""
+    """Return the number of set bits."""
     table = _count_table(bits.device)
     total = 0
     for begin, end in spans(bits.numel(), bits.device):
@@ -93,38 +110,38 @@ def count(bits: Tensor) -> int:
 
 
 def indices(bits: Tensor, length: int) -> Tensor:
-    """Positions of the set bits, ascending, int64."""
+    """Return the positions of the set bits in ascending order, int64."""
     found = [unpack_span(bits, a, b).nonzero().view(-1) + a for a, b in spans(length, bits.device)]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=bits.device)
 
 
 def test(bits: Tensor, where: Tensor) -> Tensor:
-    """bool: whether the bits at these positions are set."""
+    """Return whether the bits at these positions are set, as bool."""
     byte = bits.index_select(0, where >> 3).to(torch.int32)
     return ((byte >> (7 - (where & 7))) & 1).to(torch.bool)
 
 
 def add_(bits: Tensor, where: Tensor) -> None:
-    """Set bits that are clear so far, at distinct positions."""
+    """Set the bits at distinct positions, all of them clear so far."""
     bits.index_add_(0, where >> 3, (128 >> (where & 7)).to(torch.uint8))
 
 
 def cut(bits: Tensor, begin: int, end: int) -> Tensor:
-    """Bits [begin, end) as a shard of their own, at any offset."""
+    """Return bits [begin, end) as a separate shard, for any `begin`."""
     source, by = bits[begin // 8 : byte_count(end)], begin % 8
     if by and source.numel():
         source = (source << by) | (torch.cat([source[1:], source.new_zeros(1)]) >> (8 - by))
-    return clear_tail_(source[: byte_count(end - begin)].clone(), end - begin)
+    return _clear_tail_(source[: byte_count(end - begin)].clone(), end - begin)
 
 
 def moved(bits: Tensor, by: int) -> Tensor:
-    """The bits `by` places (0 to 7) further on, zeros before them, and a byte for what spills over."""
+    """Return the bits moved on by `by` places (0 to 7), after zeros and with one more byte for the last of them."""
     spilled = torch.cat([bits, bits.new_zeros(1)])
     return spilled if by == 0 else (spilled >> by) | (spilled.roll(1) << (8 - by))
 
 
 def join(pieces: list[tuple[Tensor, int]], device: torch.device) -> Tensor:
-    """Shards (bits, length) laid end to end as one."""
+    """Join shards (bits, length) end to end."""
     length = sum(n for _, n in pieces)
     joined, position = zeros(length + 8, device), 0
     for bits, n in pieces:
@@ -135,10 +152,10 @@ def join(pieces: list[tuple[Tensor, int]], device: torch.device) -> Tensor:
 
 
 def retain_(values: Tensor, bits: Tensor) -> None:
-    """Write exact zeros where a bit is clear, whatever stood there (NaN too); values is flat and written in place.
+    """Write exact zeros into the flat `values` where a bit is clear, over NaN too.
 
-    One pass: each byte of bits looks up 8 words of all ones or all zeros, and the words are ANDed into the values. On a
-    GPU, where that lookup is slow, a kernel stores the zeros (`zero_inactive`), or without Triton they are filled in.
+    It takes one pass: each byte of bits looks up 8 words of all ones or all zeros, which are ANDed into the values. On
+    a GPU, where that lookup is slow, a Triton kernel stores the zeros (`zero_inactive`), or without Triton torch does.
     """
     assert values.dim() == 1 and values.is_contiguous() and bits.numel() == byte_count(values.numel())
     if values.device.type != "cpu":
@@ -158,7 +175,7 @@ def retain_(values: Tensor, bits: Tensor) -> None:
 
 @cache
 def _gpu_kernel() -> Callable[[Tensor, Tensor], None] | None:
-    """The Triton kernel that zeroes inactive values; None where Triton is not installed."""
+    """The Triton kernel that zeroes inactive values; None if Triton is not installed."""
     try:
         from mst_scale.mixed_growing.zero_inactive import zero_inactive_
     except ImportError as error:
@@ -168,7 +185,7 @@ def _gpu_kernel() -> Callable[[Tensor, Tensor], None] | None:
 
 
 def count_outside(values: Tensor, bits: Tensor) -> int:
-    """How many values are not 0 where a bit is clear; NaN is not 0."""
+    """Return how many values are not 0 where a bit is clear; NaN is not 0."""
     assert values.dim() == 1 and bits.numel() == byte_count(values.numel())
     counts = [
         (values[begin:end].detach().ne(0) & ~unpack_span(bits, begin, end)).count_nonzero()

@@ -1,6 +1,6 @@
-"""What is pruned and what is grown: a method of topology evolution as data.
+"""Policies: which weights a topology step prunes and which it grows, as data.
 
-    method    prune the smallest    grow the largest            random share R
+    policy    prune the smallest    grow the largest            random share R
     mst       |w|                   |g|                         0.25
     rigl      |w|                   |g|                         0
     set       |w|                   –                           1
@@ -9,9 +9,10 @@
     static    no swaps              |g|                         0
     gmp       no swaps              |g|                         0
 
-The last two change only when the target does: `static` keeps one sparsity, `gmp` follows a rising one (and would grow
-by gradient if its target fell). Scores are element-wise functions of cuts of (weight, gradient, momentum); the
-magnitude of what they return is the score, so that `w` itself stands for |w|. Without torch, as a plan reads them too.
+The last two change masks only when the target changes: `static` keeps one sparsity, `gmp` follows a rising one (and
+would grow by gradient if its target fell). A score is an element-wise function of slices of (weight, gradient,
+momentum); its magnitude is what counts, so `w` itself stands for |w|. Planning reads policies without torch, so nothing
+here imports it.
 """
 
 from __future__ import annotations
@@ -29,66 +30,59 @@ if TYPE_CHECKING:
 Score = Callable[..., Any]
 
 
-def weight(w: Tensor) -> Tensor:
-    return w
-
-
-def gradient(g: Tensor) -> Tensor:
-    return g
-
-
-def momentum(m: Tensor) -> Tensor:
-    return m
+def itself(values: Tensor) -> Tensor:
+    """Return the values: the score is the magnitude of one input."""
+    return values
 
 
 def weight_and_gradient(w: Tensor, g: Tensor, share: float) -> Tensor:
-    """|w| + λ|g|, in separate roundings: a fused multiply-add would round differently at the ends of a slice."""
+    """Return |w| + λ|g|, rounded twice: a fused multiply-add would round differently at the ends of a slice."""
     return g.abs().mul_(share).add_(w.abs())
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """A score and the inputs it reads: "weight", "gradient" or "momentum", in the order of its arguments."""
+    """A score, and the inputs that it reads in the order of its arguments: "weight", "gradient" or "momentum"."""
 
     score: Score
     reads: tuple[str, ...]
 
 
-BY_WEIGHT = Criterion(weight, ("weight",))
-BY_GRADIENT = Criterion(gradient, ("gradient",))
-BY_MOMENTUM = Criterion(momentum, ("momentum",))
+BY_WEIGHT = Criterion(itself, ("weight",))
+BY_GRADIENT = Criterion(itself, ("gradient",))
+BY_MOMENTUM = Criterion(itself, ("momentum",))
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A topology evolution scheme."""
+    """What a topology step prunes (the smallest by `prune`) and grows (the largest by `grow`, and some at random)."""
 
     name: str
     prune: Criterion = BY_WEIGHT
     grow: Criterion = BY_GRADIENT
     random_share: float = 0.25
-    """R: share of grown weights drawn at random."""
+    """R: fraction of the grown weights that are drawn at random."""
     swaps: bool = True
-    """Whether active weights are swapped for others while the target stands still; False reads ζ as 0."""
+    """Whether active weights are swapped for others at a constant target; False means that ζ counts as 0."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.random_share <= 1:
-            raise UserError(f"random share {self.random_share} must lie in [0, 1]")
+            raise UserError(f"mst.topology.random_ratio must be in [0, 1], not {self.random_share}")
 
     @property
     def reads(self) -> frozenset[str]:
-        """Which of weight, gradient and momentum a topology step needs."""
+        """The inputs that a topology step needs, of weight, gradient and momentum."""
         grow = self.grow.reads if self.random_share < 1 else ()
         return frozenset((*self.prune.reads, *grow))
 
     @property
     def grows_by_gradient(self) -> bool:
-        """Whether growth compares gradients of weights that are masked, which other steps need not compute."""
+        """Whether growth compares gradients of inactive weights, which other steps do not need."""
         return self.random_share < 1 and "gradient" in self.grow.reads
 
 
 def mest(share: float = 1.0) -> Policy:
-    """MEST with λ = share."""
+    """Return MEST's policy with λ = `share`."""
     criterion = Criterion(partial(weight_and_gradient, share=share), ("weight", "gradient"))
     return Policy("mest", prune=criterion, random_share=1.0)
 
@@ -108,18 +102,26 @@ POLICIES = {
 
 
 def register(policy: Policy) -> Policy:
-    """Make a policy known by its name: `mst.topology.policy` may then say it."""
+    """Make a policy known, so that `mst.topology.policy` can name it.
+
+    Raises:
+        UserError: if another policy has this name.
+    """
     if POLICIES.get(policy.name, policy) != policy:
-        raise UserError(f"there is a policy {policy.name!r} already: choose another name")
+        raise UserError(f"policies.register: there already is a policy {policy.name!r}; choose another name")
     POLICIES[policy.name] = policy
     return policy
 
 
 def policy(name: str, *, random_share: float | None = None, mest_share: float | None = None) -> Policy:
-    """The policy of that name, with another R or another λ."""
+    """Return the policy of this name, if given with another R (`random_share`) or another λ (`mest_share`).
+
+    Raises:
+        UserError: if there is no such policy, or it has no λ.
+    """
     if name not in POLICIES:
-        raise UserError(f"policy {name!r} is unknown: choose from {', '.join(POLICIES)}")
+        raise UserError(f"mst.topology.policy = {name!r} is unknown: choose from {', '.join(POLICIES)}")
     if mest_share is not None and name != "mest":
-        raise UserError(f"the weight of the gradient belongs to mest, not to {name}")
+        raise UserError(f"mst.topology.mest_lambda is for policy mest, not for {name}")
     chosen = mest(mest_share) if mest_share is not None else POLICIES[name]
     return chosen if random_share is None else replace(chosen, random_share=random_share)

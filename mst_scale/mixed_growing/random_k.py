@@ -1,8 +1,16 @@
-"""Draws k candidates at random in layers that are cut over many ranks.
+"""Draws k candidates at random in layers whose shards lie on many ranks.
 
-Those that come first in the layer's keyed permutation: their places are keys like scores' are, only that it is known
-beforehand where the k-th will be. Among the first p places stand about p·C/places of the C candidates, so the k-th is
-met near p = k·places/C, give or take √k.
+Those are drawn that come first in a random order of the layer's weights, given by a key and without any table: an
+unbalanced Feistel network on index = L·b + R with a·b ≥ n, a ≈ b ≈ √n, and six rounds of table look-ups,
+
+    L ← L + F0[R] mod a    R ← R + F1[L] mod b    …    L ← L + F4[R] mod a    R ← R + F5[L] mod b
+
+whose tables come from a hash of (seed, step, layer name). The order depends on these alone, not on a generator's state
+or the number of ranks. It is invertible, so the first places can be listed without looking at the rest: k random
+candidates cost about k/density look-ups instead of a hash of every weight. Places are distinct, so there are no ties.
+
+Places are keys as scores' bit patterns are (`top_k`), except that the bracket of the k-th needs no sample. Among the
+first p places are about p·C/places of the C candidates, so the k-th is near p = k·places/C, give or take √k.
 """
 
 from __future__ import annotations
@@ -15,15 +23,16 @@ from torch import Tensor
 
 from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.permutation import Permutation
-from mst_scale.mixed_growing.refinement import Parts, Range, Request, bracketed, decided, joined
+from mst_scale.mixed_growing.top_k import Parts, Range, Request, bracketed, decided, joined
+from mst_scale.randomness import GOLDEN64, counter_hash
 
+ROUNDS = 6  # with four, weights one row apart are chosen together up to a quarter too often
 SIGMAS = 6.0  # half width of the bracket in standard deviations of the k-th candidate's place
 SLACK = 16  # and in candidates
 
 
 def select_at_random(requests: Sequence[Request], *, key: Sequence[int | str], exchange: Exchange) -> list[Tensor]:
-    """The `want` candidates of each layer that come first in the permutation keyed by (*key, layer name)."""
+    """Return the packed bits of the candidates that come first in the order keyed by (*key, layer name)."""
 
     def decide(asked: list[tuple[int, Request]]) -> list[Tensor]:
         requests = [request for _, request in asked]
@@ -45,16 +54,16 @@ def select_at_random(requests: Sequence[Request], *, key: Sequence[int | str], e
 
 
 def _split_places(request: Request, order: Permutation, bracket: Range) -> Parts:
-    """The candidates of the slice that stand in the first places.
+    """The candidates of the slice in the first places.
 
-    Either the first places are listed and looked up, or the slice's candidates are asked for their place: whichever
-    is less work on this rank. Both give the same lists.
+    Either the first places are listed and looked up, or the places of the slice's candidates are computed, whichever is
+    less work on this rank. Both give the same lists.
     """
     low, high = bracket
     below = packed_bits.zeros(request.shard.length, request.device)
     keys: list[Tensor] = []
     where: list[Tensor] = []
-    asking = request.candidates * request.shard.length // request.shard.numel  # candidates to expect in this slice
+    expected = request.candidates * request.shard.length // request.shard.numel  # candidates in this slice
 
     def sort_in(place: Tensor, at: Tensor) -> None:
         first = place < low
@@ -62,7 +71,7 @@ def _split_places(request: Request, order: Permutation, bracket: Range) -> Parts
         keys.append(place[~first])
         where.append(at[~first])
 
-    if high <= asking:
+    if high <= expected:
         for a, b in packed_bits.spans(high, request.device):
             place = torch.arange(a, b, device=request.device)
             mine, at = request.shard.local(order.index(place))
@@ -81,3 +90,73 @@ def _split_places(request: Request, order: Permutation, bracket: Range) -> Parts
             early = place < high
             sort_in(place[early], at[early])
     return joined(request, [below], keys, where, torch.int64)
+
+
+# --- the random order ---
+
+
+class Permutation:
+    """A random order of n weights: `place` maps flat indices to [0, places), `index` back; a few places are empty."""
+
+    def __init__(self, numel: int, *key: int | str, device: torch.device):
+        self.numel = numel
+        self.a = max(1, math.isqrt(max(numel - 1, 0)) + 1)
+        self.b = max(1, -(-numel // self.a))
+        self.places = self.a * self.b  # numel ≤ places < numel + a
+        sides = [(self.b, self.a), (self.a, self.b)] * (ROUNDS // 2)
+        self.tables = [
+            _table(counter_hash(*key, r), size, modulus).to(device) for r, (size, modulus) in enumerate(sides)
+        ]
+
+    def place(self, index: Tensor) -> Tensor:
+        """Return the places of flat indices (int64)."""
+        left = index // self.b
+        right = index - left * self.b
+        for r, table in enumerate(self.tables):
+            if r % 2 == 0:
+                left = _add(left, table.index_select(0, right), self.a)
+            else:
+                right = _add(right, table.index_select(0, left), self.b)
+        return left * self.b + right
+
+    def index(self, place: Tensor) -> Tensor:
+        """Return the flat indices at places (int64); an index ≥ numel marks an empty place."""
+        left = place // self.b
+        right = place - left * self.b
+        for r, table in reversed(list(enumerate(self.tables))):
+            if r % 2 == 0:
+                left = _subtract(left, table.index_select(0, right), self.a)
+            else:
+                right = _subtract(right, table.index_select(0, left), self.b)
+        return left * self.b + right
+
+
+def _add(x: Tensor, y: Tensor, modulus: int) -> Tensor:
+    total = x + y
+    return total - modulus * (total >= modulus)
+
+
+def _subtract(x: Tensor, y: Tensor, modulus: int) -> Tensor:
+    difference = x - y
+    return difference + modulus * (difference < 0)
+
+
+def _table(key: int, size: int, modulus: int) -> Tensor:
+    """`size` numbers in [0, modulus) from a 64-bit key; the bias of the remainder is below modulus/2^32."""
+    hashed = mix64(torch.arange(1, size + 1) * _signed(GOLDEN64) + _signed(key))
+    return ((hashed >> 32) & 0xFFFF_FFFF) % modulus
+
+
+def mix64(x: Tensor) -> Tensor:
+    """Apply `randomness.mix64` to int64 tensors: two's complement wraps as unsigned arithmetic does."""
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x

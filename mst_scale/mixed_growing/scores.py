@@ -1,13 +1,20 @@
-"""The order of a layer's scores, as integers.
+"""The order of a layer's scores and their mean square, both exact: the same bits for any split over ranks.
 
-By the bit pattern of |score| as float32, which orders non-negative floats as integers: exact, the same on every device,
-and cut into digits at will. Denormals, zeros of either sign and infinities have their place; NaN has none.
+Scores are ordered by the bit pattern of |score| as float32, which orders non-negative floats as integers: it is the
+same on every device and can be divided into digits. Denormals, zeros of either sign and infinities have a place; a NaN
+is an error. A sum of floats depends on its order, so squares are added as integers:
+
+    mean = 4^(-e) · Σ trunc((2^e · g)²) / n,     e such that the largest (2^e · g)² lies in [2^28, 2^30)
+
+Every square is truncated to a multiple of at most 2^-28 of the layer's largest square.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -15,13 +22,9 @@ from torch import Tensor
 from mst_scale.comm.exchange import Exchange
 from mst_scale.errors import DivergedError
 from mst_scale.mixed_growing import packed_bits
+from mst_scale.mixed_growing.policies import itself
 
 INFINITY_KEY = 0x7F80_0000  # bit pattern of float32 +inf; NaNs are above
-
-
-def itself(score: Tensor) -> Tensor:
-    """The score that is already there; only its magnitude counts."""
-    return score
 
 
 @dataclass(frozen=True)
@@ -34,27 +37,32 @@ class Scores:
 
     @property
     def length(self) -> int:
+        """Number of weights in the slice."""
         return self.tensors[0].numel()
 
     def values(self, where: slice | Tensor) -> Tensor:
-        """Signed scores on a cut of the slice, or at positions in it, float32."""
+        """Return the signed scores of a part of the slice, or at positions in it, as float32."""
         return self.function(*(tensor[where].to(torch.float32) for tensor in self.tensors))
 
     def keys(self, where: slice | Tensor, largest: bool) -> Tensor:
-        """int32 keys, the best smallest."""
+        """Return int32 keys; the best score has the smallest key."""
         keys = self.values(where).contiguous().view(torch.int32) & 0x7FFF_FFFF
         return INFINITY_KEY - keys if largest else keys
 
 
 def peak_keys(scores: Sequence[Scores], exchange: Exchange) -> list[int]:
-    """Bit pattern of each layer's largest |score|; a NaN anywhere in a layer is refused on all ranks alike."""
+    """Return the bit pattern of each layer's largest |score|.
+
+    Raises:
+        DivergedError: on all ranks, if a layer contains a NaN.
+    """
     if not scores:
         return []
     local = []
     for layer in scores:
         peak = 0
         for a, b in packed_bits.spans(layer.length, layer.tensors[0].device):
-            extremes = torch.stack(layer.values(slice(a, b)).aminmax())  # hands a NaN on
+            extremes = torch.stack(layer.values(slice(a, b)).aminmax())  # propagates NaN
             peak = max(peak, int((extremes.view(torch.int32) & 0x7FFF_FFFF).max()))
         local.append(peak)
     peaks = exchange.max(torch.tensor(local, dtype=torch.int64)).tolist()
@@ -66,3 +74,30 @@ def peak_keys(scores: Sequence[Scores], exchange: Exchange) -> list[int]:
                 "divides 0 by 0), and run the same command to continue from the last checkpoint"
             )
     return peaks
+
+
+def mean_squares(
+    slices: Sequence[Tensor], numels: Sequence[int], peaks: Sequence[int], exchange: Exchange
+) -> list[float]:
+    """Return the mean of g² of each layer, from this rank's slices, the layers' sizes and their `peak_keys`."""
+    exponents = [_exponent(peak) for peak in peaks]
+    sums = [_sum_of_squares(g, e) for g, e in zip(slices, exponents, strict=True)]
+    totals = exchange.sum(torch.tensor(sums, dtype=torch.int64)).tolist()  # below 2^30 per weight: 2^33 weights fit
+    means = []
+    for total, e, numel, peak in zip(totals, exponents, numels, peaks, strict=True):
+        exact = math.inf if peak == INFINITY_KEY else float(Fraction(total, max(numel, 1)) / Fraction(4) ** e)
+        means.append(exact)
+    return means
+
+
+def _exponent(peak: int) -> int:
+    """The power of two that brings the largest |g| into [2^14, 2^15), limited to what float32 can express."""
+    return min(max(14 - ((peak >> 23) - 127), -126), 127)
+
+
+def _sum_of_squares(values: Tensor, exponent: int) -> int:
+    total = 0
+    for a, b in packed_bits.spans(values.numel(), values.device):
+        squares = (values[a:b].to(torch.float32) * 2.0**exponent).square_()
+        total += int(squares.to(torch.int32).sum(dtype=torch.int64))
+    return total

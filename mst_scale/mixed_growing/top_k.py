@@ -1,19 +1,27 @@
-"""Selects the k candidates of largest (or smallest) score in layers that are cut over many ranks.
+"""Selects the k candidates of largest (or smallest) score in layers whose shards lie on many ranks.
 
-Exactly, with ties to the lower flat index. Keys are the scores' bit patterns; for "largest" they are turned round, so
-that the k smallest are wanted. A strided sample, counted in 2 × 128 bins and summed over ranks, gives each layer a
-bracket of keys in which the k-th is all but certain to lie; one pass over the scores splits the candidates at the
-bracket; `refinement` does the rest. A wrong bracket costs a second pass, never a wrong result.
+The result is exact, with ties going to the lower flat index. Every candidate has an integer key, the smallest is best:
+the bit pattern of its score, reversed for "largest". (`random_k` uses a place in a random order instead.)
 
-Block sparsity selects blocks in the same way: a request's elements are then blocks, its score their norm.
+1. A strided sample, counted in 2 × 128 bins and summed over ranks, gives each layer a bracket [low, high) of keys that
+   almost certainly contains the k-th.
+2. One pass over the scores splits the candidates: those below the bracket are chosen, those inside become a short list.
+   The global counts of the two tell whether the bracket was right; if not, the layer is split again.
+3. The list is narrowed digit by digit: a histogram of each open layer's digit is summed over ranks, and the bin that
+   contains the k-th is kept. A layer is done once the whole content of its bin is wanted. Among equal keys, the digits
+   of the flat index follow.
+
+All layers take part in the same all-reduces of a row of counts per open layer: the bytes sent grow with the number of
+layers, not of weights or ranks. Keys are never gathered and never sorted. Blocks are selected in the same way: the
+elements of a request are then blocks, and their scores are norms.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -21,30 +29,60 @@ from torch import Tensor
 
 from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.refinement import (
-    Parts,
-    Range,
-    Request,
-    bracketed,
-    count_type_of,
-    decided,
-    histograms,
-    joined,
-)
 from mst_scale.mixed_growing.scores import INFINITY_KEY, Scores, peak_keys
+from mst_scale.shard import Shard
 
 SAMPLE = 1 << 14  # candidates sampled per layer, on all ranks together
 SAMPLE_BITS = 7
 SMALL = 1 << 16  # layers up to this size are listed whole
 SIGMAS = 6.0  # half width of the bracket in standard deviations of the sample's count
-SLACK = 16  # and in samples: counts are not normal where they are few
+SLACK = 16  # and in samples, since small counts are not normally distributed
 SHORT = 1 / 16  # lists up to this share of the candidates may start at the best score
+DIGIT_BITS = (6, 12)  # narrow digits send less, 2^bits/bits counts per bit of the key, in a round or two more
+ROUND_BYTES = 1 << 14  # few layers get wider digits, until their histograms add up to 16 KiB
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A choice of `want` of a layer's candidates. Bits are this rank's, counts are over all ranks."""
+
+    shard: Shard
+    bits: Tensor | None
+    """Packed candidates of the slice; None: every weight."""
+    candidates: int
+    want: int
+    device: torch.device
+    scores: Scores | None = None
+    """None if the choice is random."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.want <= self.candidates <= self.shard.numel, (
+            f"{self.shard.name}: {self.want} of {self.candidates}"
+        )
+        assert self.scores is None or self.scores.length == self.shard.length
+
+
+@dataclass
+class Parts:
+    """A slice's candidates, split by a bracket of keys."""
+
+    below: Tensor
+    """Packed bits of the candidates below the bracket."""
+    keys: Tensor
+    """The keys inside the bracket."""
+    where: Tensor
+    """The positions of these in the slice."""
 
 
 def select(
     requests: Sequence[Request], *, largest: bool, exchange: Exchange, peaks: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """Packed bits of the chosen candidates of each layer's slice. `peaks`: from `peak_keys`, where already known."""
+    """Return the packed bits of the chosen candidates of each layer's slice.
+
+    `peaks` are the results of `peak_keys`, if known already.
+    """
 
     def decide(asked: list[tuple[int, Request]]) -> list[Tensor]:
         requests = [request for _, request in asked]
@@ -62,14 +100,14 @@ def select(
 
 
 def _scores(request: Request) -> Scores:
-    assert request.scores is not None, f"{request.shard.name}: nothing to rank its weights by"
+    assert request.scores is not None, f"{request.shard.name}: no scores to rank its weights by"
     return request.scores
 
 
 def _sampled_brackets(
     requests: Sequence[Request], whole: Sequence[Range], largest: bool, exchange: Exchange
 ) -> list[Range]:
-    """A range of keys per layer; the whole range for small layers."""
+    """A bracket of keys per layer; the whole range for small layers."""
     brackets = list(whole)
     sampled = [i for i, request in enumerate(requests) if request.shard.numel > SMALL]
     if not sampled:
@@ -100,7 +138,7 @@ def _sampled_brackets(
 
 
 def _sample(request: Request, largest: bool) -> Tensor:
-    """Keys of about SAMPLE candidates: every s-th byte of the mask, the 8 weights it stands for."""
+    """Keys of about SAMPLE candidates: the 8 weights of every s-th byte of the mask."""
     scores = _scores(request)
     wanted = max(1, SAMPLE * request.shard.numel // (8 * max(request.candidates, 1)))
     stride = max(1, request.shard.numel // 8 // wanted)
@@ -128,7 +166,7 @@ def _split(request: Request, whole: Range, bracket: Range, largest: bool) -> Par
     keys: list[Tensor] = []
     where: list[Tensor] = []
     for a, b in packed_bits.spans(request.shard.length, request.device):
-        if rare and request.bits is not None:  # look at the candidates alone
+        if rare and request.bits is not None:  # look only at the candidates
             at = packed_bits.unpack_span(request.bits, a, b).nonzero().view(-1)
             key = scores.keys(at + a, largest)
             if low > whole[0]:
@@ -151,3 +189,156 @@ def _split(request: Request, whole: Range, bracket: Range, largest: bool) -> Par
             keys.append(key[inside])
             where.append(inside + a)
     return joined(request, below, keys, where, torch.int32)
+
+
+# --- from brackets to the chosen candidates ---
+
+Splitter = Callable[[Request, Range, Range], Parts]
+
+
+def decided(requests: Sequence[Request], decide: Callable[[list[tuple[int, Request]]], list[Tensor]]) -> list[Tensor]:
+    """Return the chosen bits of each request; `decide` is only asked where neither nothing nor everything is wanted."""
+    chosen = [_trivial(request) for request in requests]
+    asked = [(i, request) for i, request in enumerate(requests) if chosen[i] is None]
+    if asked:
+        for (i, _), bits in zip(asked, decide(asked), strict=True):
+            chosen[i] = bits
+    return [bits for bits in chosen if bits is not None]
+
+
+def _trivial(request: Request) -> Tensor | None:
+    """The chosen bits if nothing or everything is wanted, else None."""
+    if request.want == 0:
+        return packed_bits.zeros(request.shard.length, request.device)
+    if request.want == request.candidates:
+        return packed_bits.ones(request.shard.length, request.device) if request.bits is None else request.bits.clone()
+    return None
+
+
+def bracketed(
+    requests: Sequence[Request],
+    whole: Sequence[Range],
+    brackets: Sequence[Range],
+    split: Splitter,
+    exchange: Exchange,
+) -> list[Tensor]:
+    """Return the chosen bits of each request, given the range of its keys and a bracket in which the k-th should lie.
+
+    `split` splits a layer at a bracket; it is called again for a layer whose bracket was wrong.
+    """
+    brackets = list(brackets)
+    parts: list[Parts | None] = [None] * len(requests)
+    need = [0] * len(requests)
+    todo = list(range(len(requests)))
+    while todo:
+        counts = []
+        for i in todo:
+            parts[i] = part = split(requests[i], whole[i], brackets[i])
+            counts.append([packed_bits.count(part.below), part.keys.numel()])
+        again = []
+        for i, (below, inside) in zip(todo, exchange.sum(torch.tensor(counts)).tolist(), strict=True):
+            need[i] = requests[i].want - below
+            low, high = brackets[i]
+            if need[i] < 0:
+                brackets[i] = (whole[i][0], low)
+                again.append(i)
+            elif need[i] > inside:
+                if high >= whole[i][1]:
+                    raise RuntimeError(
+                        f"{requests[i].shard.name}: its mask has lost weights; resume from the last checkpoint"
+                    )
+                brackets[i] = (high, whole[i][1])
+                again.append(i)
+        todo = again
+
+    done = [part for part in parts if part is not None]
+    _refine(requests, done, brackets, need, exchange)
+    return [part.below for part in done]
+
+
+def joined(
+    request: Request, below: list[Tensor], keys: list[Tensor], where: list[Tensor], key_type: torch.dtype
+) -> Parts:
+    """Join the lists of all spans; positions take 4 bytes if that is enough."""
+    device = request.device
+    index_type = torch.int32 if request.shard.length < 2**31 else torch.int64
+    return Parts(
+        torch.cat(below) if below else packed_bits.zeros(request.shard.length, device),
+        torch.cat(keys) if keys else torch.empty(0, dtype=key_type, device=device),
+        torch.cat([at.to(index_type) for at in where]) if where else torch.empty(0, dtype=index_type, device=device),
+    )
+
+
+@dataclass
+class _Open:
+    """A layer whose k-th key, or flat index among equal keys, is known to lie in [low, high)."""
+
+    layer: int
+    values: Tensor
+    where: Tensor
+    low: int
+    high: int
+    need: int
+    by_index: bool = False
+
+
+def _refine(
+    requests: Sequence[Request],
+    parts: Sequence[Parts],
+    brackets: Sequence[Range],
+    need: Sequence[int],
+    exchange: Exchange,
+) -> None:
+    """Adds to each part's `below` the `need` smallest (key, flat index) of its list."""
+    layers = []
+    for i, (part, (low, high)) in enumerate(zip(parts, brackets, strict=True)):
+        if need[i] > 0:
+            layers.append(_Open(i, part.keys, part.where, low, high, need[i]))
+    while layers:
+        widest = (ROUND_BYTES // (4 * len(layers))).bit_length() - 1
+        digit_bits = min(max(widest, DIGIT_BITS[0]), DIGIT_BITS[1])
+        ranges = [(layer.low, layer.high) for layer in layers]
+        rows, shifts = histograms([x.values for x in layers], ranges, digit_bits, count_type_of(requests), exchange)
+        still = []
+        for layer, shift, row in zip(layers, shifts, rows, strict=True):
+            total = list(accumulate(row))
+            at = bisect_left(total, layer.need)
+            taken, inside = total[at] - row[at], row[at]
+            digits = (layer.values - layer.low) >> shift
+            request, below = requests[layer.layer], parts[layer.layer].below
+            layer.need -= taken
+            if layer.need == inside:  # the whole bin
+                packed_bits.add_(below, layer.where[digits <= at])
+                continue
+            packed_bits.add_(below, layer.where[digits < at])
+            kept = (digits == at).nonzero().view(-1)
+            layer.values, layer.where = layer.values[kept], layer.where[kept]
+            layer.low, layer.high = layer.low + (at << shift), min(layer.low + ((at + 1) << shift), layer.high)
+            if shift == 0:  # equal scores: the flat index decides
+                assert not layer.by_index, "flat indices are distinct"
+                layer.by_index = True
+                layer.values = request.shard.logical(layer.where)
+                layer.low, layer.high = 0, request.shard.numel
+            still.append(layer)
+        layers = still
+
+
+def histograms(
+    values: Sequence[Tensor],
+    ranges: Sequence[Range],
+    digit_bits: int,
+    count_type: torch.dtype,
+    exchange: Exchange,
+) -> tuple[list[list[int]], list[int]]:
+    """Count each layer's values over all ranks in 2^digit_bits bins of its range; also return the shifts used."""
+    shifts = [max(0, (high - low - 1).bit_length() - digit_bits) for low, high in ranges]
+    rows = [
+        torch.bincount((value - low) >> shift, minlength=1 << digit_bits)
+        for value, (low, _), shift in zip(values, ranges, shifts, strict=True)
+    ]
+    return exchange.sum(torch.stack(rows).to(count_type)).tolist(), shifts
+
+
+def count_type_of(requests: Sequence[Request]) -> torch.dtype:
+    """Return the type of counts: 4 bytes unless a layer has more weights than they can count."""
+    return torch.int32 if all(request.shard.numel < 2**31 for request in requests) else torch.int64

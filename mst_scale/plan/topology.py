@@ -47,7 +47,7 @@ from mst_scale.plan.step_time import seconds
 from mst_scale.plan.traffic import Call
 from mst_scale.sparsity_variation import Schedule
 
-# Of mixed_growing/{top_k,random_k,refinement,scores}.py; a test compares them.
+# Of mixed_growing/top_k.py, which a test holds these to.
 SAMPLE, SAMPLE_BINS, SIGMAS, SLACK = 1 << 14, 128, 6.0, 16
 DIGIT_BITS, ROUND_BYTES = (6, 12), 1 << 14
 KEY_BITS = 31

@@ -214,7 +214,7 @@ def test_bits_that_do_not_add_up_to_their_count_are_refused(tmp_path):
     (folder / "manifest.json").unlink()
     path = mask_files.file_of(folder, 0)
     rewrite(path)
-    with pytest.raises(ValueError, match=r"a\.weight holds .* live weights and should hold"):
+    with pytest.raises(ValueError, match=r"a\.weight"):
         inspect(folder)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from mst_scale.comm.exchange import Exchange
-from mst_scale.mixed_growing import packed_bits, random_k, refinement, top_k
+from mst_scale.mixed_growing import packed_bits, random_k, top_k
 from mst_scale.mixed_growing.evolve import Change, Layer, evolve
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import policy
@@ -35,7 +35,7 @@ def small_machine() -> Iterator[None]:
             patch.setattr(module, "SIGMAS", 0.1)
             patch.setattr(module, "SLACK", 0)
         patch.setattr(top_k, "SAMPLE_BITS", 2)
-        patch.setattr(refinement, "DIGIT_BITS", (2, 3))
+        patch.setattr(top_k, "DIGIT_BITS", (2, 3))
         yield
 
 

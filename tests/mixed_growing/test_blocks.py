@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from mst_scale.comm.exchange import Exchange
 from mst_scale.errors import DivergedError
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.block_floor import must_stay
-from mst_scale.mixed_growing.blocks import Blocks
+from mst_scale.mixed_growing.blocks import Blocks, must_stay
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import POLICIES, Criterion, Policy, policy

@@ -96,7 +96,7 @@ def test_sparsity_zero_is_exactly_full(kind):
         ([(4, 4)], 1.0, "uniform", r"\[0, 1\)"),
         ([(4, 4)], -0.1, "uniform", r"\[0, 1\)"),
         ([(4, 4)], float("nan"), "uniform", r"\[0, 1\)"),
-        ([(4,)], 0.5, "uniform", "vectors"),
+        ([(4,)], 0.5, "uniform", "vector"),
         ([(4, 4)], 0.5, "er", "choose from erdos-renyi"),
     ],
 )

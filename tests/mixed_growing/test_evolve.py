@@ -182,14 +182,14 @@ def test_weights_are_read_only():
 def test_inputs_that_a_policy_needs_are_asked_for_by_name():
     mask = LayerMask(Shard.of_range("layer", (4, 1), 0, 4), CPU)
     mask.set_flags(torch.tensor([True, True, False, False]), 2)
-    with pytest.raises(ValueError, match="layer: this policy ranks weights by gradient"):
+    with pytest.raises(ValueError, match=r"layer: .* gradient"):
         step(Layer(mask, 2, torch.ones(4)), zeta=0.5)
-    with pytest.raises(ValueError, match="layer: this policy ranks weights by momentum"):
+    with pytest.raises(ValueError, match=r"layer: .* momentum"):
         step(Layer(mask, 2, torch.ones(4), torch.ones(4)), policy("snfs"), zeta=0.5)
     assert step(Layer(mask, 2, torch.ones(4)), policy("set"), zeta=0.5).by_random == 1
     with pytest.raises(ValueError, match="5 of 4"):
         Layer(mask, 5, torch.ones(4))
-    with pytest.raises(ValueError, match="gradient of shape"):
+    with pytest.raises(ValueError, match="gradient"):
         Layer(mask, 2, torch.ones(4), torch.ones(3))
 
 
@@ -310,5 +310,5 @@ def test_coverage_counts_from_the_initial_masks():
 
 
 def test_initial_masks_by_an_unknown_rule():
-    with pytest.raises(ValueError, match="choose magnitude or random"):
+    with pytest.raises(ValueError, match=r"mst\.sparsity\.initial"):
         sparsify([], how="best", seed=0, exchange=Exchange())

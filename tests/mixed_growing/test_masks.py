@@ -157,7 +157,7 @@ def damaged(kind: str) -> list[dict[str, StoredMask]]:
         ("layer missing", "no mask of a"),
         ("layer too many", "hold b, which is not"),
         ("foreign", "shape"),
-        ("short", "cut short"),
+        ("short", "truncated"),
         ("other step", "different steps"),
         ("dense in part", "different steps"),
     ],

@@ -12,9 +12,8 @@ from mst_scale.comm.exchange import Exchange, Traffic
 from mst_scale.errors import DivergedError
 from mst_scale.mixed_growing import packed_bits, top_k
 from mst_scale.mixed_growing.random_k import select_at_random
-from mst_scale.mixed_growing.refinement import Request
 from mst_scale.mixed_growing.scores import INFINITY_KEY, Scores
-from mst_scale.mixed_growing.top_k import select
+from mst_scale.mixed_growing.top_k import Request, select
 from mst_scale.shard import Shard
 from tests.mixed_growing import oracle
 from tests.mixed_growing.cases import CPU, KINDS, scores, small_machine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ import mst_scale
 from mst_scale import zero_shards
 from mst_scale.comm.exchange import Exchange
 from mst_scale.config import load
-from mst_scale.mixed_growing import refinement, top_k
+from mst_scale.mixed_growing import top_k
 from mst_scale.models.bert import BERT
 from mst_scale.models.gpt import GPT
 from mst_scale.pretrain.prepare import parameter_groups
@@ -117,13 +118,14 @@ class Named:
 def topology_calls(rank: int, world: int, config: dict[str, Any], step: int) -> dict[str, Any]:
     """Our own collectives of an optimizer step; and what depends on the weights: how many layers were open in each
     round of refinement, and how many had to be split at another bracket."""
-    patched = ((zero_shards, "NamedCollectives"), (refinement, "histograms"), (top_k, "bracketed"))
+    patched = ((zero_shards, "NamedCollectives"), (top_k, "histograms"), (top_k, "bracketed"))
     plain = [getattr(module, name) for module, name in patched]
     opened: list[int] = []
     again: list[int] = []
 
     def histograms(values: list[torch.Tensor], *others: Any) -> Any:
-        opened.append(len(values))
+        if sys._getframe(1).f_code.co_name == "_refine":  # samples are counted by the same function
+            opened.append(len(values))
         return plain[1](values, *others)
 
     def bracketed(requests: Any, whole: Any, brackets: Any, split: Any, exchange: Any) -> Any:

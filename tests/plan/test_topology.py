@@ -10,7 +10,7 @@ import torch
 
 from mst_scale.comm.exchange import Exchange
 from mst_scale.config import load
-from mst_scale.mixed_growing import random_k, refinement, top_k
+from mst_scale.mixed_growing import random_k, top_k
 from mst_scale.mixed_growing.blocks import Blocks
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Layer, evolve
@@ -99,7 +99,7 @@ def test_the_constants_are_those_of_the_selection():
     assert (topology.SAMPLE, topology.SAMPLE_BINS) == (top_k.SAMPLE, 1 << top_k.SAMPLE_BITS)
     assert (topology.SIGMAS, topology.SLACK) == (top_k.SIGMAS, top_k.SLACK) == (random_k.SIGMAS, random_k.SLACK)
     assert topology.LISTED_WHOLE == top_k.SMALL
-    assert (topology.DIGIT_BITS, topology.ROUND_BYTES) == (refinement.DIGIT_BITS, refinement.ROUND_BYTES)
+    assert (topology.DIGIT_BITS, topology.ROUND_BYTES) == (top_k.DIGIT_BITS, top_k.ROUND_BYTES)
     assert pytest.importorskip("mst_scale.sparse_linear.block").SIDES == roofline.SIDES
 
 

@@ -1,13 +1,13 @@
-"""Monarch: most of the run with products of two block-diagonal matrices, then dense (reverse sparsification).
+"""Monarch: products of two block-diagonal matrices for most of the run, then dense weights (reverse sparsification).
 
-An O × I weight is cut into b × b pieces of O/b × I/b, each of rank r: W_kj = L_kj·R_kj. All R_kj of one j read the
-same inputs and all L_kj of one k write the same outputs, so that x Wᵀ is two batched products, with b blocks of
-b·r × I/b and of O/b × b·r, and a transposition between them. r = min(O, I)/b² as in the authors' code: b = 4 leaves
-half the weights of a square matrix.
+An O × I weight is divided into b × b pieces of O/b × I/b, each of rank r: W_kj = L_kj·R_kj. All R_kj of one j read the
+same inputs and all L_kj of one k write the same outputs, so x Wᵀ is two batched products, with b blocks of b·r × I/b
+and of O/b × b·r, and a transposition between them. r = min(O, I)/b² as in the authors' code: b = 4 leaves half the
+weights of a square matrix.
 
-The best Monarch matrix of a given weight takes from each piece its first r singular pairs, and a run begins with that
-of its first weights. The factors lie in the first places of the dense parameter, of which the rest stays 0; where the
-schedule turns dense, their product takes their place.
+The best Monarch matrix for a given weight takes the first r singular pairs of each piece; a run begins with that of its
+initial weights. The factors are stored at the beginning of the dense parameter, whose rest stays 0. When the schedule
+becomes dense, their product replaces them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ if TYPE_CHECKING:  # its FLOPs are counted without torch
 
 @dataclass(frozen=True)
 class Options:
+    """The options of monarch."""
+
     blocks: int = 4
-    """b; the largest number up to it that divides both sides."""
+    """b; a matrix takes the largest number up to it that divides both sides."""
 
     def __post_init__(self) -> None:
         if self.blocks < 2:
@@ -34,26 +36,28 @@ class Options:
 
 
 class Monarch(WeightFunction):
+    """Multiplies with the two factors of a Monarch matrix."""
+
     sparsity = 0.5  # nominal: the density depends on the shape
 
     def __init__(self, options: Options):
         self.blocks = options.blocks
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """b and r."""
+        """Return b and r."""
         b = max(b for b in range(1, self.blocks + 1) if shape[0] % b == 0 and shape[1] % b == 0)
         return b, max(1, min(shape) // b**2)
 
     def unsupported_reason(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
         if self.sizes(shape)[0] == 1 or self.density(shape, 1.0) >= 1:
             return (
-                f"{shape[0]} × {shape[1]} weights do not fall into 2 to {self.blocks} equal pieces each way: exclude "
-                "them by mst.targets"
+                f"{shape[0]} × {shape[1]} weights cannot be divided into 2 to {self.blocks} equal pieces each way: use "
+                "mst.targets.exclude"
             )
         return None
 
     def factors(self, stored: Tensor) -> tuple[Tensor, Tensor]:
-        """L as (k, s, j·r) and R as (j, k·r, c): W[k·O/b + s, j·I/b + c] sums over r."""
+        """Return L as (k, s, j·r) and R as (j, k·r, c): W[k·O/b + s, j·I/b + c] sums over r."""
         outputs, inputs = stored.shape
         b, r = self.sizes((outputs, inputs))
         flat, many = stored.reshape(-1), outputs * b * r

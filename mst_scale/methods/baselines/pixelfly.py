@@ -1,13 +1,13 @@
-"""Pixelated Butterfly: a fixed pattern of blocks (flat butterfly) and a low-rank term.
+"""Pixelated Butterfly: a fixed pattern of blocks (flat butterfly) plus a low-rank term.
 
-Of n × n blocks those stand at (i, i) and at (i, i ⊕ 2^l), l = 0, 1, …: all strides of a butterfly at once, as sums in
-place of its products. A matrix with more blocks one way has the pattern stretched. Beside it U·Vᵀ of a rank that makes
-it a quarter of all weights, as the paper advises. A run begins with the blocks of its first weights and the best
-low-rank approximation of what they leave out.
+Of n × n blocks, those at (i, i) and (i, i ⊕ 2^l), l = 0, 1, …, are kept: all strides of a butterfly at once, as sums
+instead of its products. For a matrix with more blocks one way the pattern is stretched. The low-rank term U·Vᵀ has a
+rank that makes it a quarter of all weights, as the paper recommends. A run begins with the blocks of its initial
+weights and the best low-rank approximation of the rest.
 
-Blocks, U and V lie in the first places of the dense parameter, of which the rest stays 0. The paper trains so to the
-end; the preset turns dense for the last tenth (reverse sparsification), and `mst.sparsity.variation` = "sparse" is the
-paper's. Its sparse attention is not part of this.
+Blocks, U and V are stored at the beginning of the dense parameter, whose rest stays 0. The paper trains like this to
+the end; the preset becomes dense for the last tenth (reverse sparsification). `mst.sparsity.variation` = "sparse" gives
+the paper's schedule. The paper's sparse attention is not included.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from mst_scale.methods.presets import then_dense
 if TYPE_CHECKING:  # its FLOPs are counted without torch
     from torch import Tensor, dtype
 
-LOW_RANK = 1 / 3  # of what the blocks hold: a quarter of all
-DENSE_STRIDES = 2  # up to so many, a group of block rows holds three of four blocks that it could
-SMALLEST, FEWEST = 4, 8  # side of a block; blocks along the shorter side of a matrix
+LOW_RANK = 1 / 3  # of the blocks' weights: a quarter of all weights
+DENSE_STRIDES = 2  # with at most two strides, a group of block rows has three of its four possible blocks
+SMALLEST, FEWEST = 4, 8  # least side of a block, and least number of blocks along the shorter side of a matrix
 
 
 @dataclass(frozen=True)
 class Options:
+    """The options of pixelfly."""
+
     block: int = 32
-    """Their side; halved where it does not divide a matrix's, or fewer than 8 would stand side by side."""
+    """Side of a block; halved if it does not divide a matrix, or fewer than 8 would be side by side."""
     strides: int = 2
-    """How many of the butterfly's strides, the smallest first."""
+    """Number of strides of the butterfly, the smallest first."""
 
     def __post_init__(self) -> None:
         if self.block < SMALLEST or self.block & (self.block - 1):
@@ -45,42 +47,47 @@ class Options:
 
 @cache
 def pattern(down: int, across: int, strides: int) -> tuple[tuple[int, int], ...]:
-    """Where blocks stand in a grid of so many block rows and columns."""
+    """Return the positions of the blocks in a grid of block rows and columns."""
     n = min(down, across)
     square = {(i, i ^ step) for i in range(n) for step in (0, *(2**level for level in range(strides)))}
     return tuple((i, j) for i in range(down) for j in range(across) if (i * n // down, j * n // across) in square)
 
 
 class Pixelfly(WeightFunction):
+    """Multiplies with blocks and a low-rank term."""
+
     sparsity = 0.5  # nominal: the density depends on the shape
 
     def __init__(self, options: Options):
         self.options = options
 
     def side(self, shape: tuple[int, ...]) -> int:
+        """Return the side of a block."""
         side = math.gcd(self.options.block, shape[0], shape[1])
         while side > SMALLEST and min(shape) < FEWEST * side:
             side //= 2
         return side
 
     def places(self, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """Return the positions of the blocks."""
         side = self.side(shape)
         return pattern(shape[0] // side, shape[1] // side, self.options.strides)
 
     def rank(self, shape: tuple[int, ...]) -> int:
+        """Return the rank of the low-rank term."""
         held = len(self.places(shape)) * self.side(shape) ** 2
         return max(1, round(LOW_RANK * held / (shape[0] + shape[1])))
 
     def unsupported_reason(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
         if self.side(shape) < SMALLEST or self.density(shape, 1.0) >= 1:
             return (
-                f"{shape[0]} × {shape[1]} weights have too few blocks of {self.options.block}: take a smaller "
-                "mst.options.block, or exclude them by mst.targets"
+                f"{shape[0]} × {shape[1]} weights have too few blocks of {self.options.block}: use a smaller "
+                "mst.options.block, or mst.targets.exclude"
             )
         return None
 
     def parts(self, stored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Blocks (n, side, side), U (outputs, rank) and V (inputs, rank)."""
+        """Return blocks (n, side, side), U (outputs, rank) and V (inputs, rank)."""
         outputs, inputs = stored.shape
         side, rank = self.side((outputs, inputs)), self.rank((outputs, inputs))
         many = len(self.places((outputs, inputs)))
@@ -88,7 +95,7 @@ class Pixelfly(WeightFunction):
         blocks, u, v = stored.reshape(-1)[: sum(sizes)].split(sizes)
         return blocks.view(many, side, side), u.view(outputs, rank), v.view(inputs, rank)
 
-    def grid(self, weight: Tensor) -> Tensor:
+    def _grid(self, weight: Tensor) -> Tensor:
         """A view as (block row, block column, side, side)."""
         outputs, inputs = weight.shape
         side = self.side((outputs, inputs))
@@ -100,8 +107,8 @@ class Pixelfly(WeightFunction):
         shape = tuple(weight.shape)
         rows, columns = torch.tensor(self.places(shape), device=weight.device).t()
         rest = weight.float().clone()
-        blocks = self.grid(rest)[rows, columns].clone()
-        self.grid(rest)[rows, columns] = 0
+        blocks = self._grid(rest)[rows, columns].clone()
+        self._grid(rest)[rows, columns] = 0
         u, size, v = torch.linalg.svd(rest, full_matrices=False)
         root, rank = size.sqrt(), self.rank(shape)
         low = [(u * root)[:, :rank], (v.t() * root)[:, :rank]]
@@ -130,7 +137,7 @@ class Pixelfly(WeightFunction):
         return y if bias is None else y + bias
 
     def groups(self, shape: tuple[int, ...]) -> int:
-        """How many groups of 2^strides block rows read the same block columns alone; 0 where they are too empty."""
+        """Return the number of groups of 2^strides block rows that read the same block columns; 0 if too sparse."""
         side, strides = self.side(shape), self.options.strides
         down, across = shape[0] // side, shape[1] // side
         n = min(down, across)
@@ -138,7 +145,7 @@ class Pixelfly(WeightFunction):
         return n >> strides if whole and strides <= DENSE_STRIDES else 0
 
     def _in_groups(self, x: Tensor, blocks: Tensor, shape: tuple[int, int]) -> Tensor:
-        """The blocks of a group as one matrix, in which the few that are missing are zeros."""
+        """The product with each group as one matrix, in which the few missing blocks are zeros."""
         import torch
 
         groups, side = self.groups(shape), self.side(shape)
@@ -151,6 +158,7 @@ class Pixelfly(WeightFunction):
         return torch.bmm(read, wide.transpose(1, 2)).transpose(0, 1).reshape(-1, shape[0])
 
     def _one_by_one(self, x: Tensor, blocks: Tensor, shape: tuple[int, int]) -> Tensor:
+        """The product block by block."""
         import torch
 
         side = self.side(shape)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mst_scale import randomness
-from mst_scale.mixed_growing.permutation import Permutation, mix64
+from mst_scale.mixed_growing.random_k import Permutation, mix64
 from tests.mixed_growing import oracle
 
 CPU = torch.device("cpu")

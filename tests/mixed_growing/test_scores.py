@@ -1,4 +1,4 @@
-"""The mean square of gradients is right, and has the same bits for any cut."""
+"""The mean square of gradients is right, and has the same bits for any split."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mst_scale.comm.exchange import Exchange
-from mst_scale.mixed_growing.gradient_size import mean_squares
-from mst_scale.mixed_growing.scores import Scores, peak_keys
+from mst_scale.mixed_growing.scores import Scores, mean_squares, peak_keys
 
 
 class Sums(Exchange):
