@@ -241,14 +241,13 @@ def built_engine(experiment: Experiment, out: Path, start: Any, mesh: Mesh | Non
     if "activation_checkpointing" in experiment.deepspeed:
         deepspeed.checkpointing.configure(None, deepspeed_config=experiment.deepspeed)
     monitored = _with_monitors(experiment, out)
-    with refusals.in_deepspeeds_words():
-        built: Any = initialize(
-            model=model,
-            model_parameters=parameter_groups(model, experiment),
-            config=monitored,
-            # a pipeline brings its own, of the same ranks
-            mpu=None if isinstance(model, deepspeed.PipelineModule) else mesh,
-        )[0]
+    built: Any = initialize(
+        model=model,
+        model_parameters=parameter_groups(model, experiment),
+        config=monitored,
+        # a pipeline brings its own, of the same ranks
+        mpu=None if isinstance(model, deepspeed.PipelineModule) else mesh,
+    )[0]
     _spare_the_run(built.monitor)
     return built
 

@@ -10,8 +10,6 @@ import difflib
 import importlib.util
 import inspect
 import os
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.config.support import precision_of
 from mst_scale.errors import UserError
 
-HERE = Path(__file__).parents[1]
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "csv_monitor": None}
 # Parameters that DeepSpeed takes out before it makes an Adam.
 OF_ADAM = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
@@ -54,23 +51,6 @@ def refuse_deepspeeds_part(config: dict[str, Any], mesh: Mesh | None = None) -> 
         if other is None or _reason(other) != _reason(error):
             raise UserError(f"{key}{_reason(error, key)} (DeepSpeed's own key: see its documentation)") from None
     raise UserError(f"the DeepSpeed part of the config{_reason(error)}") from None
-
-
-@contextlib.contextmanager
-def in_deepspeeds_words() -> Iterator[None]:
-    """Report what DeepSpeed's `initialize` raises about the config as a UserError.
-
-    Errors of our own code, and those of the machine (a RuntimeError may be a lack of memory), are passed on.
-    """
-    try:
-        yield
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        ours = [frame for frame in frames if Path(frame.filename).is_relative_to(HERE)][-1]
-        machine = isinstance(error, OSError | MemoryError | RuntimeError) and not isinstance(error, NotImplementedError)
-        if ours.name != "initialize" or machine:
-            raise
-        raise UserError(f"DeepSpeed cannot run this config{_reason(error)}") from error
 
 
 def _refused(config: dict[str, Any], mesh: Mesh | None) -> Exception | None:
@@ -108,6 +88,12 @@ def refuse_optimizer(experiment: Experiment) -> None:
         raise UserError(f"optimizer.params.amsgrad: DeepSpeed's {name} has no AMSGrad; set torch_adam, or remove it")
     made_by_torch = getattr(torch.optim, name, None)
     if made_by_torch is not None and name.lower() not in MADE_BY_DEEPSPEED:
+        stage = experiment.deepspeed.get("zero_optimization", {}).get("stage", 0)
+        if stage and not experiment.deepspeed.get("zero_allow_untested_optimizer"):
+            raise UserError(
+                f"optimizer.type = {name} is not one that DeepSpeed has tested with ZeRO: set "
+                "zero_allow_untested_optimizer to true, or choose AdamW"
+            )
         try:
             made_by_torch([torch.nn.Parameter(torch.zeros(1))], **params)
         except Exception as error:  # wrong values, each optimizer's own

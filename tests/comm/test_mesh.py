@@ -6,5 +6,5 @@ from mst_scale.comm import Mesh, ParallelDims
 
 
 def test_ranks_meet_before_a_mesh_is_made():
-    with pytest.raises(ValueError, match=r"call deepspeed.init_distributed\(\) before"):
+    with pytest.raises(ValueError, match=r"call deepspeed.init_distributed\(\) first"):
         Mesh(ParallelDims(tensor=2))

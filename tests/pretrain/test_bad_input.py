@@ -187,7 +187,7 @@ LATE = [  # refused by one rank, for all
     (lambda f: adam(f, foo=1), 2, "optimizer.params.foo: AdamW has no such parameter"),
     (lambda f: adam(f, bias_correction=3), 2, "optimizer.params.bias_correction must be true or false, not 3"),
     (lambda f: adam(f, amsgrad=True), 2, "optimizer.params.amsgrad: DeepSpeed's AdamW has no AMSGrad"),
-    (lambda f: arguments(f, optimizer={"type": "AdamX"}), 2, "optimizer.type = 'AdamX': there is no such optimizer"),
+    (lambda f: arguments(f, optimizer={"type": "AdamX"}), 2, "optimizer.type = 'AdamX'"),
     (
         lambda f: arguments(f, optimizer={"type": "SGD", "params": {"lr": 1, "momentum": "x"}}),
         2,
