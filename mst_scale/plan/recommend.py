@@ -147,8 +147,7 @@ def keeps_accumulation(s: Setting, setting: Setting) -> bool:
 
 
 def _simplicity(choice: Choice) -> tuple[int, ...]:
-    """Order choices that are about equally fast: no offload, a model that is not shared, no recomputation, a low stage,
-    a small micro-batch."""
+    """Order choices that are about equally fast: without offload, sharing and recomputation, low stage, small batch."""
     s = choice.setting
     return (s.offload_parameters, s.offload_optimizer, s.sizes.model, s.recompute, s.stage, s.micro)
 
