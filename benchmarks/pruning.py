@@ -98,9 +98,9 @@ def look_at(run: Path) -> Found:
 
     from mst_scale.data.corpus import open_tokens
     from mst_scale.data.sampler import Sampler
-    from mst_scale.hugging_face.export import open_source, validation_loss
-    from mst_scale.pruning.calibration import batches, open_calibration
-    from mst_scale.pruning.network import prune_model
+    from mst_scale.hugging_face.export import validation_loss
+    from mst_scale.hugging_face.sources import open_source
+    from mst_scale.pruning.network import calibration_batches, open_calibration, prune_model
     from mst_scale.pruning.request import requested
 
     source = open_source(run)
@@ -113,11 +113,11 @@ def look_at(run: Path) -> Found:
             request = requested(way, sparsity)
             assert request is not None
             model, seen = source.model(), []
-            if request.looks:
+            if request.needs_calibration:
                 calibration = open_calibration(experiment.data.dir, experiment.model, request.sequences)
-                seen = batches(calibration, request.sequences)
+                seen = calibration_batches(calibration, request.sequences)
             amounts = request.amounts(shapes, experiment.mst.sparsity.distribution)
-            prune_model(model, request.way, amounts, seen)
+            prune_model(model, request.method, amounts, seen)
             losses[way, sparsity] = validation_loss(model, sampler, experiment)
     matrices = [source.weights.read(name) for name in shapes if name != "wte.weight"]
     kurtoses = [float(((w - w.mean()) / w.std()).pow(4).mean().detach()) for w in matrices]

@@ -11,32 +11,30 @@ from typing import Any
 
 from mst_scale.comm.parser import validate_folder
 from mst_scale.errors import UserError
-from mst_scale.hugging_face.hub import offline_unless_reachable
 
 ABOUT = """\
 Evaluate a model on the paper's tasks with lm-evaluation-harness (pip install 'mst_scale[eval]'). A model of the paper's
 sizes, with GPT-2's vocabulary and context, is shown beside the paper's rows.
 
-MODEL is a run's folder or a checkpoint (also of Trainer, Accelerate or a loop of your own), a folder of transformers
-(as `mst export` writes it), or a name on the Hugging Face hub: `gpt2` is OpenAI's checkpoint.
+MODEL is a run's folder or a checkpoint (also of Trainer, Accelerate or your own loop), a folder of transformers (as
+`mst export` writes it), or a name on the Hugging Face hub: `gpt2` is OpenAI's checkpoint.
 
 TASKS: lambada, wikitext2, ptb, wikitext103, 1bw, rte, mrpc, or all. Their documents come from the hub, or from the
 files of --data-dir, named after the task:
 
-  lambada.jsonl     {"text": "…"} a line, the last word is asked for; or lambada.txt, a passage a line
-  wikitext2.txt     the text as it stands; or wikitext2.jsonl, {"text": "…"} a line, joined by an empty line
-  rte.jsonl         {"sentence1": "…", "sentence2": "…", "label": 0 or 1} a line, with GLUE's labels
+  lambada.jsonl     {"text": "…"} per line, whose last word is predicted; or lambada.txt, a passage per line
+  wikitext2.txt     the text as it stands; or wikitext2.jsonl, {"text": "…"} per line, joined by empty lines
+  rte.jsonl         {"sentence1": "…", "sentence2": "…", "label": 0 or 1} per line, with GLUE's labels
   rte.train.jsonl   the same, examples for the prompt (--shots)
 
 Perplexities are given per token (what the paper's rows are taken to be) and per word (between blanks). A text is one
-sequence and is not detokenised; it is read in windows of the model's context that move on by --stride, so that all but
+sequence and is not detokenized; it is read in windows of the model's context that move on by --stride, so that all but
 the first tokens of a text have context - stride tokens before them at least. LAMBADA per word: all tokens of the last
 word must be the most likely ones.
 
-The result is also written to eval.json in the run's or the model's folder (--out names another file). An evaluation
-that was killed is finished by the same command; results of another checkpoint or other settings that lie there are kept
-beside it. Several processes: torchrun --nproc_per_node 2 -m mst_scale eval …, or mpirun -n 2 mst eval …; each takes a
-GPU of its own."""
+The result is also written to eval.json in the run's or the model's folder (--out names another file). The same command
+finishes an evaluation that was killed; results of another checkpoint or with other settings are kept next to it.
+Several processes: torchrun --nproc_per_node 2 -m mst_scale eval …, or mpirun -n 2 mst eval …; each uses its own GPU."""
 
 EXAMPLES = """\
 examples:
@@ -59,11 +57,11 @@ def add(subparsers: Any) -> None:
     option("--tasks", required=True, metavar="A,B", help="names separated by commas, or all")
     option("--data-dir", metavar="DIR", help="read the tasks' documents from files there, not from the hub")
     option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: the model's own)")
-    option("--config", metavar="FILE", help="the experiment, for a checkpoint that lies apart from its run")
+    option("--config", metavar="FILE", help="the experiment, for a checkpoint that is not in its run's folder")
     option("--stride", type=int, metavar="N", help="tokens that a window moves on (default: half the context)")
     option("--shots", type=int, default=5, metavar="N", help="examples in the prompts of rte and mrpc (default: 5)")
-    option("--batch-size", type=int, default=8, metavar="N", help="windows a forward (default: 8)")
-    option("--device", metavar="D", help="default: cuda where there is one, else cpu")
+    option("--batch-size", type=int, default=8, metavar="N", help="windows per forward pass (default: 8)")
+    option("--device", metavar="D", help="default: cuda if available, else cpu")
     option("--out", metavar="FILE", help="where the result is written (default: eval.json in the model's folder)")
     option("--json", action="store_true", help="print one JSON object")
     verb.set_defaults(run=run)
@@ -84,19 +82,20 @@ def run(args: argparse.Namespace) -> int:
     if args.device in (None, "cpu"):
         os.environ.setdefault("DS_ACCELERATOR", "cpu" if args.device == "cpu" or not _cuda() else "cuda")
     from mst_scale.evaluation.models import on_hub
+    from mst_scale.hugging_face.start_from import offline_unless_reachable
 
     host = offline_unless_reachable() if on_hub(args.model) or args.data_dir is None else None
     if host is not None:
         print(f"{host} cannot be reached: only what is cached here can be used", file=sys.stderr)
-    from mst_scale import comm
+    from mst_scale import distributed
 
-    if not comm.several():
+    if not distributed.several():
         return _evaluate(args, tasks, None)
-    ranks = comm.init()
+    ranks = distributed.init()
     try:
         code = _evaluate(args, tasks, ranks)
     except BaseException as error:
-        comm.end(error)
+        distributed.end(error)
     ranks.leave()
     return code
 
@@ -107,8 +106,8 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def device_of(asked: str | None, local_rank: int) -> Any:
-    """What --device means on this rank: each has a GPU of its own."""
+def _device_of(asked: str | None, local_rank: int) -> Any:
+    """The device of this rank: each has its own GPU."""
     import torch
 
     asked = asked or ("cuda" if _cuda() else "cpu")
@@ -122,14 +121,7 @@ def device_of(asked: str | None, local_rank: int) -> Any:
 
 def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
     from mst_scale.evaluation import harness
-    from mst_scale.evaluation.evaluate import (
-        FILE,
-        Settings,
-        as_json,
-        evaluate,
-        read_documents,
-        refuse_single_tokens,
-    )
+    from mst_scale.evaluation.evaluate import FILE, Settings, as_json, evaluate, read_documents, validate_lengths
     from mst_scale.evaluation.models import open_model
     from mst_scale.evaluation.paper import comparable, table
 
@@ -141,12 +133,12 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
     )
 
     def prepare() -> Any:
-        device = device_of(args.device, 0 if ranks is None else ranks.local_rank)
+        device = _device_of(args.device, 0 if ranks is None else ranks.local_rank)
         harness.load()
         docs = read_documents(tasks, settings)
         model, text = open_model(args.model, args.tokenizer, device, Path(args.config) if args.config else None)
         settings.stride_of(model.context)
-        refuse_single_tokens(docs, tasks, text)
+        validate_lengths(docs, tasks, text)
         return docs, model, text
 
     docs, model, text = prepare() if ranks is None else ranks.agree(prepare)
@@ -161,12 +153,12 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
     if first:
         beside_paper = comparable(model.context, model.vocab_size, model.parameters)
         words = table(result["tasks"], beside_paper=beside_paper)
-        print(as_json(result) if args.json else format_value(result, words, out, beside_paper))
+        print(as_json(result) if args.json else _described(result, words, out, beside_paper))
     return 0
 
 
-def format_value(result: dict[str, Any], table: str, out: Path | None, beside_paper: bool) -> str:
-    """The result for people: the table, with the paper's rows or why not, and how it was computed."""
+def _described(result: dict[str, Any], table: str, out: Path | None, beside_paper: bool) -> str:
+    """The result for people: the table, with or without the paper's rows, and how it was computed."""
     s = result["settings"]
     step = "" if result["step"] is None else f", step {result['step']:,}"
     lines = [f"{result['model']}{step}, tokenizer {result['tokenizer']}", "", table, ""]

@@ -18,9 +18,9 @@ ABOUT = """\
 Write a folder that transformers.AutoModelForCausalLM.from_pretrained loads: config.json, model.safetensors (in parts
 where it is large), tokenizer files, and a model card with the run's figures.
 
-CHECKPOINT is a run's folder (its newest whole checkpoint) or a checkpoint's, of any ZeRO stage and number of ranks, in
-the middle of sparse training or at its end. The folders of Trainer, Accelerate (save_state) and engine.save_checkpoint
-are read too; a transformers model keeps its architecture, configuration and tokenizer, and cannot be pruned.
+CHECKPOINT is a run's folder (its latest complete checkpoint) or a checkpoint's, of any ZeRO stage and number of ranks,
+at any step. The folders of Trainer, Accelerate (save_state) and engine.save_checkpoint are read, too; a transformers
+model keeps its architecture, configuration and tokenizer, and cannot be pruned.
 
 Weights that are zero stay exactly zero. The weights are the fp32 masters and pass through memory one matrix at a time.
 
@@ -35,18 +35,18 @@ stored like any other weight, so a pruned folder is as large as an unpruned one.
   sparsegpt   in each block of 128 input columns, the fraction S whose removal is easiest to compensate; the remaining
               weights are updated accordingly (arXiv 2301.00774)
 The last two look at the inputs of layers over 128 sequences of the run's own training corpus, or of --calibration, and
-prune block after block. They pass over a head that is the token embedding: no linear layer multiplies with it. Where
-the run's own corpus is gone, the loss is measured on the validation split of --calibration.
+prune block by block. They skip a head tied to the token embedding, because no linear layer multiplies with it. If the
+run's corpus is missing, the loss is measured on the validation split of --calibration.
 
---pattern N:M leaves in each matrix at most N weights in every M consecutive inputs of an output, in each of these ways.
+--pattern N:M keeps at most N weights in every M consecutive inputs of an output; it works with every method.
 
-Tokenizer files are written for `byte`, `gpt2` and .tiktoken rank files, where the vocabulary is at hand."""
+Tokenizer files are written for `byte`, `gpt2` and .tiktoken rank files, if the vocabulary is available."""
 
 EXAMPLES = """\
 examples:
   mst export runs/demo exported/demo
   mst export runs/gpt2/checkpoints/step00100000 exported/ultra --dtype bfloat16
-  mst export runs/trainer exported/llama          # Trainer's output folder: its newest checkpoint-N
+  mst export runs/trainer exported/llama          # Trainer's output folder: its latest checkpoint-N
   mst export runs/demo exported/demo-90 --prune 0.9 --json
   mst export runs/gpt2 exported/gpt2-half --prune 0.5 --method wanda
   mst export runs/gpt2 exported/gpt2-24 --pattern 2:4 --method sparsegpt --calibration corpora/openwebtext
@@ -73,7 +73,7 @@ def add(subparsers: Any) -> None:
     option("--dtype", default="float32", metavar="T", help="float32 (the default), bfloat16 or float16")
     option("--shard-size", type=_bytes, default=5 * 10**9, metavar="N", help="largest file of weights (default: 5G)")
     option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: what the run's corpus names)")
-    option("--config", metavar="FILE", help="the experiment, where no config.json lies beside the checkpoint")
+    option("--config", metavar="FILE", help="the experiment, if no config.json is next to the checkpoint")
     option("--json", action="store_true", help="print one JSON object")
     verb.set_defaults(run=run)
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         Path(args.checkpoint),
         Path(args.out),
         prune=args.prune,
-        how=args.how if args.method is None else args.method,
+        method=args.how if args.method is None else args.method,
         pattern=args.pattern,
         calibration=args.calibration,
         calibration_sequences=args.calibration_sequences,

@@ -1,16 +1,16 @@
-"""Evaluates a model task by task; an evaluation that is killed loses one task at most.
+"""Evaluates a model task by task, after training or during it.
 
-Tasks are evaluated one after the other. Each finished one is written to `eval.json.unfinished`, at once and whole; when
-all are done that becomes `eval.json`. The same command continues: a task is taken over if model, settings and documents
-are the same (their digests say so). Results of another checkpoint or other settings that lie there are kept beside it,
-in `eval.<key>.json`, where the same evaluation finds them again. `eval.json`:
+Each finished task is written to `eval.json.unfinished`, at once and atomically; when all are done that becomes
+`eval.json`. So an evaluation that is killed loses one task at most, and the same command continues: a task's result is
+reused if model, settings and documents are the same (by their digests). Results of another checkpoint or with other
+settings are kept next to it, in `eval.<key>.json`, where the same evaluation finds them again. `eval.json`:
 
     {"model", "parameters", "step", "digest", "tokenizer", "settings": {"context", "stride", "shots", "detokenised"},
      "tasks": {NAME: {"metrics": {…}, "documents": how many, "source", "digest", "seconds"}},
      "versions": {"mst_scale", "torch", "lm_eval"}}
 
-A perplexity beyond all numbers is null there. While a model trains, its digest is null: nothing is taken over, and only
-the newest result is kept (metrics.jsonl has them all).
+An infinite perplexity is null there. While a model trains, its digest is null: nothing is reused, and only the latest
+result is kept (metrics.jsonl has them all).
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from typing import Any
 
 import torch
 
+import mst_scale
 from mst_scale.checkpoints import store
 from mst_scale.comm import Ranks, logger
+from mst_scale.config import Experiment
 from mst_scale.errors import UserError
 from mst_scale.evaluation import harness
-from mst_scale.evaluation.models import Model, Text
-from mst_scale.evaluation.scorer import Scorer
-from mst_scale.evaluation.tasks import Documents, Task, documents
+from mst_scale.evaluation.harness import Scorer
+from mst_scale.evaluation.models import Model, Text, our_text
+from mst_scale.evaluation.tasks import Documents, Task, choose, documents
+from mst_scale.hugging_face.sources import tokenizer_of
 
 FILE = "eval.json"
 Result = dict[str, Any]
@@ -41,12 +44,15 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
+    """How to evaluate. A stride of None is half the context, as in transformers' documentation."""
+
     data_dir: Path | None = None
-    stride: int | None = None  # None: half the context, as the strided recipe of transformers' documentation
+    stride: int | None = None
     shots: int = 5
     batch: int = 8
 
     def stride_of(self, context: int) -> int:
+        """Return the stride for a model of this context, or raise UserError if it does not fit."""
         stride = max(1, context // 2) if self.stride is None else self.stride
         if not 1 <= stride <= context:
             raise UserError(f"--stride {stride}: it must lie between 1 and the model's context, {context}")
@@ -54,18 +60,18 @@ class Settings:
 
 
 def read_documents(tasks: Sequence[Task], settings: Settings) -> dict[str, Documents]:
-    """Everything that can be wrong with the data is found before the first forward."""
+    """Read the documents of all tasks, so that errors in them are found before the first forward pass."""
     if settings.shots < 0:
         raise UserError(f"--shots {settings.shots}: it must be 0 or more")
     return {task.name: documents(task, settings.data_dir, settings.shots) for task in tasks}
 
 
-def refuse_single_tokens(docs: dict[str, Documents], tasks: Sequence[Task], text: Text) -> None:
-    """A text's first token is not scored, so it needs two; of a long one the beginning is looked at."""
+def validate_lengths(docs: dict[str, Documents], tasks: Sequence[Task], text: Text) -> None:
+    """Raise UserError if a text has fewer than two tokens: its first one is not scored."""
     for task in tasks:
         for doc in docs[task.name].test if task.kind == "text" else ():
             if len(list(text.encode(doc["text"][:1000]))) < 2:
-                raise UserError(f"{docs[task.name].source} is a text of one token: there is none to predict")
+                raise UserError(f"{docs[task.name].source} is a text of one token: there is nothing to predict")
 
 
 def evaluate(
@@ -79,7 +85,21 @@ def evaluate(
     ranks: Ranks | None = None,
     say: Callable[[str], None] = logger.info,
 ) -> Result:
-    """The result of all tasks, the same on every rank; rank 0 writes `out`."""
+    """Evaluate a model on all tasks.
+
+    Args:
+        model: The model.
+        text: Its tokenizer.
+        tasks: The tasks, in order.
+        docs: Their documents, by name.
+        settings: How to evaluate.
+        out: The file of results, which rank 0 writes.
+        ranks: The processes that share the work. A collective: every rank calls it.
+        say: Is called with a line for each task.
+
+    Returns:
+        The result, the same on every rank.
+    """
     first = ranks is None or ranks.first
     stride = settings.stride_of(model.context)
     result: Result = {
@@ -90,9 +110,17 @@ def evaluate(
         "tokenizer": text.name,
         "settings": {"context": model.context, "stride": stride, "shots": settings.shots, "detokenised": False},
         "tasks": {},
-        "versions": versions(),
+        "versions": {
+            "mst_scale": mst_scale.__version__,
+            "torch": torch.__version__,
+            "lm_eval": metadata.version("lm_eval"),
+        },
     }
-    before = _shared(ranks, lambda: {} if out is None else _finished(out, result))
+
+    def finished() -> dict[str, Any]:
+        return {} if out is None else _finished(out, result)
+
+    before = finished() if ranks is None else ranks.on_first(finished)
     scorer = Scorer(
         model.logits,
         context=model.context,
@@ -120,60 +148,54 @@ def evaluate(
         }
         say(f"{task.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in metrics.items()))
         if out is not None and first:
-            store.write_atomically(partial_of(out), as_json(result, indent=2) + "\n")
-    for name, entry in before.items():  # tasks of an earlier evaluation of this very model stay
+            store.write_atomically(_partial_of(out), as_json(result, indent=2) + "\n")
+    for name, entry in before.items():  # tasks of an earlier evaluation of the same model stay
         result["tasks"].setdefault(name, entry)
     if out is not None and first:
-        keep_another(out, result, say)
+        _keep_another(out, result, say)
         store.write_atomically(out, as_json(result, indent=2) + "\n")
-        partial_of(out).unlink(missing_ok=True)
+        _partial_of(out).unlink(missing_ok=True)
     return result
 
 
-def partial_of(out: Path) -> Path:
+def _partial_of(out: Path) -> Path:
     return out.with_name(out.name + ".unfinished")
 
 
-def versions() -> dict[str, str]:
-    import mst_scale
-
-    return {"mst_scale": mst_scale.__version__, "torch": torch.__version__, "lm_eval": metadata.version("lm_eval")}
-
-
 def _finished(out: Path, wanted: Result) -> dict[str, Any]:
-    """Tasks that are done already, of the same model under the same settings."""
+    """The tasks that are finished already, of the same model with the same settings."""
     tasks: dict[str, Any] = {}
     if wanted["digest"] is None:
         return tasks
-    for path in (kept_of(out, wanted), out, partial_of(out)):
+    for path in (_kept_of(out, wanted), out, _partial_of(out)):
         found = _read(path)
         if found is not None and _key(found) == _key(wanted):
             tasks.update(found["tasks"])
     return tasks
 
 
-def keep_another(out: Path, result: Result, say: Callable[[str], None]) -> None:
-    """What lies at `out`, and is of another model or other settings, is not lost when `result` takes its place."""
+def _keep_another(out: Path, result: Result, say: Callable[[str], None]) -> None:
+    """Keep results at `out` of another model or with other settings when `result` takes their place."""
     found = _read(out)
     if found is None or _key(found) == _key(result) or found["digest"] is result["digest"] is None:
         return
-    kept = kept_of(out, found)
+    kept = _kept_of(out, found)
     os.replace(out, kept)
     step, stride = found["step"], found["settings"].get("stride")
     say(f"the earlier results ({'' if step is None else f'step {step}, '}stride {stride}) are kept in {kept.name}")
 
 
-def kept_of(out: Path, result: Result) -> Path:
+def _kept_of(out: Path, result: Result) -> Path:
     return out.with_name(f"{out.stem}.{hashlib.sha256(_key(result).encode()).hexdigest()[:8]}{out.suffix}")
 
 
 def _key(result: Result) -> str:
-    """What results must agree in to stand in one file."""
+    """What results in one file must have in common."""
     return json.dumps([result[name] for name in ("digest", "step", "tokenizer", "settings")], sort_keys=True)
 
 
 def _read(path: Path) -> Result | None:
-    """The results in a file; None where it holds none of ours: it is then overwritten."""
+    """The results in a file; None if it holds none: it is then overwritten."""
     try:
         found = json.loads(path.read_text())
         _key(found)
@@ -182,10 +204,68 @@ def _read(path: Path) -> Result | None:
         return None
 
 
-def _shared(ranks: Ranks | None, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    return read() if ranks is None else ranks.on_first(read)
-
-
 def as_json(result: Result, indent: int | None = None) -> str:
-    """JSON has no infinity: null, as in metrics.jsonl."""
+    """Return the result as JSON, with null for infinity, as in metrics.jsonl."""
     return json.dumps(json.loads(json.dumps(result), parse_constant=lambda _: None), indent=indent)
+
+
+class TasksDuringTraining:
+    """The tasks of `training.eval_tasks`, evaluated with each validation loss on the engine as it is.
+
+    The engine's precision, attention pattern and ZeRO stage apply, and the ranks share the windows. Documents and
+    tokenizer are read before the first step, so that errors in them are found then. The metrics go into the row of
+    metrics.jsonl as `eval/TASK/METRIC`, and the latest result into eval.json.
+    """
+
+    def __init__(self, experiment: Experiment, out: Path, micro: int, ranks: Ranks):
+        training, self.config = experiment.training, experiment.model
+        if self.config.arch != "gpt":
+            raise UserError(f"training.eval_tasks are for GPTs, and model.arch is {self.config.arch!r}: leave it out")
+        folder = None if training.eval_data is None else Path(training.eval_data)
+        self.settings = Settings(data_dir=folder, batch=micro)
+        self.out, self.ranks = out, ranks
+        harness.load()
+        self.tasks = choose(training.eval_tasks or "")
+        made_with = tokenizer_of(experiment)
+        if made_with is None:
+            raise UserError("training.eval_tasks: the corpus does not say which tokenizer made it (data.tokenizer)")
+        self.text = our_text(made_with.name, self.config.vocab_size)
+
+    def read(self) -> None:
+        """Read the documents on rank 0 for all ranks. A collective."""
+
+        def found() -> dict[str, Documents]:
+            docs = read_documents(self.tasks, self.settings)
+            validate_lengths(docs, self.tasks, self.text)
+            return docs
+
+        self.docs = self.ranks.on_first(found)
+
+    def at(self, engine: Any, step: int) -> dict[str, float]:
+        """Return the metrics of this step by their keys in metrics.jsonl. A collective."""
+        device = next(engine.module.parameters()).device
+        model = Model(
+            str(self.out), step, self.out, None, engine, self.config.context, self.config.vocab_size, device,
+            self.config.weights,
+        )  # fmt: skip
+        engine.eval()
+        try:
+            with torch.no_grad():
+                result = evaluate(
+                    model,
+                    self.text,
+                    self.tasks,
+                    self.docs,
+                    self.settings,
+                    out=self.out / FILE,
+                    ranks=self.ranks,
+                    say=lambda _: None,
+                )
+        finally:
+            engine.train()
+        return {
+            f"eval/{task}/{metric}": value
+            for task, entry in result["tasks"].items()
+            for metric, value in entry["metrics"].items()
+            if metric not in ("tokens", "words")
+        }

@@ -1,14 +1,20 @@
-"""Connects our models to lm-evaluation-harness and computes the metrics.
+"""Scores texts with our models and lets lm-evaluation-harness compute the metrics of a task.
 
-The harness makes the prompts, asks for log-likelihoods and adds up the metrics; `HarnessModel` answers through a
-`Scorer`. Beside what the harness knows, answers carry how many tokens were scored and how many were hit, so that there
-are figures per token beside those per word.
+The harness makes the prompts, asks for log-likelihoods and aggregates the metrics; `HarnessModel` answers through a
+`Scorer`. In addition to what the harness knows, answers carry how many tokens were scored and how many were the most
+likely ones, so that there are metrics per token as well as per word.
 
-    text        token_perplexity = exp(-Σ log p / tokens),  word_perplexity = exp(-Σ log p / words), the words (between
-                blanks) of the text as it stands;  windows of `context` tokens that move on by `stride`
+    text        token_perplexity = exp(-Σ log p / tokens),  word_perplexity = exp(-Σ log p / words), with the words
+                (between blanks) of the text as it stands
     last word   acc: all its tokens are the most likely ones;  perplexity = exp(-mean log p(word)) over passages;
                 token_acc, token_perplexity: the same over the tokens of all last words
     choice      acc: the answer with the higher log-likelihood is the right one
+
+The scorer's work is cut into windows: token ids that the model reads, and how many of the last ones are scored. Windows
+are sorted by length and dealt in batches to the ranks in turn; every rank runs the same number of forward passes (under
+ZeRO-3 each is a collective), and all ranks get all scores. A long text is read in windows of the model's context that
+move on by `stride`: each token is scored once, and the first ones of a window only serve as context. Larger strides are
+cheaper and give less context; stride = context gives none.
 """
 
 from __future__ import annotations
@@ -17,20 +23,111 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from mst_scale.comm import Ranks
 from mst_scale.errors import UserError
-from mst_scale.evaluation.scorer import Score, Scorer, Window, windows
 from mst_scale.evaluation.tasks import Doc, Documents, Task
 
 Encode = Callable[[str], Iterable[int]]
 SEED = 1234  # of the draw of examples for prompts
 
 
+@dataclass(frozen=True)
+class Window:
+    """`ids[-scored - 1 : -1]` predict `ids[-scored:]`."""
+
+    ids: Sequence[int]
+    scored: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sum of log-probabilities (natural), tokens, and how many of them were the most likely ones."""
+
+    log: float
+    tokens: int
+    hits: int
+
+    def __add__(self, other: Score) -> Score:
+        return Score(self.log + other.log, self.tokens + other.tokens, self.hits + other.hits)
+
+
+def windows(ids: Sequence[int], context: int, stride: int) -> list[Window]:
+    """Cut `ids` into windows that score every token but the first once."""
+    found = []
+    done = 0  # the last position that is scored
+    begin = 0
+    while done < len(ids) - 1:
+        end = min(begin + context, len(ids) - 1)  # the window reads ids[begin:end] and predicts up to ids[end]
+        found.append(Window(ids[begin : end + 1], end - done))
+        done, begin = end, begin + stride
+    return found
+
+
+class Scorer:
+    """Computes log-probabilities; `logits` maps (batch, length) int64 ids to (batch, length, at least vocab_size)."""
+
+    def __init__(
+        self,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        context: int,
+        vocab_size: int,
+        device: torch.device,
+        batch: int = 8,
+        ranks: Ranks | None = None,
+    ):
+        self.logits, self.context, self.vocab_size = logits, context, vocab_size
+        self.device, self.batch, self.ranks = device, batch, ranks
+
+    @torch.no_grad()
+    def score(self, work: Sequence[Window]) -> list[Score]:
+        """Return one score per window, in their order and the same on every rank. A collective."""
+        rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world_size)
+        order = sorted(range(len(work)), key=lambda i: (-len(work[i].ids), i))
+        batches = [order[k : k + self.batch] for k in range(0, len(order), self.batch)]
+        mine: dict[int, Score] = {}
+        for start in range(0, len(batches), world):
+            turn = min(start + rank, len(batches) - 1)  # a rank without a batch left repeats one
+            scores = self._forward([work[i] for i in batches[turn]])
+            if start + rank < len(batches):
+                mine.update(zip(batches[turn], scores, strict=True))
+        shares: list[dict[int, Score]] = [mine]
+        if self.ranks is not None and world > 1:
+            shares = [{} for _ in range(world)]
+            dist.all_gather_object(shares, mine, group=self.ranks.control)
+        found = {i: score for share in shares for i, score in share.items()}
+        return [found[i] for i in range(len(work))]
+
+    def _forward(self, work: Sequence[Window]) -> list[Score]:
+        longest = max(len(window.ids) for window in work) - 1
+        ids = torch.zeros(len(work), longest, dtype=torch.long)
+        for row, window in enumerate(work):  # padding follows the text, where causal attention does not see it
+            ids[row, : len(window.ids) - 1] = torch.tensor(window.ids[:-1])
+        logits = self.logits(ids.to(self.device))
+        scores = []
+        for row, window in enumerate(work):
+            end = len(window.ids) - 1
+            z = logits[row, end - window.scored : end, : self.vocab_size].float()
+            targets = torch.tensor(window.ids[end + 1 - window.scored :], device=z.device)
+            log = z.gather(1, targets[:, None]).squeeze(1) - z.logsumexp(-1)
+            hits = int((z.argmax(-1) == targets).sum())
+            scores.append(Score(float(log.double().sum()), window.scored, hits))
+        return scores
+
+
+# What the harness asks for ------------------------------------------------------------------------------------------
+
+
 def evaluate_task(
     task: Task, docs: Documents, scorer: Scorer, encode: Encode, end_of_text: int | None, *, stride: int, shots: int
 ) -> dict[str, float]:
-    """The metrics of one task."""
+    """Return the metrics of one task. A collective: every rank calls it."""
     harness = load()
     model = _model_class(harness)(scorer, encode, end_of_text, stride)
     built = _built(harness, task, docs)
@@ -44,7 +141,11 @@ def evaluate_task(
 
 
 def load() -> dict[str, Any]:
-    """The parts of the harness that are used; it takes seconds to import."""
+    """Import lm-evaluation-harness, which takes seconds, and return the parts that are used.
+
+    Raises:
+        UserError: if it is not installed.
+    """
     try:
         from lm_eval.api import task as task_module
         from lm_eval.api.model import TemplateLM
@@ -52,23 +153,20 @@ def load() -> dict[str, Any]:
         from lm_eval.evaluator import evaluate
     except ImportError:
         raise UserError("evaluation needs lm-evaluation-harness: pip install 'mst_scale[eval]'") from None
-    task_module.tqdm = lambda iterable, **_: iterable  # a bar for making prompts, which takes no time
+    task_module.tqdm = lambda iterable, **_: iterable  # its progress bar for making prompts, which takes no time
     for name in ("lm_eval", "lm-eval"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return {"TemplateLM": TemplateLM, "ConfigurableTask": ConfigurableTask, "evaluate": evaluate}
 
 
-# --- the model's side ---
-
-
-class Answer(tuple[float, bool]):
-    """(log-likelihood, is it the most likely continuation), as the harness wants it, and the score behind it."""
+class _Answer(tuple[float, bool]):
+    """(log-likelihood, whether it is the most likely continuation), as the harness wants it, and its score."""
 
     score: Score
 
 
-class Rolling(float):
-    """A text's log-likelihood, and the score behind it."""
+class _Rolling(float):
+    """A text's log-likelihood, and its score."""
 
     score: Score
 
@@ -84,49 +182,51 @@ def _model_class(harness: dict[str, Any]) -> type:
         @property
         def eot_token_id(self) -> int:
             if self.end_of_text is None:
-                raise UserError("the tokenizer has no end of text, which begins a text without a context")
+                raise UserError("the tokenizer has no end of text, with which a text without a context must begin")
             return self.end_of_text
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
             return [int(i) for i in self.encode(string)]
 
-        def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[Answer]:
-            answers: list[Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[_Answer]:
+            answers: list[_Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
             return answers
 
-        def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[Answer]:
+        def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[_Answer]:
             work = []
             for (_, text), context, continuation in requests:
                 if len(continuation) > self.scorer.context:
                     raise UserError(f"an answer of {len(continuation)} tokens does not fit the context: {text[:40]!r}")
-                ids = [*context, *continuation][-self.scorer.context - 1 :]  # what is too long loses its beginning
+                ids = [*context, *continuation][
+                    -self.scorer.context - 1 :
+                ]  # a text that is too long loses its beginning
                 work.append(Window(ids, len(continuation)))
             answers = []
             for score in self.scorer.score(work):
-                answer = Answer((score.log, score.hits == score.tokens))
+                answer = _Answer((score.log, score.hits == score.tokens))
                 answer.score = score
                 answers.append(answer)
             return answers
 
-        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[Rolling]:
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[_Rolling]:
             """Each text on its own. Its first token is not scored: nothing stands before it."""
             cut = [windows(self.tok_encode(request.args[0]), self.scorer.context, self.stride) for request in requests]
             scores = iter(self.scorer.score([window for windows_ in cut for window in windows_]))
             found = []
             for windows_ in cut:
                 total = sum((next(scores) for _ in windows_), Score(0.0, 0, 0))
-                rolling = Rolling(total.log)
+                rolling = _Rolling(total.log)
                 rolling.score = total
                 found.append(rolling)
             return found
 
         def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
-            raise NotImplementedError("no task of ours generates text")
+            raise NotImplementedError("none of the tasks generates text")
 
     return HarnessModel
 
 
-# --- the tasks' side ---
+# The tasks ----------------------------------------------------------------------------------------------------------
 
 
 def _built(harness: dict[str, Any], task: Task, docs: Documents) -> Any:
@@ -222,7 +322,7 @@ def _per_word(pairs: Sequence[tuple[float, int]]) -> float:
 
 
 def _exp(value: float) -> float:
-    """exp(x), or infinity above 709, where float64 overflows: a model that is sure of a wrong answer."""
+    """exp(x), or infinity above 709, where float64 overflows: a model that is certain of a wrong answer."""
     try:
         return math.exp(value)
     except OverflowError:

@@ -1,9 +1,9 @@
 """Opens the model that a name means, and the tokenizer that belongs to it:
 
-a run's folder or a checkpoint     our GPT, or the transformers model that Trainer, Accelerate or a loop of your own has
-                                   trained; its fp32 weights are read from the checkpoint
+the folder of a run or a checkpoint   our GPT, or the transformers model that Trainer, Accelerate or a user's loop has
+                                      trained; its fp32 weights are read from the checkpoint
 a folder with transformers' config.json, for instance of `mst export`
-a name on the Hugging Face hub     `gpt2` is OpenAI's checkpoint
+a name on the Hugging Face hub        `gpt2` is OpenAI's checkpoint
 """
 
 from __future__ import annotations
@@ -22,24 +22,35 @@ from mst_scale.checkpoints import model_config, store
 from mst_scale.comm import logger
 from mst_scale.data.tokenizer import chosen, is_missing, load_tokenizer, trained_with
 from mst_scale.errors import UserError
-from mst_scale.hugging_face.export import open_source, tokenizer_of
-from mst_scale.hugging_face.transformers_source import TransformersSource, find, open_transformers
+from mst_scale.hugging_face.sources import (
+    Source,
+    TransformersSource,
+    find_transformers,
+    first_line,
+    open_source,
+    open_transformers,
+    tokenizer_of,
+)
 from mst_scale.hybrid_sparse_attention import Pattern, attach
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Model:
-    """What an evaluation needs to know of a model."""
+    """What an evaluation needs to know of a model.
+
+    Attributes:
+        folder: Where its results belong: the run's folder or the model's.
+        digest: Of the files that the model was read from, to distinguish its results; None while it trains.
+    """
 
     name: str
     step: int | None
     folder: Path | None
-    """Where its results belong: the run's folder or the model's."""
     digest: str | None
-    """Of the files that the model was read from, to tell its results from those of others; None while it trains."""
-    logits: Callable[[torch.Tensor], torch.Tensor]
+    logits: Logits
     context: int
     vocab_size: int
     device: torch.device
@@ -48,7 +59,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Text:
-    """A tokenizer, of ours or of transformers."""
+    """A tokenizer, ours or of transformers."""
 
     name: str
     encode: Callable[[str], Iterable[int]]
@@ -58,20 +69,40 @@ class Text:
 def open_model(
     name: str, tokenizer: str | None, device: torch.device, config: Path | None = None
 ) -> tuple[Model, Text]:
-    """The model and its tokenizer; what is no model, and a tokenizer that does not fit, are refused in one line.
+    """Open a model and its tokenizer.
 
-    `config`: of a checkpoint of ours that lies apart from its run.
+    Args:
+        name: A run's or a checkpoint's folder, a folder of transformers, or a name on the hub.
+        tokenizer: A tokenizer to use instead of the model's own.
+        device: Where the model computes.
+        config: The experiment, if it is not next to our checkpoint.
+
+    Raises:
+        UserError: if there is no such model, it does not predict the next token, or the tokenizer does not fit.
+        OSError: if the hub cannot be reached.
     """
     path = Path(name)
     if is_transformers(path) and not (path / "latest").is_file():  # of Trainer's checkpoint-N the fp32 masters are read
-        return _transformers(name, path, tokenizer, device)
+        return _pretrained(name, path, tokenizer, device)
     if on_hub(name):
-        return _transformers(name, None, tokenizer, device)
-    return _ours(path, tokenizer, device, config)
+        return _pretrained(name, None, tokenizer, device)
+    if not path.is_dir():
+        raise UserError(f"{path} is a file: give a run's folder, a checkpoint, or a model's folder")
+    try:
+        store.locate(path)
+    except UserError as error:
+        raise UserError(f"{error}; nor is it a model of transformers (no config.json with a model_type)") from None
+    if (found := find_transformers(path, config)) is not None:
+        return _trained_with_transformers(path, open_transformers(*found), tokenizer, device)
+    return _ours(path, open_source(path, config), tokenizer, device)
 
 
 def on_hub(name: str) -> bool:
-    """Whether a model is one of the hub, if any: nothing here is called so. What is spelt like a path must be here."""
+    """Whether a model must be on the hub, because nothing here has its name.
+
+    Raises:
+        UserError: if the name is spelled like a path and nothing is there.
+    """
     if Path(name).exists():
         return False
     if name.startswith(".") or not HUB_NAME.fullmatch(name):
@@ -85,6 +116,7 @@ def is_transformers(folder: Path) -> bool:
 
 
 def our_text(name: str, vocab_size: int) -> Text:
+    """Load one of our tokenizers; raise UserError if it has more ids than the model."""
     found = load_tokenizer(name)
     if found.vocab_size > vocab_size:
         raise UserError(
@@ -94,67 +126,44 @@ def our_text(name: str, vocab_size: int) -> Text:
     return Text(name, found.encode, found.end_of_text)
 
 
-def _ours(path: Path, tokenizer: str | None, device: torch.device, experiment: Path | None) -> tuple[Model, Text]:
-    if not path.is_dir():
-        raise UserError(f"{path} is a file: give a run's folder, a checkpoint, or a model's folder")
-    try:
-        store.locate(path)
-    except UserError as error:
-        raise UserError(f"{error}; nor is it a model of transformers (no config.json with a model_type)") from None
-    if (found := find(path, experiment)) is not None:
-        return _trained_with_transformers(path, open_transformers(*found), tokenizer, device)
-    source = open_source(path, experiment)
+def _ours(path: Path, source: Source, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
     named = chosen(tokenizer, tokenizer_of(source.experiment), str(path))
     if named is None:
         raise UserError(f"{path} does not say which tokenizer made its corpus: name it with --tokenizer")
     if is_missing(named.name):
-        raise UserError(f"{path}: its tokenizer {named.name} is not there any more: name it where it is (--tokenizer)")
+        raise UserError(f"{path}: its tokenizer {named.name} is missing: name the file where it is now (--tokenizer)")
     config = source.experiment.model
     text = our_text(named.name, config.vocab_size)
-    manifest = source.checkpoint / store.MANIFEST
-    digest = store.file_digest(manifest) if manifest.is_file() else str(source.checkpoint.resolve())
     model = source.model().to(device)
-    # a checkpoint elsewhere, with a config of its own, keeps its results itself
-    folder = source.run if source.run is not None else source.checkpoint
-    size = config.vocab_size
-    return Model(str(path), source.step, folder, digest, model, config.context, size, device, _count(model)), text
-
-
-def _count(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+    return _of_checkpoint(path, source, model, (model, config.context, config.vocab_size)), text
 
 
 def _trained_with_transformers(
     path: Path, source: TransformersSource, tokenizer: str | None, device: torch.device
 ) -> tuple[Model, Text]:
-    """A model of transformers, its weights read from a checkpoint of DeepSpeed."""
     model, config = source.model().to(device), source.skeleton.config
     if model.get_output_embeddings() is None:
-        raise UserError(f"{path} is a {type(model).__name__}, which predicts no next token")
-    beside = source.checkpoint if source.tokenizer is None else source.tokenizer.parent
-    text = _text_of(str(beside), tokenizer, {}, config.vocab_size)
+        raise UserError(f"{path} is a {type(model).__name__}, which does not predict the next token")
+    folder = source.checkpoint if source.tokenizer is None else source.tokenizer.parent
+    text = _text_of(str(folder), tokenizer, {}, config.vocab_size)
+    logits = _causal_logits(str(path), model, device)
+    context = _context_of(str(path), config)
+    return _of_checkpoint(path, source, model, (logits, context, config.vocab_size)), text
 
-    def logits(ids: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = model(ids).logits
-        return result
 
-    _refuse_a_look_ahead(str(path), logits, device)
+def _of_checkpoint(
+    path: Path, source: Source | TransformersSource, model: torch.nn.Module, computes: tuple[Logits, int, int]
+) -> Model:
+    logits, context, vocab_size = computes
+    device = next(model.parameters()).device
     manifest = source.checkpoint / store.MANIFEST
     digest = store.file_digest(manifest) if manifest.is_file() else str(source.checkpoint.resolve())
+    # results of a checkpoint that is not in a run's folder are kept with the checkpoint
     folder = source.checkpoint if source.run is None else source.run
-    context = _context_of(str(path), config)
-    size = config.vocab_size
-    return Model(str(path), source.step, folder, digest, logits, context, size, device, _count(model)), text
+    return Model(str(path), source.step, folder, digest, logits, context, vocab_size, device, _count(model))
 
 
-def _context_of(name: str, config: Any) -> int:
-    context = getattr(config, "n_positions", None) or getattr(config, "max_position_embeddings", None)
-    if not context:
-        raise UserError(f"{name}: its config.json does not say how long a text may be (max_position_embeddings)")
-    return int(context)
-
-
-def _transformers(name: str, folder: Path | None, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
+def _pretrained(name: str, folder: Path | None, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -165,36 +174,56 @@ def _transformers(name: str, folder: Path | None, tokenizer: str | None, device:
         about = json.loads((folder / "config.json").read_text()).get("mst_scale", {})
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval().to(device)
-    except Exception as error:  # transformers raises each of its own kind
-        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:
         if folder is None:
             raise OSError(
-                f"model {name!r} is no folder here, and cannot be had from the hub ({type(error).__name__}: {what})"
+                f"model {name!r} is no folder here, and cannot be downloaded from the hub ({type(error).__name__}: "
+                f"{first_line(error)})"
             ) from None
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
             raise  # the machine's failure, not the folder's content
-        raise UserError(f"{name} is no causal language model that transformers can load: {what}") from None
+        raise UserError(
+            f"{name} is not a causal language model that transformers can load: {first_line(error)}"
+        ) from None
     if trained := about.get("attention"):
         pattern = Pattern(**trained)
         if reason := attach(model, pattern):
-            raise UserError(f"{name} was trained with {pattern} attention, and here it stays dense: {reason}")
-        logger.info("%s attends as it was trained: %s", name, pattern)
-    config = model.config
-    context = _context_of(name, config)
-    text = _text_of(name, tokenizer, about, config.vocab_size)
+            raise UserError(f"{name} was trained with {pattern} attention, but here it stays dense: {reason}")
+        logger.info("%s uses the attention pattern that it was trained with: %s", name, pattern)
+    size, context = model.config.vocab_size, _context_of(name, model.config)
+    text = _text_of(name, tokenizer, about, size)
+    logits = _causal_logits(name, model, device)
+    digest = _digest(folder) if folder is not None else f"{name}@{getattr(model.config, '_commit_hash', None)}"
+    return Model(name, about.get("step"), folder, digest, logits, context, size, device, _count(model)), text
+
+
+def _count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _context_of(name: str, config: Any) -> int:
+    context = getattr(config, "n_positions", None) or getattr(config, "max_position_embeddings", None)
+    if not context:
+        raise UserError(f"{name}: its config.json does not say how long a text may be (max_position_embeddings)")
+    return int(context)
+
+
+@torch.no_grad()
+def _causal_logits(name: str, model: Any, device: torch.device) -> Logits:
+    """The logits of a transformers model; an error for a BERT, which would see the tokens that it is to predict."""
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = model(ids).logits
         return result
 
-    _refuse_a_look_ahead(name, logits, device)
-    digest = _digest(folder) if folder is not None else f"{name}@{getattr(config, '_commit_hash', None)}"
-    step, size = about.get("step"), config.vocab_size
-    return Model(name, step, folder, digest, logits, context, size, device, _count(model)), text
+    first = logits(torch.tensor([[0, 1], [0, 2]], device=device))[:, 0].float()
+    if (first[0] - first[1]).abs().max() > 1e-4 * first.abs().max():  # rounding is far below, a second token far above
+        raise UserError(f"{name} also sees the tokens after a position (as a BERT does): it predicts no next token")
+    return logits
 
 
 def _text_of(name: str, tokenizer: str | None, about: dict[str, Any], vocab_size: int) -> Text:
-    """The tokenizer asked for, or that of the export (`about`), or, where that is not available, the files'."""
+    """The tokenizer asked for, or that of the export (`about`), or, if that is not available, the files'."""
     before = trained_with(about["tokenizer"], about.get("tokenizer_identity")) if about.get("tokenizer") else None
     named = chosen(tokenizer, before, name)
     if named is not None and (tokenizer is not None or not is_missing(named.name)):
@@ -205,22 +234,21 @@ def _text_of(name: str, tokenizer: str | None, about: dict[str, Any], vocab_size
                 raise
     text = _their_text(name, vocab_size)
     if named is not None:
-        logger.info("tokenizer %s is not at hand: using the files in %s", named.name, name)
+        logger.info("tokenizer %s is not available: using the files in %s", named.name, name)
     return text
 
 
 def _their_text(name: str, vocab_size: int) -> Text:
-    """The tokenizer that transformers finds beside the model."""
+    """The tokenizer that transformers finds next to the model."""
     from transformers import AutoTokenizer
 
     try:
         found = AutoTokenizer.from_pretrained(name)
-        empty = not found("a", add_special_tokens=False)["input_ids"]  # what it makes where files are missing
-        why = "it makes no tokens"
-    except Exception as error:  # transformers raises each of its own kind
-        empty, why = True, type(error).__name__
-    if empty:
-        raise UserError(f"{name} has no tokenizer that transformers can load ({why}): name one (--tokenizer)")
+        problem = "" if found("a", add_special_tokens=False)["input_ids"] else "it makes no tokens"  # files are missing
+    except Exception as error:
+        problem = type(error).__name__
+    if problem:
+        raise UserError(f"{name} has no tokenizer that transformers can load ({problem}): name one (--tokenizer)")
     if len(found) > vocab_size:
         raise UserError(f"the tokenizer of {name} has {len(found)} ids, but the model only {vocab_size}")
 
@@ -229,14 +257,6 @@ def _their_text(name: str, vocab_size: int) -> Text:
         return ids
 
     return Text(f"of {name}", encode, found.eos_token_id)
-
-
-@torch.no_grad()
-def _refuse_a_look_ahead(name: str, logits: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
-    """A BERT is loaded as a language model too, and would see the very tokens that it is to predict."""
-    first = logits(torch.tensor([[0, 1], [0, 2]], device=device))[:, 0].float()
-    if (first[0] - first[1]).abs().max() > 1e-4 * first.abs().max():  # rounding is far below, a second token far above
-        raise UserError(f"{name} sees the tokens behind a place too (as a BERT does), and predicts no next token")
 
 
 def _digest(folder: Path) -> str:

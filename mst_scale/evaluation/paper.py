@@ -1,4 +1,4 @@
-"""Holds the paper's results, and prints a model's results beside them.
+"""Holds the paper's results, and formats a model's results next to them.
 
 GPT-2 small on OpenWebText, mean of 4 seeds (Dense to MST), and OpenAI's checkpoint (its appendix; no few-shot tasks
 there). The paper does not say how it computed its figures. OpenAI's WikiText-2 figure is below what the GPT-2 paper
@@ -40,8 +40,8 @@ PER_WORD = (
 def comparable(context: int, vocab_size: int, parameters: int) -> bool:
     """Whether a model has the context, the vocabulary and the size of one in the paper's table.
 
-    Perplexities per token depend on the vocabulary, and all figures on context and size: beside another model the
-    paper's rows would say nothing.
+    Perplexities per token depend on the vocabulary, and all metrics on context and size, so the paper's rows mean
+    nothing next to another model.
     """
     sized = any(abs(parameters / size - 1) <= NEAR for size in SIZES)
     return context == CONTEXT and vocab_size in VOCABULARY and sized
@@ -50,7 +50,7 @@ def comparable(context: int, vocab_size: int, parameters: int) -> bool:
 def rows(
     tasks: dict[str, Any], name: str = "this model", paper: Mapping[str, tuple[float | None, ...]] = PAPER
 ) -> dict[str, list[float | None]]:
-    """The paper's rows and ours, by name; None where there is no value. `tasks`: as in eval.json."""
+    """Return the paper's rows and ours by name, given the tasks of an eval.json; None if there is no value."""
     ours = {f"{name}, per token": _row(tasks, PER_TOKEN)}
     word = _row(tasks, PER_WORD)
     if any(value is not None for value in word):
@@ -68,7 +68,7 @@ def _row(tasks: dict[str, Any], columns: tuple[Any, ...]) -> list[float | None]:
 
 
 def table(tasks: dict[str, Any], name: str = "this model", *, beside_paper: bool = True) -> str:
-    """Aligned columns, with the paper's rows above ours or without them; – where there is nothing."""
+    """Format aligned columns, with the paper's rows above ours or without them; – means no value."""
     found = rows(tasks, name, PAPER if beside_paper else {})
     keep = [i for i in range(len(COLUMNS)) if any(row[i] is not None for key, row in found.items() if key not in PAPER)]
     lines = [["", *(COLUMNS[i] for i in keep)]]

@@ -7,9 +7,9 @@
 
 From the hub, or from a folder of files (`--data-dir`), named after the task:
 
-    lambada.jsonl               {"text": "…"} a line; or lambada.txt, a passage a line
-    wikitext2.txt               the text as it stands; or wikitext2.jsonl, {"text": "…"} a line, joined by an empty line
-    rte.jsonl                   {"sentence1": "…", "sentence2": "…", "label": 0 or 1} a line, GLUE's labels:
+    lambada.jsonl               {"text": "…"} per line; or lambada.txt, a passage per line
+    wikitext2.txt               the text as it stands; or wikitext2.jsonl, {"text": "…"} per line, joined by empty lines
+    rte.jsonl                   {"sentence1": "…", "sentence2": "…", "label": 0 or 1} per line, GLUE's labels:
                                 rte 0 entailment, 1 not; mrpc 1 the same meaning, 0 not
     rte.train.jsonl             the same form: examples for the prompt
 """
@@ -31,7 +31,7 @@ Doc = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """`fields`: what a document must hold. `hub`: arguments of datasets.load_dataset."""
+    """A task. `fields` are what a document must hold, `hub` the arguments of datasets.load_dataset."""
 
     name: str
     title: str
@@ -72,7 +72,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Documents:
-    """What a task is made of: documents to score, and examples for prompts."""
+    """The documents of a task to score, and the examples for prompts."""
 
     test: list[Doc]
     train: list[Doc]
@@ -80,11 +80,16 @@ class Documents:
 
     @property
     def digest(self) -> str:
+        """A digest of all documents."""
         return hashlib.sha256(json.dumps([self.test, self.train]).encode()).hexdigest()
 
 
 def choose(names: str | Iterable[str]) -> list[Task]:
-    """Tasks by name, "all" for all; an unknown one is refused with the nearest."""
+    """Return the tasks of these names, or all tasks for "all".
+
+    Raises:
+        UserError: if a name is unknown.
+    """
     wanted = names.split(",") if isinstance(names, str) else list(names)
     wanted = [name.strip() for name in wanted if name.strip()]
     if wanted == ["all"]:
@@ -99,17 +104,19 @@ def choose(names: str | Iterable[str]) -> list[Task]:
 
 
 def documents(task: Task, folder: Path | None, shots: int) -> Documents:
-    """The documents of a task, from `folder` or from the hub; `shots` says whether examples are needed."""
+    """Read the documents of a task from `folder`, or from the hub, with at least `shots` examples for prompts.
+
+    Raises:
+        UserError: if files are missing or malformed, or there are too few examples.
+        OSError: if the hub cannot be reached.
+    """
     needs_train = task.kind == "choice" and shots > 0
     found = _from_folder(task, folder, needs_train) if folder is not None else _from_hub(task, needs_train)
     if not found.test:
         raise UserError(f"{found.source} holds no document")
     if needs_train and len(found.train) < shots:
-        raise UserError(f"{task.name}: {shots} examples are asked for and there are {len(found.train)}: lower --shots")
+        raise UserError(f"{task.name}: {shots} examples are needed, but there are {len(found.train)}: lower --shots")
     return found
-
-
-# --- a folder of files ---
 
 
 def _from_folder(task: Task, folder: Path, needs_train: bool) -> Documents:
@@ -121,11 +128,10 @@ def _from_folder(task: Task, folder: Path, needs_train: bool) -> Documents:
         raise UserError(f"{folder} has no {names} for task {task.name!r} (mst eval --help says what it holds)")
     if path.suffix == ".txt":
         text = _text(path)
-        rows = [{"text": line} for line in text.split("\n") if line.strip()] if task.kind == "last word" else [
-            {"text": text}
-        ]  # fmt: skip
+        lines = [line for line in text.split("\n") if line.strip()]
+        rows = [{"text": part} for part in (lines if task.kind == "last word" else [text])]
     else:
-        rows = read_lines(path, task.fields)
+        rows = _read_lines(path, task.fields)
         if task.kind == "text":
             rows = [{"text": "\n\n".join(row["text"] for row in rows)}]
     _check(task, rows, path)
@@ -134,7 +140,7 @@ def _from_folder(task: Task, folder: Path, needs_train: bool) -> Documents:
         examples = folder / f"{task.name}.train.jsonl"
         if not examples.is_file():
             raise UserError(f"{folder} has no {examples.name}, the examples for few-shot prompts: or use --shots 0")
-        train = read_lines(examples, task.fields)
+        train = _read_lines(examples, task.fields)
         _check(task, train, examples)
     return Documents([row for row in rows if row.get("text", "x").strip()], train, str(path))
 
@@ -151,8 +157,8 @@ def _text(path: Path) -> str:
         raise UserError(f"{path} is not UTF-8 text: byte {error.start} cannot be read; convert it") from None
 
 
-def read_lines(path: Path, fields: Mapping[str, type]) -> list[Doc]:
-    """The objects of a .jsonl file, with these fields; a broken line is named by its number."""
+def _read_lines(path: Path, fields: Mapping[str, type]) -> list[Doc]:
+    """The objects of a .jsonl file, with these fields; an error names the line."""
     rows = []
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():
@@ -164,8 +170,8 @@ def read_lines(path: Path, fields: Mapping[str, type]) -> list[Doc]:
         for name, kind in fields.items():
             value = row.get(name) if isinstance(row, dict) else None
             if not isinstance(value, kind) or isinstance(value, bool):
-                what = {str: "a string", int: "a whole number"}[kind]
-                raise UserError(f"{path}:{number}: {name!r} must be {what}, not {value!r}")
+                expected = {str: "a string", int: "an integer"}[kind]
+                raise UserError(f"{path}:{number}: {name!r} must be {expected}, not {value!r}")
         rows.append({name: row[name] for name in fields})
     return rows
 
@@ -178,19 +184,16 @@ def _check(task: Task, rows: list[Doc], path: Path) -> None:
             raise UserError(f"{path}: document {number} has no word before its last: {row['text'][:40]!r}")
 
 
-# --- the hub ---
-
-
 def _from_hub(task: Task, needs_train: bool) -> Documents:
     from datasets import load_dataset
 
     try:
         test = load_dataset(**task.hub, split=task.split)
         train = load_dataset(**task.hub, split="train") if needs_train else []
-    except Exception as error:  # no network, a proxy's page, a data set that has moved: each has its own class
+    except Exception as error:  # no network, a proxy's page, a data set that was moved: each has its own class
         raise OSError(
-            f"data set {task.hub['path']} of task {task.name!r} cannot be had from the hub ({type(error).__name__}): "
-            f"put {' or '.join(p.name for p in _candidates(task, Path()))} into a folder and name it with --data-dir"
+            f"data set {task.hub['path']} of task {task.name!r} cannot be downloaded ({type(error).__name__}): put "
+            f"{' or '.join(p.name for p in _candidates(task, Path()))} into a folder and name it with --data-dir"
         ) from None
     if task.kind == "text":
         return Documents([{"text": "\n\n".join(test[task.column])}], [], task.hub["path"])

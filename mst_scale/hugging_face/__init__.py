@@ -1,11 +1,9 @@
-"""Models to and from the Hugging Face world.
+"""Converts models to and from Hugging Face's transformers.
 
-gpt2_names  bert_names   which tensor of ours is which of theirs
-export      model_card   a run as a folder that transformers loads
-transformers_source      a checkpoint of a model of transformers (Trainer, Accelerate, a loop of your own) …
-export_transformers      … and that as a folder
-safetensors_stream       a large file, one tensor at a time
-start_from               weights to start a run from (--init)
-merge_adapters           LoRA's adapters into a sparse base whose zeros stay
-hub                      whether the hub can be reached
+names            which tensor of ours is which of theirs
+sources          the checkpoints that can be exported and evaluated: of our models, and of models of transformers
+export           a checkpoint as a folder that transformers loads, pruned if asked for
+model_card       the folder's README.md
+start_from       weights to start a run from (--init), and whether the hub can be reached
+merge_adapters   LoRA's adapters merged into a sparse base whose zeros stay
 """

@@ -1,13 +1,13 @@
-"""Writes a checkpoint as a Hugging Face folder that everybody can load.
+"""Writes a checkpoint as a Hugging Face folder: `config.json`, `model.safetensors`, tokenizer files and a model card.
 
-The folder holds `config.json`, `model.safetensors`, tokenizer files where the tokenizer is known, and a model
-card with the run's figures. Our GPT is GPT-2's architecture, so `AutoModelForCausalLM.from_pretrained` computes the
-same logits (of a BERT `AutoModelForMaskedLM`); what it lacks (biases) is zero there, and rows that pad the vocabulary
-are left out. Attention is dense.
+Our GPT is GPT-2's architecture and our BERT is BERT's, so `from_pretrained` computes the same logits; biases that our
+model lacks are zero there, rows that pad the vocabulary are left out, and attention is dense. A transformers model
+keeps its architecture, configuration and tokenizer.
 
 Weights are the fp32 masters. They are read, transposed and written one after the other: memory holds one matrix, never
-the model. Zeros stay zeros. With a request for pruning (mst_scale/pruning) the model is loaded: to be pruned, and to
-measure what that costs.
+the model. A safetensors file is a JSON header (names, shapes, offsets) followed by the values; all shapes are known
+beforehand, so the values can follow in pieces. Zeros stay zeros. With a pruning request (mst_scale/pruning) the model
+is loaded, to be pruned and to measure what that costs.
 """
 
 from __future__ import annotations
@@ -17,68 +17,81 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from mst_scale.checkpoints import mask_files, store
-from mst_scale.checkpoints.multiplied import multiplied_weights_of
-from mst_scale.comm import Damaged, logger
-from mst_scale.config import Experiment, ModelConfig, load
+from mst_scale.checkpoints import store
+from mst_scale.comm import logger
+from mst_scale.config import Experiment
 from mst_scale.data.corpus import META, read_meta
-from mst_scale.data.recipe import is_code
 from mst_scale.data.sampler import Sampler, open_sampler
-from mst_scale.data.tokenizer import TrainedWith, chosen, is_missing, same_ids, trained_with, write_tokenizer
+from mst_scale.data.tokenizer import chosen, same_ids, trained_with, write_tokenizer
 from mst_scale.dead_units import format_counts
 from mst_scale.dead_units.units import LineFlags, find_units
-from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
-from mst_scale.hugging_face import bert_names, gpt2_names, model_card
-from mst_scale.hugging_face.bert_names import VOCABULARY
-from mst_scale.hugging_face.export_transformers import write_folder
-from mst_scale.hugging_face.gpt2_names import Entry
-from mst_scale.hugging_face.safetensors_stream import DTYPES, write_model
-from mst_scale.hugging_face.transformers_source import TransformersSource, find, open_transformers
-from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
-from mst_scale.models import build
+from mst_scale.hugging_face import model_card
+from mst_scale.hugging_face.names import VOCABULARY, Entry, entries, hugging_face_config
+from mst_scale.hugging_face.sources import (
+    PIECE,
+    Source,
+    TransformersSource,
+    corpus_of,
+    find_transformers,
+    names_no_text,
+    open_source,
+    open_transformers,
+    tokenizer_of,
+)
 from mst_scale.pruning import Request, prune_model, requested
-from mst_scale.pruning.calibration import batches, open_calibration
-from mst_scale.pruning.way import Amount
-from mst_scale.runs import run_file
+from mst_scale.pruning.network import calibration_batches, open_calibration
 from mst_scale.shard import Shard
-from mst_scale.zero_shards.weight_files import Weights
 
-PIECE = 1 << 20  # values at a time of what is copied as it stands: 4 MiB
 VALIDATION_BATCH = 8
+DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
+COMPANIONS = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja",
+)  # fmt: skip
+
+Shape = tuple[int, ...]
+Pieces = Callable[[str], Iterator[torch.Tensor]]  # a tensor's values in order, in pieces of any shape
 
 
 @dataclass(frozen=True)
 class Exported:
+    """What an export has written.
+
+    Attributes:
+        zeros: Weights that are exactly 0 among the matrices that are sparse, or may be.
+        matrices: All weights of those matrices.
+        files: The files with weights.
+        bytes: Their size, which zeros do not make smaller.
+        tokenizer: The tokenizer whose files were written.
+        dead_units: [dead, all] units by kind; all weights of a dead unit are zero.
+        losses: With pruning, the validation loss "before" and "after".
+        pruning: With pruning, how it was done, and the names of matrices that were not pruned.
+    """
+
     checkpoint: Path
     out: Path
     step: int | None
     parameters: int
     zeros: int
-    """Weights that are exactly 0 among the matrices that are sparse, or may be."""
     matrices: int
-    """All weights of those matrices."""
     files: list[str]
     bytes: int
-    """The size of those files, which zeros do not make smaller."""
     tokenizer: str | None
-    """The tokenizer whose files were written."""
     dead_units: dict[str, list[int]] = field(default_factory=dict)
-    """[dead, all] units by kind: those whose weights are all zero."""
     losses: dict[str, float] = field(default_factory=dict)
-    """With pruning: validation loss "before" and "after"."""
     pruning: dict[str, Any] = field(default_factory=dict)
-    """With pruning: how much, how, by which text, and the names of matrices that were left as they are."""
 
     def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values."""
         return {**asdict(self), "checkpoint": str(self.checkpoint), "out": str(self.out)}
 
 
@@ -87,7 +100,7 @@ def export(
     out: Path,
     *,
     prune: float | None = None,
-    how: str | None = None,
+    method: str | None = None,
     pattern: str | None = None,
     calibration: str | None = None,
     calibration_sequences: int | None = None,
@@ -96,34 +109,44 @@ def export(
     tokenizer: str | None = None,
     config: Path | None = None,
 ) -> Exported:
-    """Write the Hugging Face folder `out` from a checkpoint, or from a run's newest whole one. A transformers model
-    that Trainer, Accelerate or a loop of your own has trained keeps its architecture.
+    """Write the Hugging Face folder `out` from a checkpoint, or from the latest complete one of a run.
 
-    `prune`, `how`, `pattern` and the two of calibration are what `mst_scale.pruning.requested` takes.
+    Args:
+        path: The folder of a run or of a checkpoint.
+        out: The folder to write; it must not exist.
+        prune, method, pattern, calibration, calibration_sequences: How to prune it, as `mst_scale.pruning.requested`
+            takes it.
+        dtype: "float32", "bfloat16" or "float16".
+        shard_bytes: The largest size of a file of weights.
+        tokenizer: A tokenizer to use instead of the corpus's or the model's own.
+        config: The experiment, or the transformers configuration, of a checkpoint that is not next to it.
+
+    Raises:
+        UserError: if an argument is wrong, or the checkpoint cannot be exported.
+        Damaged: if a file of the checkpoint was cut short.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
-    request = requested(how, prune, pattern, calibration, calibration_sequences)
+    request = requested(method, prune, pattern, calibration, calibration_sequences)
     if out.exists():
         raise UserError(f"{out} exists: choose another OUT")
-    if (found := find(path, config)) is not None:
+    if (found := find_transformers(path, config)) is not None:
         if request is not None:
             raise UserError(
                 f"{path} is a model of transformers ({found[1]}), and --prune and --pattern take models of "
                 "mst_scale.pretrain: export it without them"
             )
-        return _of_transformers(open_transformers(*found), out, dtype, shard_bytes, tokenizer)
+        return _export_transformers(open_transformers(*found), out, dtype, shard_bytes, tokenizer)
     source = open_source(path, config, causal=False)
     experiment = source.experiment
     text = chosen(tokenizer, tokenizer_of(experiment), str(path))
     name, identity = (None, None) if text is None else (text.name, text.identity)
-    plan = None if request is None else _Plan.of(source, request)
+    plan = None if request is None else _Plan(source, request)
     with _draft_of(out) as draft:
         end_of_text, tokenizer_note = write_tokenizer(draft, name, experiment.model.vocab_size)
-        pruned = _Pruned() if plan is None else _prune(source, plan)
-        writer = _Writer(source, pruned.matrices)
-        files = write_model(draft, writer.shapes, writer, dtype, shard_bytes)
-        raw = _names(experiment.model).hugging_face_config(experiment.model, end_of_text)
+        pruned = _Pruned() if plan is None else plan.carry_out()
+        tensors = _Tensors(source, pruned.matrices)
+        files = write_model(draft, tensors.shapes, tensors, dtype, shard_bytes)
         about = {
             "step": source.step,
             "tokenizer": name,
@@ -133,40 +156,93 @@ def export(
             **({"pruned": pruned.about} if pruned.about else {}),
             **({"attention": asdict(source.pattern)} if source.pattern.kind != "dense" else {}),
         }
+        raw = hugging_face_config(experiment.model, end_of_text)
         _write_json(draft / "config.json", {**raw, "dtype": dtype, "mst_scale": about})
         done = Exported(
             checkpoint=source.checkpoint,
             out=out,
             step=source.step,
-            parameters=sum(math.prod(shape) for shape in writer.shapes.values()),
-            zeros=writer.zeros,
-            matrices=writer.counted,
+            parameters=sum(math.prod(shape) for shape in tensors.shapes.values()),
+            zeros=tensors.zeros,
+            matrices=tensors.counted,
             files=[file.name for file in files],
             bytes=sum(file.stat().st_size for file in files),
             tokenizer=None if tokenizer_note else name,
-            dead_units={kind: list(counts) for kind, counts in writer.lines.tally().items()},
+            dead_units={kind: list(counts) for kind, counts in tensors.lines.tally().items()},
             losses=pruned.losses,
             pruning=pruned.about,
         )
-        told = {**done.to_dict(), "dead_units": format_counts(done.dead_units), "pruned": pruned.words}
-        card = model_card.text(experiment, source.run, told, source.pattern, tokenizer_note)
+        figures = {**done.to_dict(), "dead_units": format_counts(done.dead_units), "pruned": pruned.description}
+        card = model_card.of_ours(experiment, source.run, figures, source.pattern, tokenizer_note)
         (draft / "README.md").write_text(card)
+    _warn(source, tokenizer_note, "attach the pattern" if experiment.model.causal else "use the checkpoint")
+    return done
+
+
+def _export_transformers(
+    source: TransformersSource, out: Path, dtype: str, shard_bytes: int, tokenizer: str | None
+) -> Exported:
+    """`config.json` is the model's own, with a block `mst_scale` (step, method, attention pattern)."""
+    note = ""
+    zeros = counted = 0
+
+    def pieces(name: str) -> Iterator[torch.Tensor]:
+        nonlocal zeros, counted
+        for piece in source.pieces(name):
+            if name in source.targets:
+                zeros, counted = zeros + int((piece == 0).sum()), counted + piece.numel()
+            yield piece
+
+    with _draft_of(out) as draft:
+        if tokenizer is not None:
+            note = write_tokenizer(draft, tokenizer, int(source.config.get("vocab_size", 0)))[1]
+        for name in COMPANIONS:
+            if not (draft / name).exists() and (found := source.beside(name)) is not None:
+                shutil.copy2(found, draft / name)
+        if tokenizer is None and source.tokenizer is None:
+            note = (
+                f"no tokenizer files: there are none in {source.checkpoint.parent}; save the tokenizer there "
+                "(tokenizer.save_pretrained), or name one with --tokenizer"
+            )
+        files = write_model(draft, source.shapes(), pieces, dtype, shard_bytes)
+        about: dict[str, Any] = {"step": source.step, "method": source.method, "tokenizer": tokenizer}
+        if source.pattern.kind != "dense":
+            about["attention"] = asdict(source.pattern)
+        architectures = [type(source.skeleton).__name__]
+        own = {**source.config, "dtype": dtype, "architectures": architectures, "mst_scale": about}
+        _write_json(draft / "config.json", own)
+        done = Exported(
+            checkpoint=source.checkpoint,
+            out=out,
+            step=source.step,
+            parameters=sum(p.numel() for p in source.skeleton.parameters()),
+            zeros=zeros,
+            matrices=counted,
+            files=[file.name for file in files],
+            bytes=sum(file.stat().st_size for file in files),
+            tokenizer=None if note else tokenizer or "the model's own",
+        )
+        (draft / "README.md").write_text(model_card.of_transformers(source, done.to_dict(), note))
+    _warn(source, note, "attach the pattern")
+    return done
+
+
+def _warn(source: Source | TransformersSource, tokenizer_note: str, advice: str) -> None:
     if tokenizer_note:
         logger.warning("%s", tokenizer_note)
     if source.pattern.kind != "dense":
         logger.warning(
-            "%s was trained with %s attention; transformers' model attends to everything, and loses by it: %s, or let "
-            "attention turn dense before the end (mst.attention.dense_from)",
+            "%s was trained with %s attention, but in transformers the model attends to everything, which costs loss: "
+            "%s as README.md there says, or let attention turn dense before the end (mst.attention.dense_from)",
             source.checkpoint,
             source.pattern,
-            "attach it as README.md there says" if experiment.model.causal else "use the checkpoint",
+            advice,
         )
-    return done
 
 
 @contextlib.contextmanager
 def _draft_of(out: Path) -> Iterator[Path]:
-    """A folder to write to; it becomes `out` at the end, and is removed where an error comes before."""
+    """A folder to write to; it becomes `out` at the end, and is removed if there is an error before."""
     draft = out.with_name(out.name + store.PARTIAL)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -178,146 +254,72 @@ def _draft_of(out: Path) -> Iterator[Path]:
         raise
 
 
-def _of_transformers(
-    source: TransformersSource, out: Path, dtype: str, shard_bytes: int, tokenizer: str | None
-) -> Exported:
-    with _draft_of(out) as draft:
-        found, note = write_folder(source, draft, dtype=dtype, shard_bytes=shard_bytes, tokenizer=tokenizer)
-        size = sum(file.stat().st_size for file in draft.glob("*.safetensors"))
-    if note:
-        logger.warning("%s", note)
-    if source.pattern.kind != "dense":
-        logger.warning(
-            "%s was trained with %s attention; transformers' model attends to everything, and loses by it: attach the "
-            "pattern as README.md there says",
-            source.checkpoint,
-            source.pattern,
-        )
-    written = None if note else tokenizer or "the model's own"
-    return Exported(source.checkpoint, out, source.step, tokenizer=written, bytes=size, **found)
+# Weights ------------------------------------------------------------------------------------------------------------
+
+
+def write_model(folder: Path, shapes: Mapping[str, Shape], pieces: Pieces, dtype: str, shard_bytes: int) -> list[Path]:
+    """Write tensors to `model.safetensors`, or to several files of `shard_bytes` and their index; return the files."""
+    size = DTYPES[dtype][1].itemsize
+    shards: list[dict[str, Shape]] = [{}]
+    filled = 0
+    for name, shape in shapes.items():
+        n_bytes = math.prod(shape) * size
+        if shards[-1] and filled + n_bytes > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = shape
+        filled += n_bytes
+    count = len(shards)
+    names = [f"model-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)]
+    if count == 1:
+        names = ["model.safetensors"]
+    for file, shard in zip(names, shards, strict=True):
+        _write_safetensors(folder / file, shard, pieces, dtype)
+    if count > 1:
+        total = size * sum(math.prod(shape) for shape in shapes.values())
+        file_of = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        _write_json(folder / "model.safetensors.index.json", index)
+    return [folder / file for file in names]
+
+
+def _write_safetensors(path: Path, shapes: Mapping[str, Shape], pieces: Pieces, dtype: str) -> None:
+    label, torch_dtype = DTYPES[dtype]
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, shape in shapes.items():
+        end = position + math.prod(shape) * torch_dtype.itemsize
+        header[name] = {"dtype": label, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # values begin at a multiple of 8
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, shape in shapes.items():
+            written = 0
+            for piece in pieces(name):
+                values = piece.to(torch_dtype).contiguous().view(-1)
+                file.write(values.view(torch.uint8).numpy().data)
+                written += values.numel()
+            assert written == math.prod(shape), f"{name}: {written} values for {shape}"
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-# --- what is exported ---
+class _Tensors:
+    """The tensors of the exported model, each made from ours when it is asked for.
 
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint, the experiment that made it, and where its weights lie."""
-
-    checkpoint: Path
-    run: Path | None
-    experiment: Experiment
-    step: int | None
-    weights: Weights
-
-    def skeleton(self) -> torch.nn.Module:
-        """The model without its weights; no memory is taken for them."""
-        with torch.device("meta"):
-            return build(self.experiment.model)
-
-    def targets(self) -> dict[str, torch.nn.Parameter]:
-        """The matrices that may be sparse, by our names."""
-        return choose_targets(self.skeleton(), self.experiment.mst.targets)
-
-    @property
-    def pattern(self) -> Pattern:
-        """Its attention, as this checkpoint was trained."""
-        if self.step is None or self.experiment.mst.method is None:
-            return Pattern("dense")
-        return self.experiment.attention_schedule.pattern_at(self.step)
-
-    def model(self) -> torch.nn.Module:
-        """The model in memory, in float32, with the attention that it was trained with."""
-        model = build(self.experiment.model).eval()
-        set_pattern(model, self.pattern, "auto")
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(self.weights.read(name))
-        return model
-
-
-def open_source(path: Path, config: Path | None = None, *, causal: bool = True) -> Source:
-    """What a run's folder or a checkpoint holds; anything that is no model of ours is refused in one line.
-
-    `causal`: and a BERT too, because the caller asks for the token that comes next.
+    `pruned` are matrices that differ from the checkpoint's. Counts the weights and zeros of the matrices that may be
+    sparse, and the dead units, as the tensors pass.
     """
-    checkpoint = store.locate(path)
-    manifest = store.head(checkpoint)
-    if manifest is not None and checkpoint == path and (faults := store.damage(checkpoint)):
-        raise Damaged(f"{checkpoint} is damaged: {faults[0]}")
-    if config is None:
-        config = next((p / "config.json" for p in checkpoint.parents if (p / "config.json").is_file()), None)
-        if config is None:
-            raise UserError(
-                f"there is no config.json beside {checkpoint}: name the experiment, or the config.json of its "
-                "transformers model, with --config FILE"
-            )
-    experiment = load(config)
-    if causal and not experiment.model.causal:
-        raise UserError(f"{path} is a BERT: it fills in masked tokens, and predicts no next token")
-    weights = multiplied_weights_of(checkpoint)
-    with torch.device("meta"):
-        wanted = {name: tuple(p.shape) for name, p in build(experiment.model).named_parameters()}
-    for name, shape in wanted.items():
-        found = weights.shapes.get(name)
-        if found != shape:
-            what = "is missing" if found is None else f"has shape {found}, not {shape}"
-            raise UserError(f"{checkpoint}: {name} {what}: it is not the model that {config} describes")
-    step = (manifest or _masks_head(checkpoint)).get("step")
-    return Source(checkpoint, config.parent if config.name == "config.json" else None, experiment, step, weights)
-
-
-def _masks_head(checkpoint: Path) -> dict[str, Any]:
-    """What the masks say of a checkpoint without a manifest, of a loop of your own; empty where it has none."""
-    path = mask_files.file_of(checkpoint, 0)
-    return mask_files.read(path)[0] if path.is_file() else {}
-
-
-def _corpus(experiment: Experiment, run: Path | None = None) -> str:
-    """Return the folder of the run's corpus, which a relative path names from where the run was started."""
-    data = experiment.data
-    if _names_no_text(experiment):
-        raise UserError("the config names no text to measure the loss on: give it data.dir, a folder of mst data")
-    stated = Path(data.dir or f"corpora/{data.source}")
-    starts = [] if run is None or stated.is_dir() else run_file.read(run / "run.json").get("starts", [])
-    folders = (Path(start["folder"]) / stated for start in reversed(starts) if "folder" in start)
-    return str(next((folder for folder in folders if folder.is_dir()), stated))
-
-
-def tokenizer_of(experiment: Experiment) -> TrainedWith | None:
-    """The tokenizer of the run's corpus; None where nothing names one."""
-    data = experiment.data
-    if data.dir is None and data.source is None:
-        return None if data.tokenizer is None else trained_with(data.tokenizer)
-    folder = Path(_corpus(experiment))
-    if (folder / META).is_file():
-        meta = read_meta(folder)
-        before = trained_with(str(meta["tokenizer"]), meta["recipe"].get("tokenizer"))
-        moved = data.tokenizer if is_missing(before.name) else None  # the config may say where its file lies now
-        return chosen(moved, before, str(folder))
-    if data.source is None and data.tokenizer is None:
-        return None  # it names a folder that is not there
-    return trained_with(data.tokenizer or ("byte" if data.source is not None and is_code(data.source) else "gpt2"))
-
-
-def _names(model: ModelConfig) -> ModuleType:
-    """Which tensor is which in Hugging Face's model of this architecture."""
-    return gpt2_names if model.causal else bert_names
-
-
-class _Writer:
-    """The tensors of the exported model, each made from ours when it is asked for."""
 
     def __init__(self, source: Source, pruned: Mapping[str, torch.Tensor]):
-        """`pruned`: matrices that are not as the checkpoint has them."""
         self.weights, self.model, self.pruned = source.weights, source.experiment.model, pruned
         self.targets = source.targets().keys()
         self.lines = LineFlags(find_units(source.skeleton())[0], source.weights.shapes)
-        self.table = {entry.theirs: entry for entry in _names(self.model).entries(self.model)}
+        self.table = {entry.theirs: entry for entry in entries(self.model)}
         self.shapes = {name: self._shape(entry) for name, entry in self.table.items()}
         self.zeros = self.counted = 0
 
@@ -348,7 +350,7 @@ class _Writer:
                 start += piece.numel()
                 yield piece
 
-    def _shape(self, entry: Entry) -> tuple[int, ...]:
+    def _shape(self, entry: Entry) -> Shape:
         if entry.ours in VOCABULARY:
             return (self.model.vocab_size, *self.weights.shapes.get(entry.ours, ())[1:])
         if entry.ours not in self.weights.shapes:
@@ -359,43 +361,54 @@ class _Writer:
         return shape[::-1] if entry.transposed else shape
 
 
-# --- pruning ---
+# Pruning ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
+class _Pruned:
+    """The result of pruning: the pruned matrices, and what config.json and the model card say of it."""
+
+    matrices: dict[str, torch.Tensor] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    description: str = ""
+
+
 class _Plan:
-    """How a source is to be pruned; what does not fit is refused here, before anything is written."""
+    """How to prune a source; whatever does not fit is found here, before anything is written."""
 
-    request: Request
-    amounts: dict[str, Amount]
-    corpus: str
-    """The folder of the calibration."""
-    calibration: Sampler | None
-    validation: Sampler
-
-    @classmethod
-    def of(cls, source: Source, request: Request) -> _Plan:
-        experiment = source.experiment
+    def __init__(self, source: Source, request: Request):
+        self.source, self.request, experiment = source, request, source.experiment
         shapes = {name: tuple(p.shape) for name, p in source.targets().items()}
-        amounts = request.amounts(shapes, experiment.mst.sparsity.distribution)
-        own = None if request.calibration and _names_no_text(experiment) else _corpus(experiment, source.run)
-        corpus = request.calibration or str(own)
-        calibration = open_calibration(corpus, experiment.model, request.sequences) if request.looks else None
+        self.amounts = request.amounts(shapes, experiment.mst.sparsity.distribution)
+        own = None if request.calibration and names_no_text(experiment) else corpus_of(experiment, source.run)
+        self.corpus = request.calibration or str(own)
+        self.calibration: Sampler | None = None
+        if request.needs_calibration:
+            self.calibration = open_calibration(self.corpus, experiment.model, request.sequences)
         if request.calibration is not None:
-            _refuse_other_ids(Path(corpus), experiment)
+            _check_same_tokenizer(Path(self.corpus), experiment)
             if own is None or not Path(own).is_dir():
-                logger.warning("the run's own corpus %s is not here: the loss is measured on %s", own or "", corpus)
-                own = corpus
-        validation = open_sampler(str(own), "val", experiment.model, experiment.eval_seed)
-        return cls(request, amounts, corpus, calibration, validation)
+                logger.warning("the run's own corpus %s is missing: the loss is measured on %s", own or "", self.corpus)
+                own = self.corpus
+        self.validation = open_sampler(str(own), "val", experiment.model, experiment.eval_seed)
+
+    def carry_out(self) -> _Pruned:
+        """Prune the model in memory, with its validation loss before and after."""
+        request, experiment = self.request, self.source.experiment
+        seen = [] if self.calibration is None else calibration_batches(self.calibration, request.sequences)
+        model = self.source.model()
+        before = validation_loss(model, self.validation, experiment)
+        left = prune_model(model, request.method, self.amounts, seen)
+        losses = {"before": before, "after": validation_loss(model, self.validation, experiment)}
+        pruned = {name for name in self.amounts if name not in left}
+        matrices = {name: p.detach() for name, p in model.named_parameters() if name in pruned}
+        description = request.describe(self.corpus, left, experiment.mst.sparsity.distribution)
+        return _Pruned(matrices, losses, request.about(self.corpus, left), description)
 
 
-def _names_no_text(experiment: Experiment) -> bool:
-    return experiment.data.dir is None and experiment.data.source is None
-
-
-def _refuse_other_ids(corpus: Path, experiment: Experiment) -> None:
-    """A calibration corpus of another tokenizer means nothing to the model."""
+def _check_same_tokenizer(corpus: Path, experiment: Experiment) -> None:
+    """Raise UserError for a calibration corpus of another tokenizer, which means nothing to the model."""
     ours = tokenizer_of(experiment)
     if ours is None or not (corpus / META).is_file():
         return
@@ -403,37 +416,14 @@ def _refuse_other_ids(corpus: Path, experiment: Experiment) -> None:
     theirs = trained_with(str(meta["tokenizer"]), meta["recipe"].get("tokenizer"))
     if not same_ids(ours.identity, theirs.identity):
         raise UserError(
-            f"--calibration {corpus} was made with tokenizer {theirs.name!r}, and the model was trained with "
+            f"--calibration {corpus} was made with tokenizer {theirs.name!r}, but the model was trained with "
             f"{ours.name!r}: make a corpus with that one"
         )
 
 
-@dataclass(frozen=True)
-class _Pruned:
-    """What pruning gave; without it nothing."""
-
-    matrices: dict[str, torch.Tensor] = field(default_factory=dict)
-    losses: dict[str, float] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
-    words: str = ""
-
-
-def _prune(source: Source, plan: _Plan) -> _Pruned:
-    """Prune the model in memory, with its validation loss before and after."""
-    experiment, request, sampler = source.experiment, plan.request, plan.validation
-    seen = [] if plan.calibration is None else batches(plan.calibration, request.sequences)
-    model = source.model()
-    before = validation_loss(model, sampler, experiment)
-    left = prune_model(model, request.way, plan.amounts, seen)
-    losses = {"before": before, "after": validation_loss(model, sampler, experiment)}
-    matrices = {name: p.detach() for name, p in model.named_parameters() if name in plan.amounts and name not in left}
-    words = request.in_words(plan.corpus, left, experiment.mst.sparsity.distribution)
-    return _Pruned(matrices, losses, request.about(plan.corpus, left), words)
-
-
 @torch.no_grad()
 def validation_loss(model: torch.nn.Module, sampler: Sampler, experiment: Experiment) -> float:
-    """Mean loss over the sequences that training evaluates on."""
+    """Return the mean loss over the sequences that training evaluates on."""
     count, total = experiment.training.eval_sequences, 0.0
     for start in range(0, count, VALIDATION_BATCH):
         positions = range(start, min(start + VALIDATION_BATCH, count))

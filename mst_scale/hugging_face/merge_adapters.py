@@ -18,28 +18,28 @@ from mst_scale.errors import UserError
 
 @torch.no_grad()
 def merge_adapters(model: Any, masks: Mapping[str, torch.Tensor] | str | Path | None = None) -> nn.Module:
-    """Merge the adapters of a PEFT model into its base model and keep the zeros of the base model.
+    """Merge a peft model's adapters into its base model, with the zeros that the base had before.
 
-    PEFT's `merge_and_unload` adds a dense matrix to each weight matrix, which leaves no zeros. Here, the part of an
-    adapter that falls on inactive weights is dropped, so evaluate the merged model again.
+    `merge_and_unload` of peft adds a dense matrix to each weight, and no zero is left. Here the part of an adapter that
+    falls on inactive weights is dropped, so evaluate the merged model again.
 
     Args:
-        model: The PEFT model.
-        masks: The active weights: bool tensors by parameter name (true: active), or a file of them (`mst masks`). By
-            default, the weights of the base model that are not 0.
+        model: A model that peft has wrapped.
+        masks: The active weights: bool tensors by parameter name, or a file of them (`mst masks`). None: those that are
+            not 0 in the base.
 
     Returns:
-        The merged base model.
+        The base model.
 
     Raises:
-        UserError: There is nothing to merge, ZeRO-3 has partitioned the weights, or a mask does not match.
+        UserError: if there is nothing to merge, ZeRO-3 has partitioned the weights, or a mask does not fit.
     """
     if not hasattr(model, "merge_and_unload"):
-        raise UserError(f"merge_adapters takes a model that peft has wrapped, and {type(model).__name__} is none")
+        raise UserError(f"merge_adapters takes a model that peft has wrapped, but {type(model).__name__} is none")
     if any(hasattr(p, "ds_id") for p in model.parameters()):
         raise UserError(
-            "merge_adapters needs whole weights, and ZeRO-3 has cut these: save the adapters (model.save_pretrained), "
-            "and merge them in a process without DeepSpeed"
+            "merge_adapters needs whole weights, but ZeRO-3 has partitioned these: save the adapters "
+            "(model.save_pretrained), and merge them in a process without DeepSpeed"
         )
     kept = _zeros_of(model) if masks is None else _given(masks)
     merged: nn.Module = model.merge_and_unload()
@@ -49,7 +49,7 @@ def merge_adapters(model: Any, masks: Mapping[str, torch.Tensor] | str | Path | 
         if name not in parameters or parameters[name].shape != mask.shape:
             near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.0)
             raise UserError(
-                f"merge_adapters: there is a mask of shape {tuple(mask.shape)} for {name!r}, and the merged model has "
+                f"merge_adapters: there is a mask of shape {tuple(mask.shape)} for {name!r}, but the merged model has "
                 f"no such parameter: the nearest is {near[0]!r} of shape {tuple(parameters[near[0]].shape)}"
             )
         weight = parameters[name]
@@ -58,18 +58,18 @@ def merge_adapters(model: Any, masks: Mapping[str, torch.Tensor] | str | Path | 
         zeros += int(inactive.sum())
         weight.masked_fill_(inactive, 0)
     logger.info(
-        "merged: %s weights of %d matrices stay 0, of which the adapters had filled %s",
+        "merged: %s weights of %d matrices stay 0; the adapters had filled %s of them",
         f"{zeros:,}", len(kept), f"{filled:,}",
     )  # fmt: skip
     return merged
 
 
 def _zeros_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What is kept of the base's matrices that have zeros, by their names after merging."""
+    """The active weights of the base's matrices that have zeros, by their names after merging."""
     if any(getattr(m, "merged", False) is True for m in model.modules() if hasattr(m, "adapter_layer_names")):
         raise UserError(
-            "merge_adapters: adapters are merged already, and the zeros of the base are gone: call "
-            "model.unmerge_adapter() before, or give masks"
+            "merge_adapters: the adapters are merged already, and the zeros of the base are gone: call "
+            "model.unmerge_adapter() first, or give masks"
         )
     adapters = adapters_of(model)
     base = {base_name(n): p for n, p in model.named_parameters() if id(p) not in adapters}

@@ -1,7 +1,7 @@
-"""Writes the model card of an exported model.
+"""Writes the model card of an exported model, as the Hugging Face hub shows it.
 
-`README.md` as the Hugging Face hub shows it: how the model was trained, its losses, what its sparsity saved, how to
-load it. Every figure comes from the run's own files; what they do not hold is left out.
+It says how the model was trained, its losses, what its sparsity saved, and how to load it. Every figure comes from the
+run's own files; figures that they do not hold are left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.runs.metrics import read
 
 if TYPE_CHECKING:
-    from mst_scale.hugging_face.transformers_source import TransformersSource
+    from mst_scale.hugging_face.sources import TransformersSource
 
 LOADING = """\
 ```python
@@ -32,11 +32,11 @@ attach(model, Pattern("{kind}", {stride}))
 ```"""
 
 
-def text(
+def of_ours(
     experiment: Experiment, run: Path | None, exported: dict[str, Any], pattern: Pattern, tokenizer_note: str
 ) -> str:
-    """`pattern`: of the attention that the checkpoint was trained with."""
-    rows = [f"| {name} | {value} |" for name, value in figures(experiment, run, exported, pattern)]
+    """Return the model card of our GPT or BERT, which was trained with this attention pattern."""
+    rows = [f"| {name} | {value} |" for name, value in _figures(experiment, run, exported, pattern)]
     causal = experiment.model.causal
     loader = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"
     architecture = "GPT-2" if causal else "BERT"
@@ -73,7 +73,7 @@ def text(
 
 
 def of_transformers(source: TransformersSource, exported: dict[str, Any], tokenizer_note: str) -> str:
-    """The model card of a transformers model, of which a run.json may say how it was trained."""
+    """Return the model card of a transformers model; a run.json may say how it was trained."""
     skeleton, pattern = source.skeleton, source.pattern
     kind = type(skeleton).__name__
     parameters = f"{kind}, {exported['parameters']:,} parameters"
@@ -96,7 +96,7 @@ def of_transformers(source: TransformersSource, exported: dict[str, Any], tokeni
     return "\n".join(lines)
 
 
-def figures(
+def _figures(
     experiment: Experiment, run: Path | None, exported: dict[str, Any], pattern: Pattern
 ) -> list[tuple[str, str]]:
     """(name, value) pairs, from the run's metrics up to the exported step."""

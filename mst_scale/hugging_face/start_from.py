@@ -1,14 +1,18 @@
-"""Starts a run from weights that exist already (`--init`).
+"""Starts a run from existing weights (`--init`).
 
 They come from a GPT-2 in a folder with config.json and safetensors (as transformers and `mst export` write them), from
-a name on the hub (`gpt2` is OpenAI's checkpoint), or from a run of ours, dense or sparse: its newest whole checkpoint.
-The run takes the shape of that model. Rank 0 reads the weights; DeepSpeed spreads them, under ZeRO-3 one parameter at a
-time.
+a name on the Hugging Face hub (`gpt2` is OpenAI's checkpoint), or from the latest complete checkpoint of a run, dense
+or sparse. The new run takes the shape of that model. Rank 0 reads the weights; DeepSpeed distributes them, under ZeRO-3
+one parameter at a time.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
+import urllib.parse
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +25,7 @@ from mst_scale.checkpoints import store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import ModelConfig
 from mst_scale.errors import Damaged, UserError
-from mst_scale.hugging_face.gpt2_names import from_hugging_face, hugging_face_config
-from mst_scale.hugging_face.hub import offline_unless_reachable
+from mst_scale.hugging_face.names import from_hugging_face, hugging_face_config
 from mst_scale.models.gpt import GPT
 
 FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
@@ -33,8 +36,28 @@ NEVER = ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cros
 SHAPE = ("n_layer", "n_head", "n_embd", "d_ffw", "context", "vocab_size", "bias", "tied_head", "vocab_multiple")
 
 
+def offline_unless_reachable() -> str | None:
+    """Set HF_HUB_OFFLINE if the hub cannot be reached, and return the host that was tried.
+
+    Its libraries then look into their cache at once, and do not retry for minutes.
+    """
+    address = urllib.parse.urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    if "HF_HUB_OFFLINE" in os.environ or "https" in urllib.request.getproxies():
+        return None
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), timeout=10).close()
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        return address.hostname
+    return None
+
+
 def folder_of(name: str) -> Path:
-    """The folder that a name means, downloaded from the hub if it is none here."""
+    """Return the folder that a name means, downloaded from the hub if there is none here.
+
+    Raises:
+        UserError: if there is neither.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -49,13 +72,17 @@ def folder_of(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=FILES))
     except Exception as error:  # no network, no such name: each has its own class
         raise UserError(
-            f"--init {name}: no such folder here, and the hub does not give it ({type(error).__name__}): check the "
-            "name and the network, or name a folder with its config.json and model.safetensors"
+            f"--init {name}: no such folder here, and it cannot be downloaded from the hub ({type(error).__name__}): "
+            "check the name and the network, or name a folder with its config.json and model.safetensors"
         ) from None
 
 
 def model_keys(folder: Path) -> dict[str, Any]:
-    """The keys of the `model` block that such a model has."""
+    """Return the keys of the `model` block that describe the model in a folder.
+
+    Raises:
+        UserError: if our GPT does not compute what that model does.
+    """
     if (ours := _run(folder)) is not None:
         if ours["arch"] != "gpt":
             raise UserError(f"{folder}: --init takes a GPT, and this run trains a {ours['arch']!r}")
@@ -81,7 +108,7 @@ def model_keys(folder: Path) -> dict[str, Any]:
 
 
 def _run(folder: Path) -> dict[str, Any] | None:
-    """The model block of a run of ours; None where the folder is none."""
+    """The model block of a run; None if the folder is not one."""
     try:
         model = json.loads((folder / "config.json").read_text())["model"]
         return dict(model) if (folder / "checkpoints").is_dir() else None
@@ -96,48 +123,49 @@ def _config(folder: Path) -> dict[str, Any]:
         if raw["model_type"] != "gpt2":
             raise UserError(f"{path}: --init takes a GPT-2, and this is {raw['model_type']!r}")
         missing = [key for key in ("n_layer", "n_head", "n_embd", "vocab_size") if key not in raw]
-    except (
-        FileNotFoundError,
-        NotADirectoryError,
-        KeyError,
-        TypeError,
-        RecursionError,
-        UnicodeDecodeError,
-        json.JSONDecodeError,
-    ):
-        what = "has no config.json of transformers with a model_type, and is no run of ours"
-        raise UserError(f"{folder} {what}: --init takes a GPT-2 or a run's folder") from None
+    except UserError:
+        raise
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(
+            f"{folder} has no config.json of transformers with a model_type, and is no run: --init takes a GPT-2 or a "
+            "run's folder"
+        ) from None
     if missing:
-        raise UserError(f"{path} does not say {missing[0]}: it is not whole")
+        raise UserError(f"{path} does not say {missing[0]}: it is incomplete")
     return dict(raw)
 
 
 def read(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """The weights under our names, checked against the shape that is asked for."""
+    """Read the weights of a folder under our names.
+
+    Raises:
+        UserError: if they do not have the shape of `config`.
+        Damaged: if a file was cut short.
+    """
     if _run(folder) is not None:
         return of_run(store.locate(folder), config)
     found = _of_gpt2(folder, config)
-    _refuse_another_shape(found, config, folder)
+    _check_shapes(found, config, folder)
     return found
 
 
-@torch.no_grad()  # some files hold parameters, of which all that is read would be a function
+@torch.no_grad()  # some files hold parameters, and what is read must not become a function of them
 def of_run(checkpoint: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """The same of a checkpoint of a run of ours."""
+    """Read the weights of a run's checkpoint; raises as `read` does."""
     weights = multiplied_weights_of(checkpoint)
     found = {name: weights.read(name) for name in weights.shapes}
-    _refuse_another_shape(found, config, checkpoint)
+    _check_shapes(found, config, checkpoint)
     return found
 
 
-def _refuse_another_shape(found: dict[str, torch.Tensor], config: ModelConfig, folder: Path) -> None:
+def _check_shapes(found: dict[str, torch.Tensor], config: ModelConfig, folder: Path) -> None:
     with torch.device("meta"):
         shapes = {name: tuple(parameter.shape) for name, parameter in GPT(config).named_parameters()}
     for name, shape in shapes.items():
         if name not in found:
             raise UserError(f"{folder} has no weights of {name}: it is of another model")
         if (theirs := tuple(found[name].shape)) != shape:
-            raise UserError(f"{folder}: {name} has shape {theirs}, and by its config.json {shape}: they do not belong")
+            raise UserError(f"{folder}: {name} has shape {theirs}, but its config.json says {shape}: take another copy")
 
 
 def _of_gpt2(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
@@ -157,7 +185,7 @@ def _of_gpt2(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
 
 
 def fill(model: torch.nn.Module, state: dict[str, torch.Tensor] | None) -> None:
-    """Put what `read` gave into a model that is not yet trained; ranks other than the first pass None. A collective."""
+    """Copy what `read` returned into a new model. A collective: ranks other than the first pass None."""
     for name, parameter in model.named_parameters():
         with zero_shards.whole(parameter) as writable, torch.no_grad():
             if writable and state is not None:

@@ -214,7 +214,7 @@ def tasks(experiment: Experiment, out: Path, micro: int, ranks: Ranks) -> Any:
     """What evaluates the tasks of training.eval_tasks; None where there are none."""
     if experiment.training.eval_tasks is None:
         return None
-    from mst_scale.evaluation.during_training import TasksDuringTraining  # seconds to import
+    from mst_scale.evaluation.evaluate import TasksDuringTraining  # seconds to import
 
     found = ranks.agree(lambda: TasksDuringTraining(experiment, out, micro, ranks))
     found.read()

@@ -1,17 +1,13 @@
-"""Pruning after training: which weights of a finished model become zero.
+"""Prunes a finished model: chooses which of its weights become zero.
 
-request      what a user can ask, checked; `HOW`: the ways by name
-way          what a way is
-magnitude    the smallest weights
-wanda        the smallest |weight| · norm of its input
-sparsegpt    the weights that the others can best make up for, which then do so
-pattern      the groups of N:M
-lowest       the lowest scores of each group, zeros first
-network      the order of a model's matrices, and what their layers see
-calibration  the sequences that they see
+request      what a user can ask for, checked; `METHODS`: the pruning methods by name
+method       what a pruning method is, how much it removes, and the groups of N:M
+scores       magnitude and Wanda: the weights with the lowest scores
+sparsegpt    SparseGPT: the weights whose removal is easiest to compensate; the others are updated
+network      the order of a model's matrices, and the calibration inputs of their layers
 """
 
 from mst_scale.pruning.network import prune_model
-from mst_scale.pruning.request import HOW, Request, requested
+from mst_scale.pruning.request import METHODS, Request, requested
 
-__all__ = ["HOW", "Request", "prune_model", "requested"]
+__all__ = ["METHODS", "Request", "prune_model", "requested"]

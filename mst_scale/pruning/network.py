@@ -1,11 +1,13 @@
-"""Prunes the matrices of a model, one after the other in the order of its network.
+"""Prunes the matrices of a model one after the other, in the order of its network.
 
-Wanda and SparseGPT (arXiv 2306.11695, 2301.00774) go from block to block: a block's layers are pruned by what they see
-of the calibration when all blocks before it are pruned already, and it itself not yet. What lies behind the blocks (the
-head's layers) follows the same way. Hidden states of all sequences are held between two blocks; a block's inputs are
-summed up as they come.
+Wanda and SparseGPT (arXiv 2306.11695, 2301.00774) proceed block by block: a block's layers are pruned by their inputs
+when all blocks before it are pruned already, and the block itself is not yet. The layers behind the blocks (the head's)
+follow in the same way. The hidden states of all sequences are held between two blocks; the inputs of a block's layers
+are summed as they come.
 
-A matrix that no linear layer multiplies with has no such inputs: a head that is the token embedding is left as it is.
+The inputs are those of a calibration: windows of a corpus's training split, drawn with a seed of their own, so that
+they are the same for every run and not the run's batches. Both papers take 128 sequences. BERT sees them masked, as in
+training. A matrix that no linear layer multiplies with has no inputs: a head tied to the token embedding is not pruned.
 """
 
 from __future__ import annotations
@@ -17,24 +19,61 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mst_scale.data.sampler import Batch
+from mst_scale.config import ModelConfig
+from mst_scale.data.sampler import Batch, Sampler, open_sampler
 from mst_scale.errors import UserError
-from mst_scale.pruning.way import Amount, Way
+from mst_scale.pruning.method import Amount, PruningMethod
+
+SEQUENCES = 128
+SEED = 230100774
+BATCH = 4  # sequences: the logits of a head that is pruned too are large
+
+
+def open_calibration(folder: str, model: ModelConfig, sequences: int) -> Sampler:
+    """Open a corpus to draw calibration sequences from.
+
+    Raises:
+        UserError: if it does not fit the model or is too small.
+    """
+    sampler = open_sampler(folder, "train", model, SEED)
+    if sequences > sampler.n_starts:
+        raise UserError(
+            f"--calibration-sequences {sequences:,} is more than {folder} has, {sampler.n_starts:,}: choose fewer"
+        )
+    return sampler
+
+
+def calibration_batches(sampler: Sampler, sequences: int) -> list[Batch]:
+    """Return the first `sequences` calibration sequences, in batches of at most BATCH."""
+    return [sampler.batch(0, range(start, min(start + BATCH, sequences))) for start in range(0, sequences, BATCH)]
 
 
 @torch.no_grad()
-def prune_model(model: nn.Module, way: Way, amounts: Mapping[str, Amount], batches: Sequence[Batch] = ()) -> list[str]:
-    """Prune the named matrices in place; returns those that were left as they are.
+def prune_model(
+    model: nn.Module, method: PruningMethod, amounts: Mapping[str, Amount], batches: Sequence[Batch] = ()
+) -> list[str]:
+    """Prune the named matrices of a model in place.
 
-    `batches` is the calibration, tokens and targets; a way that looks at weights alone needs none.
+    Args:
+        model: The model, in evaluation mode.
+        method: How weights are chosen.
+        amounts: How much of each matrix becomes zero, by parameter name.
+        batches: The calibration, tokens and targets; a method that looks at weights alone needs none.
+
+    Returns:
+        The names of matrices that were not pruned, because no linear layer multiplies with them.
+
+    Raises:
+        UserError: if that is true of all of them, or the model computes values that are not finite.
     """
-    parameters, of_inputs = dict(model.named_parameters()), way.of_inputs
+    parameters, of_inputs = dict(model.named_parameters()), method.of_inputs
     if of_inputs is None:
         for name, amount in amounts.items():
-            way.prune(parameters[name].data, None, amount)
+            method.prune(parameters[name].data, None, amount)
         return []
-    assert not model.training and batches, "dropout would disturb what layers see"
-    layers = _layers(model, amounts)
+    assert not model.training and batches, "dropout would disturb the inputs of layers"
+    linear = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    layers = {name: linear[name] for name in amounts if name in linear}
     blocks: list[nn.Module] = list(model.blocks)  # type: ignore[arg-type]
     done: set[str] = set()
 
@@ -43,8 +82,8 @@ def prune_model(model: nn.Module, way: Way, amounts: Mapping[str, Amount], batch
             return
         for name, total in _summed({name: layers[name] for name in names}, of_inputs, run).items():
             if not total.isfinite().all():
-                raise UserError(f"what {name} is multiplied with is not finite: the weights are of no use")
-            way.prune(layers[name].weight.data, total, amounts[name])
+                raise UserError(f"the inputs that {name} is multiplied with are not finite: the model cannot be pruned")
+            method.prune(layers[name].weight.data, total, amounts[name])
             done.add(name)
 
     hidden = [_entering(blocks[0], model, tokens) for tokens, _ in batches]
@@ -63,12 +102,6 @@ def prune_model(model: nn.Module, way: Way, amounts: Mapping[str, Amount], batch
     return [name for name in amounts if name not in done]
 
 
-def _layers(model: nn.Module, names: Mapping[str, object]) -> dict[str, nn.Linear]:
-    """The linear layers of these matrices."""
-    found = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {name: found[name] for name in names if name in found}
-
-
 def _each(block: nn.Module, hidden: Sequence[Tensor]) -> list[Tensor]:
     return [block(x) for x in hidden]
 
@@ -76,7 +109,7 @@ def _each(block: nn.Module, hidden: Sequence[Tensor]) -> list[Tensor]:
 def _summed(
     layers: Mapping[str, nn.Linear], of_inputs: Callable[[Tensor], Tensor], run: Callable[[], object]
 ) -> dict[str, Tensor]:
-    """The sums, in float64, over all that reaches these layers while `run` runs; what nothing reaches has none."""
+    """The sums, in float64, over the inputs of these layers while `run` runs; a layer without inputs has none."""
     sums: dict[str, Tensor] = {}
 
     def see(name: str, layer: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -94,11 +127,11 @@ def _summed(
 
 
 class _Reached(Exception):
-    """A model's forward need not go on."""
+    """Ends a model's forward pass where its first block begins."""
 
 
 def _entering(block: nn.Module, model: nn.Module, tokens: Tensor) -> Tensor:
-    """The hidden states with which a model comes to its first block."""
+    """The hidden states that a model's first block receives."""
     caught: list[Tensor] = []
 
     def catch(_: nn.Module, given: tuple[Any, ...]) -> None:

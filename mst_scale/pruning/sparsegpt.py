@@ -1,21 +1,23 @@
-"""Prunes a matrix column by column, and lets the columns behind make up for what is lost (SparseGPT; Frantar and
-Alistarh 2023, arXiv 2301.00774).
+"""Prunes a matrix column by column and updates the columns behind to compensate: SparseGPT (Frantar and Alistarh 2023,
+arXiv 2301.00774).
 
 A row w of the matrix should keep its outputs wX over the calibration tokens X. The curvature of that error is H, the
-same for every row, and its Cholesky factor holds what each step needs, with the columns before it already decided:
+same for every row, and its Cholesky factor holds what each step needs once the columns before it are decided:
 
     H   = 2XXᵀ + λI,  λ = 0.01 · mean of the diagonal of 2XXᵀ
-    H⁻¹ = UᵀU,        U upper triangular;  row c of U is that of [H_c:,c:]⁻¹, over the root of its first number
+    H⁻¹ = UᵀU,        U upper triangular;  row c of U is that of [H_c:,c:]⁻¹, divided by the root of its first number
 
-Blocks of 128 columns. In each, the share S of its weights goes whose w_c² / U_cc² is smallest, all rows compared
-together; with N:M the smallest of each M columns, when the first of them is reached. Then, column by column:
+Columns are processed in blocks of 128. In each, the fraction S of its weights with the smallest w_c² / U_cc² is
+removed, all rows compared together; with N:M, the smallest of each M columns, when the first of them is reached. Then,
+column by column:
 
-    e = w_c / U_cc where w_c goes, else 0;      w_c: ← w_c: - e · U_c,c:
+    e = w_c / U_cc where w_c is removed, else 0;      w_c: ← w_c: - e · U_c,c:
 
-at once within the block, and for all columns behind it when the block is done. In float64.
+at once within the block, and for all columns behind it when the block is done. Everything is computed in float64.
 
-Beside the paper: weights that are zero beforehand go first, and stay zero. Next go those of inputs that are zero in all
-of the calibration (of dead neurons, say): their score is 0, where λ alone would give them one. If all are, H is I.
+Beyond the paper: weights that are zero beforehand are removed first, and stay zero. Next come those of inputs that are
+zero in the whole calibration (of dead neurons, say): their score is 0, where λ alone would give them one. If all inputs
+are zero, H is I.
 """
 
 from __future__ import annotations
@@ -23,20 +25,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mst_scale.pruning.lowest import lowest
-from mst_scale.pruning.way import Amount, Way
+from mst_scale.pruning.method import Amount, PruningMethod, lowest
 
 BLOCK = 128
 DAMPING = 0.01
 
 
 def products(x: Tensor) -> Tensor:
-    """Summed over tokens, XXᵀ of inputs (tokens, inputs); (inputs, inputs)."""
+    """Return XXᵀ of inputs (tokens, inputs), summed over tokens; (inputs, inputs)."""
     return x.t() @ x
 
 
 def factor(gram: Tensor) -> Tensor:
-    """U of the inverse of H; float64."""
+    """Return U of the inverse of H, given XXᵀ; float64."""
     h = 2 * gram.double()
     h.diagonal().add_(DAMPING * h.diagonal().mean())
     if not h.any():
@@ -47,6 +48,7 @@ def factor(gram: Tensor) -> Tensor:
 
 @torch.no_grad()
 def prune(weight: Tensor, inputs: Tensor | None, amount: Amount, block: int = BLOCK) -> None:
+    """Prune a matrix in place; `inputs` is XXᵀ of its calibration inputs."""
     assert inputs is not None
     size = 1 if amount.pattern is None else amount.pattern.of
     block = max(block // size, 1) * size
@@ -62,27 +64,27 @@ def prune(weight: Tensor, inputs: Tensor | None, amount: Amount, block: int = BL
 
 
 def _block(values: Tensor, zeros: Tensor, u: Tensor, ease: Tensor, amount: Amount) -> tuple[Tensor, Tensor]:
-    """The new weights of a block of columns, and the errors that the columns behind make up for.
+    """The new weights of a block of columns, and the errors that the columns behind compensate.
 
-    A weight's score is (w / ease)²; `ease`, of each column, says how well others make up for it: U_cc, or infinity.
+    A weight's score is (w / ease)²; `ease` of a column says how well others compensate for it: U_cc, or infinity.
     """
     values, errors, pattern = values.clone(), torch.zeros_like(values), amount.pattern
-    gone = zeros.clone()
+    removed = zeros.clone()
     if pattern is None:
         scores = (values / ease).square()
-        gone = lowest(scores.view(1, -1), zeros.reshape(1, -1), amount.among(values.numel())).view_as(values)
+        removed = lowest(scores.view(1, -1), zeros.reshape(1, -1), amount.among(values.numel())).view_as(values)
     for c in range(values.shape[1]):
         if pattern is not None and c % pattern.of == 0:
             group = slice(c, c + pattern.of)
             scores = (values[:, group] / ease[group]).square()
-            gone[:, group] = lowest(scores, zeros[:, group], amount.among(pattern.of))
-        errors[:, c] = (values[:, c] / u[c, c]).masked_fill(~gone[:, c], 0)
+            removed[:, group] = lowest(scores, zeros[:, group], amount.among(pattern.of))
+        errors[:, c] = (values[:, c] / u[c, c]).masked_fill(~removed[:, c], 0)
         values[:, c:] -= errors[:, c, None] * u[c, c:]
-        values[:, c].masked_fill_(gone[:, c], 0)  # up to rounding it is
+        values[:, c].masked_fill_(removed[:, c], 0)  # up to rounding it is
     return values, errors
 
 
-SPARSEGPT = Way(
+SPARSEGPT = PruningMethod(
     title="SparseGPT (Frantar and Alistarh 2023, arXiv 2301.00774)",
     prune=prune,
     of_inputs=products,

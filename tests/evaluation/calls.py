@@ -23,7 +23,7 @@ def evaluated(*words: str, capsys) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def refused(capsys, *words: str) -> str:
+def rejected(capsys, *words: str) -> str:
     assert main(["eval", *words]) in (1, 2)
     said = [line for line in capsys.readouterr().err.splitlines() if "cannot be reached" not in line]
     assert len(said) == 1, said

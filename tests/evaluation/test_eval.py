@@ -18,10 +18,12 @@ from mst_scale.cli import eval as verb
 from mst_scale.cli import main
 from mst_scale.config import ModelConfig
 from mst_scale.data.tokenizer import load_tokenizer
+from mst_scale.errors import UserError
 from mst_scale.evaluation import evaluate as module
+from mst_scale.evaluation.harness import Score, Scorer
 from mst_scale.evaluation.paper import PAPER, comparable, rows, table
-from mst_scale.evaluation.scorer import Score, Scorer
-from mst_scale.hugging_face.export import export, open_source
+from mst_scale.hugging_face.export import export
+from mst_scale.hugging_face.sources import open_source
 from mst_scale.models.gpt import GPT
 from tests.evaluation.calls import CONTEXT, EXAMPLES, PAIRS, PASSAGES, TEXT, evaluated, write
 from tests.support import tiny_run
@@ -239,12 +241,12 @@ def test_mpirun(run, data, tmp_path):
 
 def test_each_rank_has_a_device(monkeypatch):
     monkeypatch.setattr(verb, "_cuda", lambda: False)
-    with pytest.raises(ValueError, match="--device cuda: torch finds no GPU here"):
-        verb.device_of("cuda", 0)
-    with pytest.raises(ValueError, match="--device gpu: there is no such device"):
-        verb.device_of("gpu", 0)
+    with pytest.raises(UserError, match="--device cuda"):
+        verb._device_of("cuda", 0)
+    with pytest.raises(UserError, match="--device gpu"):
+        verb._device_of("gpu", 0)
     monkeypatch.setattr(verb, "_cuda", lambda: True)
-    found = [str(verb.device_of(asked, 1)) for asked in (None, "cuda", "cuda:0", "cpu")]
+    found = [str(verb._device_of(asked, 1)) for asked in (None, "cuda", "cuda:0", "cpu")]
     assert found == ["cuda:1", "cuda:1", "cuda:0", "cpu"]
 
 

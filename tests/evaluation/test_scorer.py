@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mst_scale.config import ModelConfig
-from mst_scale.evaluation.scorer import Score, Scorer, Window, windows
+from mst_scale.evaluation.harness import Score, Scorer, Window, windows
 from mst_scale.models.gpt import GPT
 from tests.support import pool
 

@@ -1,10 +1,11 @@
-"""Local files of tasks are read, and what is wrong with them is said in one line."""
+"""Local files of tasks are read, and errors in them are named in one line."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from mst_scale.errors import UserError
 from mst_scale.evaluation.tasks import TASKS, choose, documents
 
 
@@ -15,9 +16,9 @@ def lines(path: Path, *rows) -> None:
 def test_names():
     assert [task.name for task in choose("rte, lambada,rte")] == ["rte", "lambada"]
     assert len(choose("all")) == 7
-    with pytest.raises(ValueError, match="unknown task 'wikitext': the nearest is 'wikitext2'"):
+    with pytest.raises(UserError, match=r"'wikitext'.*'wikitext2'"):
         choose("lambada,wikitext")
-    with pytest.raises(ValueError, match="no task is named"):
+    with pytest.raises(UserError, match="lambada"):
         choose(" , ")
 
 
@@ -39,36 +40,36 @@ def test_formats(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "message"),
+    ("file", "text", "named"),
     [
-        ("rte.jsonl", '{"sentence1": "a", "sentence2": "b", "label": 1}\n{"sent', r"rte\.jsonl:2: not JSON"),
-        ("rte.jsonl", '{"sentence1": "a", "label": 1}\n', r"rte\.jsonl:1: 'sentence2' must be a string, not None"),
-        ("rte.jsonl", '{"sentence1": "a", "sentence2": "b", "label": "yes"}', "'label' must be a whole number"),
-        ("rte.jsonl", '{"sentence1": "a", "sentence2": "b", "label": 2}', "document 1 has label 2; there are 0 and 1"),
-        ("rte.jsonl", "[1]\n", r"rte\.jsonl:1: 'sentence1' must be a string"),
-        ("rte.jsonl", "", r"rte\.jsonl holds no document"),
-        ("lambada.txt", "alone\n", "no word before its last: 'alone'"),
-        ("wikitext2.txt", b"\xff\xfe", "not UTF-8 text: byte 0"),
-        ("wikitext2.txt", "  \n", "holds no document"),
+        ("rte.jsonl", '{"sentence1": "a", "sentence2": "b", "label": 1}\n{"sent', r"rte\.jsonl:2"),
+        ("rte.jsonl", '{"sentence1": "a", "label": 1}\n', r"rte\.jsonl:1: 'sentence2'.* None"),
+        ("rte.jsonl", '{"sentence1": "a", "sentence2": "b", "label": "yes"}', "'label'.*'yes'"),
+        ("rte.jsonl", '{"sentence1": "a", "sentence2": "b", "label": 2}', "document 1.* 2"),
+        ("rte.jsonl", "[1]\n", r"rte\.jsonl:1: 'sentence1'"),
+        ("rte.jsonl", "", r"rte\.jsonl"),
+        ("lambada.txt", "alone\n", "'alone'"),
+        ("wikitext2.txt", b"\xff\xfe", r"wikitext2\.txt.* byte 0"),
+        ("wikitext2.txt", "  \n", r"wikitext2\.txt"),
     ],
 )
-def test_broken_files_are_named(tmp_path, file, text, message):
+def test_broken_files_are_named(tmp_path, file, text, named):
     path = tmp_path / file
     path.write_bytes(text) if isinstance(text, bytes) else path.write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=named):
         documents(TASKS[file.split(".")[0]], tmp_path, 0)
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(ValueError, match="there is no folder"):
+    with pytest.raises(UserError, match="--data-dir"):
         documents(TASKS["rte"], tmp_path / "no", 0)
-    with pytest.raises(ValueError, match=r"has no ptb\.jsonl or ptb\.txt for task 'ptb'"):
+    with pytest.raises(UserError, match=r"ptb\.jsonl or ptb\.txt"):
         documents(TASKS["ptb"], tmp_path, 0)
     lines(tmp_path / "rte.jsonl", {"sentence1": "a", "sentence2": "b", "label": 1})
-    with pytest.raises(ValueError, match=r"has no rte\.train\.jsonl"):
+    with pytest.raises(UserError, match=r"rte\.train\.jsonl"):
         documents(TASKS["rte"], tmp_path, 1)
     lines(tmp_path / "rte.train.jsonl", {"sentence1": "a", "sentence2": "b", "label": 1})
-    with pytest.raises(ValueError, match="2 examples are asked for and there are 1: lower --shots"):
+    with pytest.raises(UserError, match="--shots"):
         documents(TASKS["rte"], tmp_path, 2)
 
 
@@ -107,5 +108,5 @@ def test_the_hub_by_name(monkeypatch):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(OSError, match=r"cannot be had from the hub \(ConnectionError\): put 1bw\.jsonl or 1bw\.txt"):
+    with pytest.raises(OSError, match=r"ConnectionError.*1bw\.jsonl or 1bw\.txt"):
         documents(TASKS["1bw"], None, 0)

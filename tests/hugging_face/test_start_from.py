@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mst_scale.config import ModelConfig
+from mst_scale.errors import Damaged, UserError
 from mst_scale.hugging_face import start_from
 from mst_scale.hugging_face.export import export, open_source
 from mst_scale.models.gpt import GPT
@@ -68,28 +69,28 @@ def test_a_sparse_run_starts_from_a_dense_run_of_ours(tmp_path):
 
 
 def test_what_does_not_fit_is_named(tmp_path, gpt2):
-    with pytest.raises(ValueError, match="no such folder"):
+    with pytest.raises(UserError, match="nowhere"):
         start_from.folder_of("./nowhere")
-    with pytest.raises(ValueError, match=r"has no config\.json of transformers"):
+    with pytest.raises(UserError, match=r"config\.json"):
         start_from.model_keys(tmp_path)
     raw = json.loads((gpt2 / "config.json").read_text())
     for changes, message in (
-        ({"model_type": "llama"}, "--init takes a GPT-2, and this is 'llama'"),
-        ({"activation_function": "relu"}, "its activation_function is 'relu', and our GPT has 'gelu_new'"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
-        ({"scale_attn_weights": False}, "its scale_attn_weights is False, and our GPT has True"),
-        ({"quantization_config": {"bits": 4}}, 'its quantization_config is {"bits": 4}'),
+        ({"model_type": "llama"}, "--init .*'llama'"),
+        ({"activation_function": "relu"}, "activation_function .*'relu'.*'gelu_new'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({"scale_attn_weights": False}, "scale_attn_weights .*False.*True"),
+        ({"quantization_config": {"bits": 4}}, 'quantization_config .*{"bits": 4}'),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**raw, **changes}))
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(UserError, match=message):
             start_from.model_keys(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = ModelConfig(**start_from.model_keys(tmp_path))
     assert (config.n_embd, config.context, config.bias, config.tied_head) == (32, 48, True, True)
-    with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
+    with pytest.raises(UserError, match=r"\*\.safetensors"):
         start_from.read(tmp_path, config)
     (tmp_path / "model.safetensors").write_bytes((gpt2 / "model.safetensors").read_bytes()[:-100])
-    with pytest.raises(ValueError, match="damaged or cut short"):
+    with pytest.raises(Damaged, match=r"model\.safetensors"):
         start_from.read(tmp_path, config)
 
 
@@ -126,14 +127,14 @@ def test_a_name_on_the_hub_starts_a_run_that_goes_on_without_it(tmp_path, gpt2):
     assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
 
 
-def test_weights_of_another_shape_are_refused_on_all_ranks(tmp_path, gpt2):
+def test_weights_of_another_shape_are_rejected_on_all_ranks(tmp_path, gpt2):
     """Under ZeRO-3 a rank that fails while the others wait for its weights would leave them waiting."""
     from safetensors.torch import load_file, save_file
 
     state = load_file(gpt2 / "model.safetensors")
     for name, message in (
-        ("transformer.wpe.weight", r"wpe.weight has shape \(47, 32\), and by its config.json \(48, 32\)"),
-        ("transformer.h.1.mlp.c_fc.weight", r"blocks.1.mlp.up.weight has shape \(128, 31\), and by"),
+        ("transformer.wpe.weight", r"wpe\.weight .*\(47, 32\).*\(48, 32\)"),
+        ("transformer.h.1.mlp.c_fc.weight", r"blocks\.1\.mlp\.up\.weight .*\(128, 31\)"),
     ):
         folder = tmp_path / name
         folder.mkdir()
@@ -141,11 +142,11 @@ def test_weights_of_another_shape_are_refused_on_all_ranks(tmp_path, gpt2):
         save_file(
             {**state, name: state[name][:-1].contiguous()}, folder / "model.safetensors", metadata={"format": "pt"}
         )
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(UserError, match=message):
             start_from.read(folder, ModelConfig(**start_from.model_keys(folder)))
     results = pool.run(attempt, 2, arguments(tmp_path, folder, zero_optimization={"stage": 3}), seconds=60)
     assert [code for code, _ in results] == [2, 2]
-    assert "they do not belong" in "".join(text for _, text in results)
+    assert "blocks.1.mlp.up.weight" in "".join(text for _, text in results)
 
 
 def test_a_bert_is_not_started_from_a_gpt2(tmp_path, gpt2):
@@ -160,7 +161,7 @@ def test_without_a_network_one_line_says_so(monkeypatch):
         raise ConnectionError("no network\nlong story")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ValueError, match=r"--init gpt2: no such folder here, and the hub does not give it .Connect"):
+    with pytest.raises(UserError, match=r"--init gpt2.*ConnectionError"):
         start_from.folder_of("gpt2")
 
 

@@ -37,7 +37,7 @@ def gradients(model: BERT) -> dict[str, torch.Tensor]:
 def test_parameters_of_presets(name: str, total: int):
     from transformers import BertConfig, BertForMaskedLM
 
-    from mst_scale.hugging_face.bert_names import hugging_face_config
+    from mst_scale.hugging_face.names import hugging_face_config
 
     config = ModelConfig(**MODELS[name] | {"vocab_multiple": 1})
     with torch.device("meta"):

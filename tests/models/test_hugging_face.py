@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mst_scale.config import ModelConfig
-from mst_scale.hugging_face.gpt2_names import entries, from_hugging_face, hugging_face_config
+from mst_scale.hugging_face.names import entries, from_hugging_face, hugging_face_config
 from mst_scale.models import GPT
 from tests.models.twins import GPT2, randomised, x
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mst_scale.config import ModelConfig
-from mst_scale.hugging_face.bert_names import entries, from_hugging_face, hugging_face_config
+from mst_scale.hugging_face.names import entries, from_hugging_face, hugging_face_config
 from mst_scale.models import BERT
 from tests.models.twins import MASKED, randomised, x
 

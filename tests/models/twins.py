@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mst_scale.config import ModelConfig
-from mst_scale.hugging_face import bert_names, gpt2_names
+from mst_scale.hugging_face import names
 from mst_scale.models import BERT, GPT
 
 SHAPE: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 64, "d_ffw": 160, "context": 32, "vocab_size": 101}
@@ -29,8 +29,8 @@ class Twins:
         return getattr(transformers, kind)(getattr(transformers, kind).config_class(**about)).eval()
 
 
-GPT2 = Twins(GPT, ModelConfig(**SHAPE, bias=True), gpt2_names)
-MASKED = Twins(BERT, ModelConfig(**SHAPE, arch="bert", bias=True), bert_names)
+GPT2 = Twins(GPT, ModelConfig(**SHAPE, bias=True), names)
+MASKED = Twins(BERT, ModelConfig(**SHAPE, arch="bert", bias=True), names)
 
 
 def randomised(model: torch.nn.Module) -> torch.nn.Module:

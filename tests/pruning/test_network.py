@@ -12,16 +12,17 @@ from torch import nn
 from mst_scale.config import ModelConfig, TargetsConfig
 from mst_scale.data.sampler import open_sampler
 from mst_scale.engine.targets import choose_targets
+from mst_scale.errors import UserError
 from mst_scale.models import build
-from mst_scale.pruning import HOW, calibration, prune_model
-from mst_scale.pruning.pattern import NM
+from mst_scale.pruning import METHODS, prune_model
+from mst_scale.pruning.method import NM, Amount
+from mst_scale.pruning.network import calibration_batches, open_calibration
 from mst_scale.pruning.sparsegpt import products
-from mst_scale.pruning.way import Amount
 from tests.models.twins import GPT2, MASKED, Twins, randomised
 from tests.support import tiny_run
 
 HALF = Amount(Fraction(1, 2))
-looking = pytest.mark.parametrize("how", [how for how, way in HOW.items() if way.of_inputs is not None])
+looking = pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.of_inputs is not None])
 both = pytest.mark.parametrize("twins", [pytest.param(GPT2, id="gpt"), pytest.param(MASKED, id="bert")])
 
 
@@ -34,10 +35,10 @@ def model_of(twins: Twins, tied: bool) -> nn.Module:
     return randomised(build(dataclasses.replace(twins.small, tied_head=tied))).eval().double()
 
 
-def pruned_plainly(model: nn.Module, how: str) -> None:
+def pruned_plainly(model: nn.Module, method_name: str) -> None:
     """Block by block, each time with the whole model from its first token on."""
-    way = HOW[how]
-    assert way.of_inputs is not None
+    method = METHODS[method_name]
+    assert method.of_inputs is not None
     stages = [dict(block.named_modules()) for block in model.blocks]
     stages.append({name: m for name, m in model.named_children() if name in ("transform", "lm_head")})
     for stage in stages:
@@ -54,46 +55,46 @@ def pruned_plainly(model: nn.Module, how: str) -> None:
             handle.remove()
         for layer in layers:
             if seen[layer]:
-                way.prune(layer.weight.data, way.of_inputs(torch.cat(seen[layer])), HALF)
+                method.prune(layer.weight.data, method.of_inputs(torch.cat(seen[layer])), HALF)
 
 
 @looking
 @both
 @pytest.mark.parametrize("tied", [True, False])
 @torch.no_grad()
-def test_each_block_sees_what_the_pruned_ones_before_it_give(twins: Twins, tied: bool, how: str):
+def test_each_block_sees_what_the_pruned_ones_before_it_give(twins: Twins, tied: bool, name: str):
     """Sums are taken in another order: what stays differs by rounding, and no score lies that close to the next."""
     ours = model_of(twins, tied)
     plain = copy.deepcopy(ours)
     names = choose_targets(ours, TargetsConfig())
-    left = prune_model(ours, HOW[how], dict.fromkeys(names, HALF), batches())
-    pruned_plainly(plain, how)
+    left = prune_model(ours, METHODS[name], dict.fromkeys(names, HALF), batches())
+    pruned_plainly(plain, name)
     bert = twins is MASKED  # its decoder's weight goes past nn.Linear, tied or not
     assert left == (["wte.weight"] if tied else ["lm_head.weight"] if bert else [])
-    for (name, found), expected in zip(ours.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(found == 0, expected == 0), name
+    for (key, found), expected in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found == 0, expected == 0), key
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-        if name in names and name not in left:
+        if key in names and key not in left:
             assert (found == 0).double().mean() == pytest.approx(0.5, abs=1e-3)
 
 
 @looking
-def test_a_model_that_computes_nothing_finite_is_refused(how: str):
+def test_a_model_that_computes_nothing_finite_is_rejected(name: str):
     model = model_of(GPT2, True)
     model.wpe.weight.data[3] = float("inf")
-    with pytest.raises(ValueError, match=r"what blocks\.0\.attention\.qkv\.weight is multiplied with is not finite"):
-        prune_model(model, HOW[how], {"blocks.0.attention.qkv.weight": HALF}, batches(1))
+    with pytest.raises(UserError, match=r"blocks\.0\.attention\.qkv\.weight"):
+        prune_model(model, METHODS[name], {"blocks.0.attention.qkv.weight": HALF}, batches(1))
 
 
 @looking
-def test_nothing_to_prune_by_is_refused(how: str):
-    with pytest.raises(ValueError, match=r"no linear layer multiplies with wte\.weight, .* or --method magnitude"):
-        prune_model(model_of(GPT2, True), HOW[how], {"wte.weight": HALF}, batches(1))
+def test_nothing_to_prune_by_is_rejected(name: str):
+    with pytest.raises(UserError, match=r"wte\.weight.*mst\.targets.*--method magnitude"):
+        prune_model(model_of(GPT2, True), METHODS[name], {"wte.weight": HALF}, batches(1))
 
 
 def test_the_model_is_left_without_hooks():
     model = model_of(GPT2, True)
-    prune_model(model, HOW["wanda"], {"blocks.1.mlp.up.weight": HALF}, batches(1))
+    prune_model(model, METHODS["wanda"], {"blocks.1.mlp.up.weight": HALF}, batches(1))
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert [name for name, p in model.named_parameters() if (p == 0).sum() > 1000] == ["blocks.1.mlp.up.weight"]
 
@@ -130,14 +131,14 @@ def test_outputs_of_trained_layers_suffer_least_with_sparsegpt(trained, amount: 
 
     for name, layer in layers.items():
         layer.register_forward_pre_hook(partial(see, name))
-    for tokens, _ in calibration.batches(calibration.open_calibration(folder, CONFIG, 64), 64):
+    for tokens, _ in calibration_batches(open_calibration(folder, CONFIG, 64), 64):
         model(tokens)
     for name, layer in layers.items():
         errors = {}
-        for how, way in HOW.items():
+        for how, method in METHODS.items():
             before, gram = layer.weight.double(), grams[name]
             after = before.clone()
-            way.prune(after, gram.diagonal() if how == "wanda" else gram, amount)
+            method.prune(after, gram.diagonal() if how == "wanda" else gram, amount)
             errors[how] = float(((before - after) @ gram * (before - after)).sum())
         assert errors["sparsegpt"] <= min(errors["wanda"], errors["magnitude"]), (name, errors)
 
@@ -146,11 +147,11 @@ def test_outputs_of_trained_layers_suffer_least_with_sparsegpt(trained, amount: 
 def test_a_trained_model_loses_least_with_sparsegpt(trained):
     """80 % of each layer."""
     dense, folder = trained
-    seen = calibration.batches(calibration.open_calibration(folder, CONFIG, 64), 64)
+    seen = calibration_batches(open_calibration(folder, CONFIG, 64), 64)
     validation, losses = open_sampler(folder, "val", CONFIG, 1).batch(0, range(64)), {}
     names = [name for name in choose_targets(dense, TargetsConfig()) if name != "wte.weight"]
-    for how, way in HOW.items():
+    for how, method in METHODS.items():
         model = copy.deepcopy(dense)
-        prune_model(model, way, dict.fromkeys(names, Amount(Fraction(4, 5))), seen)
+        prune_model(model, method, dict.fromkeys(names, Amount(Fraction(4, 5))), seen)
         losses[how] = float(model(*validation))
     assert float(dense(*validation)) < losses["sparsegpt"] < min(losses["wanda"], losses["magnitude"])

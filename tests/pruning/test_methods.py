@@ -1,14 +1,13 @@
-"""Each way against its definition, written plainly, in float64: shares, N:M, zeros of training, equal scores."""
+"""Each pruning method against its plain definition, in float64: shares, N:M, zeros of training, equal scores."""
 
 from fractions import Fraction
 
 import pytest
 import torch
 
-from mst_scale.pruning import HOW
-from mst_scale.pruning.pattern import NM
+from mst_scale.pruning import METHODS
+from mst_scale.pruning.method import NM, Amount
 from mst_scale.pruning.sparsegpt import factor, products, prune
-from mst_scale.pruning.way import Amount
 from tests.pruning import by_hand
 
 HALF = Fraction(1, 2)
@@ -24,9 +23,9 @@ def drawn(rows: int = 6, columns: int = 24, zeros: float = 0.0) -> tuple[torch.T
     return weight, torch.randn(40, columns, dtype=torch.float64) @ mixing
 
 
-def pruned(how: str, weight: torch.Tensor, x: torch.Tensor, amount: Amount) -> torch.Tensor:
-    way, result = HOW[how], weight.clone()
-    way.prune(result, None if way.of_inputs is None else way.of_inputs(x), amount)
+def pruned(name: str, weight: torch.Tensor, x: torch.Tensor, amount: Amount) -> torch.Tensor:
+    method, result = METHODS[name], weight.clone()
+    method.prune(result, None if method.of_inputs is None else method.of_inputs(x), amount)
     return result
 
 
@@ -104,10 +103,10 @@ def test_what_stays_makes_up_for_the_first_columns_as_well_as_it_can():
 
 @patterns
 @zeros
-@pytest.mark.parametrize("how", HOW)
-def test_a_group_keeps_at_most_n(how, pattern, zeros):
+@pytest.mark.parametrize("name", METHODS)
+def test_a_group_keeps_at_most_n(name, pattern, zeros):
     weight, x = drawn(rows=10, columns=48, zeros=zeros)
-    found = pruned(how, weight, x, Amount.of(pattern))
+    found = pruned(name, weight, x, Amount.of(pattern))
     kept = (found.view(10, -1, pattern.of) != 0).sum(-1)
     assert kept.max() <= pattern.keep and (zeros or (kept == pattern.keep).all())
     assert not found[weight == 0].any(), "what was zero stays zero"
@@ -116,7 +115,7 @@ def test_a_group_keeps_at_most_n(how, pattern, zeros):
 @pytest.mark.parametrize("amount", [Amount(HALF), Amount(Fraction(7, 10)), *map(Amount.of, PATTERNS)])
 def test_outputs_suffer_least_with_sparsegpt(amount):
     weight, x = drawn(rows=16, columns=48)
-    errors = {how: error(weight, pruned(how, weight, x, amount), x) for how in HOW}
+    errors = {name: error(weight, pruned(name, weight, x, amount), x) for name in METHODS}
     assert errors["sparsegpt"] < errors["wanda"] < errors["magnitude"]
 
 
@@ -131,9 +130,9 @@ def test_inputs_that_are_always_zero():
     """Their weights go first, and nothing is not a number; with no input at all SparseGPT is magnitude."""
     weight, x = drawn()
     x[:, ::2] = 0
-    for how in ("wanda", "sparsegpt"):
-        found = pruned(how, weight, x, Amount(HALF))
-        assert not found[:, ::2].any() and found[:, 1::2].all(), how
+    for name in ("wanda", "sparsegpt"):
+        found = pruned(name, weight, x, Amount(HALF))
+        assert not found[:, ::2].any() and found[:, 1::2].all(), name
     nothing = torch.zeros_like(x)
     assert torch.equal(factor(products(nothing)), torch.eye(24, dtype=torch.float64))
     found = pruned("sparsegpt", weight, nothing, Amount(HALF))
@@ -145,6 +144,6 @@ def test_float32_weights_are_pruned_like_float64():
     """Scores and updates are float64; only what is stored is rounded."""
     weight, x = drawn(rows=16, columns=48)
     weight, x = weight.float(), x.float()
-    for how in HOW:
-        single, double = (pruned(how, weight.to(kind), x.double(), Amount(HALF)) for kind in (x.dtype, torch.float64))
-        assert torch.equal(single, double.float()), how
+    for name in METHODS:
+        single, double = (pruned(name, weight.to(kind), x.double(), Amount(HALF)) for kind in (x.dtype, torch.float64))
+        assert torch.equal(single, double.float()), name

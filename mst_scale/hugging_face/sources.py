@@ -1,0 +1,310 @@
+"""Opens checkpoints for export and evaluation: of our GPT and BERT, and of models of transformers.
+
+A transformers model was saved by Trainer, by Accelerate or by the user's training loop. Its architecture is that of the
+configuration in the checkpoint or next to it (`checkpoints.model_config`). All weights are the fp32 masters of
+DeepSpeed's files, whichever ZeRO stage and number of ranks have saved them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mst_scale.checkpoints import mask_files, model_config, store
+from mst_scale.checkpoints.multiplied import multiplied_weights_of
+from mst_scale.config import Experiment, load
+from mst_scale.data.corpus import META, read_meta
+from mst_scale.data.recipe import is_code
+from mst_scale.data.tokenizer import TrainedWith, chosen, is_missing, trained_with
+from mst_scale.engine.targets import choose_targets
+from mst_scale.errors import Damaged, UserError
+from mst_scale.hybrid_sparse_attention import Pattern, attach, set_pattern
+from mst_scale.models import build
+from mst_scale.runs import run_file
+from mst_scale.zero_shards.weight_files import Weights, untrained_of
+
+TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+PIECE = 1 << 20  # values at a time of what is copied unchanged: 4 MiB
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its class: transformers raises errors of many kinds."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint of our GPT or BERT, the experiment that made it, and its weights."""
+
+    checkpoint: Path
+    run: Path | None
+    experiment: Experiment
+    step: int | None
+    weights: Weights
+
+    def skeleton(self) -> torch.nn.Module:
+        """Build the model without memory for its weights."""
+        with torch.device("meta"):
+            return build(self.experiment.model)
+
+    def targets(self) -> dict[str, torch.nn.Parameter]:
+        """Return the matrices that may be sparse, by our names."""
+        return choose_targets(self.skeleton(), self.experiment.mst.targets)
+
+    @property
+    def pattern(self) -> Pattern:
+        """The attention pattern with which this checkpoint was trained."""
+        if self.step is None or self.experiment.mst.method is None:
+            return Pattern("dense")
+        return self.experiment.attention_schedule.pattern_at(self.step)
+
+    def model(self) -> torch.nn.Module:
+        """Load the model in float32, with the attention pattern that it was trained with."""
+        model = build(self.experiment.model).eval()
+        set_pattern(model, self.pattern, "auto")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(self.weights.read(name))
+        return model
+
+
+def open_source(path: Path, config: Path | None = None, *, causal: bool = True) -> Source:
+    """Open a checkpoint, or the latest complete one of a run.
+
+    Args:
+        path: The folder of a run or of a checkpoint.
+        config: The experiment, if no config.json is next to the checkpoint.
+        causal: Whether the caller needs a model that predicts the next token, which a BERT does not.
+
+    Raises:
+        UserError: if it is not a checkpoint of one of our models.
+        Damaged: if a file was cut short.
+    """
+    checkpoint = store.locate(path)
+    manifest = store.head(checkpoint)
+    if manifest is not None and checkpoint == path and (faults := store.damage(checkpoint)):
+        raise Damaged(f"{checkpoint} is damaged: {faults[0]}")
+    if config is None:
+        config = next((p / "config.json" for p in checkpoint.parents if (p / "config.json").is_file()), None)
+        if config is None:
+            raise UserError(
+                f"there is no config.json next to {checkpoint}: name the experiment, or the config.json of its "
+                "transformers model, with --config FILE"
+            )
+    experiment = load(config)
+    if causal and not experiment.model.causal:
+        raise UserError(f"{path} is a BERT: it fills in masked tokens, and predicts no next token")
+    weights = multiplied_weights_of(checkpoint)
+    with torch.device("meta"):
+        wanted = {name: tuple(p.shape) for name, p in build(experiment.model).named_parameters()}
+    for name, shape in wanted.items():
+        found = weights.shapes.get(name)
+        if found != shape:
+            problem = "is missing" if found is None else f"has shape {found}, not {shape}"
+            raise UserError(f"{checkpoint}: {name} {problem}: it is not the model that {config} describes")
+    step = (manifest or _masks_head(checkpoint)).get("step")
+    return Source(checkpoint, config.parent if config.name == "config.json" else None, experiment, step, weights)
+
+
+def _masks_head(checkpoint: Path) -> dict[str, Any]:
+    """The header of the masks, for a checkpoint of a user's loop, which has no manifest; empty if there are none."""
+    path = mask_files.file_of(checkpoint, 0)
+    return mask_files.read(path)[0] if path.is_file() else {}
+
+
+def names_no_text(experiment: Experiment) -> bool:
+    """Whether the config names no corpus."""
+    return experiment.data.dir is None and experiment.data.source is None
+
+
+def corpus_of(experiment: Experiment, run: Path | None = None) -> str:
+    """Return the folder of the run's corpus, which a relative path names from where the run was started.
+
+    Raises:
+        UserError: if the config names no corpus.
+    """
+    data = experiment.data
+    if names_no_text(experiment):
+        raise UserError("the config names no text to measure the loss on: give it data.dir, a folder of mst data")
+    stated = Path(data.dir or f"corpora/{data.source}")
+    starts = [] if run is None or stated.is_dir() else run_file.read(run / "run.json").get("starts", [])
+    folders = (Path(start["folder"]) / stated for start in reversed(starts) if "folder" in start)
+    return str(next((folder for folder in folders if folder.is_dir()), stated))
+
+
+def tokenizer_of(experiment: Experiment) -> TrainedWith | None:
+    """Return the tokenizer of the run's corpus; None if nothing names one."""
+    data = experiment.data
+    if names_no_text(experiment):
+        return None if data.tokenizer is None else trained_with(data.tokenizer)
+    folder = Path(corpus_of(experiment))
+    if (folder / META).is_file():
+        meta = read_meta(folder)
+        before = trained_with(str(meta["tokenizer"]), meta["recipe"].get("tokenizer"))
+        moved = data.tokenizer if is_missing(before.name) else None  # the config may say where its file is now
+        return chosen(moved, before, str(folder))
+    if data.source is None and data.tokenizer is None:
+        return None  # it names a folder that does not exist
+    return trained_with(data.tokenizer or ("byte" if data.source is not None and is_code(data.source) else "gpt2"))
+
+
+# Models of transformers ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TransformersSource:
+    """A checkpoint of a transformers model, the configuration of the model, and its weights."""
+
+    checkpoint: Path
+    config_file: Path
+    config: dict[str, Any]
+    run: Path | None  # the folder with the run's run.json and metrics.jsonl; None if it was not recorded
+    experiment: Experiment | None  # what run.json says of the training
+    step: int
+    weights: Weights
+    untrained: dict[str, torch.Tensor]  # frozen parameters and buffers, among others
+    targets: frozenset[str]  # names of the parameters with masks
+
+    @cached_property
+    def skeleton(self) -> Any:
+        """The model, without memory for its weights."""
+        import transformers
+
+        config = self._transformers_config()
+        named = (self.config.get("architectures") or [None])[0]
+        kind = getattr(transformers, str(named), None)
+        with torch.device("meta"):
+            if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+                return kind(config)
+            return transformers.AutoModelForCausalLM.from_config(config)
+
+    def _transformers_config(self) -> Any:
+        import transformers
+
+        try:
+            return transformers.AutoConfig.for_model(**{k: v for k, v in self.config.items() if k != "mst_scale"})
+        except Exception as error:  # transformers raises each of its own kind
+            raise UserError(f"{self.config_file}: transformers cannot read it ({first_line(error)})") from None
+
+    @property
+    def method(self) -> str:
+        """The training method, as the checkpoint or run.json names it."""
+        stated = self._about.get("method")
+        return str(stated or (self.experiment.mst.method if self.experiment else None) or "dense")
+
+    @property
+    def pattern(self) -> Pattern:
+        """The attention pattern with which this checkpoint was trained."""
+        if self._about:
+            return Pattern(**self._about["attention"]) if "attention" in self._about else Pattern("dense")
+        return Pattern("dense") if self.experiment is None else self.experiment.attention_schedule.pattern_at(self.step)
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        """What the checkpoint's own file says of the training."""
+        return dict(self.config.get("mst_scale") or {})
+
+    def beside(self, name: str) -> Path | None:
+        """Find a file of this name next to the model's configuration or its checkpoint."""
+        folders = (self.config_file.parent, self.checkpoint.parent)
+        return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The file of its tokenizer, if there is one."""
+        return next((found for name in TOKENIZERS if (found := self.beside(name)) is not None), None)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor of the exported model: tied weights once, and buffers that are saved."""
+        skeleton = self.skeleton
+        found = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
+        saved = skeleton.state_dict().keys()
+        found |= {name: tuple(buffer.shape) for name, buffer in skeleton.named_buffers() if name in saved}
+        return found
+
+    def check(self) -> None:
+        """Raise UserError if files and configuration do not belong to one model."""
+        for name, shape in self.shapes().items():
+            there = self.weights.shapes.get(name)
+            if there is None and name in self.untrained:
+                there = tuple(self.untrained[name].shape)
+                if not self.untrained[name].is_floating_point():
+                    raise UserError(f"{self.checkpoint}: {name} is a buffer of integers, which cannot be written")
+            if there != shape:
+                problem = "is missing" if there is None else f"has shape {there}, not {shape}"
+                raise UserError(f"{self.checkpoint}: {name} {problem}: {self.config_file} describes another model")
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the values of a tensor in order."""
+        if name not in self.weights.shapes:
+            yield self.untrained[name].float().reshape(-1)
+            return
+        numel = math.prod(self.weights.shapes[name])
+        yield from self.weights.spans(name, 0, numel, PIECE)
+
+    def model(self) -> Any:
+        """Load the model in float32, with the attention pattern that it was trained with."""
+        model = type(self.skeleton)(self._transformers_config()).float().eval()
+        with torch.no_grad():
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                if name in self.shapes():
+                    tensor.copy_(torch.cat(list(self.pieces(name))).view(tensor.shape))
+        if self.pattern.kind != "dense" and (reason := attach(model, self.pattern)):
+            raise UserError(
+                f"{self.checkpoint} was trained with {self.pattern} attention, but here it stays dense: {reason}"
+            )
+        return model
+
+
+def open_transformers(checkpoint: Path, config_file: Path) -> TransformersSource:
+    """Open a checkpoint of the transformers model with this configuration.
+
+    Raises:
+        UserError: if the checkpoint is of another model.
+        Damaged: if a file was cut short.
+    """
+    if store.head(checkpoint) is not None and (faults := store.damage(checkpoint)):
+        raise Damaged(f"{checkpoint} is damaged: {faults[0]}")
+    weights = multiplied_weights_of(checkpoint)
+    state, untrained = untrained_of(checkpoint)
+    masks = mask_files.read(mask_files.file_of(checkpoint, 0))[0] if (checkpoint / mask_files.FOLDER).is_dir() else {}
+    run = next((folder for folder in checkpoint.parents if (folder / "run.json").is_file()), None)
+    source = TransformersSource(
+        checkpoint=checkpoint,
+        config_file=config_file,
+        config=json.loads(config_file.read_text()),
+        run=run,
+        experiment=None if run is None else _experiment(run),
+        step=int(masks.get("step", state.get("global_steps", 0))),
+        weights=weights,
+        untrained=untrained,
+        targets=frozenset(masks.get("names", ())),
+    )
+    source.check()
+    return source
+
+
+def _experiment(run: Path) -> Experiment | None:
+    """What run.json says of the training; None if this version cannot read it."""
+    config = run_file.read(run / "run.json").get("config")
+    try:
+        return load(config) if isinstance(config, dict) else None
+    except (ValueError, TypeError):
+        return None
+
+
+def find_transformers(path: Path, config: Path | None) -> tuple[Path, Path] | None:
+    """Return the checkpoint that `path` means and the configuration of its transformers model, or `config` instead.
+
+    None means that the checkpoint is of another model.
+    """
+    checkpoint = store.locate(path)
+    found = config or model_config.config_of(checkpoint)
+    return (checkpoint, found) if found is not None and model_config.is_transformers(found) else None
