@@ -58,16 +58,18 @@ class Machines:
     def commands(self, program: Callable[[int], list[str]]) -> list[list[str]]:
         """Return what starts `program(number of the machine)` on each machine, as a job with a new name."""
         self.job = f"{os.getpid()}-{secrets.token_hex(4)}"
-        variables = [f"{name}={value}" for name, value in carried_variables().items()]
-        start = ["env", "-C", _working_folder(), *variables, "bash", str(SCRIPTS / "node.sh"), self.job]
+        start = ["env", "-C", _working_folder(), *self._node(), self.job]
         return [self._at(host, [*start, *program(number)]) for number, host in enumerate(self.hosts)]
 
     def ask(self, pids: list[int], again: bool) -> None:
         """Let the ranks of all machines save and end, without waiting for a machine that does not answer."""
         for host in self.hosts:
             if host not in self._asking or self._asking[host].poll() is not None:
-                stop = self._at(host, ["bash", str(SCRIPTS / "node.sh"), "--stop", self.job])
-                self._asking[host] = spawn(stop, own_session=True)
+                self._asking[host] = spawn(self._at(host, ["env", *self._node(), "--stop", self.job]), own_session=True)
+
+    def _node(self) -> list[str]:
+        """Return what starts node.sh: a login by ssh has another environment than ours, and may find another Python."""
+        return [*(f"{k}={v}" for k, v in carried_variables().items()), "bash", str(SCRIPTS / "node.sh")]
 
     def _at(self, host: str, words: list[str]) -> list[str]:
         line = quoted(words)
