@@ -71,6 +71,7 @@ setup(
         "deepspeed>=0.19,<0.20",
         "numpy>=1.26",
         "packaging",
+        "psutil>=5.9",
         "safetensors>=0.4",
         "tiktoken>=0.9",
         "datasets>=3",

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# The environment of a run on A100 nodes, line by line; sourced by the other launchers. What you have set already
-# stays: NCCL_DEBUG=INFO mst launch slurm … overrides one line, an edit here all runs.
+# The environment of a run on A100 nodes, line by line; the launchers source it. Variables that you have set already
+# stay: NCCL_DEBUG=INFO mst launch slurm … overrides one line, and an edit here changes all runs.
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then # started, not sourced
     # shellcheck source-path=SCRIPTDIR
@@ -40,16 +40,3 @@ export DEEPSPEED_TIMEOUT="${DEEPSPEED_TIMEOUT:-30}"
 export PYTHONUNBUFFERED="${PYTHONUNBUFFERED:-1}"
 # A crash in C++ code says where Python was.
 export PYTHONFAULTHANDLER="${PYTHONFAULTHANDLER:-1}"
-
-# --- limits ---
-# Rank 0 holds a connection for each rank (1024 is the usual limit), and core dumps of 80 GB processes help nobody.
-ulimit -S -n "$(ulimit -H -n)" 2>/dev/null || true
-ulimit -c "${MST_CORE_LIMIT:-0}" 2>/dev/null || true
-
-# What hostfile.sh and mpi.sh carry to the other nodes, beside every variable that begins with NCCL_.
-# shellcheck disable=SC2034
-carried=(
-    PATH PYTHONPATH LD_LIBRARY_PATH OMP_NUM_THREADS PYTORCH_CUDA_ALLOC_CONF TORCH_NCCL_ASYNC_ERROR_HANDLING
-    GLOO_SOCKET_IFNAME DEEPSPEED_TIMEOUT PYTHONUNBUFFERED PYTHONFAULTHANDLER TORCH_EXTENSIONS_DIR DS_ACCELERATOR HF_HOME
-    MST_LAUNCHER MST_RESTART MST_START MST_TRACEBACK MST_PROGRESS
-)

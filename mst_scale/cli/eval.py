@@ -87,15 +87,15 @@ def run(args: argparse.Namespace) -> int:
     host = offline_unless_reachable() if on_hub(args.model) or args.data_dir is None else None
     if host is not None:
         print(f"{host} cannot be reached: only what is cached here can be used", file=sys.stderr)
-    from mst_scale import distributed
+    from mst_scale import comm
 
-    if not distributed.several():
+    if not comm.several():
         return _evaluate(args, tasks, None)
-    ranks = distributed.init()
+    ranks = comm.init()
     try:
         code = _evaluate(args, tasks, ranks)
     except BaseException as error:
-        distributed.end(error)
+        comm.end(error)
     ranks.leave()
     return code
 

@@ -1,17 +1,11 @@
-"""`mst launch HOW`: starts a run here, on a list of machines or on a cluster, by the scripts of launchers/."""
+"""`mst launch HOW`: starts a run on this machine, on a list of machines or on a cluster."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import sys
-from pathlib import Path
 from typing import Any
 
-from mst_scale import shipped
 from mst_scale.config import ready
-from mst_scale.errors import UserError
 
 ABOUT = """\
 Pretrain, and keep the run going: what fails starts again from its newest whole checkpoint, what is asked to stop saves.
@@ -55,16 +49,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The script takes the place of this process, so that signals reach it."""
-    if shutil.which("bash") is None:
-        raise UserError("there is no bash here, which the launchers are written for: install it")
-    script = shipped.folder("launchers") / f"{args.how}.sh"
-    sys.stdout.flush()
-    os.execvpe("bash", ["bash", str(script), *args.options], {**os.environ, "PATH": path()})
+    """Run the launcher in this process, so that signals reach it."""
+    from mst_scale import launch
 
-
-def path() -> str:
-    """Where the script finds `python` and `deepspeed`: in the environment that runs this command."""
-    given, own = os.environ.get("PATH", os.defpath), Path(sys.executable).parent
-    found = shutil.which("python", path=given)
-    return given if found and Path(found).parent == own else f"{own}{os.pathsep}{given}"
+    return launch.main([args.how, *args.options])

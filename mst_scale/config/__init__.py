@@ -5,7 +5,7 @@ blocks        the four blocks; method and targets: those inside `mst`
 presets       model shapes and recipes by name
 limits        values that no experiment can have
 check         experiments that cannot run, or not on so many ranks
-parallel      over how many ranks layers, sequences and the model are cut; placement: on which nodes
+parallel      over how many ranks layers, sequences and the model are cut
 changes       keys that change the result, and in which of them a resumed run differs
 growth        the smaller run that a model grows out of
 support       whether sparse training is exact with a key of DeepSpeed; support_page: the table of it in the docs

@@ -1,13 +1,4 @@
-"""Tells a launcher what to do after a start has ended: by what run.json says, and not by the exit code alone.
-
-    python -m mst_scale.pretrain.outcome CODE [arguments of mst_scale.pretrain]
-
-CODE is the exit code of the ranks, MST_START in the environment the name that the launcher gave this start. Prints
-
-done     the run is finished, or was saved because it was asked to stop
-stop     starting it again would not help: it has diverged twice in a row at the same step
-again    anything else
-"""
+"""Tells a launcher what to do after a start has ended: by what run.json says, and not by the exit code alone."""
 
 from __future__ import annotations
 
@@ -16,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from mst_scale.comm import logger
 from mst_scale.pretrain.options import arguments, experiment_of, out_of
@@ -25,24 +17,34 @@ from mst_scale.runs.run_file import DIVERGED, FINISHED, STOPPED
 ELSEWHERE = ("hostfile", "mpi")  # launchers whose ranks may all be on other machines
 
 
-def outcome(code: int, argv: Sequence[str]) -> str:
-    """Return the word for the start named by MST_START, which has ended with `code`."""
-    logger.disabled = True  # the ranks have said all that there is to say about the options
+def outcome(code: int, argv: Sequence[str]) -> Literal["done", "stop", "again"]:
+    """Look up how the start that MST_START names has ended.
+
+    Args:
+        code: The exit code of the ranks.
+        argv: The arguments of `mst_scale.pretrain`.
+
+    Returns:
+        "done" if the run is finished, or was saved because it was asked to stop; "stop" if starting it again would not
+        help, because it has diverged twice in a row at the same step; "again" in all other cases.
+    """
+    before, logger.disabled = logger.disabled, True  # the ranks have said all that there is to say about the options
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             args = arguments(list(argv))
+        out = out_of(args, experiment_of(args))
     except SystemExit:  # --help
-        return "done"
-    out = out_of(args, experiment_of(args))
+        return "done" if code == 0 else "again"
+    except Exception as error:  # somebody is writing the config just now
+        print(f"mst_scale: the run's folder is not known: {error}", file=sys.stderr)
+        return "again"
+    finally:
+        logger.disabled = before
     if not out.is_dir() and os.environ.get("MST_LAUNCHER") in ELSEWHERE:
-        print(f"mst_scale: {out} is not on this machine: the launcher goes by the exit code alone", file=sys.stderr)
+        print(f"mst_scale: {out} is not on this machine: only the exit code tells how the run ended", file=sys.stderr)
         return "done" if code == 0 else "again"
     last = (run_file.read(out / "run.json").get("starts") or [{}])[-1]
     how = last.get("how") if last.get("job", {}).get("MST_START") == os.environ.get("MST_START") else None
     if code == 0:
         return "done" if how in (FINISHED, STOPPED) else "again"
     return "stop" if code == 3 and how == DIVERGED[True] else "again"
-
-
-if __name__ == "__main__":
-    print(outcome(int(sys.argv[1]), sys.argv[2:]))

@@ -1,17 +1,14 @@
 """The `mst` command as a whole: help with examples, exit codes, one line for a user's mistake."""
 
 import json
-import os
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
 import mst_scale
 from mst_scale import cli, comm
-from mst_scale.cli import launch
 from mst_scale.errors import UserError
 from tests.support import tiny_run
 
@@ -59,15 +56,6 @@ def test_what_is_asked_of_the_command_itself_is_answered_without_torch(option):
     torch, deepspeed = map(metadata.version, ("torch", "deepspeed"))
     versions = f"mst_scale {mst_scale.__version__} (torch {torch}, DeepSpeed {deepspeed})\n"
     assert child.stdout.startswith(versions) == (option == "--version")
-
-
-def test_a_launcher_starts_the_python_of_the_command(monkeypatch, tmp_path):
-    """Where the shell would find another one, or none."""
-    own = str(Path(sys.executable).parent)
-    for given, wanted in ([tmp_path], [own, tmp_path]), ([tmp_path, own], [own, tmp_path, own]), ([own], [own]):
-        monkeypatch.setenv("PATH", os.pathsep.join(map(str, given)))
-        (tmp_path / "python").touch(0o755)
-        assert launch.path() == os.pathsep.join(map(str, wanted))
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_local_restarts_after_a_kill_and_finishes(tmp_path):
     steps = kill_rank_1(out, made)
     text = finish(child)
     assert "rank 1 (" in text and "is gone without a word" in text
-    assert "starts again from its newest whole checkpoint in 1 s (1 of 3)" in text
+    assert "starts again from its latest complete checkpoint in 1 s (1 of 3)" in text
     run = story(out)
     assert run["restarts"] == 1 and run["starts"][1]["how"] == "finished" and last_step(out) == steps
     assert run["starts"][1]["from_step"] >= 50 and run["starts"][1]["job"]["MST_RESTART"] == "1"
@@ -189,3 +189,15 @@ def test_a_sweep_trains_every_run_once_and_shows_the_table(tmp_path):
     assert len(table) == 1 and table[0][:2] == ["dense", "2"] and float(table[0][2]) > 1 and float(table[0][3]) > 0
     again = finish(launch("sweep.sh", *words, cwd=tmp_path))
     assert "runs/sweep/dense-2 is finished" in again and "tokens/s" not in again
+    run = [
+        "--processes",
+        "1",
+        str(config(tmp_path)),
+        "--method",
+        "dense",
+        "--steps",
+        "2",
+        "--out",
+        "runs/sweep/dense-1",
+    ]
+    finish(launch("local.sh", *run, cwd=tmp_path))  # a finished run that is started again has still finished

@@ -1,11 +1,19 @@
-"""The two commands of the README: what they say when something is missing, and that they work from any directory."""
+"""The scripts of launchers/: what they say when something is missing, their help, and the options they share."""
 
+import importlib
+import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from mst_scale import launch
+from mst_scale.launch import environment
+from mst_scale.launch.command_line import quoted, read_options
 from tests.support import tiny_run
+from tests.support.launched import HOSTILE
 
 LAUNCHERS = tiny_run.ROOT / "launchers"
 
@@ -68,8 +76,11 @@ def test_a_second_call_installs_nothing_and_works_from_any_directory(copy):
     assert (child.returncode, child.stderr, child.stdout.strip()) == (0, "", str(copy))
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in LAUNCHERS.glob("*.sh")))
-def test_every_launcher_prints_its_own_help_once_and_does_nothing(script, tmp_path):
+THIN = [*launch.FOR_USERS, "node"]  # scripts whose help is that of the Python they start
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in LAUNCHERS.glob("*.sh") if path.stem not in THIN))
+def test_every_script_prints_its_own_help_once_and_does_nothing(script, tmp_path):
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("bash", "sed", "dirname"):
@@ -84,8 +95,51 @@ def test_every_launcher_prints_its_own_help_once_and_does_nothing(script, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
 
+@pytest.mark.parametrize("name", THIN)
+def test_the_help_of_a_launcher_is_that_of_its_module(name, tmp_path):
+    child = subprocess.run(
+        ["bash", str(LAUNCHERS / f"{name}.sh"), "--help"],
+        env=tiny_run.environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    wanted = importlib.import_module(f"mst_scale.launch.{name}").__doc__
+    assert (child.returncode, child.stderr, child.stdout) == (0, "", f"{wanted.strip()}\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_launcher_starts_the_python_that_runs_it(monkeypatch, tmp_path):
+    """Where the shell would find another one, or none."""
+    own = str(Path(sys.executable).parent)
+    for given, wanted in ([tmp_path], [own, tmp_path]), ([tmp_path, own], [own, tmp_path, own]), ([own], [own]):
+        monkeypatch.setenv("PATH", os.pathsep.join(map(str, given)))
+        (tmp_path / "python").touch(0o755)
+        environment.find_python()
+        assert os.environ["PATH"] == os.pathsep.join(map(str, wanted))
+
+
+@pytest.mark.parametrize("name", launch.NAMES)
+def test_every_launcher_has_a_script(name):
+    assert f"python -m mst_scale.launch {name} " in (LAUNCHERS / f"{name}.sh").read_text()
+
+
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed here")
 def test_the_scripts_are_clean():
     scripts = [*LAUNCHERS.glob("*.sh"), tiny_run.ROOT / ".ci" / "run"]
-    child = subprocess.run(["shellcheck", "-x", *map(str, scripts)], capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        ["shellcheck", "-x", *map(str, scripts)], cwd=tiny_run.ROOT, capture_output=True, text=True, check=False
+    )
     assert child.returncode == 0, child.stdout
+
+
+def test_an_option_may_take_a_word_that_begins_with_a_dash():
+    words = ["--sbatch", "--qos=long", "--nodes=2", "--sbatch", "-x", "demo", "--nodes", "3"]
+    options, rest = read_options(words, None, numbers={"--nodes": 1, "--grace": 300}, lists=["--sbatch"])
+    assert (options.sbatch, options.nodes, options.grace) == (["--qos=long", "-x"], 2, 300)
+    assert rest == ["demo", "--nodes", "3"], "what follows the config belongs to pretrain"
+
+
+def test_a_quoted_command_is_read_back_by_a_shell():
+    words = ["echo", HOSTILE, "", "a\nb"]
+    child = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {quoted(words)}"], capture_output=True, text=True, check=True
+    )
+    assert child.stdout.split("\0")[:-1] == words

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mst_scale.launch.restarts import keep_running
 from tests.support import tiny_run
 from tests.support.launched import HOSTILE, LAUNCHERS, PATIENCE, config, finish, hostfile, launch, shown, wait_for_file
 
@@ -52,10 +53,9 @@ def test_dry_run_shows_what_each_scheduler_would_run(tmp_path):
     submitted, started = shown("slurm.sh", "--dry-run", *words, cwd=tmp_path, PATH=tools).splitlines()
     assert submitted.startswith("env DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 sbatch --nodes=3 --ntasks-per-node=2 ")
     assert " WORLD_SIZE=6 SRUN_CPUS_PER_TASK=4 " in started and " srun --kill-on-bad-exit=1 --ntasks=6 " in started
-    (tmp_path / "bin" / "nproc").write_text("#!/bin/sh\necho 12\n")
-    (tmp_path / "bin" / "nproc").chmod(0o755)
     text = shown("local.sh", "--dry-run", made, cwd=tmp_path, PATH=tools, OMP_NUM_THREADS="")
-    assert " OMP_NUM_THREADS=6 " in text and " --num_accelerators 2 " in text, "the cores are shared"
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert f" OMP_NUM_THREADS={share} " in text and " --num_accelerators 2 " in text, "the cores are shared"
 
 
 # --- where ranks that share a layer are placed ---
@@ -96,7 +96,7 @@ def test_whole_groups_start_and_fill_one_node_after_the_other(tmp_path):
     text = shown("mpi.sh", *words, cwd=tmp_path, PATH=tools)
     assert " --map-by node python " in text and "slot" not in text.split("mst_scale.pretrain")[0].split("--bind-to")[1]
     text = shown("mpi.sh", *words, *SHARED, cwd=tmp_path, PATH=tools, code=2)
-    assert text.endswith("needs neighbouring ranks on one node: leave --mpi-option --map-by out\n")
+    assert text.endswith("needs neighboring ranks on one node: leave --mpi-option --map-by out\n")
 
 
 def test_ranks_of_a_hostfile_are_numbered_along_its_lines(tmp_path):
@@ -127,16 +127,37 @@ def programs(folder: Path, **scripts: str) -> str:
     return os.pathsep.join([str(folder), python, "/usr/bin", "/bin"])
 
 
-def test_restarts_wait_twice_as_long_each_time_and_end(tmp_path):
-    tools = programs(tmp_path / "bin", deepspeed="exit 7", sleep=f'echo "$1" >> {tmp_path}/slept')
-    child = launch("local.sh", str(config(tmp_path)), cwd=tmp_path, PATH=tools, MST_PAUSE="10")
-    text = child.communicate(timeout=PATIENCE)[0]
-    assert child.returncode == 7 and (tmp_path / "slept").read_text().split() == ["10", "20", "40"]
-    assert [f"({i} of 3)" in text for i in (1, 2, 3)] == [True] * 3
-    assert text.endswith("the run ended with code 7, also after 3 restarts\n")
-    child = launch("local.sh", str(config(tmp_path)), cwd=tmp_path, PATH=tools, MST_PAUSE="400")
-    child.communicate(timeout=PATIENCE)
-    assert (tmp_path / "slept").read_text().split()[3:] == ["400", "600", "600"], "10 minutes at most"
+class Paused:
+    """Stands for the supervisor: notes each pause, and is never asked to stop."""
+
+    def __init__(self):
+        self.pauses: list[float] = []
+
+    def asked_to_stop(self) -> bool:
+        return False
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+
+@pytest.mark.parametrize(("first", "pauses"), [("10", [10, 20, 40]), ("400", [400, 600, 600])])
+def test_restarts_wait_twice_as_long_each_time_and_end(monkeypatch, capsys, first, pauses):
+    """10 minutes at most."""
+    monkeypatch.setenv("MST_PAUSE", first)
+    starts = []
+    supervisor = Paused()
+    code = keep_running(supervisor, lambda: starts.append(os.environ["MST_START"]) or 7, "demo", [], restarts=3)
+    said = capsys.readouterr().err
+    assert (code, supervisor.pauses, len(set(starts))) == (7, pauses, 4)
+    assert [f"({i} of 3)" in said for i in (1, 2, 3)] == [True] * 3
+    assert said.endswith("the run ended with code 7, also after 3 restarts\n")
+
+
+def test_a_run_that_lasted_long_enough_has_used_up_none_of_its_restarts(monkeypatch, capsys):
+    monkeypatch.setenv("MST_HEALTHY", "0")
+    codes = iter([1, 1, 1, 2])
+    assert keep_running(Paused(), lambda: next(codes), "demo", [], restarts=1) == 2
+    assert capsys.readouterr().err.count("(1 of 1)") == 3
 
 
 def test_a_mistake_is_not_tried_again_where_srun_has_ended_a_rank_before_it_could_say_so(tmp_path):
@@ -215,6 +236,32 @@ def test_what_the_record_of_the_run_says_decides(tmp_path, code, how, starts, en
     assert ("run.json does not say that the run is finished" in text) == (not how)
 
 
+def test_the_demo_is_restarted_like_any_run(tmp_path):
+    tools = programs(tmp_path / "bin", deepspeed=f"echo start >> {tmp_path}/starts")
+    child = subprocess.run(
+        [sys.executable, "-m", "mst_scale.launch", "demo", "--out", str(tmp_path / "out")],
+        env={**tiny_run.environment(MST_PAUSE="0"), "PATH": tools}, cwd=tiny_run.ROOT, capture_output=True, text=True,
+        timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert child.returncode == 1 and "run.json does not say that the run is finished" in child.stderr
+    assert (tmp_path / "starts").read_text().count("start") == 4
+
+
+def test_a_signal_that_nohup_ignores_does_not_stop_a_run(tmp_path):
+    tools = programs(
+        tmp_path / "bin", deepspeed=f"touch running; until [ -e go ]; do sleep 0.1; done; {ended('out', 'finished')}"
+    )
+    command = ["nohup", sys.executable, "-m", "mst_scale.launch", "local", str(config(tmp_path)), "--out", "out"]
+    child = subprocess.Popen(
+        command, env={**tiny_run.environment(), "PATH": tools}, cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    wait_for_file(tmp_path / "running", child)
+    child.send_signal(signal.SIGHUP)
+    (tmp_path / "go").touch()
+    finish(child)
+
+
 def test_a_record_of_an_earlier_start_does_not_count(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.json").write_text('{"starts": [{"how": "finished", "job": {"MST_START": "1-2-3"}}]}')
@@ -223,11 +270,22 @@ def test_a_record_of_an_earlier_start_does_not_count(tmp_path):
     assert launch("local.sh", *words, cwd=tmp_path, PATH=tools).wait(timeout=PATIENCE) == 1
 
 
-def test_a_failing_search_for_a_port_is_a_failure_and_no_wrong_use(tmp_path):
-    """The command would have been `deepspeed --master_port ''`, which is refused with code 2 and never tried again."""
-    body = f'case "$*" in *free_port*) exit 1 ;; esac; exec {sys.executable} "$@"'
-    tools = programs(tmp_path / "bin", deepspeed="touch started; exit 2", python=body)
-    child = launch("local.sh", "--restarts", "1", str(config(tmp_path)), cwd=tmp_path, PATH=tools)
+def launch_local(body: str, *words: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
+    """The launcher `local`, which looks for a free port by this function body."""
+    program = f"import os, sys, time\ndef free_port():\n    {body}\nfrom mst_scale import launch\n"
+    program += "from mst_scale.launch import local\nlocal.free_port = free_port\n"
+    program += 'sys.exit(launch.main(["local", *sys.argv[1:]]))\n'
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *words], env=tiny_run.environment(MST_PAUSE="0", **more), cwd=cwd, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def test_a_failing_search_for_a_port_is_a_failure_and_no_usage_error(tmp_path):
+    """Without a port DeepSpeed's runner would end with code 2, which is never tried again."""
+    tools = programs(tmp_path / "bin", deepspeed="touch started; exit 2")
+    words = ["--restarts", "1", str(config(tmp_path))]
+    child = launch_local("raise OSError('no port is free')", *words, cwd=tmp_path, PATH=tools)
     text = child.communicate(timeout=PATIENCE)[0]
     assert child.returncode == 1 and "(1 of 1)" in text and not (tmp_path / "started").exists()
 
@@ -237,10 +295,9 @@ RUN = 'trap "touch asked; exit 0" TERM; touch running; while :; do read -r -t 0.
 
 def test_no_signal_is_lost_before_the_run_has_begun(tmp_path):
     """It comes while a free port is looked for."""
-    tools = programs(
-        tmp_path / "bin", deepspeed=RUN, python="touch looking; until [ -e go ]; do sleep 0.05; done; echo 1234"
-    )
-    child = launch("local.sh", str(config(tmp_path)), cwd=tmp_path, PATH=tools)
+    tools = programs(tmp_path / "bin", deepspeed=RUN)
+    body = "open('looking', 'w')\n    while not os.path.exists('go'): time.sleep(0.05)\n    return 1234"
+    child = launch_local(body, str(config(tmp_path)), cwd=tmp_path, PATH=tools)
     wait_for_file(tmp_path / "looking", child)
     child.send_signal(signal.SIGTERM)
     (tmp_path / "go").touch()
@@ -301,7 +358,7 @@ def test_nodes_that_wait_for_one_that_is_gone_are_stopped(tmp_path, remote):
     words = ["--hostfile", str(hosts), "--launcher", remote, str(config(tmp_path))]
     child = launch("hostfile.sh", *words, cwd=tmp_path, PATH=tools, MST_MEETING="1", MST_PAUSE="60")
     assert child.stdout is not None
-    assert "starts again from its newest whole checkpoint in 60 s" in child.stdout.readline()
+    assert "starts again from its latest complete checkpoint in 60 s" in child.stdout.readline()
     assert (tmp_path / "waiting").exists() and (tmp_path / "stop").exists()
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=PATIENCE)

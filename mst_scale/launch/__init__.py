@@ -1,0 +1,52 @@
+"""Starts runs here, under mpirun, on the machines of a hostfile and under Slurm, and restarts what fails.
+
+The scripts of launchers/ and `mst launch` both call `main`.
+
+local          this machine, through DeepSpeed's launcher
+demo           the demo on two processes of this machine
+mpi            mpirun of OpenMPI or MPICH
+hostfile       the machines of a hostfile, over ssh or pdsh
+node           one machine of such a run, or of a Slurm job
+slurm          submits the job
+slurm_job      what runs inside the job: starts the ranks and requeues the job
+slurm_rank     one task of a Slurm step that starts the ranks of its node
+sweep          methods × seeds, by one of the others, and their table
+command_line   options, and commands written so that a shell reads them back
+environment    the variables, processors and GPUs that ranks get
+placement      whether ranks that share a layer stay on one node
+supervisor     runs the ranks and hands signals on to them
+restarts       starts the run again when it fails
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from mst_scale.comm import exit_code, is_plain, one_line
+from mst_scale.launch.environment import find_python
+
+FOR_USERS = ("local", "slurm", "mpi", "hostfile", "sweep")
+NAMES = (*FOR_USERS, "demo", "node", "slurm_job", "slurm_rank")
+
+
+def main(words: list[str]) -> int:
+    """Run the launcher that the first word names with the other words, and return its exit code."""
+    name, *words = words or [""]
+    try:
+        if name not in NAMES:
+            print(f"mst_scale: there is no launcher {name!r}: choose {', '.join(FOR_USERS)}", file=sys.stderr)
+            return 2
+        find_python()
+        return int(importlib.import_module(f"mst_scale.launch.{name}").main(words))
+    except KeyboardInterrupt:  # nothing has been started yet
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has left
+        return 1
+    except Exception as error:
+        if not is_plain(error):
+            raise
+        print(f"mst_scale: {one_line(error)}", file=sys.stderr)
+        return exit_code(error)

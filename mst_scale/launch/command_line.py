@@ -1,0 +1,85 @@
+"""Reads the options of a launcher, and writes commands so that a shell reads them back."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+
+from mst_scale.config import ready
+from mst_scale.errors import UserError
+
+
+def read_options(
+    words: Sequence[str],
+    help_text: str | None,
+    *,
+    numbers: Mapping[str, int | None] = {},
+    texts: Mapping[str, str | None] = {},
+    lists: Sequence[str] = (),
+    flags: Sequence[str] = (),
+) -> tuple[Namespace, list[str]]:
+    """Read the options in front of CONFIG; what follows it belongs to `mst_scale.pretrain`.
+
+    argparse cannot do this: an option here may take a word that begins with a dash (`--sbatch --qos=long`).
+
+    Args:
+        words: The command line after the launcher's name.
+        help_text: What `--help` prints.
+        numbers: Options that take a number, with their defaults.
+        texts: Options that take a word, with their defaults.
+        lists: Options that take a word and may be repeated.
+        flags: Options without a value.
+
+    Returns:
+        The values by name, and the words from CONFIG on.
+
+    Raises:
+        UserError: An option is unknown, or its value is missing or not a number.
+        SystemExit: Help was asked for.
+    """
+    values: dict[str, object] = {**numbers, **texts, **{name: [] for name in lists}, **dict.fromkeys(flags, False)}
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        name, equals, value = rest.pop(0).partition("=")
+        if name in ("--help", "-h"):
+            print((help_text or "").strip())
+            raise SystemExit(0)
+        if name not in values:
+            raise UserError(f"unknown option {name}: see --help")
+        if name in flags:
+            values[name] = True
+            continue
+        if not equals:
+            value = rest.pop(0) if rest else ""
+        if not value:
+            raise UserError(f"{name} needs a value: see --help")
+        if name in numbers:
+            if not (value.isascii() and value.isdigit()):
+                raise UserError(f"{name} must be a number, not '{value}'")
+            values[name] = int(value)
+        elif name in texts:
+            values[name] = value
+        else:
+            values[name] = [*values[name], value]  # type: ignore[misc]
+    return Namespace(**{name.lstrip("-").replace("-", "_"): value for name, value in values.items()}), rest
+
+
+def split_config(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return CONFIG and the arguments of pretrain, once it is known that there is such a config.
+
+    Everything else that may be wrong with it is reported by pretrain; this is checked before a node is asked for.
+    """
+    if not words or not words[0]:
+        raise UserError("which config? a file, or the name of a ready one, such as demo; see --help")
+    if not os.path.isfile(words[0]) and words[0] not in ready.configs():
+        raise UserError(ready.refusal(words[0]))
+    return words[0], list(words[1:])
+
+
+def quoted(words: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
+    """Return the command, after `env` with these variables, as it could be typed."""
+    if variables:
+        words = ["env", *(f"{name}={value}" for name, value in variables.items()), *words]
+    return shlex.join(words)

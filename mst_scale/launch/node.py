@@ -1,0 +1,69 @@
+"""
+Run a command on one node of a run, and let its ranks save and end when asked. The hostfile and Slurm launchers start
+this on each node; it is of no use by hand.
+
+  bash launchers/node.sh JOB COMMAND…    run it; on SIGTERM and SIGUSR1 the ranks save and end
+  bash launchers/node.sh --stop JOB      the same, from another process of this node
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mst_scale.launch.supervisor import Supervisor, ask_ranks
+
+
+def main(words: list[str]) -> int:
+    """Run the command, or stop those of a job."""
+    if not words or words[0] in ("--help", "-h"):
+        print((__doc__ or "").strip())
+        return 0
+    if words[0] == "--stop":
+        _stop(words[1])
+        return 0
+    return run(words[0], words[1:])
+
+
+def run(job: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
+    """Run a command of a job and return its exit code."""
+    supervisor = Supervisor(ask_ranks)  # before anybody can read the file, or the signal would end us
+    pid_file = _folder() / f"{_prefix(job)}{os.getpid()}.pid"
+    descriptor = os.open(pid_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w") as file:
+        file.write(f"{os.getpid()}\n")
+    try:
+        # Slurm sends a signal to every process of a step. DeepSpeed's launcher would die of SIGUSR1, and its ranks with
+        # it before they have saved; a rank sets a handler of its own.
+        return supervisor.run(command, variables=variables, ignored=(signal.SIGUSR1,))
+    finally:
+        pid_file.unlink(missing_ok=True)
+
+
+def _stop(job: str) -> None:
+    for path in _folder().iterdir():
+        if not (path.name.startswith(_prefix(job)) and path.suffix == ".pid"):
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            # the folder is everybody's: another user's file could name any of our processes
+            if path.is_file() and path.stat().st_uid == os.getuid():
+                pid = path.read_text().strip()
+                try:
+                    if not re.fullmatch("[1-9][0-9]*", pid):
+                        raise ProcessLookupError
+                    os.kill(int(pid), signal.SIGUSR1)
+                except (ProcessLookupError, PermissionError, OverflowError):
+                    path.unlink()
+
+
+def _folder() -> Path:
+    return Path(tempfile.gettempdir())
+
+
+def _prefix(job: str) -> str:
+    return f"mst-{os.getuid()}-{job}."

@@ -1,0 +1,75 @@
+"""Starts a run again when it fails, from its latest complete checkpoint, with longer and longer pauses.
+
+It is not started again where that cannot help: after a usage error, and when it diverges at the same step as before.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from mst_scale.launch.supervisor import Supervisor
+from mst_scale.pretrain.outcome import outcome
+
+RESTARTS = 3  # by default
+LONGEST_PAUSE = 600.0  # seconds
+NOT_RESTARTED = (0, 2, 126, 127)  # done, usage error, a command that cannot be started
+
+
+def keep_running(
+    supervisor: Supervisor, start: Callable[[], int], config: str, arguments: Sequence[str], restarts: int
+) -> int:
+    """Call `start` until the run is finished or asked to stop, or has failed too often.
+
+    The pause before the first restart is MST_PAUSE seconds (10), and twice as long before each next one. A run that
+    lasted for MST_HEALTHY seconds (3600) has used up none of its restarts.
+
+    Args:
+        supervisor: Runs the ranks.
+        start: Runs the ranks once and returns their exit code.
+        config: The experiment.
+        arguments: The other arguments of `mst_scale.pretrain`, which say where run.json lies. The exit code alone does
+            not tell that a run is finished: DeepSpeed's runner ends with 0 when its launcher is killed.
+        restarts: How many restarts there are.
+
+    Returns:
+        The exit code for the launcher.
+    """
+    pause, healthy = (
+        float(os.environ.get(name) or default) for name, default in (("MST_PAUSE", 10), ("MST_HEALTHY", 3600))
+    )
+    argv = ["--deepspeed_config", config, *arguments]
+    attempt = 0
+    while True:
+        began = time.monotonic()
+        os.environ.update(MST_RESTART=str(attempt), MST_START=f"{os.getpid()}-{secrets.token_hex(4)}")
+        code = start()
+        if code == 0 and outcome(code, argv) != "done":
+            _say("the ranks are gone, and run.json does not say that the run is finished")
+            code = 1
+        elif code == 3 and outcome(code, argv) == "stop":
+            _say("the run has diverged at the same step as before; it is not started again")
+            return code
+        if code in NOT_RESTARTED or supervisor.asked_to_stop():
+            return code
+        if time.monotonic() - began >= healthy:
+            attempt = 0
+        if attempt >= restarts:
+            _say(f"the run ended with code {code}, also after {restarts} restarts")
+            return code
+        seconds = min(pause * 2**attempt, LONGEST_PAUSE)
+        attempt += 1
+        _say(
+            f"the run ended with code {code}; it starts again from its latest complete checkpoint in {seconds:g} s "
+            f"({attempt} of {restarts})"
+        )
+        supervisor.pause(seconds)
+        if supervisor.asked_to_stop():
+            return code
+
+
+def _say(message: str) -> None:
+    print(f"mst_scale: {message}", file=sys.stderr, flush=True)

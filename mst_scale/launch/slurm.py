@@ -1,0 +1,95 @@
+"""
+Pretrain under Slurm: submit one job that trains, saves before its time is up or when it is preempted, requeues itself
+and continues until the run is finished.
+
+  mst launch slurm [options] CONFIG [arguments of mst_scale.pretrain]
+  mst launch slurm --nodes 4 --time 24:00:00 --partition a100 gpt3_1.3b --out /shared/runs/1.3b
+
+  CONFIG              a file, or a ready config by name
+  --nodes N           number of nodes (default 1)
+  --gpus-per-node N   GPUs, and ranks, per node (default 8); 0 runs on the CPU, see --ranks-per-node
+  --ranks-per-node N  ranks per node, if not one for each GPU
+  --cpus-per-rank N   cores per rank (default: your cluster's)
+  --time T            time limit of one job, in Slurm's format (default: your cluster's); the run may take many jobs
+  --partition P, --account A, --job-name NAME
+  --log FILE          output of the job (default: slurm-JOB.out in this folder)
+  --grace S           seconds between the warning and the end of a job, enough for one save (default 300)
+  --starter NAME      srun: one task for each rank (default); deepspeed: DeepSpeed's launcher on each node
+  --restarts N        maximum number of restarts within a job after a failure (default 3)
+  --requeues N        maximum number of requeues after that, on other nodes (default 5); preemption does not count
+  --doctor            first check the nodes (mst doctor, on all ranks); a problem ends the job, which is not requeued
+  --sbatch OPTION     one more word for sbatch, repeatable: --sbatch --qos=long
+  --dry-run           show what would be submitted, and what the job would start
+
+The same command continues a run that has ended. launchers/cluster.sh sets the environment. To save now and continue in
+another job: scancel --signal=USR1 JOB. To save and stop: scancel --signal=TERM --batch JOB. To stop at once: scancel
+JOB. In a clone you can also call launchers/slurm.sh.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from mst_scale.errors import UserError
+from mst_scale.launch import slurm_job
+from mst_scale.launch.command_line import quoted, read_options, split_config
+from mst_scale.launch.environment import ROOT, SCRIPTS
+from mst_scale.launch.placement import check_groups
+from mst_scale.launch.restarts import RESTARTS
+
+
+def main(words: list[str]) -> int:
+    """Read the options, and submit the job in place of this process; a dry run returns 0."""
+    options, rest = read_options(
+        words,
+        __doc__,
+        numbers={
+            "--nodes": 1, "--gpus-per-node": 8, "--ranks-per-node": None, "--cpus-per-rank": None, "--grace": 300,
+            "--restarts": RESTARTS, "--requeues": 5,
+        },
+        texts={
+            "--time": None, "--partition": None, "--account": None, "--job-name": None, "--log": "slurm-%j.out",
+            "--starter": "srun",
+        },
+        lists=["--sbatch"],
+        flags=["--doctor", "--dry-run"],
+    )  # fmt: skip
+    config, arguments = split_config(rest)
+    if options.starter not in ("srun", "deepspeed"):
+        raise UserError(f"--starter {options.starter}: choose srun or deepspeed")
+    ranks, cpus = options.ranks_per_node, options.cpus_per_rank
+    ranks = options.gpus_per_node if ranks is None else ranks
+    if ranks == 0:
+        raise UserError("how many ranks on each node? --ranks-per-node N")
+    check_groups(config, [("each node", ranks)], arguments)
+
+    tasks = ranks
+    if options.starter == "deepspeed":
+        tasks, cpus = 1, cpus and cpus * ranks
+    submit = ["sbatch", f"--nodes={options.nodes}", f"--ntasks-per-node={tasks}"]
+    submit += [f"--cpus-per-task={cpus}"] if cpus else []
+    # B: only the job's shell gets the warning, and hands it on; it must live to requeue the job.
+    submit += ["--requeue", "--open-mode=append", f"--output={options.log}", f"--signal=B:USR1@{options.grace}"]
+    for name in ("time", "partition", "account", "job_name"):
+        if (value := getattr(options, name)) is not None:
+            submit.append(f"--{name.replace('_', '-')}={value}")
+    submit += options.sbatch
+    exported = {}
+    if options.gpus_per_node > 0:
+        submit.append(f"--gpus-per-node={options.gpus_per_node}")
+    else:
+        threads = os.environ.get("OMP_NUM_THREADS") or str(options.cpus_per_rank or 1)
+        exported = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
+    if options.doctor:
+        exported["MST_DOCTOR"] = "1"
+    os.environ.update(exported)
+    words = [options.starter, str(ranks), str(options.restarts), str(options.requeues), config, *arguments]
+    submit += [str(SCRIPTS / "slurm_job.sh"), str(ROOT), *words]
+    if options.dry_run:
+        print(quoted(submit, exported))
+        slurm_job.show(slurm_job.Step(options.starter, options.nodes, ranks, cpus), config, arguments)
+        return 0
+    if shutil.which("sbatch") is None:
+        raise UserError("there is no sbatch here: log in where jobs are submitted, or use mst launch hostfile")
+    os.execvp("sbatch", submit)

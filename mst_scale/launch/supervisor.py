@@ -1,0 +1,199 @@
+"""Runs the ranks of a start and hands signals on to them, so that they save and end.
+
+SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask for that; a second SIGINT (Ctrl-C) does not wait any longer. All of them are
+blocked, and taken one by one while this process has nothing to do but wait: none is lost between two lines, and none
+interrupts the handling of another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import psutil
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+NOT_BEGUN = 128 + signal.SIGTERM  # the exit code of a start that was asked to stop before it began
+
+Ask = Callable[[list[int], bool], None]  # process ids of the children, whether they were asked before
+
+
+class Supervisor:
+    """The one who waits for the children of this process.
+
+    Attributes:
+        stopping: The first signal that asked this process to stop, or None.
+    """
+
+    def __init__(self, ask: Ask):
+        """Block the signals from now on.
+
+        Args:
+            ask: Lets the ranks save and end. It is called again every MST_ASK_AGAIN seconds (10): a process that was
+                just being started has heard nothing.
+        """
+        self.stopping: signal.Signals | None = None
+        self._ask = ask
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        # what nohup, or a shell in the background, lets us ignore is ignored
+        self._heard = {one for one in STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN} | {signal.SIGCHLD}
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._heard)
+
+    def asked_to_stop(self) -> bool:
+        """Return whether a signal has come by now."""
+        while self._wait(0):
+            pass
+        return self.stopping is not None
+
+    def run(
+        self,
+        *commands: Sequence[str],
+        variables: Mapping[str, str] | None = None,
+        own_session: bool = False,
+        ignored: tuple[signal.Signals, ...] = (),
+        patience: float | None = None,
+    ) -> int:
+        """Run these commands side by side until all have ended.
+
+        Args:
+            commands: The commands.
+            variables: What they have in their environment beside that of this process.
+            own_session: Whether a Ctrl-C reaches this process alone, and not them too.
+            ignored: Signals that they ignore, as long as they set no handler.
+            patience: Seconds after which the others are asked to end when one has failed.
+
+        Returns:
+            The exit code of the first that failed, or 0. 2 (usage error) and 3 (diverged) come before any other code:
+            they are those of ranks, and tell more than the 1 of ranks that were ended.
+        """
+        if self.asked_to_stop():
+            return NOT_BEGUN
+        environment = {**os.environ, **(variables or {})}
+        again = float(os.environ.get("MST_ASK_AGAIN") or 10)
+        worst, asked, ask_at = 0, False, None
+        try:
+            for command in commands:
+                child = spawn(command, environment, own_session, ignored)
+                self._children[child.pid] = child
+        except OSError as error:
+            print(f"mst_scale: {command[0]} cannot be started: {error.strerror}", file=sys.stderr)
+            worst = 127 if isinstance(error, FileNotFoundError) else 126
+        while self._children:
+            now = time.monotonic()
+            if self.stopping is not None and not asked:
+                ask_at = now
+            if ask_at is not None and now >= ask_at:
+                self._ask(list(self._children), asked or self.stopping is None)
+                asked, ask_at = self.stopping is not None, now + again
+            self._wait(None if ask_at is None else max(0.0, ask_at - time.monotonic()))
+            for pid, child in list(self._children.items()):
+                if child.poll() is not None:
+                    del self._children[pid]
+                    code = child.returncode if child.returncode >= 0 else 128 - child.returncode
+                    if code and (worst == 0 or code in (2, 3)):
+                        worst = code
+                    if code and patience is not None and ask_at is None:
+                        ask_at = time.monotonic() + patience
+        return worst
+
+    def pause(self, seconds: float) -> None:
+        """Wait, but not after a signal to stop."""
+        end = time.monotonic() + seconds
+        while not self.asked_to_stop() and (left := end - time.monotonic()) > 0:
+            self._wait(left)
+
+    def _wait(self, seconds: float | None) -> bool:
+        """Wait for a child to end or a signal to come; return whether one has."""
+        found = signal.sigwaitinfo(self._heard) if seconds is None else signal.sigtimedwait(self._heard, seconds)
+        if found is None:
+            return False
+        if found.si_signo == signal.SIGINT and self.stopping is not None:
+            for child in self._children.values():
+                child.terminate()
+        elif found.si_signo != signal.SIGCHLD and self.stopping is None:
+            self.stopping = signal.Signals(found.si_signo)
+        return True
+
+
+def unblock() -> None:
+    """Take signals again as they come."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
+
+
+def spawn(
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    own_session: bool = False,
+    ignored: tuple[signal.Signals, ...] = (),
+) -> subprocess.Popen[bytes]:
+    """Start a process that reads nothing and whose signals are not blocked."""
+
+    def prepare() -> None:
+        for one in ignored:
+            signal.signal(one, signal.SIG_IGN)
+        unblock()
+
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=own_session,
+        preexec_fn=prepare,  # noqa: PLW1509 - this process has one thread
+    )
+
+
+def output_of(*command: str) -> str:
+    """Return what a short command prints, or nothing if it fails."""
+    with contextlib.suppress(OSError):
+        child = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False, preexec_fn=unblock
+        )
+        return child.stdout if child.returncode == 0 else ""
+    return ""
+
+
+def send(pids: Sequence[int], *signals: signal.Signals) -> None:
+    """Send signals to processes, of which some may be gone."""
+    for pid in pids:
+        for one in signals:
+            with contextlib.suppress(OSError):
+                os.kill(pid, one)
+
+
+def ask_ranks(pids: list[int], again: bool) -> None:
+    """Let the ranks below these processes save and end.
+
+    One that is frozen is woken up for it (SIGCONT). Before there are any ranks, everything below is ended: DeepSpeed's
+    runner alone would leave behind what it has started. A rank that comes meanwhile saves and ends.
+    """
+    below: list[psutil.Process] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            below += psutil.Process(pid).children(recursive=True)
+    ranks = [process.pid for process in below if _is_rank(process)]
+    if ranks or again:
+        send(ranks, signal.SIGUSR1, signal.SIGCONT)
+    else:
+        send([*pids, *(process.pid for process in below)], signal.SIGTERM)
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    try:
+        return "RANK" in process.environ() and "mst_scale.pretrain" in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def forward(one: signal.Signals) -> Ask:
+    """Return an `ask` that sends this signal to the children, which hand it on."""
+
+    def ask(pids: list[int], again: bool) -> None:
+        send(pids, one)
+
+    return ask

@@ -1,0 +1,112 @@
+"""
+Train methods × seeds: the runs of a comparison, one after the other or as jobs, and a table of them.
+
+  mst launch sweep [options] CONFIG [arguments of mst_scale.pretrain]
+  mst launch sweep --methods dense,tiny,static,rigl,mst gpt2_small
+  mst launch sweep --with slurm --with-option --nodes --with-option 2 gpt2_small
+
+  CONFIG            a file, or a ready config by name
+  --methods A,B,…   default: dense,tiny,static,rigl,mst (the paper's table)
+  --seeds 1,2,…     default: 1,2,3,4 (the paper's four)
+  --out DIR         the runs go to DIR/METHOD-SEED (default: runs/sweep)
+  --with LAUNCHER   local (default), hostfile, mpi, or slurm, which submits a job for each run
+  --with-option W   one more word for that launcher, repeatable
+  --table           only print the table of the runs that exist
+  --dry-run         show what would run
+
+Finished runs are skipped, so the same command continues a sweep. A run that fails does not stop the others. On SIGTERM
+or Ctrl-C the current run saves, and the sweep ends. In a clone you can also call launchers/sweep.sh.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mst_scale.errors import UserError
+from mst_scale.launch.command_line import read_options, split_config
+from mst_scale.launch.supervisor import Supervisor, forward
+from mst_scale.runs import run_file
+from mst_scale.runs.run_file import FINISHED
+
+LAUNCHERS = ("local", "hostfile", "mpi", "slurm")
+
+
+def main(words: list[str]) -> int:
+    """Read the options and train; return 1 if a run failed."""
+    options, rest = read_options(
+        words,
+        __doc__,
+        texts={
+            "--methods": "dense,tiny,static,rigl,mst", "--seeds": "1,2,3,4", "--out": "runs/sweep", "--with": "local",
+        },
+        lists=["--with-option"],
+        flags=["--table", "--dry-run"],
+    )  # fmt: skip
+    split_config(rest)
+    launcher = getattr(options, "with").removesuffix(".sh")
+    if launcher not in LAUNCHERS:
+        raise UserError(f"--with {launcher}: choose local, hostfile, mpi or slurm")
+    if not re.fullmatch("[a-z-]+(,[a-z-]+)*", options.methods):
+        raise UserError(f"--methods {options.methods}: write names with commas between")
+    if not re.fullmatch("[0-9]+(,[0-9]+)*", options.seeds):
+        raise UserError(f"--seeds {options.seeds}: write numbers with commas between")
+    methods, seeds, out = options.methods.split(","), options.seeds.split(","), Path(options.out)
+
+    def command(method: str, seed: str, folder: Path) -> list[str]:
+        chosen = ["--dry-run"] if options.dry_run else []
+        of_run = ["--method", method, "--set", f"training.seed={seed}", "--out", str(folder)]
+        return [sys.executable, "-m", "mst_scale.launch", launcher, *chosen, *options.with_option, *rest, *of_run]
+
+    runs = [(method, seed, out / f"{method}-{seed}") for seed in seeds for method in methods]
+    if options.dry_run:
+        codes = (subprocess.run(command(*run), check=False).returncode for run in runs)
+        return next((code for code in codes if code), 0)
+    supervisor = Supervisor(forward(signal.SIGTERM))  # the launcher below lets its run save
+    failures = 0
+    for method, seed, folder in [] if options.table else runs:
+        if supervisor.asked_to_stop():
+            break
+        if _is_finished(folder):
+            print(f"{folder} is finished", flush=True)
+            continue
+        print(folder, flush=True)
+        if supervisor.run(command(method, seed, folder)) and not supervisor.asked_to_stop():
+            failures += 1
+    if supervisor.stopping:
+        print("the sweep was asked to stop: the same command continues")
+    _print_table(out, methods, seeds)
+    if failures:
+        print(f"mst_scale: {failures} runs failed: the same command tries them again", file=sys.stderr)
+    return int(failures > 0)
+
+
+def _is_finished(folder: Path) -> bool:
+    return any(start.get("how") == FINISHED for start in run_file.read(folder / "run.json").get("starts", []))
+
+
+def _print_table(out: Path, methods: list[str], seeds: list[str]) -> None:
+    """Print the last validation loss and share of FLOPs of each method, as a mean over its seeds."""
+    print(f"{'method':<14}{'runs':>5}{'validation loss':>18}{'± over seeds':>14}{'FLOPs':>8}")
+    for method in methods:
+        rows = [row for seed in seeds if (row := _last_validated(out / f"{method}-{seed}" / "metrics.jsonl"))]
+        loss = spread = share = "–"
+        if rows:
+            loss = f"{statistics.mean(row['val_loss'] for row in rows):.4f}"
+            share = f"{statistics.mean(row['flops'] / row['flops_dense'] for row in rows):.2f}"
+        if len(rows) > 1:
+            spread = f"{statistics.stdev(row['val_loss'] for row in rows):.4f}"
+        print(f"{method:<14}{len(rows):>5}{loss:>18}{spread:>14}{share:>8}")
+
+
+def _last_validated(metrics: Path) -> dict[str, Any] | None:
+    """Return the last row with a validation loss; a line that is still being written is left out."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return next((row for row in reversed(rows) if row.get("val_loss") is not None), None)

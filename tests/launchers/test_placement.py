@@ -1,0 +1,44 @@
+"""Whether tensor-parallel groups stay inside their nodes, which the launchers check before anything runs."""
+
+import contextlib
+
+import pytest
+
+from mst_scale.errors import UserError
+from mst_scale.launch.placement import check_groups, overrides
+
+
+def groups_of(size: object) -> list[str]:
+    return ["--set", f"tensor_parallel.autotp_size={size}"]
+
+
+@pytest.mark.parametrize(
+    ("size", "nodes", "named"),
+    [
+        (1, {"a": 3}, None),
+        (4, {"a": 8, "b": 4}, None),
+        (8, {"a": 4}, "--set tensor_parallel.autotp_size=4"),
+        (4, {"a": 8, "b": 6}, "the 6 processes of b are not whole groups"),
+        (4, {"a": 3}, "--set tensor_parallel.autotp_size=1"),
+        ("many", {"a": 3}, None),  # pretrain reports it
+    ],
+)
+def test_whole_groups_on_every_node(size, nodes, named):
+    with contextlib.nullcontext() if named is None else pytest.raises(UserError, match=named):
+        check_groups("demo", nodes.items(), groups_of(size))
+
+
+def test_a_node_may_have_several_lines():
+    check_groups("demo", [("a", 2), ("a", 2)], groups_of(4))
+    with pytest.raises(UserError):
+        check_groups("demo", [("a", 2), ("b", 2)], groups_of(4))
+
+
+def test_another_order_of_ranks_is_rejected_for_groups_only():
+    check_groups("demo", [("a", 2)], groups_of(1), "--map-by")
+    with pytest.raises(UserError, match="leave --map-by out"):
+        check_groups("demo", [("a", 2)], groups_of(2), "--map-by")
+
+
+def test_overrides_are_read_as_pretrain_reads_them():
+    assert overrides(["--out", "x", "--set", "a=1", "--set=b=2"]) == ["a=1", "b=2"]
