@@ -20,9 +20,9 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from mst_scale.sparse_linear.tiles import gradient_tiles, product_tiles, sum_warps
 
 from mst_scale.comm.parser import Parser
-from mst_scale.sparse_linear.tiles import gradient_tiles, product_tiles, sum_warps
 
 from .ahead import KIB, TARGETS, Built, Target, build
 from .page import Row, grid, outputs, tell

@@ -21,12 +21,12 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from mst_scale.sparse_linear.mkl import MKLIndex
 
 from mst_scale.comm.parser import Parser, at_least
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear import cpp, crossovers
 from mst_scale.sparse_linear.measuring import Layer, crossover
-from mst_scale.sparse_linear.mkl import MKLIndex
 
 from . import linear_cuda
 from .machine import machine

@@ -15,11 +15,11 @@ from mst_scale import _deprecated
 
 if TYPE_CHECKING:
     from mst_scale.checkpoints.warm_start import warm_start
-    from mst_scale.doors.integrate import integrate
     from mst_scale.engine.api import initialize
     from mst_scale.engine.load_weights import load_weights
     from mst_scale.engine.types import MST, Engine
     from mst_scale.hugging_face.merge_adapters import merge_adapters
+    from mst_scale.integrations.integrate import integrate
     from mst_scale.runs.recording import record
 
 __version__ = "0.1.0"
@@ -31,7 +31,7 @@ _WHERE = {
     "MST": "engine.types",
     "Engine": "engine.types",
     "initialize": "engine.api",
-    "integrate": "doors.integrate",
+    "integrate": "integrations.integrate",
     "load_weights": "engine.load_weights",
     "merge_adapters": "hugging_face.merge_adapters",
     "record": "runs.recording",

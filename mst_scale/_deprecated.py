@@ -15,7 +15,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-MOVED: dict[str, str] = {"mst_scale.distributed": "mst_scale.comm"}
+MOVED: dict[str, str] = {
+    "mst_scale.distributed": "mst_scale.comm",
+    "mst_scale.doors": "mst_scale.integrations",
+}
 RENAMED: dict[tuple[str, str], str] = {("mst_scale.comm", "Sizes"): "ParallelDims"}
 CONFIG_KEYS: dict[str, str] = {}  # dotted path of the old key -> of the new one
 FLAGS: dict[str, str] = {}  # --old -> --new, in every command that has --new

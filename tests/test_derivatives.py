@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mst_scale.sparse_linear.mkl import MKLIndex
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -29,7 +30,6 @@ from mst_scale.methods.baselines.n_of_m import kept_both_ways, kept_of, soft_thr
 from mst_scale.methods.baselines.top_kast import largest
 from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.sparse_linear import Product, SparseLayers, cpp, semi_structured
-from mst_scale.sparse_linear.mkl import MKLIndex
 from mst_scale.sparse_linear.narrow import NarrowIndex
 from mst_scale.tensor_parallel import copied, summed
 from tests.support.triton_interpreter import interpret

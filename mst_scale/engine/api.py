@@ -26,7 +26,7 @@ from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import SelfAttention
 
 zero_shards.check_versions()
-_deepspeeds_own = deepspeed.initialize  # before anybody puts another in its place (doors.integrate)
+_deepspeeds_own = deepspeed.initialize  # before anybody puts another in its place (integrations.integrate)
 
 READ = ("steps", "seed")  # of the block `training`
 FIRST = ("args", "model", "optimizer", "model_parameters")

@@ -16,10 +16,10 @@ from mst_scale.benchmarks.gpu_parts import GROUPS, PARTS, correctness, speed
 from mst_scale.benchmarks.gpu_parts.book import Book
 from mst_scale.benchmarks.gpu_parts.page import page
 from mst_scale.benchmarks.gpu_parts.part import Where
+from mst_scale.sparse_linear.tiles import gradient_tiles, product_tiles
 
 from mst_scale.benchmarks import attention, gpu_day
 from mst_scale.hybrid_sparse_attention import tiles
-from mst_scale.sparse_linear.tiles import gradient_tiles, product_tiles
 from tests.support import triton_interpreter
 
 TINY = """

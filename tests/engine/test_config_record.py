@@ -11,11 +11,11 @@ from mst_scale.checkpoints import open_masks
 from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
 from mst_scale.errors import UserError
-from tests.doors.opened import Words, opened
-from tests.doors.opened import deepspeed_config as trainer_config
-from tests.doors.opened import model as transformer
-from tests.doors.test_trainer import arguments as trainer_arguments
 from tests.engine.test_changed_weights import warned
+from tests.integrations.integrated import Words, opened
+from tests.integrations.integrated import deepspeed_config as trainer_config
+from tests.integrations.integrated import model as transformer
+from tests.integrations.test_trainer import arguments as trainer_arguments
 from tests.support import pool
 from tests.support.toy_engine import mst_config, train
 from tests.support.toys import deepspeed_config, toy

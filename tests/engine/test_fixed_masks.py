@@ -11,8 +11,8 @@ import mst_scale
 from mst_scale.checkpoints import open_masks
 from mst_scale.cli import main
 from mst_scale.config import load
-from tests.doors.opened import Words, deepspeed_config, digests, model, opened
-from tests.doors.test_trainer import arguments
+from tests.integrations.integrated import Words, deepspeed_config, digests, model, opened
+from tests.integrations.test_trainer import arguments
 from tests.support import pool
 from tests.support.toy_engine import STAGES
 from tests.support.toys import deepspeed_config as toy_config

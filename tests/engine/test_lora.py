@@ -13,10 +13,10 @@ from mst_scale.engine.adapters import adapters_of, base_name
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.zero_shards import grad_norm
-from tests.doors.opened import Words, digests, opened
-from tests.doors.opened import deepspeed_config as trainer_config
-from tests.doors.opened import model as transformer
-from tests.doors.test_trainer import arguments
+from tests.integrations.integrated import Words, digests, opened
+from tests.integrations.integrated import deepspeed_config as trainer_config
+from tests.integrations.integrated import model as transformer
+from tests.integrations.test_trainer import arguments
 from tests.support import pool
 from tests.support.toy_engine import STAGES, full
 from tests.support.toys import deepspeed_config

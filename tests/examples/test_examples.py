@@ -125,7 +125,7 @@ def of_lightning(rank, world, name, folder):
     """On the stand-in for a GPU that the strategies ask for."""
     import importlib
 
-    from tests.doors.opened import closing
+    from tests.integrations.integrated import closing
     from tests.support.lightning_on_cpu import accelerator
 
     sys.path.insert(0, str(EXAMPLES))

@@ -5,10 +5,10 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from mst_scale.sparse_linear.mkl import MKLIndex
 
 from mst_scale.sparse_linear import cpp, cpu
 from mst_scale.sparse_linear.definition import definition
-from mst_scale.sparse_linear.mkl import MKLIndex
 
 BACKENDS = {"compiled": cpp.CompiledIndex, "mkl": MKLIndex}
 # A sum of n products in precision eps is off by at most n·eps times the sum of their sizes: a random walk, so √n·eps in

@@ -8,9 +8,9 @@ import torch
 import mst_scale
 from mst_scale.cli import main
 from mst_scale.config import load
-from mst_scale.doors.trainer import _logged
 from mst_scale.errors import UserError
-from tests.doors.opened import Words, deepspeed_config, digests, model, opened
+from mst_scale.integrations.trainer import _logged
+from tests.integrations.integrated import Words, deepspeed_config, digests, model, opened
 from tests.support import pool
 from tests.support.toy_engine import STAGES
 

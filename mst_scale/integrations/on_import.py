@@ -1,4 +1,4 @@
-"""Calls back when a module is imported, at once if it is already: nobody pays for a framework that is not used."""
+"""Calls a function when a module is imported, so that unused frameworks are never imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
-    """`call(module)` once it has been executed."""
+    """Call `call(module)` after the module has been imported; immediately if it already is."""
     if name in sys.modules:
         call(sys.modules[name])
     else:
@@ -20,7 +20,7 @@ def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the others do, and lets its loader call back."""
+    """Finds one module as the other finders do, and calls the function after its execution."""
 
     def __init__(self, name: str, call: Callable[[ModuleType], None]):
         self.name, self.call = name, call

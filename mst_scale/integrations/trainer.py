@@ -1,7 +1,7 @@
-"""Opens transformers' Trainer: it tells how long it trains, and logs what sparse training does.
+"""Integrates with transformers' Trainer: reads its number of steps, and logs sparsity and FLOPs.
 
-Two places of transformers.trainer change: `Trainer.train` gets our callback, and refuses to train without DeepSpeed;
-`deepspeed_init` tells the number of steps before the engine is made.
+Two functions of transformers.trainer are wrapped: `Trainer.train` gets our callback, and is rejected without DeepSpeed;
+`deepspeed_init` passes on the number of steps before the engine is created.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ from mst_scale.runs.record import Row
 from mst_scale.sparsity_variation import PHASES
 
 if TYPE_CHECKING:
-    from mst_scale.doors.integrate import Door
+    from mst_scale.integrations.integrate import Integration
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a Trainer says of the engine it is about to make."""
+class Request:
+    """The settings of a Trainer for the engine that it is about to create."""
 
     steps: int
     seed: int
     out: Path
     shows: bool
-    """Whether there is no bar of its own that moves."""
+    """Whether to print progress, because Trainer has no progress bar of its own."""
 
 
-def open_door(module: Any, door: Door) -> None:
-    """`module` is transformers.trainer."""
+def install(module: Any, integration: Integration) -> None:
+    """Wrap the two functions of `module`, which is transformers.trainer."""
     train, init = module.Trainer.train, module.deepspeed_init
 
     @functools.wraps(train)
     def with_callback(trainer: Any, *given: Any, **named: Any) -> Any:
         if not trainer.is_deepspeed_enabled:
             raise SharedMistake(
-                "integrate() was called and this Trainer runs without DeepSpeed, so nothing would be sparse: give "
-                "TrainingArguments deepspeed=CONFIG, a file with an mst block, or leave integrate() out"
+                "integrate() was called, but this Trainer runs without DeepSpeed, so nothing would be sparse: set "
+                "deepspeed=CONFIG in TrainingArguments, a file with an mst block, or remove integrate()"
             )
         callbacks = trainer.callback_handler.callbacks
         if not any(isinstance(one, SparseTraining) for one in callbacks):
-            callbacks.insert(0, SparseTraining(door, trainer))  # ahead of those that write the logs
+            callbacks.insert(0, SparseTraining(integration, trainer))  # ahead of those that write the logs
         return train(trainer, *given, **named)
 
     @functools.wraps(init)
     def with_length(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
         if not inference:
-            _refuse_lone_ranks(trainer.accelerator)
+            _validate_ranks(trainer.accelerator)
             args, config = trainer.args, trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
-            door.trainer = Asked(num_training_steps, args.seed, Path(args.output_dir), bool(args.disable_tqdm))
+            integration.trainer = Request(num_training_steps, args.seed, Path(args.output_dir), bool(args.disable_tqdm))
             if (config.get("training") or {}).get("steps") == "auto":
-                del config["training"]["steps"]  # Accelerate refuses an "auto" that it does not know
+                del config["training"]["steps"]  # Accelerate rejects an "auto" that it does not know
         return init(trainer, num_training_steps, inference)
 
     module.Trainer.train, module.deepspeed_init = with_callback, with_length
 
 
-def _refuse_lone_ranks(accelerator: Any) -> None:
-    """On CPUs Accelerate does not look at the launcher's ranks: each would take all of the data."""
+def _validate_ranks(accelerator: Any) -> None:
+    """Reject several ranks of which Accelerate sees one, as on CPUs: each would train on all of the data."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if accelerator.num_processes != ranks:
         raise SharedMistake(
@@ -74,13 +74,13 @@ def _refuse_lone_ranks(accelerator: Any) -> None:
 
 
 class SparseTraining(TrainerCallback):
-    """Adds `mst/…` to what Trainer logs, shows it beside its bar, and keeps `metrics.jsonl` in its output folder."""
+    """Adds `mst/…` to the logs and the progress bar of Trainer, and writes `metrics.jsonl` into its output folder."""
 
-    def __init__(self, door: Door, trainer: Any):
-        self.door, self.trainer = door, trainer
+    def __init__(self, integration: Integration, trainer: Any):
+        self.integration, self.trainer = integration, trainer
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:
-        recording = self.door.recording
+        recording = self.integration.recording
         if recording is None or recording.record is None or logs is None:
             return
         if "loss" in logs:
@@ -89,22 +89,24 @@ class SparseTraining(TrainerCallback):
             ours = _logged(row)
             logs |= ours
             state.log_history[-1] |= ours
-            self._beside_the_bar(row)
-        elif "eval_loss" in logs and recording.mst.step == recording.step:  # else the best checkpoint is back
+            self._show_in_bar(row)
+        elif (
+            "eval_loss" in logs and recording.mst.step == recording.step
+        ):  # otherwise Trainer has loaded its best checkpoint
             recording.note(val_loss=float(logs["eval_loss"]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        recording = self.door.recording
+        recording = self.integration.recording
         if recording is not None and recording.record is not None:
             row = recording.newest or recording.row()
             recording.close()
             saved = f"FLOPs ÷{row['reduction']:.2f}, {_saved(row)}"
             logger.info("%d steps: %s; its figures: mst report %s", row["step"], saved, recording.out)
 
-    def _beside_the_bar(self, row: Row) -> None:
+    def _show_in_bar(self, row: Row) -> None:
         for callback in self.trainer.callback_handler.callbacks:
             if bar := getattr(callback, "training_bar", None):
-                bar.set_postfix_str(_in_words(row), refresh=False)
+                bar.set_postfix_str(_describe(row), refresh=False)
 
 
 def _logged(row: Row) -> dict[str, float]:
@@ -118,7 +120,7 @@ def _logged(row: Row) -> dict[str, float]:
     }
 
 
-def _in_words(row: Row) -> str:
+def _describe(row: Row) -> str:
     return f"{row['phase']}, {row['sparsity']:.0%} sparse, FLOPs ÷{row['reduction']:.2f}, {_saved(row)}"
 
 

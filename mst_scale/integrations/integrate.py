@@ -1,8 +1,8 @@
-"""`mst_scale.integrate()`: one line, after which `deepspeed.initialize` makes engines that train sparsely.
+"""Replaces `deepspeed.initialize` by one that creates sparse engines: `mst_scale.integrate()`.
 
-Trainer, Accelerate, Lightning and Fabric look `deepspeed.initialize` up when they call it, as most scripts do; so what
-stands there then decides. An engine whose config has an `mst` block or a recipe is ours; one without, or one that does
-not train, is DeepSpeed's, unchanged.
+Trainer, Accelerate, Lightning and Fabric look up `deepspeed.initialize` when they call it, as most scripts do. A config
+with an `mst` block or a recipe then gets an engine that trains sparsely; one without them, or an engine that does not
+train, is created by DeepSpeed, unchanged.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import deepspeed
 
 from mst_scale.comm import SharedMistake, exits, logger, speak
 from mst_scale.config import BLOCKS
-from mst_scale.doors import accelerate
-from mst_scale.doors.length import with_length
-from mst_scale.doors.on_import import when_imported
 from mst_scale.engine import api
 from mst_scale.errors import UserError
+from mst_scale.integrations import accelerate
+from mst_scale.integrations.length import with_length
+from mst_scale.integrations.on_import import when_imported
 from mst_scale.runs.recording import Recording
 
 
-class Door:
-    """What stands in the place of `deepspeed.initialize`."""
+class Integration:
+    """Takes the place of `deepspeed.initialize` in this process."""
 
     def __init__(self, mst: dict[str, Any] | None, steps: int | None):
         self.mst, self.steps = mst, steps
         self.plain = deepspeed.initialize
-        self.trainer: Any = None  # a word of doors.trainer about the engine that is made next
-        self.made: weakref.ref[Any] | None = None  # the newest sparse engine
-        self.recorded: weakref.ref[Recording] | None = None  # the newest, where it is Trainer's
-        self.told_dense = False
+        self.trainer: Any = None  # what integrations.trainer says about the next engine
+        self.made: weakref.ref[Any] | None = None  # the latest sparse engine
+        self.recorded: weakref.ref[Recording] | None = None  # its recording, if Trainer made it
+        self.warned_dense = False
         self.failed = False  # the program ends with an error
 
     def initialize(
@@ -52,8 +52,8 @@ class Door:
         config_params: Any = None,
         **others: Any,
     ) -> Any:
-        """`deepspeed.initialize`, its arguments in its order."""
-        if more:  # what that order gives a name
+        """Create an engine; the arguments and results are those of `deepspeed.initialize`."""
+        if more:  # positional arguments beyond the fourth
             given = inspect.signature(self.plain).bind(args, model, optimizer, model_parameters, *more).arguments
             named = {key: value for key, value in given.items() if key not in api.FIRST}
             stated = {"config": config, "config_params": config_params}
@@ -65,16 +65,16 @@ class Door:
         if raw is not None and self.mst is not None and "recipe" not in raw:
             raw = {"mst": self.mst, **raw}
         if raw is None or raw.keys().isdisjoint(("mst", "recipe")) or not trains:
-            if trains and not self.told_dense:
+            if trains and not self.warned_dense:
                 why = "is no dict and no JSON file" if raw is None else "has no mst block and no recipe"
                 logger.warning("deepspeed.initialize: the config %s, so this engine trains dense", why)
-                self.told_dense = True
+                self.warned_dense = True
             if raw is not None and stated is not None and not trains:  # an engine for evaluation, say
                 config, config_params = _without_ours(raw), None
             return self.plain(
                 args, model, optimizer, model_parameters, config=config, config_params=config_params, **others
             )
-        self._refuse_second(model)
+        self._validate_single_model(model)
         asked, self.trainer = self.trainer, None
         raw = with_length(raw, model, self.steps, asked.steps if asked else None)
         if asked and asked.seed is not None:
@@ -92,32 +92,38 @@ class Door:
 
     @property
     def recording(self) -> Recording | None:
+        """The recording of the latest sparse engine, if Trainer made it."""
         return None if self.recorded is None else self.recorded()
 
-    def _refuse_second(self, model: Any) -> None:
-        """One model after the other is fine (a search over hyperparameters); two side by side are a mistake, for one
-        of them is a reference or a teacher. DeepSpeed never lets go of an engine, so its steps tell."""
+    def _validate_single_model(self, model: Any) -> None:
+        """Reject a second model before the first has taken a step: one of them would be a reference or a teacher.
+
+        One model after the other is fine (a search over hyperparameters). DeepSpeed never frees an engine, so only its
+        steps show whether it is still used.
+        """
         engine = self.made() if self.made is not None else None
         if engine is None or engine.module is model:
             return
         if engine.mst.step == 0:
             raise SharedMistake(
-                "a second model comes to deepspeed.initialize with an mst block before the first has taken a step, and "
-                "integrate() makes one sparse: give the other (a reference, a teacher) a config without mst, or call "
-                "mst_scale.initialize for both"
+                "deepspeed.initialize was called for a second model with an mst block before the first has taken a step. "
+                "integrate() makes one model sparse: give the other one (a reference, a teacher) a config without mst, "
+                "or call mst_scale.initialize for both"
             )
-        logger.warning("another model becomes sparse in this process, after %d steps of the first", engine.mst.step)
+        logger.warning(
+            "a second model is trained sparsely in this process, after %d steps of the first", engine.mst.step
+        )
 
-    def tell_if_unused(self) -> None:
-        """At the end of the program."""
-        if self.made is None and not self.told_dense and not self.failed:
+    def warn_if_unused(self) -> None:
+        """Warn at the end of the program if no engine was created."""
+        if self.made is None and not self.warned_dense and not self.failed:
             logger.warning(
-                "integrate() was called and no engine came of it: deepspeed.initialize was not called, or under a name "
-                "that was imported before (from deepspeed import initialize)"
+                "integrate() was called, but no engine was created through it: deepspeed.initialize was not called, or it was "
+                "imported before (from deepspeed import initialize)"
             )
 
 
-_door: Door | None = None
+_installed: Integration | None = None
 
 
 def integrate(mst: dict[str, Any] | None = None, steps: int | None = None) -> None:
@@ -130,50 +136,50 @@ def integrate(mst: dict[str, Any] | None = None, steps: int | None = None) -> No
     Raises:
         UserError: `integrate` was called before with other arguments, or `mst` is not a dict.
     """
-    global _door  # noqa: PLW0603  (deepspeed.initialize is one for the whole process, and so is what stands there)
+    global _installed  # noqa: PLW0603  (deepspeed.initialize is one for the whole process)
     speak()
-    if _door is not None:
-        if (mst, steps) != (_door.mst, _door.steps):
+    if _installed is not None:
+        if (mst, steps) != (_installed.mst, _installed.steps):
             raise SharedMistake("integrate() was called before, with other arguments: call it once")
-        logger.warning("integrate() was called before: once is enough")
+        logger.warning("integrate() was called twice with the same arguments: one call is enough")
         return
     if mst is not None and not isinstance(mst, dict):
         raise SharedMistake(f'integrate(mst=…) is the mst block, such as {{"method": "mst"}}, not {mst!r}')
-    door = Door(mst, steps)
-    _door = door
+    integration = Integration(mst, steps)
+    _installed = integration
 
-    @functools.wraps(door.plain)
+    @functools.wraps(integration.plain)
     def initialize(*given: Any, **named: Any) -> Any:
-        return door.initialize(*given, **named)
+        return integration.initialize(*given, **named)
 
     deepspeed.initialize = initialize
-    when_imported("accelerate.state", accelerate.open_door)
-    when_imported("transformers.trainer", lambda module: _open_trainer(module, door))
-    atexit.register(door.tell_if_unused)
-    _say_mistakes_in_one_line(door)
+    when_imported("accelerate.state", accelerate.install)
+    when_imported("transformers.trainer", lambda module: _install_trainer(module, integration))
+    atexit.register(integration.warn_if_unused)
+    _print_usage_errors_in_one_line(integration)
 
 
-def _open_trainer(module: Any, door: Door) -> None:
-    from mst_scale.doors import trainer  # imports transformers
+def _install_trainer(module: Any, integration: Integration) -> None:
+    from mst_scale.integrations import trainer  # imports transformers
 
-    trainer.open_door(module, door)
+    trainer.install(module, integration)
 
 
 def _read(given: Any) -> dict[str, Any] | None:
-    """A config as a dict of our own; None where it is not one that could hold our blocks."""
+    """Return a copy of the config as a dict; None if it cannot contain our blocks."""
     if isinstance(given, dict):
         return dict(given)
     if isinstance(given, str | Path) and Path(given).is_file():
         try:
             found = json.loads(Path(given).read_text())
-        except ValueError:  # DeepSpeed says what is wrong with it
+        except ValueError:  # DeepSpeed reports what is wrong with it
             return None
         return found if isinstance(found, dict) else None
     return None
 
 
 def _look_like_an_optimizer(engine: Any) -> None:
-    """Fabric's optimizer.step() calls engine.step() only where the engine has these, and goes past it otherwise."""
+    """Add what Fabric looks for: without these attributes, its optimizer.step() bypasses engine.step()."""
     for name in ("param_groups", "defaults", "state"):
         if not hasattr(engine, name):
             setattr(engine, name, getattr(engine.optimizer, name, {}))
@@ -183,14 +189,16 @@ def _without_ours(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in (*BLOCKS, "recipe")}
 
 
-def _say_mistakes_in_one_line(door: Door) -> None:
-    """A mistake that we refuse ends the program with one line on one rank, and all of its ranks."""
+def _print_usage_errors_in_one_line(integration: Integration) -> None:
+    """Let a UserError end all ranks of the program with one line on one of them."""
     before = sys.excepthook
 
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
-        door.failed = True
+        integration.failed = True
         if isinstance(error, UserError) and not hasattr(sys, "ps1"):
-            if isinstance(sys.stderr, io.StringIO):  # torch's hook collects what ours says, to say it once we return
+            if isinstance(
+                sys.stderr, io.StringIO
+            ):  # torch's hook collects what ours prints, to print it when ours returns
                 sys.stderr = sys.__stderr__
             exits.end(error, alike=True)
         before(kind, error, trace)

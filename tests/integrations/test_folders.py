@@ -15,8 +15,8 @@ from mst_scale.errors import UserError
 from mst_scale.evaluation.models import open_model
 from mst_scale.hugging_face.export import export
 from mst_scale.report.reading import Reader
-from tests.doors.opened import Words, deepspeed_config, model, opened
-from tests.doors.test_trainer import arguments
+from tests.integrations.integrated import Words, deepspeed_config, model, opened
+from tests.integrations.test_trainer import arguments
 from tests.support import pool
 
 STEPS = 12

@@ -1,4 +1,4 @@
-"""Opens `mst_scale.integrate()`'s door for one test, and closes it: in a program it stays open to the end."""
+"""Calls `mst_scale.integrate()` for one test and undoes it; in a program it holds to the end."""
 
 import atexit
 import contextlib
@@ -18,22 +18,22 @@ def forget():
 
 @contextlib.contextmanager
 def opened(**given):
-    """An open door; two ranks on a CPU are seen by Accelerate."""
+    """Integrate with a framework; Accelerate sees two ranks on a CPU."""
     with closing():
         import mst_scale
-        from mst_scale.doors import integrate
+        from mst_scale.integrations import integrate
 
         mst_scale.integrate(**given)
-        yield integrate._door
+        yield integrate._installed
 
 
 @contextlib.contextmanager
 def closing():
-    """A door that is opened inside is closed at the end, and what Accelerate keeps for a process is forgotten."""
+    """Undo an integration inside, and what Accelerate keeps for a process."""
     import deepspeed
     import transformers.trainer
 
-    from mst_scale.doors import integrate
+    from mst_scale.integrations import integrate
     from tests.support.accelerate_on_cpu import see_ranks
 
     module = transformers.trainer
@@ -43,8 +43,8 @@ def closing():
     try:
         yield
     finally:
-        atexit.unregister(integrate._door.tell_if_unused)
-        integrate._door = None
+        atexit.unregister(integrate._installed.warn_if_unused)
+        integrate._installed = None
         deepspeed.initialize, sys.excepthook, module.Trainer.train, module.deepspeed_init = before
         forget()
 

@@ -14,8 +14,8 @@ def rank_of_trainer(environment, folder, kill_at, resume):
     torch.set_num_threads(1)
     from transformers import TrainerCallback
 
-    from tests.doors.opened import opened
-    from tests.doors.test_trainer import flat, trained, whole_state
+    from tests.integrations.integrated import opened
+    from tests.integrations.test_trainer import flat, trained, whole_state
 
     class Kill(TrainerCallback):
         def on_step_end(self, args, state, control, **others):

@@ -8,7 +8,7 @@ import torch
 import mst_scale
 from mst_scale.checkpoints.reshape import reshape
 from mst_scale.errors import UserError
-from tests.doors.opened import digests, opened
+from tests.integrations.integrated import digests, opened
 from tests.support import pool
 from tests.support.lightning_on_cpu import accelerator
 from tests.support.toys import toy, toy_batch

@@ -13,23 +13,23 @@ from typing import Any
 from mst_scale.comm import SharedMistake
 
 
-def open_door(module: Any) -> None:
-    """`module` is accelerate.state."""
+def install(module: Any) -> None:
+    """Wrap `PartialState.__init__` of `module`, which is accelerate.state."""
     state = module.PartialState
     begin = state.__init__
-    if getattr(begin, "refuses_cpu_processes", False):
+    if getattr(begin, "rejects_cpu_processes", False):
         return
 
     @functools.wraps(begin)
     def with_check(self: Any, cpu: bool = False, **more: Any) -> None:
-        _refuse_cpu_processes(state, cpu)
+        _validate_processes(state, cpu)
         begin(self, cpu, **more)
 
-    with_check.refuses_cpu_processes = True  # type: ignore[attr-defined]
+    with_check.rejects_cpu_processes = True  # type: ignore[attr-defined]
     state.__init__ = with_check
 
 
-def _refuse_cpu_processes(state: Any, cpu: bool) -> None:
+def _validate_processes(state: Any, cpu: bool) -> None:
     """Called before Accelerate makes its process group, in which the processes would wait."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     of_launcher = int(os.environ.get("LOCAL_RANK", "-1")) != -1

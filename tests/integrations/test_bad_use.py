@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import mst_scale
-from tests.doors.opened import Words, deepspeed_config, model, opened
-from tests.doors.test_trainer import arguments
+from tests.integrations.integrated import Words, deepspeed_config, model, opened
+from tests.integrations.test_trainer import arguments
 from tests.support import pool, tiny_run
 from tests.support.toys import toy, toy_batch
 
@@ -115,9 +115,9 @@ def stays_deepspeeds(rank, world):
     import deepspeed
 
     losses = []
-    for door in (False, True):
+    for integrated in (False, True):
         torch.manual_seed(1)
-        with opened() if door else torch.enable_grad():
+        with opened() if integrated else torch.enable_grad():
             engine = deepspeed.initialize(model=toy(), config=PLAIN)[0]
             for step in range(3):
                 loss = engine(*toy_batch(step, rank))
@@ -125,7 +125,7 @@ def stays_deepspeeds(rank, world):
                 engine.step()
                 losses.append(float(loss.detach()))
             looks = hasattr(engine, "mst")
-            if door:
+            if integrated:
                 no_training = {key: value for key, value in SPARSE.items() if key != "optimizer"}
                 looks |= hasattr(deepspeed.initialize(model=toy(), config=no_training)[0], "mst")
     return losses[:3] == losses[3:], looks
@@ -193,7 +193,7 @@ def test_several_cpu_processes_are_refused_before_they_wait_for_each_other(tmp_p
     assert "2 processes were started on CPUs" in line
 
 
-def test_a_mistake_in_a_script_is_one_line_and_an_unused_door_is_told():
+def test_a_mistake_in_a_script_is_one_line_and_an_unused_integration_is_warned_of():
     config = str(SPARSE | {"mst": {"method": "rigl", "sparsity": {"max": 7}}})
     call = f"deepspeed.initialize(model=torch.nn.Linear(4, 4), config={config})"
     # torch puts a hook of its own before ours where its process group is made after integrate()

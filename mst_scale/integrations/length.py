@@ -1,9 +1,9 @@
-"""Finds how many optimizer steps a run takes, where its config leaves that to others.
+"""Finds the number of optimizer steps of a run whose config does not state it.
 
-`"training": {"steps": N}` says it; missing or "auto" means, in this order:
+`"training": {"steps": N}` states it; if it is missing or "auto", these are asked in this order:
 
     integrate(steps=N)
-    Trainer's max_steps, or what its epochs come to
+    Trainer's max_steps, or the number of steps of its epochs
     DeepSpeed's scheduler, "scheduler": {"params": {"total_num_steps": N}}, which Accelerate fills in too
     Lightning's trainer.estimated_stepping_batches
 """
@@ -17,16 +17,23 @@ from mst_scale.comm import logger
 AUTO = (None, "auto")
 
 
-def with_length(config: dict[str, Any], model: Any, told: int | None, asked: int | None) -> dict[str, Any]:
-    """The config with training.steps; `told` by integrate(), `asked` for by Trainer. Without it where nobody knows."""
+def with_length(config: dict[str, Any], model: Any, given: int | None, of_trainer: int | None) -> dict[str, Any]:
+    """Return the config with training.steps, if anything states it.
+
+    Args:
+        config: The config.
+        model: The model, which Lightning may have attached its trainer to.
+        given: The argument of integrate().
+        of_trainer: The number of steps of transformers' Trainer.
+    """
     training = dict(config.get("training") or {})
     stated = training.pop("steps", None)
-    known = next((steps for steps in (told, asked, _of_scheduler(config), _of_lightning(model)) if steps), None)
+    known = next((steps for steps in (given, of_trainer, _of_scheduler(config), _of_lightning(model)) if steps), None)
     if stated not in AUTO:
         if known is not None and known != stated:
             logger.warning(
-                "training.steps is %s and the loop takes %d optimizer steps: the phases are those of a run of %s; "
-                '"auto" would follow the loop',
+                "training.steps is %s but the loop takes %d optimizer steps: phases are planned for a run of %s steps; set it "
+                'to "auto" to follow the loop',
                 stated,
                 known,
                 stated,
