@@ -106,8 +106,8 @@ class Integration:
             return
         if engine.mst.step == 0:
             raise SharedMistake(
-                "deepspeed.initialize was called for a second model with an mst block before the first has taken a step. "
-                "integrate() makes one model sparse: give the other one (a reference, a teacher) a config without mst, "
+                "deepspeed.initialize was called for a second model with an mst block before the first has taken a "
+                "step. integrate() makes one model sparse: give the other one (a reference, a teacher) a config without mst, "
                 "or call mst_scale.initialize for both"
             )
         logger.warning(
@@ -118,8 +118,8 @@ class Integration:
         """Warn at the end of the program if no engine was created."""
         if self.made is None and not self.warned_dense and not self.failed:
             logger.warning(
-                "integrate() was called, but no engine was created through it: deepspeed.initialize was not called, or it was "
-                "imported before (from deepspeed import initialize)"
+                "integrate() was called, but no engine was created through it: deepspeed.initialize was not called, or it "
+                "was imported before (from deepspeed import initialize)"
             )
 
 
