@@ -118,8 +118,8 @@ class Integration:
         """Warn at the end of the program if no engine was created."""
         if self.made is None and not self.warned_dense and not self.failed:
             logger.warning(
-                "integrate() was called, but no engine was created through it: deepspeed.initialize was not called, or it "
-                "was imported before (from deepspeed import initialize)"
+                "integrate() was called, but no engine was created through it: deepspeed.initialize was not called, or "
+                "it was imported before (from deepspeed import initialize)"
             )
 
 

@@ -32,7 +32,7 @@ def with_length(config: dict[str, Any], model: Any, given: int | None, of_traine
     if stated not in AUTO:
         if known is not None and known != stated:
             logger.warning(
-                "training.steps is %s but the loop takes %d optimizer steps: phases are planned for a run of %s steps; set "
+                "training.steps is %s but the loop takes %d optimizer steps: phases are planned for a run of %s; set "
                 'it to "auto" to follow the loop',
                 stated,
                 known,
