@@ -41,20 +41,20 @@ from mst_scale.mixed_growing.exchange import Exchange
 from mst_scale.mixed_growing.policies import Policy
 from mst_scale.pretrain.start import main
 from mst_scale.randomness import counter_hash
+from mst_scale.validation import Field, StrictFloat, block
 from mst_scale.zero_shards import named_parameters
 
 NAME = "channels"
 SCATTERED = 0.5  # of the living weights, where single weights take over
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class Options:
-    weights_from: float = 1.0
-    """The share of the run after which single weights live and die, no longer channels."""
+    """Options of the method."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.weights_from <= 1:
-            raise UserError(f"mst.options.weights_from must lie in (0, 1], not {self.weights_from}")
+    weights_from: StrictFloat = Field(
+        1.0, gt=0, le=1, description="Share of the run after which single weights are pruned and grown, not channels."
+    )
 
 
 METHOD = Method(

@@ -9,8 +9,9 @@ import os
 from pathlib import Path
 
 from mst_scale.config.blocks import Experiment, ModelConfig
-from mst_scale.config.load import parse, read
+from mst_scale.config.load import read
 from mst_scale.errors import UserError
+from mst_scale.validation import parse
 
 OPTION = "--from"
 

@@ -15,7 +15,8 @@ from mst_scale import shipped
 
 def configs() -> dict[str, Path]:
     """The ready ones by name."""
-    return {path.stem: path for path in sorted(shipped.folder("ds_configs").glob("*.json"))}
+    files = sorted(shipped.folder("ds_configs").glob("*.json"))
+    return {path.stem: path for path in files if path.suffixes != [".schema", ".json"]}
 
 
 def config_file(name: str | Path) -> Path:

@@ -17,7 +17,7 @@ from mst_scale import zero_shards
 from mst_scale.compiled.first_use import announced
 from mst_scale.config import RECIPES, Experiment, load, overridden_in_recipe, read, states
 from mst_scale.config.parallel import KEYS, refuse_in_pipeline, sizes_of
-from mst_scale.config.support import precision_of, refuse_unsupported
+from mst_scale.config.support import check_supported, precision_of
 from mst_scale.distributed import complete_environment, logger, speak, under_mpi
 from mst_scale.engine.config_record import ConfigRecord
 from mst_scale.engine.controller import Controller
@@ -69,7 +69,7 @@ def initialize(
     _require_length(configs[0], experiment)
     _refuse_growth(configs[0], experiment)
     unread = _refuse_two_schedules(configs[0], experiment, others)
-    notes = [*refuse_unsupported(experiment.deepspeed, experiment.mst), *unread]
+    notes = [*check_supported(experiment.deepspeed, experiment.mst), *unread]
     zero_shards.refuse_precision(precision_of(experiment.deepspeed))
     _refuse_unread_sizes(model, experiment, others)
     if isinstance(model, deepspeed.PipelineModule):

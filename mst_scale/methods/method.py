@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mst_scale.sparsity_variation import DURATIONS
+from mst_scale.validation import block
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -75,9 +76,9 @@ class WeightFunction(ABC):
         return 1.0
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class NoOptions:
-    """Of a method that has none."""
+    """Options of a method that has none."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Method:
     model: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the `model` block that it replaces."""
     options: type[Any] = NoOptions
-    """A frozen dataclass: the keys of `mst.options`."""
+    """The keys of `mst.options`: a class made with `validation.block`, or a frozen dataclass."""
     function: type[Any] | None = None
     """A WeightFunction, made with the options."""
     growth: type[Any] | None = None

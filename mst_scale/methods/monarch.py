@@ -12,24 +12,25 @@ schedule turns dense, their product takes their place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mst_scale.errors import UserError
 from mst_scale.methods.method import NO_HEAD, Method, WeightFunction, then_dense
+from mst_scale.validation import MILLION, Field, StrictInt, block
 
 if TYPE_CHECKING:  # tables count it without torch
     from torch import Tensor, dtype
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class Options:
-    blocks: int = 4
-    """b; the largest number up to it that divides both sides."""
+    """Options of method `monarch`."""
 
-    def __post_init__(self) -> None:
-        if self.blocks < 2:
-            raise UserError(f"mst.options.blocks must be at least 2, not {self.blocks}")
+    blocks: StrictInt = Field(
+        4,
+        ge=2,
+        le=MILLION,
+        description="b: number of blocks; a matrix takes the largest number up to it that divides both sides.",
+    )
 
 
 class Monarch(WeightFunction):

@@ -13,12 +13,12 @@ paper's. Its sparse attention is not part of this.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from mst_scale.errors import UserError
 from mst_scale.methods.method import NO_HEAD, Method, WeightFunction, then_dense
+from mst_scale.validation import MILLION, Field, StrictInt, block
 
 if TYPE_CHECKING:  # tables count it without torch
     from torch import Tensor, dtype
@@ -28,18 +28,24 @@ DENSE_STRIDES = 2  # up to so many, a group of block rows holds three of four bl
 SMALLEST, FEWEST = 4, 8  # side of a block; blocks along the shorter side of a matrix
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class Options:
-    block: int = 32
-    """Their side; halved where it does not divide a matrix's, or fewer than 8 would stand side by side."""
-    strides: int = 2
-    """How many of the butterfly's strides, the smallest first."""
+    """Options of method `pixelfly`."""
+
+    block: StrictInt = Field(
+        32,
+        ge=SMALLEST,
+        le=MILLION,
+        description="Side of a block, a power of two; halved for matrices that it does not divide or that would have "
+        "fewer than 8 blocks side by side.",
+    )
+    strides: StrictInt = Field(
+        2, ge=0, le=MILLION, description="Number of strides of the butterfly, the smallest first."
+    )
 
     def __post_init__(self) -> None:
-        if self.block < SMALLEST or self.block & (self.block - 1):
-            raise UserError(f"mst.options.block must be a power of two from 4 on, not {self.block}")
-        if self.strides < 0:
-            raise UserError(f"mst.options.strides must be at least 0, not {self.strides}")
+        if self.block & (self.block - 1):
+            raise UserError(f"mst.options.block must be a power of two, not {self.block}")
 
 
 @cache

@@ -6,25 +6,18 @@ policy may lie over it: set `mst.sparsity` and `mst.topology` as for that policy
 what they are.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from mst_scale.errors import UserError
 from mst_scale.methods.method import ALL, NO_HEAD, NO_HSA, Method, WeightFunction
+from mst_scale.validation import Field, StrictFloat, block
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class Options:
-    alpha: float = 2.0
-    floor: float = 1e-3
-    """Of |θ|^(α−1) in the gradient."""
+    """Options of method `powerprop`."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.floor <= 1:
-            raise UserError(f"mst.options.floor must lie in (0, 1], not {self.floor}")
-        if not 1 <= self.alpha <= 8:
-            raise UserError(f"mst.options.alpha must lie in [1, 8], not {self.alpha}")
+    alpha: StrictFloat = Field(2.0, ge=1, le=8, description="α: a weight is θ·|θ|^(α−1).")
+    floor: StrictFloat = Field(1e-3, gt=0, le=1, description="Least |θ|^(α−1) in the gradient.")
 
 
 class Power(WeightFunction):

@@ -8,9 +8,8 @@ weights go on, as in Hu et al. 2024 (arXiv 2404.01847).
 """
 
 import itertools
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,16 +17,18 @@ from torch import Tensor
 from mst_scale.errors import UserError
 from mst_scale.methods.method import NO_HEAD, Method, WeightFunction, constant
 from mst_scale.sparse_linear import semi_structured
+from mst_scale.validation import MILLION, Field, StrictBool, StrictFloat, StrictInt, ZeroOr, block
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class NOfM:
     """Options of every method that keeps n of m."""
 
-    n: int = 2
-    m: int = 4
-    products: Literal["dense", "semi-structured"] = "dense"
-    """By which a layer multiplies: F.linear, or 2 of 4 by CUDA's sparse tensor cores."""
+    n: StrictInt = Field(2, le=MILLION, description="n: weights kept of every m.")
+    m: StrictInt = Field(4, le=MILLION, description="m: consecutive weights of which n are kept.")
+    products: Literal["dense", "semi-structured"] = Field(
+        "dense", description="How a layer multiplies: F.linear, or CUDA's sparse tensor cores (2 of 4 only)."
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.n < self.m:
@@ -39,16 +40,19 @@ class NOfM:
             raise UserError(f"mst.options.{name} is there for 2 of 4, not for {self.n} of {self.m}")
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class Options(NOfM):
-    decay: float = 2e-4
-    """λ; the paper's, for SGD. With Adam 6e-6 is what Hu et al. take for GPT-2."""
-    transposable: bool = False
+    """Options of method `sr-ste`."""
+
+    decay: Annotated[StrictFloat, ZeroOr(1e-12, 100, "none")] = Field(
+        2e-4,
+        description="λ: decay of the weights that are left out. The default is the paper's, for SGD; for GPT-2 with "
+        "Adam Hu et al. use 6e-6.",
+    )
+    transposable: StrictBool = Field(False, description="Keep n of m along columns too (2 of 4 only).")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.decay < 0:
-            raise UserError(f"mst.options.decay must be at least 0, not {self.decay}")
         self.needs_two_of_four("transposable", self.transposable)
 
 

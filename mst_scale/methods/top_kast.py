@@ -9,28 +9,25 @@ The sets are chosen anew for every forward pass; the paper finds that every 100 
 lower index.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from mst_scale.errors import UserError
 from mst_scale.methods.method import ALL, NO_HEAD, Method, WeightFunction, constant, largest
+from mst_scale.validation import Field, StrictFloat, ZeroOr, block
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class Options:
-    extra: float = 0.1
-    """M: the share of weights that are tried beside those that are used."""
-    penalty: float = 1e-4
-    """λ."""
+    """Options of method `top-kast`."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.extra <= 1:
-            raise UserError(f"mst.options.extra is a share of the weights, not {self.extra}")
-        if self.penalty < 0:
-            raise UserError(f"mst.options.penalty must be at least 0, not {self.penalty}")
+    extra: StrictFloat = Field(
+        0.1, ge=0, le=1, description="M: fraction of the weights that are trained in addition to those that are used."
+    )
+    penalty: Annotated[StrictFloat, ZeroOr(1e-12, 100, "none")] = Field(
+        1e-4, description="λ: strength of the penalty on weights."
+    )
 
 
 class Sets(torch.autograd.Function):
