@@ -15,7 +15,7 @@ from mst_scale.config.deepspeed import (
     peak_learning_rate,
     stage_of,
 )
-from mst_scale.config.parallel import refuse_untried
+from mst_scale.config.parallel import check_parallel
 from mst_scale.config.support import check_supported
 from mst_scale.distributed import shown
 from mst_scale.errors import UserError
@@ -58,7 +58,7 @@ def check(experiment: Experiment) -> None:
             f"model.dropout = {experiment.model.dropout} does not work with sparse attention: set it to 0, or "
             'mst.attention.pattern to "dense"'
         )
-    refuse_untried(experiment)
+    check_parallel(experiment)
     peak_learning_rate(ds)
     if experiment.treats_masked_apart:
         _check_separate_groups(experiment)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from mst_scale.validation import keys_of
 
 _DOCS = Path(__file__).parents[2] / "docs"
 _TABLE = re.compile(r"(<!-- keys: (\S+) -->\n).*?(<!-- end -->)", re.S)
-_SHARES = (14, 70)  # defaults that are shares of the paper's 140,000 steps are written as fractions
+_SHARES = (14, 70)  # denominators of defaults that are shares of the paper's run
 
 _SUPPORT = """# Compatibility with DeepSpeed
 
@@ -81,8 +80,9 @@ def defaults(cls: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _format_default(value: Any) -> str:
+    """As JSON; a share of the paper's 140,000 steps as a fraction."""
     for whole in _SHARES:
-        if isinstance(value, float) and 0 < value < 1 and Fraction(value).limit_denominator(whole).denominator == whole:
+        if isinstance(value, float) and len(repr(value)) > 10 and round(value * whole) / whole == value:
             return f"{round(value * whole)}/{whole}"
     return json.dumps(value)
 

@@ -157,12 +157,12 @@ def check_supported(deepspeed: Mapping[str, Any], mst: MSTConfig) -> list[str]:
         row, here = row_of(key, value, stage, precision), f"{key} = {json.dumps(value, default=str)}"
         if row is None or row.status == "untested":
             said = f"{here} has not been tested with sparse training"
-            reason = f" ({row.remark.rstrip('.')})" if row is not None else _format_near(key)
+            reason = f" ({_format_clause(row)})" if row is not None else _format_near(key)
             if key not in allowed:
                 raise UserError(f"{said}{reason}: {_format_risk(key, allowed)}")
             notes.append(f"{said}; mst.allow_unclassified accepts it")
         elif row.status == "rejected":
-            raise UserError(f"{here} does not work with sparse training: {row.remark.rstrip('.')}: {row.fix}")
+            raise UserError(f"{here} does not work with sparse training: {_format_clause(row)}: {row.fix}")
         elif row.log:
             notes.append(f"{key}: {row.remark}")
     return notes
@@ -177,6 +177,12 @@ def _check_muon_at_stage_3(deepspeed: Mapping[str, Any]) -> None:
             'optimizer.type = "Muon" works at stage 3 without reduce-scatter only: add "zero_optimization": '
             '{"reduce_scatter": false}, or use stage 2'
         )
+
+
+def _format_clause(row: Row) -> str:
+    """The remark within a sentence; names such as DeepSpeed keep their capital."""
+    first, space, rest = row.remark.rstrip(".").partition(" ")
+    return f"{first.lower() if first[1:].islower() else first}{space}{rest}"
 
 
 def _format_near(key: str) -> str:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mst_scale import zero_shards
 from mst_scale.compiled.first_use import announced
 from mst_scale.config import RECIPES, Experiment, load, overridden_in_recipe, read, states
-from mst_scale.config.parallel import KEYS, refuse_in_pipeline, sizes_of
+from mst_scale.config.parallel import KEYS, check_pipeline, sizes_of
 from mst_scale.config.support import check_supported, precision_of
 from mst_scale.distributed import complete_environment, logger, speak, under_mpi
 from mst_scale.engine.config_record import ConfigRecord
@@ -73,7 +73,7 @@ def initialize(
     zero_shards.refuse_precision(precision_of(experiment.deepspeed))
     _refuse_unread_sizes(model, experiment, others)
     if isinstance(model, deepspeed.PipelineModule):
-        refuse_in_pipeline(experiment.deepspeed)
+        check_pipeline(experiment.deepspeed)
     if not experiment.mst.stays_dense or experiment.mst.function is not None:
         zero_shards.refuse_arguments(model, **others)
     speak()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mst_scale import zero_shards
 from mst_scale.config import Experiment
-from mst_scale.config.parallel import why_not_method
+from mst_scale.config.parallel import describe_method_conflict
 from mst_scale.distributed import Sizes
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
@@ -83,7 +83,7 @@ class WeightFunctions:
         self.targets = choose_targets(engine.module, mst.targets)
         self.shapes = {name: tuple(zero_shards.shape_of(p)) for name, p in self.targets.items()}
         cut = Sizes(tensor=zero_shards.tensor_slices(engine), pipeline=zero_shards.stage_count(engine))
-        if (reason := why_not_method(mst, cut)) is not None:
+        if (reason := describe_method_conflict(mst, cut)) is not None:
             raise UserError(reason)
         if zero_shards.uses_muon(engine):
             raise UserError(f"method {self.method} trains what lies behind weights, and Muon needs these: use AdamW")

@@ -152,7 +152,7 @@ WEIGHTS_ALONE = ("Adamax", "Rprop")
 
 def trained_by(rank: int, world: int, stage: int, name: str) -> list[str]:
     config, model = mst_config(stage, world, steps=LENGTH), toy()
-    config["zero_allow_untested_optimizer"] = True
+    config["zero_allow_unclassified_optimizer"] = True
     given, (kind, arguments) = {}, OPTIMIZERS[name]
     if stage != 0 or kind == "AdamW":  # by that name a config means DeepSpeed's own
         del config["optimizer"]
@@ -242,7 +242,7 @@ REFUSED = [
     (zero(stage=2, zenflow={"topk_ratio": 0.1}), "zenflow"),
     (zero(stage=3, zero_hpz_partition_size=2), "set it to 1"),
     (zero(stage=3, zero_quantized_gradients=True), 'CUDA only.*"allow_unclassified": \\["zero_optimization.zero_quant'),
-    (zero(stage=3, mics_shard_size=2), "Removed from DeepSpeed"),
+    (zero(stage=3, mics_shard_size=2), "removed from DeepSpeed"),
     (zero(stage=1, round_robin_gradients=True), "round_robin_gradients = true .* set it to false"),
     (zero(stage=1, compute_grad_norm=False), "compute_grad_norm = false .* set it to true"),
     (zero(stage=2, cpu_offload=True), "write offload_optimizer"),
@@ -265,10 +265,10 @@ REFUSED = [
     ({"optimizer": {"type": "Muon", "params": {"per_head_muon": True}}}, "set it to false"),
     ({"optimizer": {"type": "lion"}}, "CUDA only"),
     ({"optimizer": {"type": "Sophia"}}, "has not been tested"),
-    ({"optimizer": {"type": "AdamW", "legacy_fusion": True}}, "without the hooks"),
+    ({"optimizer": {"type": "AdamW", "legacy_fusion": True}}, "hooks"),
     ({"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}}, "tokens"),
     ({"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}}, "loader of your own"),
-    ({"curriculum_learning": {"enabled": True}}, "Removed from DeepSpeed"),
+    ({"curriculum_learning": {"enabled": True}}, "removed from DeepSpeed"),
     ({"activation_checkpointing": {"partition_activations": True}}, "recomputes"),
     ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint.writer"),
     ({"checkpoint": {"use_node_local_storage": True}}, "one folder"),
@@ -344,7 +344,7 @@ def test_a_pipeline_is_refused_before_deepspeed_builds_anything(monkeypatch):
     monkeypatch.setattr("mst_scale.engine.api._deepspeeds_own", with_signature_of(deepspeed.initialize))
     stage = object.__new__(deepspeed.PipelineModule)
     torch.nn.Module.__init__(stage)
-    with pytest.raises(ValueError, match="stage = 2 does not go with a pipeline"):
+    with pytest.raises(ValueError, match=r"zero_optimization\.stage = 2"):
         mst_scale.initialize(model=stage, model_parameters=[], config=mst_config(2, 2))
 
 
