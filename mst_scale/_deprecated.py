@@ -1,8 +1,8 @@
 """Names of version 0.1 that keep working in 0.2, each with a warning; 0.3 drops this file.
 
 `MOVED` maps a module's old path to its new one: importing the old path warns and gives the names of the new module.
-`RENAMED` maps (new module, old name) to the new name. `CONFIG_KEYS` and `FLAGS` are read by the config loader and by
-the command lines.
+`RENAMED` maps (new module, old name) to the new name. `CONFIG_KEYS` and `CONFIG_VALUES` are read by
+`config.renamed`, `FLAGS` by the command lines.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ MOVED: dict[str, str] = {
 }
 RENAMED: dict[tuple[str, str], str] = {("mst_scale.comm", "Sizes"): "ParallelDims"}
 CONFIG_KEYS: dict[str, str] = {}  # dotted path of the old key -> of the new one
+CONFIG_VALUES: dict[tuple[str, str], str] = {}  # (dotted path of the key as it is called now, old value) -> new value
 FLAGS: dict[str, str] = {}  # --old -> --new, in every command that has --new
 
 

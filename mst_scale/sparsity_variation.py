@@ -30,9 +30,7 @@ from functools import cached_property
 from typing import Literal, Protocol
 
 from mst_scale.errors import UserError
-
-Duration = int | float
-"""Steps if int, share of the run if float."""
+from mst_scale.validation import Duration, Field, StrictFloat, StrictInt, block
 
 DEFAULT_INTERVAL = 100  # the paper's Δ_t
 PHASES = ("warmup", "ultra", "restore", "dense")  # in this order a phase's number is the same for every method
@@ -234,7 +232,7 @@ DURATIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
+@block("mst.sparsity")
 class SparsityConfig:
     """The block `mst.sparsity`: how sparse, when; and how a global sparsity is spread over layers.
 
@@ -249,28 +247,31 @@ class SparsityConfig:
     acdc        dense T_W, then ultra and dense in turns of `turn` steps within T_U, then ultra
     """
 
-    variation: Literal["dense", "sparse", "sd", "dsd", "gd", "sv", "gmp", "acdc"] = "sv"
-    max: float = 0.96
-    warmup: Duration = 1 / 14  # of the paper's 140,000 steps: 10,000
-    ultra: Duration = 10 / 14
-    restore: Duration = 1 / 14
-    stages: int = 5
-    turn: Duration = 1 / 14  # acdc: the length of its sparse and dense phases
-    start: Duration = 0  # gmp: the length of the dense phase before the warm-up
-    warmup_moves: Literal["continuous", "staged"] = "continuous"
-    restore_moves: Literal["continuous", "staged"] = "staged"
-    distribution: Literal["erdos-renyi", "erk", "uniform"] = "erdos-renyi"
-    initial: Literal["magnitude", "random"] = "random"  # the first topology of runs that start sparse
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.max < 1.0:
-            raise UserError(f"mst.sparsity.max must lie in [0, 1), not {self.max}")
-        if self.stages < 1:
-            raise UserError(f"mst.sparsity.stages must be at least 1, not {self.stages}")
-        for name in ("warmup", "ultra", "restore", "turn", "start"):
-            value = getattr(self, name)
-            if value < 0 or (isinstance(value, float) and value > 1):
-                raise UserError(f"mst.sparsity.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
+    variation: Literal["dense", "sparse", "sd", "dsd", "gd", "sv", "gmp", "acdc"] = Field(
+        "sv", description="Phases of the run, in order ([methods.md](methods.md))."
+    )
+    max: StrictFloat = Field(
+        0.96, ge=0, lt=1, description="S_M: largest sparsity, as a fraction of the target weights."
+    )
+    warmup: Duration = Field(1 / 14, description="Duration from dense to sparse, along a cubic.")
+    ultra: Duration = Field(10 / 14, description="Duration at sparsity `max`.")
+    restore: Duration = Field(1 / 14, description="Duration from sparse to dense.")
+    stages: StrictInt = Field(5, ge=1, le=1000, description="Number of stages of a staged phase.")
+    turn: Duration = Field(1 / 14, description="`acdc`: duration of each of its sparse and dense phases.")
+    start: Duration = Field(0, description="`gmp`: duration of the dense phase before the warm-up.")
+    warmup_moves: Literal["continuous", "staged"] = Field(
+        "continuous", description="Whether the warm-up moves at every topology step or in stages."
+    )
+    restore_moves: Literal["continuous", "staged"] = Field(
+        "staged", description="Whether restoration moves at every topology step or in stages."
+    )
+    distribution: Literal["erdos-renyi", "erk", "uniform"] = Field(
+        "erdos-renyi", description="How the sparsity is distributed over layers."
+    )
+    initial: Literal["magnitude", "random"] = Field(
+        "random",
+        description="First masks of a run that starts sparse; `magnitude` keeps the largest of trained weights.",
+    )
 
     def schedule(self, total_steps: int, moves: Moves) -> Schedule:
         """The schedule of a run of `total_steps`: phase ends are rounded, and a phase that was asked for

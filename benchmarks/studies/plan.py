@@ -45,6 +45,9 @@ WITHOUT_EFFECT = {  # on the loss
     "data": ("dir",),
     "": ("tensorboard", "steps_per_print"),
 }
+# Digests use the names that keys and values had when the runs were recorded: (block, key now) -> key then.
+KEYS_THEN: dict[tuple[str, ...], str] = {}
+VALUES_THEN = {("mst", "topology", "grown_moments"): {"active_mean": "living"}}
 DEFAULTS: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
 ORDERS = ("flops", "variants")
 EVALUATIONS = 4  # points on the curve of a run
@@ -196,8 +199,9 @@ class Job:
 
     @property
     def trunk(self) -> str:
-        """The digest of the dense run without decay that it branches off, which is the same for every length."""
-        return digest_of(replace(self.experiment, training=replace(self.experiment.training, steps=10**9, decay=0)))
+        """The digest of that run, whatever its length."""
+        endless = to_dict(replace(self.experiment, training=replace(self.experiment.training, decay=0)))
+        return _digest_of({**endless, "training": {**endless["training"], "steps": 10**9}})
 
     @property
     def updates(self) -> int:
@@ -380,8 +384,11 @@ def _of_length(experiment: Experiment, steps: int) -> Experiment:
 
 
 def digest_of(experiment: Experiment) -> str:
-    """The digest that identifies a run: of everything in its config that can change its loss."""
-    content = json.loads(json.dumps(to_dict(experiment)))
+    return _digest_of(to_dict(experiment))
+
+
+def _digest_of(resolved: dict[str, Any]) -> str:
+    content = json.loads(json.dumps(resolved))
     training = content["training"]
     for name in ("warmup", "decay"):
         training[name] = in_steps(training[name], training["steps"])
@@ -391,12 +398,23 @@ def digest_of(experiment: Experiment) -> str:
         for key in keys:
             (content[block] if block else content).pop(key, None)
     for block, kind in DEFAULTS.items():
-        content[block] = _difference(content[block], asdict(kind()))
+        content[block] = _as_then(_difference(content[block], asdict(kind())), (block,))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:FIRST_LETTERS]
 
 
+def _as_then(found: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """A block under the names with which runs were recorded."""
+    old = {}
+    for key, value in found.items():
+        here = (*path, key)
+        known = VALUES_THEN.get(here, {})
+        now = _as_then(value, here) if isinstance(value, dict) else known.get(value, value) if known else value
+        old[KEYS_THEN.get(here, key)] = now
+    return old
+
+
 def _difference(found: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """The keys that differ from the defaults, block by block."""
+    """What differs from the defaults, block by block."""
     kept: dict[str, Any] = {}
     for key, value in found.items():
         usual = default.get(key)

@@ -4,6 +4,7 @@ store         atomic folders, digested and sealed; which is the newest whole one
 model_config  the configuration of a transformers model, for export and evaluation
 mask_files    masks at rest, written and read beside DeepSpeed's own files
 mask_state    the masks of a run on this rank, with all that a checkpoint keeps about them
+schedules     the schedule in mask files, as JSON
 open_masks    masks as a file that other tools read and write
 multiplied    the weights that layers multiply with, where a method makes them a function of what is stored
 mask_report   what a checkpoint's masks are like (mst inspect)

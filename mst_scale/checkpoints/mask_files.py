@@ -14,7 +14,6 @@ name. The files hold no pickles, so that `mst inspect` runs nothing that a check
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import json
@@ -27,12 +26,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from mst_scale.checkpoints import schedules
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing.masks import StoredMask
 from mst_scale.shard import Cut, Shard
-from mst_scale.sparsity_variation import Phase, Schedule
 
 FOLDER = "mst"
 FORMAT = "mst_scale masks 1"
@@ -82,7 +81,7 @@ def describe(
         "phase": str(point.phase),
         "target_sparsity": state.sparsity if state.given else point.sparsity,
         "seed": state.seed,
-        "schedule": _in_the_files_words(state.schedule),
+        "schedule": schedules.to_json(state.schedule),
         "granularity": state.granularity,
         "files": files,
         "names": list(digests),
@@ -192,14 +191,14 @@ def _fitting(checkpoint: Path, state: MaskState, saved: Mapping[str, Any] | None
         raise UserError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
     before = {"granularity": "element", **found.head}  # files from before there were blocks do not say
     same = {
-        "schedule": _same_course(before["schedule"], state.schedule, int(found.head["step"])),
+        "schedule": schedules.is_same_until(before["schedule"], state.schedule, int(found.head["step"])),
         "seed": before["seed"] == state.seed,
         "granularity": before["granularity"] == state.granularity,
     }
-    course, step = _schedule_in(before["schedule"]), int(found.head["step"])
+    course, step = schedules.from_json(before["schedule"]), int(found.head["step"])
     if not same["schedule"] and course is not None:
         with_its_interval = replace(state.schedule, interval=course.interval)
-        if _same_course(before["schedule"], with_its_interval, step):
+        if schedules.is_same_until(before["schedule"], with_its_interval, step):
             raise UserError(
                 f"{checkpoint} was trained with a topology step every {course.interval} steps, and this run would have "
                 f"one every {state.schedule.interval}: set mst.topology.interval to {course.interval}"
@@ -211,53 +210,6 @@ def _fitting(checkpoint: Path, state: MaskState, saved: Mapping[str, Any] | None
                 "block as they were, or go on dense with --method dense"
             )
     return found
-
-
-def _in_the_files_words(schedule: Schedule) -> str:
-    """A schedule as text, in the words of version 0.1.0 whatever its classes are called now: phases were pieces, and
-    the run's end was said twice."""
-    text = str(schedule).replace("phases=", "pieces=").replace("Phase(name=", "Piece(phase=")
-    return f"{text[:-1]}, update_until={schedule.total_steps})"
-
-
-def _same_course(words: str, schedule: Schedule, step: int) -> bool:
-    """Whether masks of `step`, made by the schedule in these words, are those of ours: a longer run may be the same up
-    to there. What is due at the next step is prepared before it."""
-    if words == _in_the_files_words(schedule):
-        return True
-    before = _schedule_in(words)
-    return before is not None and before.parts_from(schedule, step + 1) is None
-
-
-def _schedule_in(words: str) -> Schedule | None:
-    """The reverse of `_in_the_files_words`; None where the words are none of ours."""
-    try:
-        values = {k.arg: k.value for k in ast.parse(words, mode="eval").body.keywords}  # type: ignore[attr-defined]
-        pieces = [[ast.literal_eval(k.value) for k in piece.keywords] for piece in values.pop("pieces").elts]
-        del values["update_until"]
-        schedule = Schedule(
-            phases=tuple(Phase(*piece) for piece in pieces), **{k: ast.literal_eval(v) for k, v in values.items()}
-        )
-    except (SyntaxError, ValueError, TypeError, AttributeError, KeyError, RecursionError, MemoryError):
-        return None  # ast reports what is nested too deep as MemoryError
-    return schedule if _is_sound(schedule) else None
-
-
-def _is_sound(schedule: Schedule) -> bool:
-    """Whether a schedule read from a file has the types of one, and phases that cover the run without gaps."""
-    if not isinstance(schedule.cosine_bounds, tuple):
-        return False
-    whole = [schedule.total_steps, schedule.interval, *schedule.cosine_bounds]
-    whole += [number for phase in schedule.phases for number in (phase.start, phase.stop, phase.stages)]
-    shares = (schedule.max_sparsity, schedule.update_fraction, schedule.update_decay)
-    if not all(type(number) is int and number >= 0 for number in whole) or schedule.interval == 0:
-        return False
-    if not all(type(share) in (int, float) and 0 <= share <= 1 for share in shares):
-        return False
-    ends = [0, *(phase.stop for phase in schedule.phases)]
-    joined = all(before == phase.start < phase.stop for before, phase in zip(ends, schedule.phases, strict=False))
-    named = all(phase.name in ("warmup", "ultra", "restore", "dense") for phase in schedule.phases)
-    return joined and named and 0 < ends[-1] == schedule.total_steps
 
 
 def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:

@@ -152,7 +152,7 @@ def report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> d
 
 def grown(experiment: Experiment, sequences: int) -> dict[str, Any] | None:
     """What a grown model has cost before its first step; its figures are missing where no smaller run is named."""
-    from mst_scale.config.growth import refuse
+    from mst_scale.config.growth import check_growth
     from mst_scale.costs.grown import before
 
     mst = experiment.mst
@@ -160,7 +160,7 @@ def grown(experiment: Experiment, sequences: int) -> dict[str, Any] | None:
         return None
     if mst.grow_from is None:
         return {"from": None, "steps": mst.growth.steps}
-    refuse(experiment, begun=False)
+    check_growth(experiment, begun=False)
     cost = before(experiment, sequences)
     told = {"run": cost.run, "growth": cost.growth, "total": cost.total}
     return {"from": str(cost.checkpoint), "step": cost.step, "steps": mst.growth.steps, **told}

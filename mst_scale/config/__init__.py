@@ -1,14 +1,16 @@
 """Reads the JSON file of an experiment: a DeepSpeed config with four blocks of ours.
 
 load          a file → an experiment; ready: the file that a name means
-blocks        the four blocks; method and targets: those inside `mst`
+blocks        the blocks model, data and training; method: the block mst
+deepspeed     DeepSpeed's keys that are validated; the batch, the precision and the stage of a config
 presets       model shapes and recipes by name
-limits        values that no experiment can have
-check         experiments that cannot run, or not on so many ranks
-parallel      over how many ranks layers, sequences and the model are cut
+check         combinations that cannot run
+parallel      over how many ranks layers, sequences and the model are cut; placement: on which nodes
 changes       keys that change the result, and in which of them a resumed run differs
+renamed       keys and values of version 0.1
 growth        the smaller run that a model grows out of
-support       whether sparse training is exact with a key of DeepSpeed; support_page: the table of it in the docs
+support       whether sparse training is exact with a key of DeepSpeed
+schema        the JSON schema of all that; pages: the tables of it in the docs
 """
 
 from mst_scale.config.blocks import (
@@ -30,9 +32,8 @@ from mst_scale.config.load import (
     states,
     to_dict,
 )
-from mst_scale.config.method import MSTConfig
+from mst_scale.config.method import MSTConfig, TargetsConfig
 from mst_scale.config.presets import MODELS, RECIPES
-from mst_scale.config.targets import TargetsConfig
 from mst_scale.methods import METHODS
 
 __all__ = [

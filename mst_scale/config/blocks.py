@@ -1,61 +1,99 @@
-"""Defines the blocks of the config: four frozen dataclasses that stand beside the DeepSpeed config in one file.
+"""The blocks `model`, `data` and `training` of the config, and the experiment that all blocks make up.
 
-`model`, `data` and `training` stand here, `mst` in method.py, and its own blocks with the parts they speak to. Each
-field's default is the paper's GPT-2 small where the paper states one. Durations are given either in steps (an
-integer) or as a share of the run (a float in (0, 1)), so that a 300-step run has the shape of a 140,000-step one. A
-field that cannot change the result of a run (a path, an interval of logging) says so in its metadata (changes.py).
+The block `mst` is in method.py, and its own blocks are in the packages that they configure. Each default is that of the
+paper's GPT-2 small where the paper states one. A duration is a number of steps (an integer) or a share of the run (a
+float in [0, 1]), so that a run of 300 steps has the shape of one of 140,000.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from mst_scale.config.limits import WEIGHTS
 from mst_scale.config.method import MSTConfig
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule
-from mst_scale.sparsity_variation import Duration, Schedule
+from mst_scale.sparsity_variation import Schedule
+from mst_scale.validation import (
+    MAX_SEED,
+    MAX_STEPS,
+    MAX_TOKENS,
+    MILLION,
+    NO_EFFECT,
+    Duration,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    ZeroOr,
+    block,
+)
 
-RATE_DURATIONS = {"warmup": "never reach its peak", "decay": "fall from the first step on", "restart": "not begin anew"}
-"""Keys of `training` that the learning rate goes by, and what it would do where one is longer than the run."""
+MAX_WEIGHTS = 10**14  # of a model; the largest known have 10^12
+RATE_DURATIONS = {
+    "warmup": "never reach its peak",
+    "decay": "fall from the first step on",
+    "restart": "not start again",
+}
+"""Durations of the learning rate in `training`, and what it would do if one were longer than the run."""
+
+Seed = Annotated[StrictInt, Field(ge=0, le=MAX_SEED)]
 
 
 def in_steps(duration: Duration, total: int) -> int:
-    """Integers are steps already, floats are a share of `total`; a share above 0 is at least one step."""
+    """Return a duration in steps; a share of `total` above 0 is at least one step."""
     return duration if isinstance(duration, int) else max(round(duration * total), int(duration > 0))
 
 
-@dataclass(frozen=True)
+@block("model")
 class ModelConfig:
     """The shape of a transformer. `preset` fills in a known shape; other keys override it."""
 
-    preset: str | None = field(default=None, metadata={"changes_result": False})  # the keys that it fills in do
-    arch: Literal["gpt", "bert"] = "gpt"  # causal, next token; or bidirectional, masked tokens
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    d_ffw: int | None = None  # None: 4 · n_embd
-    context: int = 1024
-    vocab_size: int = 50257
-    vocab_multiple: int = 64  # the embedding has rows up to the next multiple: 50257 → 50304
-    bias: bool = False
-    dropout: float = 0.0
-    tied_head: bool = True
-    init_std: float = 0.02  # of the first weights; GPT-2's, whose largest width is 1600: a narrow model wants more
-    mask_share: float = 0.15  # bert: of the positions, how many are masked and predicted; the head computes only those
-    activation_checkpointing: bool = field(default=False, metadata={"changes_result": False})
+    preset: str | None = Field(
+        None, description="Known shape to start from; the other keys override it.", json_schema_extra=NO_EFFECT
+    )
+    arch: Literal["gpt", "bert"] = Field("gpt", description="`gpt` predicts the next token, `bert` masked tokens.")
+    n_layer: StrictInt = Field(12, ge=1, le=1024, description="Number of blocks.")
+    n_head: StrictInt = Field(12, ge=1, le=2**16, description="Attention heads; must divide `n_embd`.")
+    n_embd: StrictInt = Field(768, ge=1, le=2**20, description="Width of the model.")
+    d_ffw: StrictInt | None = Field(None, ge=1, le=2**22, description="Width of the MLP; `null`: 4 · `n_embd`.")
+    context: StrictInt = Field(1024, ge=1, le=MAX_TOKENS, description="Tokens per sequence.")
+    vocab_size: StrictInt = Field(50257, ge=1, le=MAX_TOKENS, description="Number of tokens in the vocabulary.")
+    vocab_multiple: StrictInt = Field(
+        64, ge=1, le=2**20, description="The number of rows of the embedding is rounded up to a multiple of this."
+    )
+    bias: StrictBool = Field(False, description="Biases in linear layers and norms.")
+    dropout: StrictFloat = Field(
+        0.0, ge=0, le=0.99, description="Dropout probability; above 0 only with dense attention."
+    )
+    tied_head: StrictBool = Field(True, description="The LM head shares its weights with the token embedding.")
+    init_std: StrictFloat = Field(
+        0.02,
+        ge=1e-6,
+        le=1,
+        description="Standard deviation of the initial weights; layers in front of a residual addition have it divided "
+        "by √(2 · `n_layer`). GPT-2 uses 0.02; narrow models learn faster from about 0.8 / √`n_embd`.",
+    )
+    mask_share: StrictFloat = Field(
+        0.15, gt=0, lt=1, description="`bert`: fraction of the positions that are masked and predicted."
+    )
+    activation_checkpointing: StrictBool = Field(
+        False, description="Recompute each block in the backward pass to save memory.", json_schema_extra=NO_EFFECT
+    )
 
     @property
     def ffw(self) -> int:
+        """Width of the MLP."""
         return 4 * self.n_embd if self.d_ffw is None else self.d_ffw
 
     @property
     def padded_vocab(self) -> int:
+        """Rows of the embedding."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def causal(self) -> bool:
+        """Whether a token sees only those before it."""
         return self.arch == "gpt"
 
     @property
@@ -70,75 +108,82 @@ class ModelConfig:
         return self.n_layer * width + (self.padded_vocab + self.context) * self.n_embd
 
     def __post_init__(self) -> None:
-        for name in ("n_layer", "n_head", "n_embd", "context", "vocab_size", "vocab_multiple"):
-            if getattr(self, name) < 1:
-                raise UserError(f"model.{name} must be at least 1, not {getattr(self, name)}")
         if self.n_embd % self.n_head:
             raise UserError(
-                f"model.n_embd = {self.n_embd} cannot be cut into {self.n_head} equal heads: "
-                f"choose n_head among the divisors of {self.n_embd}"
+                f"model.n_embd = {self.n_embd} cannot be divided into {self.n_head} equal heads: "
+                f"set model.n_head to a divisor of {self.n_embd}"
             )
-        if self.d_ffw is not None and self.d_ffw < 1:
-            raise UserError(f"model.d_ffw must be at least 1, not {self.d_ffw}")
-        if self.weights > WEIGHTS:
+        if self.weights > MAX_WEIGHTS:
             raise UserError(
-                f"model: {self.n_layer:,} layers of width {self.n_embd:,} come to {self.weights:.1e} weights, and none "
-                f"has more than {WEIGHTS:.0e}: lower n_layer, n_embd, d_ffw or vocab_size"
+                f"model: {self.n_layer:,} layers of width {self.n_embd:,} have {self.weights:.1e} weights; the limit "
+                f"is {MAX_WEIGHTS:.0e}: lower n_layer, n_embd, d_ffw or vocab_size"
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f"model.dropout must lie in [0, 1), not {self.dropout}")
-        if not 0.0 < self.init_std <= 1.0:
-            raise UserError(f"model.init_std must lie in (0, 1], not {self.init_std}")
-        if not 0.0 < self.mask_share < 1.0:
-            raise UserError(f"model.mask_share must lie in (0, 1), not {self.mask_share}")
 
 
-@dataclass(frozen=True)
+@block("data")
 class DataConfig:
     """Where tokens come from. With a `source`, a missing `dir` is prepared on first use."""
 
-    dir: str | None = field(default=None, metadata={"changes_result": False})  # what lies there does
-    source: str | None = None  # "stdlib", "package:NAME", a hub data set ("openwebtext"), or files ("corpus/*.jsonl")
-    tokenizer: str | None = None  # None: "byte" for stdlib and packages, else "gpt2"
-    text_key: str = "text"
-    val_fraction: float | None = None  # None: 0.0005 for openwebtext, 0.02 for stdlib and packages, else 0.01
-    max_bytes: int | None = None  # stop reading the source here (raw text)
-    seed: int = 2357  # of the train/validation split
+    dir: str | None = Field(
+        None,
+        description="Folder with `train.bin` and `val.bin`; with a `source` it is created on first use.",
+        json_schema_extra=NO_EFFECT,  # its contents have one, and are compared by their digest
+    )
+    source: str | None = Field(
+        None, description="`stdlib`, `package:NAME`, a data set of the Hugging Face hub, or files (`mst data --help`)."
+    )
+    tokenizer: str | None = Field(
+        None, description="`null`: `byte` for `stdlib` and packages, `gpt2` for other sources."
+    )
+    text_key: str = Field("text", description="Column or JSON key that holds the text.")
+    val_fraction: StrictFloat | None = Field(
+        None,
+        description="Fraction of the documents held out for validation. `null`: 0.0005 for openwebtext, 0.02 for "
+        "`stdlib` and packages, 0.01 for other sources.",
+    )
+    max_bytes: StrictInt | None = Field(
+        None, ge=1, le=2**60, description="Stop reading the source after this many bytes of text."
+    )
+    seed: Seed = Field(2357, description="Seed of the train/validation split.")
 
-    def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise UserError(f"data.seed must be at least 0, not {self.seed}")
-        if self.max_bytes is not None and self.max_bytes < 1:
-            raise UserError(f"data.max_bytes must be at least 1, not {self.max_bytes}")
 
-
-@dataclass(frozen=True)
+@block("training.spike")
 class SpikeConfig:
-    """What counts as a spike of the loss, and what is done about it; `rollback` also answers losses not finite."""
+    """What counts as a spike of the loss, and how a run responds to it."""
 
-    action: Literal["log", "rollback", "off"] = "log"
-    window: int = 64  # losses that are looked back on
-    deviations: float = 8.0  # above their median, in robust standard deviations …
-    rise: float = 0.5  # … and at least by so much
-    skip: int = 1  # batches that a rollback leaves out, up to and with the one of the spike
-    max_rollbacks: int = 5  # in a run; after that spikes are logged only
+    action: Literal["log", "rollback", "off"] = Field(
+        "log", description="Response to a spike of the loss; `rollback` also responds to a loss that is not finite."
+    )
+    window: StrictInt = Field(64, ge=4, le=MILLION, description="Number of earlier losses a new one is compared with.")
+    deviations: StrictFloat = Field(
+        8.0, ge=0, le=1e6, description="A spike is this many robust standard deviations above their median …"
+    )
+    rise: StrictFloat = Field(0.5, ge=0, le=1e6, description="… and at least this far above it.")
+    skip: StrictInt = Field(
+        1, ge=1, le=MAX_STEPS, description="Batches that a rollback skips, the last of them that of the spike."
+    )
+    max_rollbacks: StrictInt = Field(
+        5, ge=0, le=MAX_STEPS, description="Rollbacks per run; later spikes are only logged."
+    )
 
-    def __post_init__(self) -> None:
-        for name, least in (("window", 4), ("skip", 1), ("max_rollbacks", 0), ("deviations", 0), ("rise", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"training.spike.{name} must be at least {least}, not {getattr(self, name)}")
 
-
-@dataclass(frozen=True)
+@block("training.rival")
 class RivalConfig:
-    """What another run of the same model and text has come to, which the end of this one is set beside."""
+    """A recorded run that the table at the end of a run compares with."""
 
-    name: str | None = None  # None: there is none
-    flops: float = 0.0
-    val_loss: float = 0.0
-    spread: float = 0.0  # of the loss, half its range over seeds
-    corpus: str | None = None  # what run.json calls the text; None: any is accepted
-    eval_sequences: int | None = None  # that its loss is the mean over; None: any number is accepted
+    name: str | None = Field(None, description="Name of the recorded run; `null`: there is none.")
+    flops: StrictFloat = Field(
+        0.0,
+        description="FLOPs that it spent in all, in the paper's accounting, including topology steps and optimizer.",
+    )
+    val_loss: StrictFloat = Field(0.0, description="Its validation loss.")
+    spread: StrictFloat = Field(0.0, description="Half the range of its loss over seeds.")
+    corpus: str | None = Field(
+        None, description="Corpus in its `run.json`; runs on another one are not compared. `null`: any corpus."
+    )
+    eval_sequences: StrictInt | None = Field(
+        None, le=10 * MILLION, description="Number of validation sequences of its loss. `null`: any number."
+    )
 
     def __post_init__(self) -> None:
         if self.name is None:
@@ -148,59 +193,90 @@ class RivalConfig:
                 raise UserError(f"training.rival.{name} must be above 0, not {getattr(self, name)}")
 
 
-@dataclass(frozen=True)
+@block("training")
 class TrainingConfig:
-    """The run around the model. Batch, precision, ZeRO, optimizer and clipping stand in the DeepSpeed block."""
+    """The run around the model. Batch, precision, ZeRO, optimizer and clipping are DeepSpeed's own keys."""
 
-    steps: int = 140_000
-    seed: int = 1337
-    lr_schedule: Literal["cosine", "wsd"] = "cosine"
-    warmup: Duration = 1 / 70  # of the paper's 140,000 steps: 2,000
-    decay: Duration = 0.2  # wsd only: the last part of the run, over which the rate falls linearly
-    restart: Duration = 0  # where the schedule begins anew, warm-up and all; 0: nowhere
-    min_lr: float = 6e-5
-    sparse_rate: float = 0.0  # a: at density d, the rate of matrices that can be masked is d^-a times that of others
-    sparse_decay: float = 1.0  # their weight decay below density 1, as a multiple of that of others
-    log_every: int = field(default=10, metadata={"changes_result": False})
-    eval_every: int = field(default=1_000, metadata={"changes_result": False})  # 0: only at the end
-    eval_sequences: int = 256  # rounded up to whole micro-batches
-    eval_seed: int | None = None  # which ones; None: training.seed, so that runs of other seeds read other ones
-    # "lambada,wikitext2" or "all": evaluated with the validation loss (mst eval --help)
-    eval_tasks: str | None = field(default=None, metadata={"changes_result": False})
-    eval_data: str | None = field(
-        default=None, metadata={"changes_result": False}
-    )  # a folder with the tasks' files; None: hub
-    init: str | None = None  # start from GPT-2's weights: a folder of transformers or a name on the hub
-    save_every: int = 1_000  # 0: only at the end
-    keep_checkpoints: int = 2
-    # weight histograms and mask pictures in TensorBoard; 0: never
-    look_every: int = field(default=500, metadata={"changes_result": False})
-    stop_after_nonfinite: int = 5  # losses in a row
-    spike: SpikeConfig = field(default_factory=SpikeConfig)
-    rival: RivalConfig = field(default_factory=RivalConfig, metadata={"changes_result": False})
+    steps: StrictInt = Field(140_000, ge=1, le=MAX_STEPS, description="Optimizer steps.")
+    seed: Seed = Field(1337, description="Seed of the weights, the batches and dropout.")
+    lr_schedule: Literal["cosine", "wsd"] = Field(
+        "cosine", description="`wsd` is constant, then linear. The peak rate is `optimizer.params.lr`."
+    )
+    warmup: Duration = Field(1 / 70, description="Duration of the warm-up (2,000 of the paper's 140,000 steps).")
+    decay: Duration = Field(0.2, description="`wsd`: duration of the linear decay at the end.")
+    restart: Duration = Field(
+        0,
+        description="Duration after which the schedule starts again, including the warm-up; a `decay` stated as a "
+        "share is then one of each part. `0`: never.",
+    )
+    min_lr: StrictFloat = Field(6e-5, ge=0, description="Final learning rate.")
+    sparse_rate: StrictFloat = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="a: at sparsity S, the learning rate of the matrices that can be masked is multiplied by "
+        "(1 - S)^-a; SμPar (arXiv 2405.15743) uses 1.",
+    )
+    sparse_decay: Annotated[StrictFloat, ZeroOr(1e-6, 1e4, "none while they are sparse")] = Field(
+        1.0, description="Weight decay of these matrices while they are sparse, as a multiple of that of the others."
+    )
+    log_every: StrictInt = Field(
+        10, ge=1, le=MAX_SEED, description="Steps between rows of `metrics.jsonl`.", json_schema_extra=NO_EFFECT
+    )
+    eval_every: StrictInt = Field(
+        1_000,
+        ge=0,
+        le=MAX_SEED,
+        description="Steps between evaluations; `0`: only at the end.",
+        json_schema_extra=NO_EFFECT,
+    )
+    eval_sequences: StrictInt = Field(
+        256,
+        ge=1,
+        le=10 * MILLION,
+        description="Number of validation sequences, rounded up to whole micro-batches. Every evaluation of a run uses "
+        "the same ones.",
+    )
+    eval_seed: Seed | None = Field(
+        None, description="Seed that selects them. `null`: `training.seed`, so runs with other seeds use other ones."
+    )
+    eval_tasks: str | None = Field(
+        None,
+        description='Tasks of `mst eval` to run with each evaluation: `"lambada,ptb"`, `"all"` (`--eval-tasks`).',
+        json_schema_extra=NO_EFFECT,
+    )
+    eval_data: str | None = Field(
+        None, description="Folder with their files; `null`: the hub (`--eval-data`).", json_schema_extra=NO_EFFECT
+    )
+    init: str | None = Field(
+        None,
+        description="Start from GPT-2's weights: a transformers folder or a name on the hub, whose shape the model "
+        "takes (`--init`).",
+    )
+    save_every: StrictInt = Field(
+        1_000, ge=0, le=MAX_SEED, description="Steps between checkpoints; `0`: only at the end."
+    )
+    keep_checkpoints: StrictInt = Field(
+        2, ge=1, le=MILLION, description="Checkpoints to keep; an older one is deleted after a newer one was verified."
+    )
+    look_every: StrictInt = Field(
+        500,
+        ge=0,
+        le=MAX_SEED,
+        description="Steps between weight histograms and mask pictures in TensorBoard; `0`: never.",
+        json_schema_extra=NO_EFFECT,
+    )
+    stop_after_nonfinite: StrictInt = Field(
+        5, ge=1, le=MAX_STEPS, description="Stop the run after this many losses in a row that are not finite."
+    )
+    spike: SpikeConfig = Field(default_factory=SpikeConfig, description="Spikes of the loss.")
+    rival: RivalConfig = Field(
+        default_factory=RivalConfig, description="A recorded run to compare with.", json_schema_extra=NO_EFFECT
+    )
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise UserError(f"training.steps must be at least 1, not {self.steps}")
-        for name in ("seed", "eval_seed"):
-            if (getattr(self, name) or 0) < 0:
-                raise UserError(f"training.{name} must be at least 0, not {getattr(self, name)}")
-        for name in ("log_every", "keep_checkpoints", "stop_after_nonfinite", "eval_sequences"):
-            if getattr(self, name) < 1:
-                raise UserError(f"training.{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("eval_every", "save_every", "look_every"):
-            if getattr(self, name) < 0:
-                what = "never" if name == "look_every" else "only at the end"
-                raise UserError(f"training.{name} must be 0 ({what}) or more, not {getattr(self, name)}")
-        for name in ("min_lr", "sparse_decay"):
-            if getattr(self, name) < 0:
-                raise UserError(f"training.{name} must be at least 0, not {getattr(self, name)}")
-        if not 0 <= self.sparse_rate <= 1:
-            raise UserError(f"training.sparse_rate must lie in [0, 1], not {self.sparse_rate}")
         for name, otherwise in RATE_DURATIONS.items():
             value = getattr(self, name)
-            if value < 0 or (isinstance(value, float) and value > 1):
-                raise UserError(f"training.{name} = {value}: give steps (an integer) or a share of the run (0…1)")
             if isinstance(value, int) and value > self.steps:
                 raise UserError(
                     f"training.{name} = {value:,} steps do not fit in training.steps = {self.steps:,}: the learning "

@@ -1,8 +1,8 @@
 """Turns a JSON file into an experiment.
 
 file, or the name of a ready one → dict → `--set` overrides → recipe and method presets under the user's own keys →
-frozen blocks, strictly checked: an unknown or ill-typed key is an error that names the key, the file and the nearest
-valid name. What remains belongs to DeepSpeed and is passed on as it stands.
+frozen blocks, strictly validated: an unknown or ill-typed key is an error that names the key, the file and the nearest
+valid name. The other keys belong to DeepSpeed: a few are validated (deepspeed.py), and all are passed on as they are.
 """
 
 from __future__ import annotations
@@ -12,30 +12,25 @@ import dataclasses
 import difflib
 import functools
 import json
-import math
-import types
-import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from mst_scale.comm import format_value
+from mst_scale.comm.parser import validate_printable
 from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, TrainingConfig
-from mst_scale.config.limits import (
-    refuse_large,
-    refuse_senseless,
-    refuse_unusable,
-    refuse_unusable_of_deepspeed,
-)
+from mst_scale.config.deepspeed import DeepSpeedKeys
 from mst_scale.config.method import MSTConfig
 from mst_scale.config.presets import MODELS, RECIPES
 from mst_scale.config.ready import config_file, refusal
+from mst_scale.config.renamed import current_key, current_value, with_current_names
 from mst_scale.config.support import known_keys
 from mst_scale.errors import Damaged, UserError
 from mst_scale.methods import METHODS
+from mst_scale.validation import MAX_SEED, keys_of, parse
 
-Block = TypeVar("Block")
-DEEPSPEED_BLOCKS = ("optimizer", "zero_optimization", "fp16", "bf16", "data_types")  # that we read ourselves
+SCHEMA_KEY = "$schema"  # for editors alone
+MAX_DEPTH = 32  # levels of nested objects and lists
 BLOCKS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
 
 
@@ -104,7 +99,8 @@ def _take_method(raw: dict[str, Any], method: str, where: str) -> None:
 def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """(name for messages, a dict of our own). Comments are not JSON: a file that cannot be parsed is named."""
     if isinstance(config, dict):
-        return "config", copy.deepcopy(config)
+        own = copy.deepcopy({key: value for key, value in config.items() if key != SCHEMA_KEY})
+        return "config", with_current_names(own, "config")
     path = config_file(config)
     try:
         raw = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=_without_repeats)
@@ -124,7 +120,8 @@ def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
         raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path}: a config is a JSON object, this is a {type(raw).__name__}")
-    return str(Path(config)), raw
+    raw.pop(SCHEMA_KEY, None)
+    return str(Path(config)), with_current_names(raw, str(Path(config)))
 
 
 def read_saved(path: Path) -> dict[str, Any]:
@@ -157,6 +154,8 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         value = json.loads(text)
     except (ValueError, RecursionError):  # not JSON, or nested too deep
         value = text
+    key = current_key(key)
+    value = current_value(key, value)
     *path, last = key.split(".")
     node = raw
     for part in path:
@@ -169,14 +168,8 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
     """Presets filled in under what the user wrote, then every block checked."""
     deepspeed = {key: value for key, value in raw.items() if key not in BLOCKS and key != "recipe"}
-    try:
-        refuse_senseless(raw)
-        refuse_unusable_of_deepspeed(deepspeed)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-    for key in DEEPSPEED_BLOCKS:
-        if not isinstance(deepspeed.get(key, {}), dict):
-            raise UserError(f"{where}: {key} must be an object, not {format_value(deepspeed[key])}")
+    _check_printable(raw, where)
+    parse(DeepSpeedKeys, deepspeed, "", where)
     ours_at_top = [*BLOCKS, "recipe"]
     for key in deepspeed:
         if key in known_keys():
@@ -212,16 +205,32 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
 @functools.cache
 def _paths() -> tuple[str, ...]:
     """Every key of our blocks, with those around it, and of the optimizer the rate; short ones first."""
-
-    def below(cls: Any, path: str) -> Iterator[str]:
-        for name, hint in typing.get_type_hints(cls).items():
-            yield f"{path}.{name}"
-            for option in (hint, *typing.get_args(hint)):
-                if dataclasses.is_dataclass(option):
-                    yield from below(option, f"{path}.{name}")
-
-    ours = [key for name, cls in BLOCKS.items() for key in below(cls, name)]
+    ours = [key for name, cls in BLOCKS.items() for key, _ in keys_of(cls, name)]
     return tuple(sorted([*ours, "optimizer.params.lr"], key=lambda key: key.count(".")))
+
+
+def _check_printable(raw: dict[str, Any], where: str) -> None:
+    """Refuse what no message and no file could hold; in a loop, because a deeply nested file would end a recursion."""
+    left: list[tuple[Any, str, int]] = [(raw, "", 0)]
+    try:
+        while left:
+            value, path, depth = left.pop()
+            if depth > MAX_DEPTH:
+                raise UserError(f"{format_value(path)}: nested more than {MAX_DEPTH} deep")
+            if isinstance(value, dict):
+                for key in value:
+                    if not isinstance(key, str):
+                        raise UserError(f"{format_value(key)}: keys must be strings")
+                    validate_printable("the key", key)
+                left += [(inner, f"{path}.{key}".lstrip("."), depth + 1) for key, inner in value.items()]
+            elif isinstance(value, list | tuple):
+                left += [(inner, path, depth + 1) for inner in value]
+            elif isinstance(value, str):
+                validate_printable(path, value)
+            elif isinstance(value, int) and abs(value) > MAX_SEED:
+                raise UserError(f"{path} must be a number below 2^63, not {format_value(value)}")
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def _stride_in_tokens(mst: dict[str, Any], context: int, where: str) -> dict[str, Any]:
@@ -237,91 +246,12 @@ def _stride_in_tokens(mst: dict[str, Any], context: int, where: str) -> dict[str
     return _under(mst, {"attention": {"stride": max(1, round(stride * context))}})
 
 
-def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
-    """A dict as a frozen dataclass; every key must exist and every value have its type."""
-    if not isinstance(values, dict):
-        raise UserError(f"{where}: {path} must be an object, not {format_value(values)}")
-    hints = _hints(cls)  # type: ignore[arg-type]
-    arguments = {}
-    for key, value in values.items():
-        if key not in hints:
-            deeper = [own for own in _paths() if own.startswith(f"{path}.") and own.rpartition(".")[2] == key]
-            near = deeper or [f"{path}.{name}" for name in difflib.get_close_matches(key, hints, n=1, cutoff=0.0)]
-            cure = f"the nearest valid one is '{near[0]}'" if near else f"{path} has none here"
-            raise UserError(f"{where}: unknown key {format_value(f'{path}.{key}')}: {cure}")
-        arguments[key] = _typed(hints[key], value, f"{path}.{key}", where)
-    try:
-        return cls(**arguments)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
 def to_dict(experiment: Experiment) -> dict[str, Any]:
     """The resolved experiment in the form it was read: `load(to_dict(e)) == e`."""
     return {
         **experiment.deepspeed,
         **{name: dataclasses.asdict(getattr(experiment, name)) for name in BLOCKS},
     }
-
-
-def _typed(hint: Any, value: Any, path: str, where: str) -> Any:
-    if hint is Any:  # read by its method
-        return value
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    for option in options:
-        block = dataclasses.is_dataclass(option) and isinstance(option, type)
-        if block and (isinstance(value, dict) or len(options) == 1):
-            return parse(option, value, path, where)
-        if option is type(None):
-            if value is None:
-                return None
-        elif typing.get_origin(option) is Literal:
-            if isinstance(value, str) and value in typing.get_args(option):
-                return value
-        elif typing.get_origin(option) is list:
-            if isinstance(value, list) and all(isinstance(item, str) for item in value):
-                return value
-        elif isinstance(value, bool):  # before int: True is an int for Python, not for us
-            if option is bool:
-                return value
-        elif option is float and isinstance(value, int) and int not in options:
-            _within(path, float(value), where)
-            return float(value)
-        elif isinstance(value, float) and not math.isfinite(value):  # Python reads NaN and Infinity, JSON has neither
-            continue
-        elif isinstance(value, option):
-            _within(path, value, where)
-            return value
-    raise UserError(f"{where}: {path} must be {_describe(options)}, not {format_value(value)}")
-
-
-def _within(path: str, value: Any, where: str) -> None:
-    try:
-        if isinstance(value, int):
-            refuse_large(path, value)
-        refuse_unusable(path, value)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-
-
-def _describe(options: tuple[Any, ...]) -> str:
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
-    words: list[str] = []
-    for option in options:
-        if dataclasses.is_dataclass(option):
-            words.append(f"an object with {', '.join(field.name for field in dataclasses.fields(option))}")
-        elif typing.get_origin(option) is Literal:
-            words += [repr(choice) for choice in typing.get_args(option)]
-        elif typing.get_origin(option) is list:
-            words.append("a list of strings")
-        else:
-            words.append(names.get(option, str(option)))
-    return " or ".join(words)
 
 
 def _under(preset: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,17 @@
 """The block `mst`: Mixed Sparsity Training as a user states it, and the schedules that follow from it.
 
-Each part of the method owns its own block; here they are one. Values and arithmetic only, without torch and without a
-model, so that a plan or a table starts at once.
+The blocks in it belong to the parts of the method that they configure; here they come together. Importing this needs
+neither torch nor a model, so that a plan or a table starts at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Collection
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
-from mst_scale.config.targets import TargetsConfig
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.config import AttentionConfig
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
@@ -19,29 +20,86 @@ from mst_scale.methods import METHODS, Growth, NoOptions, WeightFunction
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.sparse_linear.config import ComputeConfig
 from mst_scale.sparsity_variation import Schedule, SparsityConfig
+from mst_scale.validation import MAX_SEED, NO_EFFECT, Field, StrictBool, StrictInt, block
 
 
-@dataclass(frozen=True)
+@block("mst.targets")
+class TargetsConfig:
+    """Which parameters may become sparse, as globs on their names."""
+
+    include: list[str] = Field(
+        default_factory=lambda: ["*"],
+        description="Globs on parameter names. Norms, biases, embeddings and adapters (LoRA) never match.",
+    )
+    exclude: list[str] = Field(
+        default_factory=list, description="Globs on parameter names; takes precedence over `include`."
+    )
+    # the paper's 4x needs the head
+    lm_head: StrictBool = Field(True, description="Include the LM head, even if it is tied to the embedding.")
+
+    def choose(self, names: Collection[str]) -> list[str]:
+        """The names of matrices that match an `include` glob and no `exclude` glob, in the given order."""
+        if not names:
+            raise UserError(
+                "the model has no matrix that can become sparse (norms, biases and embeddings never do): use method "
+                "dense, or leave the mst block out"
+            )
+        for glob in self.include + self.exclude:
+            if not any(fnmatchcase(name, glob) for name in names):
+                near = difflib.get_close_matches(glob, names, n=1, cutoff=0.0)[0]
+                raise UserError(
+                    f"mst.targets: {glob!r} matches no parameter that can be sparse; the nearest is {near!r}"
+                )
+        chosen = [
+            name
+            for name in names
+            if any(fnmatchcase(name, glob) for glob in self.include)
+            and not any(fnmatchcase(name, glob) for glob in self.exclude)
+        ]
+        if not chosen:
+            raise UserError("mst.targets: every parameter that could be sparse is excluded; use method dense instead")
+        return chosen
+
+
+@block("mst")
 class MSTConfig:
-    """Mixed Sparsity Training. `method` chooses a preset; the other blocks override it."""
+    """Mixed Sparsity Training. `method` selects a preset; the other keys override it."""
 
-    method: str | None = None  # a config without an mst block is dense; a block must name one
-    like: str | None = None  # dense-short: the config (or run folder) whose FLOPs it spends on dense steps
-    masks: str | None = None  # fixed: "zeros" (those of the weights), or a file of masks (mst masks)
-    grow_from: str | None = None  # ligo, stack: the folder of the smaller run whose weights it begins with, grown
-    options: Any = field(default_factory=NoOptions)  # of the method, where it has some: see methods/baselines/
-    seed: int | None = None  # of the random growth; None: training.seed
-    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
-    topology: TopologyConfig = field(default_factory=TopologyConfig)
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    targets: TargetsConfig = field(default_factory=TargetsConfig)
-    compute: ComputeConfig = field(default_factory=ComputeConfig)
-    # keys of DeepSpeed's, let in at the user's risk
-    allow_unclassified: list[str] = field(default_factory=list, metadata={"changes_result": False})
+    method: str | None = Field(
+        None,
+        description="`mst`, `dense`, `tiny`, `dense-short`, or another of [methods.md](methods.md). Required in an "
+        "`mst` block; a config without the block trains `dense`.",
+    )
+    like: str | None = Field(
+        None, description="`dense-short`: the config or run folder whose FLOPs it spends on dense steps (`--like`)."
+    )
+    masks: str | None = Field(
+        None,
+        description='`fixed`: the masks that it keeps, `"zeros"` (those of the weights, the default) or a '
+        "file written by `mst masks` or a notebook.",
+    )
+    grow_from: str | None = Field(
+        None,
+        description="`ligo`, `stack`: folder of the smaller run, or of one of its checkpoints, whose grown weights "
+        "this run starts with (`--from`).",
+    )
+    options: Any = Field(default_factory=NoOptions, description="Keys of the method itself ([methods.md](methods.md)).")
+    seed: StrictInt | None = Field(
+        None, ge=0, le=MAX_SEED, description="Seed of random growth; `null`: `training.seed`."
+    )
+    sparsity: SparsityConfig = Field(default_factory=SparsityConfig, description="Sparsity Variation.")
+    topology: TopologyConfig = Field(default_factory=TopologyConfig, description="Mixed-Growing.")
+    attention: AttentionConfig = Field(default_factory=AttentionConfig, description="Hybrid Sparse Attention.")
+    targets: TargetsConfig = Field(default_factory=TargetsConfig, description="Parameters that may become sparse.")
+    compute: ComputeConfig = Field(default_factory=ComputeConfig, description="Kernels of sparse layers.")
+    allow_unclassified: list[str] = Field(
+        default_factory=list,
+        description='Keys of DeepSpeed (`"zero_optimization.new_key"`) that [compatibility.md](compatibility.md) calls '
+        "untested or does not name, to be accepted at your own risk with a warning.",
+        json_schema_extra=NO_EFFECT,
+    )
 
     def __post_init__(self) -> None:
-        if self.seed is not None and self.seed < 0:
-            raise UserError(f"mst.seed must be at least 0, not {self.seed}")
         if self.method == "dense-short" and self.like is None:
             raise UserError(
                 "method dense-short trains as many dense steps as another run's FLOPs buy: name that run's config or "

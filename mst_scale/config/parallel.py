@@ -1,7 +1,7 @@
-"""Reads over how many ranks a config cuts layers, sequences and the model: by DeepSpeed's own keys.
+"""Reads tensor, sequence and pipeline parallelism from DeepSpeed's keys, and checks what works with them.
 
-Our models are cut by ourselves, so these keys are not for DeepSpeed's eyes (`without_sizes`): by them it would cut a
-model of its own knowledge once more.
+Our own layers implement the parallelism of our models, so DeepSpeed must not see these keys (`without_sizes`): it would
+split the model a second time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KEYS = {"tensor": "tensor_parallel.autotp_size", "sequence": "sequence_parallel_
 
 
 def sizes_of(deepspeed: Mapping[str, Any]) -> ParallelDims:
-    """1 where a key is absent, 0 or "auto"."""
+    """Return the sizes that a config states; 1 where a key is absent, 0 or "auto"."""
     return ParallelDims(**{what: _size(deepspeed, key) for what, key in KEYS.items()})
 
 
@@ -36,7 +36,7 @@ def _size(deepspeed: Mapping[str, Any], key: str) -> int:
 
 
 def without_sizes(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without the keys of `sizes_of`."""
+    """Return the config without the keys of `sizes_of`."""
     left = dict(deepspeed)
     for key in KEYS.values():
         block, _, name = key.rpartition(".")
@@ -49,106 +49,119 @@ def without_sizes(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
     return left
 
 
-def refuse_untried(experiment: Experiment) -> None:
-    """What goes with one rank a model and not with several."""
+def check_parallel(experiment: Experiment) -> None:
+    """Check that an experiment works with the parallelism that it states.
+
+    Raises:
+        UserError: for the first thing that needs a whole model on each rank.
+    """
     sizes = sizes_of(experiment.deepspeed)
     if sizes.model == 1:
         return
-    if (reason := why_not_cut(experiment, sizes)) is not None:
+    if (reason := describe_conflict(experiment, sizes)) is not None:
         raise UserError(reason)
-    refuse_model(experiment.model, sizes)
+    check_divisible(experiment.model, sizes)
     if sizes.pipeline > 1:
-        refuse_in_pipeline(experiment.deepspeed)
+        check_pipeline(experiment.deepspeed)
 
 
-def why_not_cut(experiment: Experiment, sizes: ParallelDims) -> str | None:
-    """Why an experiment does not go with a model that ranks share so, whatever the model, with the cure; None where it
-    does. The run asks this, and a plan before it proposes."""
+def describe_conflict(experiment: Experiment, sizes: ParallelDims) -> str | None:
+    """Describe why an experiment does not work with this parallelism, whatever its model, and the fix; None if it does.
+
+    A run checks this before it starts, and a plan before it proposes a layout.
+    """
     if sizes.model == 1:
         return None
     if experiment.training.eval_tasks is not None:
         return (
-            f"training.eval_tasks takes a model that is whole on each rank, and this one is cut by {sizes.describe()}: "
-            "leave it out, and evaluate afterwards with mst eval"
+            f"training.eval_tasks needs the whole model on each rank, and {sizes.describe()} divides it: leave it out, "
+            "and evaluate afterwards with mst eval"
         )
     if experiment.training.init is not None:
-        return (
-            f"training.init fills a model that is whole on each rank, and this one is cut by {sizes.describe()}: leave "
-            "it out"
-        )
+        return f"training.init needs the whole model on each rank, and {sizes.describe()} divides it: leave it out"
     if experiment.treats_masked_apart and sizes.pipeline > 1:
         return (
-            f"training.sparse_rate and training.sparse_decay want the same parameter groups on every rank, and stages "
-            f"differ ({sizes.describe()}): leave them out, or share the batch, sequences or layers"
+            "training.sparse_rate and training.sparse_decay need the same parameter groups on every rank, and stages "
+            f"differ ({sizes.describe()}): leave them out, or use data, sequence or tensor parallelism"
         )
     mst, optimizer = experiment.mst, experiment.deepspeed.get("optimizer") or {}
     muon = str(optimizer.get("type")).lower() == "muon" and not mst.stays_dense
     if muon and sizes.tensor * sizes.pipeline > 1:
         return (
-            f"sparse training is not tested with Muon in layers or models cut over ranks ({sizes.describe()}): share "
-            "the batch or sequences alone, or use AdamW"
+            f"sparse training is not tested with Muon in layers or models cut over ranks ({sizes.describe()}): use "
+            "data or sequence parallelism only, or AdamW"
         )
-    return why_not_method(mst, sizes)
+    return describe_method_conflict(mst, sizes)
 
 
-def why_not_method(mst: MSTConfig, sizes: ParallelDims) -> str | None:
-    """Why a method does not go with a model that ranks share so, with the cure; None where it does."""
+def describe_method_conflict(mst: MSTConfig, sizes: ParallelDims) -> str | None:
+    """Describe why a method does not work with this parallelism, and the fix; None if it does."""
     if mst.growth is not None and sizes.model > 1:
         return (
-            f"method {mst.method} fills a model that is whole on each rank with grown weights, and this one is cut by "
-            f"{sizes.describe()}: grow it in a run of its own, or cut it by ZeRO alone"
+            f"method {mst.method} needs the whole model on each rank, and {sizes.describe()} divides it: grow the "
+            "model in a run of its own, or use ZeRO only"
         )
     if mst.function is not None and sizes.tensor * sizes.pipeline > 1:
         return (
-            f"method {mst.method} wants every matrix whole, and here ranks hold slices or stages "
-            f"({sizes.describe()}): use data or sequence parallelism, or a method of masks"
+            f"method {mst.method} needs whole matrices on each rank, and {sizes.describe()} divides them: use data or "
+            "sequence parallelism, or a method with masks"
         )
     return None
 
 
-def refuse_model(model: ModelConfig, sizes: ParallelDims) -> None:
-    """A model that cannot be cut so."""
+def check_divisible(model: ModelConfig, sizes: ParallelDims) -> None:
+    """Check that a model can be divided among this many ranks.
+
+    Raises:
+        UserError: if it cannot.
+    """
     if model.dropout:
         raise UserError(
-            f"model.dropout = {model.dropout} does not go with {sizes.describe()}, whose ranks would drop different "
+            f"model.dropout = {model.dropout} does not work with {sizes.describe()}, as ranks would drop different "
             "values: set it to 0"
         )
     for what, count in (("model.n_head", model.n_head), ("model.d_ffw", model.ffw)):
         if count % sizes.tensor:
             raise UserError(
-                f"{what} = {count} cannot be cut over {sizes.tensor} ranks: choose a multiple, or another "
+                f"{what} = {count} cannot be divided among {sizes.tensor} ranks: choose a multiple, or another "
                 f"{KEYS['tensor']}"
             )
     if model.context % sizes.sequence:
         raise UserError(
-            f"model.context = {model.context} cannot be cut over {sizes.sequence} ranks: choose a multiple, or another "
-            f"{KEYS['sequence']}"
+            f"model.context = {model.context} cannot be divided among {sizes.sequence} ranks: choose a multiple, or "
+            f"another {KEYS['sequence']}"
         )
     if sizes.pipeline == 1:
         return
     stages = f"{KEYS['pipeline']} = {sizes.pipeline}"
     if model.arch != "gpt":
-        raise UserError(f"{stages}: the pipeline runs a GPT, and model.arch is {model.arch!r}: set it to 1")
+        raise UserError(
+            f"{stages}: the pipeline supports GPT models only, and model.arch is {model.arch!r}: set it to 1"
+        )
     if sizes.pipeline > model.n_layer:
         raise UserError(f"{stages} and model.n_layer = {model.n_layer}: each stage needs a block: set it lower")
     if sizes.sequence > 1:
-        raise UserError(f"{stages} does not go with {KEYS['sequence']} = {sizes.sequence}: set one of them to 1")
+        raise UserError(f"{stages} does not work with {KEYS['sequence']} = {sizes.sequence}: set one of them to 1")
 
 
-def refuse_in_pipeline(deepspeed: Mapping[str, Any]) -> None:
-    """What DeepSpeed's pipeline engine asserts, or computes otherwise."""
+def check_pipeline(deepspeed: Mapping[str, Any]) -> None:
+    """Check what DeepSpeed's pipeline engine does not support or computes differently.
+
+    Raises:
+        UserError: for the first such key.
+    """
     zero = deepspeed.get("zero_optimization") or {}
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     if isinstance(stage, int) and stage > 1:
         raise UserError(
-            f"zero_optimization.stage = {stage} does not go with a pipeline, whose gradients stay whole until all "
-            "micro-batches are through: set it to 1"
+            f"zero_optimization.stage = {stage} does not work with a pipeline, which cannot partition gradients: set "
+            "it to 1"
         )
-    for low, why in (("fp16", "does not scale the loss"), ("bf16", "cannot load what it has saved")):
+    for low, why in (("fp16", "does not scale the loss"), ("bf16", "cannot load its own checkpoints")):
         if stage == 0 and (deepspeed.get(low) or {}).get("enabled"):
             raise UserError(
-                f"{low} without ZeRO does not go with a pipeline: there DeepSpeed {why}: set zero_optimization.stage "
-                "to 1"
+                f"{low} without ZeRO does not work with a pipeline, as DeepSpeed {why}: set "
+                "zero_optimization.stage to 1"
             )
     profiler = deepspeed.get("flops_profiler")
     timed = {
@@ -158,6 +171,9 @@ def refuse_in_pipeline(deepspeed: Mapping[str, Any]) -> None:
     for key, on in timed.items():
         if on:
             raise UserError(
-                f"{key} does not go with a pipeline, where DeepSpeed starts a timer of the backward pass twice: leave "
+                f"{key} does not work with a pipeline, as DeepSpeed starts the timer of the backward pass twice: leave "
                 "it out (each row of metrics.jsonl has step_ms)"
             )
+
+
+why_not_cut, refuse_untried = describe_conflict, check_parallel  # as mst_scale.plan and its tests call them

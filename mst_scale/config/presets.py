@@ -23,10 +23,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"n_layer": 6, "n_head": 12, "n_embd": 384},  # the paper's small dense model; as a method: methods.tiny
 }
 
-# Whole recipes: `mst` with the paper's learning rate, with one that stays high until the weights return, and what is
-# worth most of what was tried (docs/does-it-work.md): with attention that is dense in the end, and with one that never
-# is, with weights that are sparse from the first step almost to the last. The last recipe is that one in whole
-# channels, which save time on any device.
+# Recipes set several blocks. "paper" is `mst` with the paper's learning rate; in "mst-wsd" the rate stays high until
+# the weights are dense again. "mst-best" and "mst-lean" gained most in our studies (docs/does-it-work.md): "mst-best"
+# ends with dense attention, "mst-lean" never has it and is sparse from the first step almost to the last.
+# "mst-channels" is "mst-lean" in whole channels, which save time on any device.
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"mst": {"method": "mst"}, "training": {"lr_schedule": "cosine"}},
     "mst-wsd": {"mst": {"method": "mst"}, "training": {"lr_schedule": "wsd"}},

@@ -1,15 +1,15 @@
-"""Says of every key of a DeepSpeed config whether sparse training is exact with it, before anything starts.
+"""Checks that sparse training is exact with every key of a DeepSpeed config, before anything starts.
 
-The table is deepspeed_support.txt. Its verdicts:
+The table is deepspeed_support.json, the only source of what is supported. A status is one of:
 
     exact       a test trains with it: inactive weights, their moments and low-precision copies are exactly 0, and the
                 masks are those of the same training without it
     harmless    it does not touch the optimizer step
-    refused     masks cannot follow, or DeepSpeed has dropped it
+    rejected    masks cannot follow, or DeepSpeed has removed it
     untested    it may work, but our tests could not try it
 
-A key or value without a line is unclassified. That and what is untested is refused unless mst.allow_unclassified names
-the key. Runs that stay dense are free. support_page.py writes the table as docs/compatibility.md.
+A key or value that no row names is treated as untested: it is rejected unless mst.allow_unclassified names the key.
+Runs that stay dense may use all of DeepSpeed. pages.py writes the table as docs/compatibility.md.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mst_scale.comm import format_value
+from mst_scale.config.deepspeed import PRECISIONS, STAGES, precision_of, stage_of
 from mst_scale.config.method import MSTConfig
 from mst_scale.errors import UserError
 
-TABLE = Path(__file__).with_name("deepspeed_support.txt")
-VERDICTS = ("exact", "harmless", "refused", "untested")
-STAGES, PRECISIONS = (0, 1, 2, 3), ("fp32", "bf16", "fp16")
-SAY_SO = " (say so)"
-TESTS = {kind: f"tests/config/test_support.py::test_{kind}" for kind in ("feature", "optimizer")}
+TABLE = Path(__file__).with_name("deepspeed_support.json")
+STATUSES = ("exact", "harmless", "rejected", "untested")
+_TESTS = {kind: f"tests/config/test_support.py::test_{kind}" for kind in ("feature", "optimizer")}
 
 
 @dataclass(frozen=True)
@@ -39,20 +37,27 @@ class Row:
 
     section: str
     key: str
-    values: tuple[Any, ...]  # none: of any value
-    stages: tuple[int, ...]
-    precisions: tuple[str, ...]
-    verdict: str
-    why: str
-    last: str  # the test of what is exact, the cure of what is refused
+    status: str
+    values: tuple[Any, ...] = ()
+    """None: any value."""
+    stages: tuple[int, ...] = STAGES
+    precisions: tuple[str, ...] = PRECISIONS
+    remark: str = ""
+    log: bool = False
+    """Whether the remark is logged when a run uses the key."""
+    test: str = ""
+    """The test of what is exact, by its id or as "feature: NAME"."""
+    fix: str = ""
+    """What to do about what is rejected."""
 
     @property
-    def test(self) -> str:
-        """The id of its test in pytest's words."""
-        kind, colon, name = self.last.partition(": ")
-        return f"{TESTS[kind]}[{name}]" if colon else self.last
+    def test_id(self) -> str:
+        """The id of its test in pytest's form."""
+        kind, colon, name = self.test.partition(": ")
+        return f"{_TESTS[kind]}[{name}]" if colon else self.test
 
-    def speaks_of(self, value: Any, stage: int, precision: str) -> bool:
+    def covers(self, value: Any, stage: int, precision: str) -> bool:
+        """Whether the row applies to a value at a ZeRO stage and precision."""
         here = stage in self.stages and precision in self.precisions
         return here and (not self.values or any(_equal(value, known) for known in self.values))
 
@@ -66,47 +71,43 @@ def _equal(value: Any, known: Any) -> bool:
 
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    found, section = [], ""
-    for line in TABLE.read_text().splitlines():
-        if line.startswith("=="):
-            section = line.strip("= ")
-        elif line and not line.startswith("#"):
-            keys, values, where, verdict, why, *last = (cell.strip() for cell in line.split("|"))
-            assert verdict in VERDICTS, line
-            words = where.split()
-            stages = tuple(int(word) for word in words if word.isdigit()) or STAGES
-            precisions = tuple(word for word in words if not word.isdigit()) or PRECISIONS
-            stated = tuple(json.loads(f"[{values}]"))
-            found += [
-                Row(section, key, stated, stages, precisions, verdict, why, "".join(last)) for key in keys.split()
-            ]
-    return tuple(found)
+    """Return the table, one row per key; the first one counts that covers a value."""
+    return tuple(
+        Row(section, key, **{name: tuple(cell) if isinstance(cell, list) else cell for name, cell in line.items()})
+        for section, lines in json.loads(TABLE.read_text()).items()
+        for line in lines
+        for key in line.pop("keys")
+    )
 
 
 @functools.cache
 def _by_key() -> dict[str, list[Row]]:
-    """The lines of a config's keys."""
+    """The rows of a config's keys; those of sections "in code" are for the page alone."""
     by_key: dict[str, list[Row]] = {}
     for row in rows():
-        if "in code" in row.section:
-            continue
-        by_key.setdefault(row.key, []).append(row)
+        if "in code" not in row.section:
+            by_key.setdefault(row.key, []).append(row)
     return by_key
+
+
+def keys() -> KeysView[str]:
+    """Return every dotted key of a DeepSpeed config that the table names; "a.*" is all of `a` that has no row."""
+    return _by_key().keys()
 
 
 @functools.cache
 def known_keys() -> KeysView[str]:
-    """Top-level keys of a DeepSpeed config."""
+    """Return the top-level keys of a DeepSpeed config."""
     return dict.fromkeys(key.split(".")[0] for key in _by_key()).keys()
 
 
 def row_of(key: str, value: Any, stage: int, precision: str) -> Row | None:
-    """The row for a key; None: unclassified. A key without its own row takes the `.*` row of a block around it."""
-    return next((row for row in _rows_of(key) if row.speaks_of(value, stage, precision)), None)
+    """Return the row for a value; None if there is none. A key without rows takes the `.*` row of a block around it."""
+    return next((row for row in _rows_of(key) if row.covers(value, stage, precision)), None)
 
 
 def section_of(key: str) -> str:
-    """The section of the table that names a key; empty: none does."""
+    """Return the section of the table that names a key; empty if none does."""
     return next((row.section for row in _rows_of(key)), "")
 
 
@@ -121,30 +122,8 @@ def _rows_of(key: str) -> list[Row]:
     return own
 
 
-def precision_of(deepspeed: Mapping[str, Any]) -> str:
-    """In which forward and backward compute."""
-    for name in ("bf16", "fp16"):
-        block = deepspeed.get(name)
-        if isinstance(block, Mapping) and block.get("enabled"):
-            return name
-    return "fp32"
-
-
-def stage_of(deepspeed: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage of a config, 0 where it states none.
-
-    Raises:
-        UserError: if the stage is not one of 0, 1, 2 and 3. Every other check depends on it, so it comes first.
-    """
-    block = deepspeed.get("zero_optimization")
-    stage = block.get("stage", 0) if isinstance(block, Mapping) else 0  # what is no object is refused by `stated`
-    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in STAGES:
-        raise UserError(f"zero_optimization.stage = {format_value(stage)}: the stages are 0, 1, 2 and 3")
-    return stage
-
-
 def stated(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of all that a config states. `null` and "auto" state nothing."""
+    """Yield (dotted key, value) of all that a config states; `null` and "auto" state nothing."""
     for name, value in block.items():
         key = f"{path}{name}"
         if value is None or value == "auto":
@@ -158,10 +137,17 @@ def stated(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
             yield key, value
 
 
-def refuse_unsupported(deepspeed: Mapping[str, Any], mst: MSTConfig) -> list[str]:
-    """Raise for the first key that sparse training is not known to be exact with; else what a user should be told."""
+def check_supported(deepspeed: Mapping[str, Any], mst: MSTConfig) -> list[str]:
+    """Check a DeepSpeed config against the table.
+
+    Returns:
+        Notes about the config to be logged.
+
+    Raises:
+        UserError: for the first key with which sparse training is not known to be exact.
+    """
     stage = stage_of(deepspeed)
-    _refuse_scattered_muon(deepspeed)
+    _check_muon_at_stage_3(deepspeed)
     if mst.stays_dense:
         return []
     allowed = mst.allow_unclassified
@@ -169,36 +155,68 @@ def refuse_unsupported(deepspeed: Mapping[str, Any], mst: MSTConfig) -> list[str
     notes = []
     for key, value in stated(deepspeed):
         row, here = row_of(key, value, stage, precision), f"{key} = {json.dumps(value, default=str)}"
-        if row is None or row.verdict == "untested":
-            what = "is not classified" if row is None else f"is not tested ({row.why})"
+        if row is None or row.status == "untested":
+            said = f"{here} has not been tested with sparse training"
+            reason = f" ({_format_clause(row)})" if row is not None else _format_near(key)
             if key not in allowed:
-                raise UserError(f"{here} {what} together with sparse training{_near(key, row)}: {_risk(key, allowed)}")
-            notes.append(f"{here} {what} together with sparse training, and mst.allow_unclassified lets it in")
-        elif row.verdict == "refused":
-            raise UserError(f"{here} does not go with sparse training: {row.why}: {row.last}")
-        elif row.why.endswith(SAY_SO):
-            notes.append(f"{key}: {row.why.removesuffix(SAY_SO)}")
+                raise UserError(f"{said}{reason}: {_format_risk(key, allowed)}")
+            notes.append(f"{said}; mst.allow_unclassified accepts it")
+        elif row.status == "rejected":
+            raise UserError(f"{here} does not work with sparse training: {_format_clause(row)}: {row.fix}")
+        elif row.log:
+            notes.append(f"{key}: {row.remark}")
     return notes
 
 
-def _refuse_scattered_muon(deepspeed: Mapping[str, Any]) -> None:
-    """DeepSpeed builds no other, and does not say what would help; dense runs are told too."""
+def _check_muon_at_stage_3(deepspeed: Mapping[str, Any]) -> None:
+    """DeepSpeed cannot build it, and does not say what would help; dense runs are told too."""
     zero, kind = deepspeed.get("zero_optimization"), dict(deepspeed.get("optimizer") or {}).get("type")
-    cut = isinstance(zero, Mapping) and zero.get("stage") == 3 and zero.get("reduce_scatter") is not False
-    if cut and _equal(kind, "Muon"):
+    scatters = isinstance(zero, Mapping) and zero.get("stage") == 3 and zero.get("reduce_scatter") is not False
+    if scatters and _equal(kind, "Muon"):
         raise UserError(
-            'optimizer.type = "Muon" takes stage 3 without reduce-scatter only: add "zero_optimization": '
+            'optimizer.type = "Muon" works at stage 3 without reduce-scatter only: add "zero_optimization": '
             '{"reduce_scatter": false}, or use stage 2'
         )
 
 
-def _near(key: str, row: Row | None) -> str:
-    """A hint for a misspelt key below the top level, which DeepSpeed may ignore without a word."""
-    if row is not None or key in _by_key():
+def _format_clause(row: Row) -> str:
+    """The remark within a sentence; names such as DeepSpeed keep their capital."""
+    first, space, rest = row.remark.rstrip(".").partition(" ")
+    return f"{first.lower() if first[1:].islower() else first}{space}{rest}"
+
+
+def _format_near(key: str) -> str:
+    """A hint for a misspelled key below the top level, which DeepSpeed may ignore silently."""
+    if key in _by_key():
         return ""
     near = difflib.get_close_matches(key, [known for known in _by_key() if "*" not in known], n=1, cutoff=0.9)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def _risk(key: str, allowed: Collection[str]) -> str:
-    return f'remove it, or take the risk with "mst": {{"allow_unclassified": {json.dumps([*allowed, key])}}}'
+def _format_risk(key: str, allowed: Collection[str]) -> str:
+    return f'remove it, or accept the risk with "mst": {{"allow_unclassified": {json.dumps([*allowed, key])}}}'
+
+
+def format_status(key: str) -> str:
+    """Describe the status of a key for people: "`false`: harmless; otherwise: rejected"."""
+    own = [row for row in rows() if row.key == key]
+    if len({row.status for row in own}) == 1:
+        return own[0].status
+    return "; ".join(f"{_format_condition(row)}: {row.status}" for row in own)
+
+
+def format_remark(key: str) -> str:
+    """Describe what is known of a key, with the fix of what is rejected, in sentences."""
+    own = [row for row in rows() if row.key == key]
+    remarks = [row.remark for row in own if row.remark and (row.remark not in ("Off.", "Default.") or len(own) == 1)]
+    fixes = [f"{row.fix[0].upper()}{row.fix[1:]}." for row in own if row.fix]
+    return " ".join(dict.fromkeys([*remarks, *fixes]))
+
+
+def _format_condition(row: Row) -> str:
+    parts = [", ".join(f"`{json.dumps(value)}`" for value in row.values)] if row.values else []
+    if row.stages != STAGES:
+        parts.append(f"stage {', '.join(map(str, row.stages))}")
+    if row.precisions != PRECISIONS:
+        parts.append(", ".join(row.precisions))
+    return " at ".join(parts) or "otherwise"

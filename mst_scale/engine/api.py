@@ -17,8 +17,8 @@ from mst_scale import zero_shards
 from mst_scale.comm import complete_environment, logger, speak, under_mpi
 from mst_scale.compiled.first_use import announced
 from mst_scale.config import RECIPES, Experiment, load, overridden_in_recipe, read, states
-from mst_scale.config.parallel import KEYS, refuse_in_pipeline, sizes_of
-from mst_scale.config.support import precision_of, refuse_unsupported
+from mst_scale.config.parallel import KEYS, check_pipeline, sizes_of
+from mst_scale.config.support import check_supported, precision_of
 from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse_training import SparseTraining
 from mst_scale.engine.types import MST, Engine
@@ -82,11 +82,11 @@ def initialize(
     _require_length(configs[0], experiment)
     _refuse_growth(configs[0], experiment)
     unread = _refuse_two_schedules(configs[0], experiment, others)
-    notes = [*refuse_unsupported(experiment.deepspeed, experiment.mst), *unread]
+    notes = [*check_supported(experiment.deepspeed, experiment.mst), *unread]
     zero_shards.refuse_precision(precision_of(experiment.deepspeed))
     _refuse_unread_sizes(model, experiment, others)
     if isinstance(model, deepspeed.PipelineModule):
-        refuse_in_pipeline(experiment.deepspeed)
+        check_pipeline(experiment.deepspeed)
     if not experiment.mst.stays_dense or experiment.mst.function is not None:
         zero_shards.refuse_arguments(model, **others)
     speak()

@@ -19,7 +19,7 @@ from mst_scale.checkpoints.multiplied import STATE
 from mst_scale.comm import ParallelDims
 from mst_scale.comm.exchange import Exchange
 from mst_scale.config import Experiment
-from mst_scale.config.parallel import why_not_method
+from mst_scale.config.parallel import describe_method_conflict
 from mst_scale.engine.component import Component
 from mst_scale.engine.masking import describe_phases
 from mst_scale.engine.targets import choose_targets
@@ -89,7 +89,7 @@ class WeightFunctions(Component):
         self.targets = choose_targets(engine.module, mst.targets)
         self.shapes = {name: tuple(zero_shards.shape_of(p)) for name, p in self.targets.items()}
         cut = ParallelDims(tensor=zero_shards.tensor_slices(engine), pipeline=zero_shards.stage_count(engine))
-        if (reason := why_not_method(mst, cut)) is not None:
+        if (reason := describe_method_conflict(mst, cut)) is not None:
             raise UserError(reason)
         if zero_shards.uses_muon(engine):
             raise UserError(f"method {self.method} trains what lies behind weights, and Muon needs these: use AdamW")

@@ -1,47 +1,55 @@
-"""The block `mst.attention`: a user's choice of the attention pattern of each phase."""
+"""The block `mst.attention`: the attention pattern of each phase."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import WithJsonSchema
 
 from mst_scale.errors import UserError
+from mst_scale.validation import MAX_TOKENS, Duration, Field, StrictInt, block
+
+Stride = Annotated[StrictInt, Field(ge=1, le=MAX_TOKENS)]
+_FILE_STRIDE = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS},
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    ]
+}
 
 
-@dataclass(frozen=True)
+@block("mst.attention.phase_strides")
 class PhaseStrides:
-    """A stride of its own for a phase; None: the pattern's."""
+    """Strides of single phases; `null` is `mst.attention.stride`."""
 
-    dense: int | None = None
-    warmup: int | None = None
-    ultra: int | None = None
-    restore: int | None = None
-
-    def __post_init__(self) -> None:
-        for phase, stride in vars(self).items():
-            if stride is not None and stride < 1:
-                raise UserError(f"mst.attention.phase_strides.{phase} must be at least 1, not {stride}")
+    dense: Stride | None = Field(None, description="Stride in a dense phase before `dense_from`.")
+    warmup: Stride | None = Field(None, description="Stride during the warm-up; `null`: `mst.attention.stride`.")
+    ultra: Stride | None = Field(None, description="Stride during the ultra-sparse phase.")
+    restore: Stride | None = Field(None, description="Stride during restoration.")
 
 
-@dataclass(frozen=True)
+@block("mst.attention")
 class AttentionConfig:
     """Hybrid Sparse Attention: the pattern while weights are sparse, and when it turns dense."""
 
-    pattern: Literal["dense", "strided", "fixed"] = "strided"
-    stride: int = 256
-    phase_strides: PhaseStrides = field(default_factory=PhaseStrides)
-    dense_from: Literal["ultra_end", "restore_end"] | int | float = "restore_end"
-    backend: Literal["auto", "dense", "cpp", "triton", "blocked", "definition"] = "auto"  # while pairs are left out
+    pattern: Literal["dense", "strided", "fixed"] = Field(
+        "strided", description="Pairs of tokens that are computed; `dense` computes all of them."
+    )
+    stride: Annotated[Stride, WithJsonSchema(_FILE_STRIDE)] = Field(
+        256,
+        description="l: in tokens (an integer), or as a share of `model.context` (`0.25`, as in the paper). A config "
+        "without a `model` block takes the share of 1,024.",
+    )
+    phase_strides: PhaseStrides = Field(default_factory=PhaseStrides, description="Strides of single phases.")
+    dense_from: Literal["ultra_end", "restore_end"] | Duration = Field(
+        "restore_end",
+        description="When attention turns dense: at the end of a phase, or after a duration from the start of the run.",
+    )
+    backend: Literal["auto", "dense", "cpp", "triton", "blocked", "definition"] = Field(
+        "auto", description="Kernel that computes sparse attention; one that cannot run here is an error."
+    )
 
     def __post_init__(self) -> None:
-        if self.stride < 1:
-            raise UserError(f"mst.attention.stride must be at least 1, not {self.stride}")
-        start = self.dense_from
-        if not isinstance(start, str) and (start < 0 or (isinstance(start, float) and start > 1)):
-            raise UserError(
-                f"mst.attention.dense_from = {start}: give 'ultra_end', 'restore_end', steps (an integer) or a share "
-                "of the run (0…1)"
-            )
         if self.backend == "dense" and self.pattern != "dense":
             raise UserError(
                 'mst.attention.backend = "dense" computes every pair: leave it out, or set pattern to "dense"'

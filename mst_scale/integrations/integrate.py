@@ -107,8 +107,8 @@ class Integration:
         if engine.mst.step == 0:
             raise SharedMistake(
                 "deepspeed.initialize was called for a second model with an mst block before the first has taken a "
-                "step. integrate() makes one model sparse: give the other one (a reference, a teacher) a config without "
-                "mst, or call mst_scale.initialize for both"
+                "step. integrate() makes one model sparse: give the other one (a reference, a teacher) a config "
+                "without mst, or call mst_scale.initialize for both"
             )
         logger.warning(
             "a second model is trained sparsely in this process, after %d steps of the first", engine.mst.step

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mst_scale.errors import UserError
+from mst_scale.validation import block
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -147,9 +148,9 @@ class Growth(ABC):
         """Return the weights of the larger model."""
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class NoOptions:
-    """The options of a method that has none."""
+    """Options of a method that has none."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class Method:
     model: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the `model` block that the method replaces."""
     options: type[Any] = NoOptions
-    """A frozen dataclass: the keys of `mst.options`."""
+    """The keys of `mst.options`: a class made with `validation.block`, or a frozen dataclass."""
     function: type[Any] | None = None
     """A `WeightFunction`, constructed with the options."""
     growth: type[Any] | None = None

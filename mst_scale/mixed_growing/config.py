@@ -1,56 +1,120 @@
-"""What a user can say of Mixed-Growing: the block `mst.topology`."""
+"""The block `mst.topology`: how often Mixed-Growing moves the topology, how far, and by which scores."""
 
 from __future__ import annotations
 
 import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing.policies import POLICIES, Policy, policy
+from mst_scale.validation import (
+    MAX_SEED,
+    MAX_STEPS,
+    MILLION,
+    NO_EFFECT,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    ZeroOr,
+    block,
+)
 
-BLOCK_SIDES = (4, 8, 16, 32, 64, 128)  # the GPU's kernels take 16 and more; 4 and 8 are there to compare with
 
-
-@dataclass(frozen=True)
+@block("mst.topology.granularity")
 class BlockGranularity:
-    """Whole blocks of `block` × `block` weights live and die together."""
+    """Masks of whole blocks: the weights of a block are active or inactive together."""
 
-    block: int = 16
-    min_blocks: int = 2  # alive in every block row and column; 0: no such bound
-
-    def __post_init__(self) -> None:
-        if self.block not in BLOCK_SIDES:
-            raise UserError(
-                f"mst.topology.granularity.block must be one of {', '.join(map(str, BLOCK_SIDES))}, not {self.block}"
-            )
-        if self.min_blocks < 0:
-            raise UserError(f"mst.topology.granularity.min_blocks must be at least 0, not {self.min_blocks}")
+    # the GPU's kernels take 16 and more; 4 and 8 are there to compare with
+    block: Literal[4, 8, 16, 32, 64, 128] = Field(16, description="Side of a block, in weights.")
+    min_blocks: StrictInt = Field(
+        2,
+        ge=0,
+        le=MILLION,
+        description="Fewest active blocks in each block row and block column; 0 sets no minimum.",
+    )
 
 
-@dataclass(frozen=True)
+@block("mst.topology")
 class TopologyConfig:
     """Mixed-Growing: how often the topology moves, how far, and by which scores."""
 
-    interval: int | None = None  # None: a fifth of the shortest gradual phase, but 25 to 100 steps
-    policy: str = "mst"  # mst, rigl, set, mest, snfs, static, gmp, or one that was registered
-    granularity: Literal["element", "channel"] | BlockGranularity = "element"  # channel: dead_units/channels.py
-    update_fraction: float = 0.3
-    update_schedule: Literal["constant", "1-cosine", "2-cosine", "n-cosine", "decay-n-cosine"] = "decay-n-cosine"
-    update_decay: float = 0.5
-    random_ratio: float | None = None  # R: the share of growth drawn at random; None: the policy's own (mst: 0.25)
-    mest_lambda: float = 1.0
-    replaces_update: bool = False  # a topology step takes no optimizer update, as in RigL's and the authors' code
-    regrow: bool = True  # a weight pruned in this very step may grow back, with its value
-    grown_moments: Literal["seeded", "living", "zero"] = "seeded"  # Adam's v of a grown weight (engine.second_moments)
-    fresh_momentum: bool = False  # where masks go, all first moments of their matrices begin at 0, as in AC/DC
-    wake_dead_units: bool = True  # where masks go: random incoming weights for units whose weights are all zero
-    # ITOP: a second bit per weight in runs that start sparse, none in the others
-    track_coverage: bool = field(default=True, metadata={"changes_result": False})
-    check_every: int = field(default=1_000, metadata={"changes_result": False})  # steps between drift checks; 0: never
-    rezero: bool = False  # zero inactive weights and their states after every update: for optimizers that move them
+    interval: StrictInt | None = Field(
+        None,
+        ge=1,
+        le=MAX_STEPS,
+        description="Steps between topology steps. `null`: a fifth of the shortest gradual phase, but at least 25 and "
+        "at most 100 steps.",
+    )
+    policy: str = Field(
+        "mst",
+        description="Scores for pruning and growth; each method sets its own ([methods.md](methods.md)). `snfs` "
+        "grows by dense momentum, so clipping uses the norm of the dense gradient there.",
+    )
+    granularity: Literal["element", "channel"] | BlockGranularity = Field(
+        "element",
+        description="What is active or inactive as a whole: `element` is single weights, `channel` whole neurons and "
+        'channels of heads ([blocks.md](blocks.md#whole-channels)), `{"block": 16, "min_blocks": 2}` square blocks.',
+    )
+    update_fraction: StrictFloat = Field(
+        0.3, ge=0, le=1, description="ζ: fraction of the active weights that a topology step exchanges (drop fraction)."
+    )
+    update_schedule: Literal["constant", "1-cosine", "2-cosine", "n-cosine", "decay-n-cosine"] = Field(
+        "decay-n-cosine", description="How ζ falls during the sparse phases: along one or several cosines."
+    )
+    update_decay: StrictFloat = Field(
+        0.5, ge=0, le=1, description="`decay-n-cosine`: factor by which ζ shrinks from one cosine to the next."
+    )
+    random_ratio: StrictFloat | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="R: fraction of the growth that is drawn at random. `null`: the policy's own (0.25 for `mst`).",
+    )
+    mest_lambda: Annotated[StrictFloat, ZeroOr(1e-12, 1e12, "the gradient has no part in the score")] = Field(
+        1.0, description="`mest`: weight of the gradient in the pruning score."
+    )
+    replaces_update: StrictBool = Field(
+        False,
+        description="A topology step takes the place of an optimizer update, as in the code of RigL and of the paper.",
+    )
+    regrow: StrictBool = Field(
+        True, description="A weight that this topology step pruned may grow back, and keeps its value then."
+    )
+    grown_moments: Literal["seeded", "living", "zero"] = Field(
+        "seeded",
+        description="Adam's second moment of grown weights: `seeded` estimates it from their gradients and those of "
+        "the layer; `living` copies the mean of the layer's active weights, which needs no dense gradients; `zero`.",
+    )
+    fresh_momentum: StrictBool = Field(
+        False, description="Set all first moments of a matrix to 0 when its mask is removed, as AC/DC does."
+    )
+    wake_dead_units: StrictBool = Field(
+        True,
+        description="When masks are removed, give units whose weights are all zero random incoming weights; no "
+        "gradient would ever reach them otherwise.",
+    )
+    track_coverage: StrictBool = Field(
+        True,
+        description="Record which weights were ever active (ITOP). Runs that start sparse keep a second bit per weight "
+        "for it.",
+        json_schema_extra=NO_EFFECT,
+    )
+    check_every: StrictInt = Field(
+        1_000,
+        ge=0,
+        le=MAX_SEED,
+        description="Steps between checks that all ranks hold the same masks and that inactive weights are 0; `0` "
+        "never checks at a fixed interval. The first updates and every topology step are always checked.",
+        json_schema_extra=NO_EFFECT,
+    )
+    rezero: StrictBool = Field(
+        False,
+        description="Set inactive weights and their optimizer states to 0 after every update, for an optimizer that "
+        "moves weights without a gradient. Such an optimizer stops the run otherwise.",
+    )
 
     @property
     def chosen(self) -> Policy:
@@ -76,14 +140,6 @@ class TopologyConfig:
             near = difflib.get_close_matches(self.policy, POLICIES, n=1, cutoff=0.0)[0]
             known = ", ".join(POLICIES)
             raise UserError(f"mst.topology.policy = {self.policy!r}: the nearest is {near!r} (there are {known})")
-        if self.interval is not None and self.interval < 1:
-            raise UserError(f"mst.topology.interval must be at least 1, not {self.interval}")
-        for name in ("mest_lambda", "check_every"):
-            if getattr(self, name) < 0:
-                raise UserError(f"mst.topology.{name} must be at least 0, not {getattr(self, name)}")
-        for name in ("update_fraction", "random_ratio", "update_decay"):
-            if not 0.0 <= (getattr(self, name) or 0.0) <= 1.0:
-                raise UserError(f"mst.topology.{name} must lie in [0, 1], not {getattr(self, name)}")
 
 
 def grid_shape(shape: Sequence[int], side: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from torch import nn
 
 from mst_scale.comm import Mesh, logger
 from mst_scale.config.blocks import ModelConfig
-from mst_scale.config.parallel import refuse_model
+from mst_scale.config.parallel import check_divisible
 from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.models.gpt import Block, LayerNorm, Product, first_std
 from mst_scale.models.initial_weights import draw_seed, initialize
@@ -62,7 +62,7 @@ class PipelinedGPT(PipelineModule):
     """
 
     def __init__(self, config: ModelConfig, mesh: Mesh) -> None:
-        refuse_model(config, mesh.sizes)
+        check_divisible(config, mesh.sizes)
         if not ds_comm.is_initialized():
             ds_comm.init_distributed(dist_init_required=False, verbose=False)  # adopts torch's process group
         seed = _agreed(draw_seed())

@@ -65,7 +65,7 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
     if args.branch_decay_from is not None and experiment.training.init is not None:
         raise UserError("--branch-decay-from says where the run begins: leave out --init")
     begun = args.branch_decay_from is not None or bool(store.list_tags(out_of(args, experiment) / "checkpoints"))
-    growth.refuse(experiment, begun)
+    growth.check_growth(experiment, begun)
     if experiment.training.init is not None:
         experiment = resume.with_shape_of(experiment, experiment.training.init, out_of(args, experiment))
     if args.steps is not None and experiment.mst.like is not None:

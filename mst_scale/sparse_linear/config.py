@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from mst_scale.validation import Field, block
 
-@dataclass(frozen=True)
+
+@block("mst.compute")
 class ComputeConfig:
-    """What the layers compute with while they are sparse. `dense` multiplies zeros: it saves FLOPs on paper only."""
+    """How linear layers are computed while they are sparse."""
 
-    backend: Literal["auto", "dense", "cpu", "block"] = "auto"  # see dispatch.py
+    backend: Literal["auto", "dense", "cpu", "block"] = Field(
+        "auto",
+        description="`dense` multiplies zeros and saves FLOPs on paper only, `cpu` skips single weights, `block` "
+        "(CUDA) skips blocks, `auto` is what was measured to be faster here ([benchmarks.md](benchmarks.md)).",
+    )

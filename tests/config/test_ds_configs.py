@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mst_scale.config import load
+from mst_scale.config import load, ready
 from mst_scale.config.check import batch_shape, check
 from mst_scale.config.parallel import sizes_of
 from mst_scale.costs.beside import beside
@@ -18,7 +18,7 @@ from tests.support import pool, tiny_run
 from tests.support.whole_runs import attempt
 
 FOLDER = tiny_run.ROOT / "ds_configs"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+NAMES = sorted(ready.configs())
 GPT2_BATCH = 12 * 40  # the paper's
 GPT3_TOKENS = {"gpt3_1.3b": 1e6, "gpt3_2.7b": 1e6, "gpt3_6.7b": 2e6, "gpt3_13b": 2e6, "gpt3_175b": 3.2e6}
 

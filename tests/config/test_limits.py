@@ -1,24 +1,53 @@
 """Values that cannot be meant are refused with the key and a usable range; what anybody uses is not."""
 
-import dataclasses
 import typing
 
 import pytest
+from annotated_types import Ge, Gt, Le, Lt
 
 from mst_scale.config import METHODS, load
-from mst_scale.config.limits import USABLE
+from mst_scale.config.deepspeed import DeepSpeedKeys
 from mst_scale.config.load import BLOCKS
 from mst_scale.errors import UserError
+from mst_scale.validation import ZeroOr, keys_of
 
 MINIMAL = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-# Numbers that nothing is trained with, learning rates (a high one diverges, which is seen), and shares of a whole,
-# which the blocks themselves keep in [0, 1].
+# Numbers that nothing is trained with, and learning rates: a high one diverges, which is seen.
 WITHOUT_A_RANGE = {
     "training.rival.flops", "training.rival.val_loss", "training.rival.spread", "training.min_lr", "mst.options.rate",
-    "mst.options.alpha", "mst.options.floor", "mst.options.extra", "model.mask_share", "data.val_fraction",
-    "training.sparse_rate", "mst.sparsity.max", "mst.topology.update_fraction", "mst.topology.random_ratio",
-    "mst.topology.update_decay",
+    "data.val_fraction", "optimizer.params.lr", "optimizer.params.muon_lr", "optimizer.params.adam_lr",
 }  # fmt: skip
+
+
+def limits(annotation, metadata=()):
+    """(type, limits) of every number that an annotation takes, in a union or a list too."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation, *own = typing.get_args(annotation)
+        metadata = [*metadata, *(limit for one in own for limit in getattr(one, "metadata", [one]))]
+    if annotation in (int, float):
+        yield annotation, metadata
+    elif typing.get_origin(annotation) is not typing.Literal:
+        for inner in typing.get_args(annotation):
+            yield from limits(inner, metadata)
+
+
+def ends(metadata):
+    """(least, most, whether 0 is allowed too)."""
+    for one in metadata:
+        if isinstance(one, ZeroOr):
+            return one.least, one.most, True
+    least = next((one.ge if isinstance(one, Ge) else one.gt for one in metadata if isinstance(one, Ge | Gt)), None)
+    most = next((one.le if isinstance(one, Le) else one.lt for one in metadata if isinstance(one, Le | Lt)), None)
+    return least, most, False
+
+
+ALL = [
+    *(found for block, cls in BLOCKS.items() for found in keys_of(cls, block)),
+    *keys_of(DeepSpeedKeys, ""),
+    *{key: (key, field) for of in METHODS.values() for key, field in keys_of(of.options, "mst.options")}.values(),
+]
+NUMBERS = [(key, *number) for key, field in ALL for number in limits(field.annotation, field.metadata)]
+RANGES = [(key, *ends(metadata)) for key, kind, metadata in NUMBERS if kind is float and None not in ends(metadata)]
 
 
 def stated(key, value):
@@ -32,9 +61,11 @@ def stated(key, value):
 
 
 def refusal(key, value):
+    if key == "optimizer.params.betas" and not isinstance(value, list):
+        value = [0.9, value]
     if key.startswith("mst.options."):
         name = key.removeprefix("mst.options.")
-        method = next(m for m, of in METHODS.items() if name in {f.name for f in dataclasses.fields(of.options)})
+        method = next(m for m, of in METHODS.items() if name in of.options.__pydantic_fields__)
         raw = {**MINIMAL, "mst": {"method": method, "options": {name: value}}}
     else:
         raw = stated(key, value)
@@ -46,28 +77,31 @@ def refusal(key, value):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "value", "usable"),
     [
-        ("gradient_clipping", 1e-320), ("optimizer.params.eps", 1e308), ("optimizer.params.weight_decay", 2147483648),
-        ("optimizer.params.betas", [0.9, 1 - 1e-12]), ("fp16.initial_scale_power", 1000), ("model.init_std", 1e-300),
-        ("mst.topology.mest_lambda", 1e308), ("mst.options.sharpness", 1e308),
+        ("gradient_clipping", 1e-320, "0 (no clipping) or a number from 1e-06 to 1e+12"),
+        ("optimizer.params.eps", 1e308, "0 (none) or a number from 1e-30 to 1"),
+        ("optimizer.params.weight_decay", 2147483648, "0 (none) or a number from 1e-12 to 100"),
+        ("optimizer.params.betas", [0.9, 1 - 1e-12], "two numbers"),
+        ("fp16.initial_scale_power", 1000, "a number from 0 to 32"),
+        ("model.init_std", 1e-300, "a number from 1e-06 to 1"),
+        ("mst.topology.mest_lambda", 1e308, "or a number from 1e-12 to 1e+12"),
+        ("mst.options.sharpness", 1e308, "a number from 1e-06 to 1,000,000"),
     ],
-)  # fmt: skip
-def test_a_value_that_cannot_be_meant_is_refused_with_its_key_and_range(key, value):
+)
+def test_a_value_that_cannot_be_meant_is_refused_with_its_key_and_range(key, value, usable):
     told = refusal(key, value)
-    assert told is not None and key in told and str(USABLE[key]) in told and "\n" not in told
+    assert told is not None and key in told and usable in told and "\n" not in told
 
 
-@pytest.mark.parametrize("key", USABLE)
-def test_every_range_is_held_at_its_ends(key):
-    usable = USABLE[key]
-    for value in (usable.least, usable.most, *([0] if usable.zero else [])):
-        assert value in usable
-        told = refusal(key, value)  # other keys of the block may ask for more
-        assert told is None or str(usable) not in told
-    for value in (usable.most * 2 + 1, -1e-9, *([usable.least / 2] if usable.least else [])):
+@pytest.mark.parametrize(("key", "least", "most", "zero"), RANGES, ids=[one[0] for one in RANGES])
+def test_every_range_is_held_at_its_ends(key, least, most, zero):
+    for value in (least, most, *([0] if zero else [])):
+        told = refusal(key, float(value))  # an end may be excluded, and other keys of the block may ask for more
+        assert told is None or " in (" in told or ")" in told or "must be" not in told
+    for value in (most * 2 + 1.5, -1e-9, *([least / 2] if least else [])):
         told = refusal(key, value)
-        assert told is not None and key in told
+        assert told is not None and key in told and "\n" not in told
 
 
 @pytest.mark.parametrize("rate", [1e-30, 30.0, 1e30])
@@ -80,18 +114,12 @@ def test_what_trainer_fills_in_is_left_to_it(key):
     assert refusal(key, "auto") is None
 
 
-def numbers(cls, path):
-    """Keys that take a number with a point and no duration."""
-    for name, hint in typing.get_type_hints(cls).items():
-        options = typing.get_args(hint) or (hint,)
-        for option in options:
-            if dataclasses.is_dataclass(option):
-                yield from numbers(option, f"{path}.{name}")
-        if float in options and int not in options:
-            yield f"{path}.{name}"
+def test_every_integer_has_a_largest_value():
+    without = {key for key, kind, metadata in NUMBERS if kind is int and ends(metadata)[1] is None}
+    assert without == {"steps_per_print"}
 
 
-def test_every_number_of_our_blocks_has_a_range_or_a_reason():
-    ours = {key for block, cls in BLOCKS.items() for key in numbers(cls, block)}
-    ours |= {key for method in METHODS.values() for key in numbers(method.options, "mst.options")}
-    assert ours == {key for key in USABLE if key.startswith(("mst.", "model.", "training."))} | WITHOUT_A_RANGE
+def test_every_number_has_a_range_or_a_reason():
+    """A number of ours, or of DeepSpeed's that is validated here."""
+    without = {key for key, kind, metadata in NUMBERS if kind is float and None in ends(metadata)}
+    assert without == WITHOUT_A_RANGE

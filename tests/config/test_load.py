@@ -1,19 +1,13 @@
 import copy
-import dataclasses
 import json
-import types
-import typing
-from pathlib import Path
 
 import pytest
 
-from mst_scale.config import METHODS, MODELS, RECIPES, in_steps, load, overridden_in_recipe, to_dict
-from mst_scale.config.check import BATCH_KEYS, batch_shape, check
-from mst_scale.config.limits import LARGEST
-from mst_scale.config.load import BLOCKS
+from mst_scale.config import METHODS, MODELS, RECIPES, in_steps, load, overridden_in_recipe, ready, to_dict
+from mst_scale.config.check import batch_shape, check
 from mst_scale.config.support import precision_of
 
-READY = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+READY = list(ready.configs().values())
 MINIMAL = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
@@ -167,14 +161,14 @@ def test_model_presets_fill_in_under_the_users_keys():
         ({"MST": {}}, "unknown key 'MST': did you mean 'mst'"),
         ({"recipes": "paper"}, "unknown key 'recipes': did you mean 'recipe'"),
         ({"mst": {"method": []}}, r"unknown mst.method \[\]"),
-        ({"training": {"min_lr": -1e-5}}, "training.min_lr must be at least 0"),
-        ({"training": {"min_lr": float("nan")}}, "training.min_lr must be a number, not nan"),
+        ({"training": {"min_lr": -1e-5}}, "training.min_lr must be"),
+        ({"training": {"min_lr": float("nan")}}, "training.min_lr must be .*, not nan"),
         (
             {"mst": {"sparsity": {"warmup": float("inf")}}},
-            "mst.sparsity.warmup must be an integer or a number, not inf",
+            "mst.sparsity.warmup must be steps .* or a share of the run .*, not inf",
         ),
-        ({"mst": {"topology": {"check_every": -1}}}, "mst.topology.check_every must be at least 0"),
-        ({"mst": {"attention": {"dense_from": -0.5}}}, "mst.attention.dense_from = -0.5: give"),
+        ({"mst": {"topology": {"check_every": -1}}}, "mst.topology.check_every must be"),
+        ({"mst": {"attention": {"dense_from": -0.5}}}, "mst.attention.dense_from must be .*, not -0.5"),
         (
             {"mst": {"sparsity": {"maximum": 0.9}}},
             r"'mst.sparsity.maximum': the nearest valid one is 'mst.sparsity.max'",
@@ -184,35 +178,35 @@ def test_model_presets_fill_in_under_the_users_keys():
             {"mst": {"method": "rigl", "grow_from": "runs/small"}},
             "mst.grow_from goes with methods ligo and stack, not with rigl: leave it out",
         ),
-        ({"mst": {"sparsity": {"max": "0.9"}}}, "mst.sparsity.max must be a number, not '0.9'"),
-        ({"mst": {"sparsity": {"max": 1.0}}}, r"mst.sparsity.max must lie in \[0, 1\)"),
+        ({"mst": {"sparsity": {"max": "0.9"}}}, "mst.sparsity.max must be .*, not '0.9'"),
+        ({"mst": {"sparsity": {"max": 1.0}}}, "mst.sparsity.max must be .*, not 1.0"),
         ({"mst": {"method": "mts"}}, "unknown mst.method 'mts': the nearest is 'mst'"),
         ({"mst": {"sparsity": [1]}}, "mst.sparsity must be an object"),
         ({"model": {"preset": "gpt5"}}, "unknown model.preset 'gpt5': the nearest is 'gpt2'"),
-        ({"model": {"n_layer": 0}}, "model.n_layer must be at least 1"),
-        ({"model": {"n_layer": True}}, "model.n_layer must be an integer, not True"),
-        ({"model": {"n_embd": 100, "n_head": 3}}, "cannot be cut into 3 equal heads"),
+        ({"model": {"n_layer": 0}}, "model.n_layer must be .*, not 0"),
+        ({"model": {"n_layer": True}}, "model.n_layer must be an integer .*, not True"),
+        ({"model": {"n_embd": 100, "n_head": 3}}, "model.n_embd = 100"),
         ({"model": {"dropout": 1.0}}, "model.dropout must be"),
         ({"training": {"lr_schedule": "cos"}}, "must be 'cosine' or 'wsd', not 'cos'"),
-        ({"training": {"steps": 0}}, "training.steps must be at least 1"),
-        ({"training": {"warmup": -1}}, "training.warmup = -1"),
-        ({"training": {"warmup": 1.5}}, "give steps .an integer. or a share"),
+        ({"training": {"steps": 0}}, "training.steps must be .*, not 0"),
+        ({"training": {"warmup": -1}}, "training.warmup must be .*, not -1"),
+        ({"training": {"warmup": 1.5}}, "training.warmup must be .*, not 1.5"),
         ({"training": 3}, "training must be an object"),
         ({"data": {"dir": 3}}, "data.dir must be a string or null, not 3"),
         ({"mst": {"targets": {"include": "blocks.*"}}}, "must be a list of strings"),
-        ({"model": {"n_layer": 10**9}}, "model.n_layer must be at most 1,024, not 1000000000"),
-        ({"model": {"n_embd": 2**20, "n_head": 1, "n_layer": 1000}}, r"come to 1.3e\+16 weights"),
+        ({"model": {"n_layer": 10**9}}, "model.n_layer must be .*1,024, not 1000000000"),
+        ({"model": {"n_embd": 2**20, "n_head": 1, "n_layer": 1000}}, r"model: .* 1.3e\+16 weights"),
         ({"training": {"steps": 10**30}}, "training.steps must be a number below 2"),
         ({"training": {"steps": 10**5000}}, "not a number of 5,000 digits"),
-        ({"training": {"steps": 10**10}}, "training.steps must be at most 10,000,000"),
+        ({"training": {"steps": 10**10}}, "training.steps must be .*10,000,000"),
         ({"training": {"seed": 2**70}}, "training.seed must be a number below 2"),
-        ({"training": {"seed": -1}}, "training.seed must be at least 0, not -1"),
-        ({"training": {"eval_seed": -1}}, "training.eval_seed must be at least 0, not -1"),
+        ({"training": {"seed": -1}}, "training.seed must be .*, not -1"),
+        ({"training": {"eval_seed": -1}}, "training.eval_seed must be .*, not -1"),
         ({"mst": {"seed": 2**64}}, "mst.seed must be a number below 2"),
-        ({"mst": {"seed": -3}}, "mst.seed must be at least 0, not -3"),
-        ({"data": {"seed": -3}}, "data.seed must be at least 0, not -3"),
+        ({"mst": {"seed": -3}}, "mst.seed must be .*, not -3"),
+        ({"data": {"seed": -3}}, "data.seed must be .*, not -3"),
         ({"mst": {"attention": {"stride": 10**20}}}, "mst.attention.stride must be a number below 2"),
-        ({"mst": {"attention": {"stride": 10**9}}}, "mst.attention.stride must be at most 16,777,216"),
+        ({"mst": {"attention": {"stride": 10**9}}}, "mst.attention.stride must be .*16,777,216"),
         ({"zero_optimization": {"reduce_bucket_size": 2**64}}, "zero_optimization.reduce_bucket_size must be a number"),
         ({"training": {"steps": 10, "warmup": 20}}, "training.warmup = 20 steps do not fit in training.steps = 10"),
         ({"training": {"steps": 10, "decay": 11}}, "training.decay = 11 steps do not fit"),
@@ -311,19 +305,19 @@ def _adam(**params):
         ({"optimizer": None}, "must be an object"),
         ({"gradient_clipping": -1}, "gradient_clipping must be"),
         ({"gradient_clipping": float("nan")}, "gradient_clipping must be"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": float("nan")}}}, "optimizer.params.lr must be a positive"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": float("nan")}}}, "optimizer.params.lr must be"),
         ({"optimizer": {"type": "AdamW", "params": 3}}, "optimizer.params must be an object, not 3"),
         ({"hybrid_engine": {"enabled": True}}, "has not been tested"),
-        ({"train_micro_batch_size_per_gpu": 10**12}, "train_micro_batch_size_per_gpu must be at most 1,000,000"),
+        ({"train_micro_batch_size_per_gpu": 10**12}, "train_micro_batch_size_per_gpu must be .*1,000,000"),
         ({"optimizer": {"params": {"lr": 1e-3}}}, "optimizer.type must be a string"),
-        (_adam(weight_decay="x"), "optimizer.params.weight_decay must be a number, not 'x'"),
+        (_adam(weight_decay="x"), "optimizer.params.weight_decay must be .*, not 'x'"),
         (_adam(eps=-1), "optimizer.params.eps must be .*, not -1"),
-        (_adam(betas=[0.9]), r"optimizer.params.betas must be two numbers in \[0, 1\)"),
+        (_adam(betas=[0.9]), "optimizer.params.betas must be two numbers"),
         (_adam(betas=[0.9, 1.0]), "optimizer.params.betas must be .*, not 1.0"),
-        (_adam(betas="ab"), r"optimizer.params.betas must be two numbers"),
-        ({"gradient_clipping": True}, "gradient_clipping must be a number"),
+        (_adam(betas="ab"), "optimizer.params.betas must be two numbers"),
+        ({"gradient_clipping": True}, "gradient_clipping must be .*, not True"),
         ({"zero_optimization": {"stage": 1.0}}, "the stages are 0, 1, 2 and 3"),
-        ({"steps_per_print": "x"}, "steps_per_print must be an integer above 0"),
+        ({"steps_per_print": "x"}, "steps_per_print must be an integer"),
         ({"prescale_gradients": "yes"}, "prescale_gradients must be true or false"),
         ({"data_types": {"grad_accum_dtype": "float"}}, "data_types.grad_accum_dtype must be fp32, fp16 or bf16"),
     ],
@@ -347,23 +341,8 @@ def test_bert_presets():
     assert load({"model": {"preset": "bert-large"}}).model.n_layer == 24
     tiny = load({"model": {"preset": "bert-base"}}, method="tiny").model
     assert (tiny.arch, tiny.n_layer, tiny.n_embd, tiny.context) == ("bert", 6, 384, 512), "a small BERT, not a GPT"
-    with pytest.raises(ValueError, match=r"model\.mask_share must lie in \(0, 1\), not 0.0"):
+    with pytest.raises(ValueError, match=r"model\.mask_share must be .*, not 0"):
         load({"model": {"arch": "bert", "mask_share": 0}})
-
-
-def _integers(cls, path):
-    for name, hint in typing.get_type_hints(cls).items():
-        options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-        if int in options:
-            yield f"{path}.{name}"
-        for option in options:
-            if dataclasses.is_dataclass(option):
-                yield from _integers(option, f"{path}.{name}")
-
-
-def test_every_integer_has_its_largest_value_in_one_place():
-    ours = [key for block, cls in BLOCKS.items() for key in _integers(cls, block)]
-    assert sorted([*ours, *BATCH_KEYS]) == sorted(LARGEST)
 
 
 def test_a_warm_up_as_a_share_follows_the_length_of_the_run():

@@ -117,7 +117,7 @@ def test_what_has_no_channels_or_leaves_some_of_a_unit_out_is_refused():
 def test_a_config_that_would_rank_or_exchange_channels_is_refused(block, value):
     raw = config(0, 1)
     raw["mst"] = {**raw["mst"], block: {**raw["mst"][block], **value}}
-    with pytest.raises(ValueError, match=r'granularity = "channel" draws which channels live.*policy static'):
+    with pytest.raises(ValueError, match=r'granularity = "channel" .*policy static'):
         load(raw)
 
 

@@ -65,25 +65,25 @@ def test_a_pipeline_in_bf16_that_recomputes_activations(tmp_path: Path):
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
 REFUSED = [
-    ({"pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}}, "zero_optimization.stage = 2 does not go with"),
+    ({"pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}}, "zero_optimization.stage = 2"),
     (
         {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 0}, "bf16": {"enabled": True}},
-        "bf16 without ZeRO does not go with a pipeline",
+        "bf16 without ZeRO",
     ),
     ({"pipeline": {"stages": 3}, "model": {**MODEL, "n_layer": 3}}, "2 ranks cannot be cut into groups of pipeline 3"),
-    ({"tensor_parallel": {"autotp_size": 2}, "model": {**MODEL, "n_head": 1}}, "model.n_head = 1 cannot be cut"),
-    ({"tensor_parallel": {"autotp_size": 2}, "model": {**MODEL, "dropout": 0.1}}, "model.dropout = 0.1 does not go"),
+    ({"tensor_parallel": {"autotp_size": 2}, "model": {**MODEL, "n_head": 1}}, "model.n_head = 1"),
+    ({"tensor_parallel": {"autotp_size": 2}, "model": {**MODEL, "dropout": 0.1}}, "model.dropout = 0.1"),
     ({"pipeline": {"stages": 2}, "model": {**MODEL, "n_layer": 1}}, "each stage needs a block"),
-    ({"pipeline": {"stages": 2}, "model": {**MODEL, "arch": "bert"}}, "the pipeline runs a GPT"),
+    ({"pipeline": {"stages": 2}, "model": {**MODEL, "arch": "bert"}}, "model.arch"),
     ({"tensor_parallel": {"autotp_size": 2}, "training": {**TRAINING, "eval_tasks": "x"}}, "training.eval_tasks"),
-    ({"sequence_parallel_size": 2, "model": {**MODEL, "context": 31}}, "model.context = 31 cannot be cut"),
-    ({"sequence_parallel_size": 2, "pipeline": {"stages": 2}}, "does not go with sequence_parallel_size = 2"),
+    ({"sequence_parallel_size": 2, "model": {**MODEL, "context": 31}}, "model.context = 31"),
+    ({"sequence_parallel_size": 2, "pipeline": {"stages": 2}}, "sequence_parallel_size = 2"),
     ({"tensor_parallel": {"autotp_size": "two"}}, "tensor_parallel.autotp_size must be a positive integer, not 'two'"),
-    ({"pipeline": {"stages": 2}, "flops_profiler": {"enabled": True}}, "flops_profiler.enabled does not go with a"),
-    ({"pipeline": {"stages": 2}, "wall_clock_breakdown": True}, "wall_clock_breakdown does not go with a pipeline"),
+    ({"pipeline": {"stages": 2}, "flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),
+    ({"pipeline": {"stages": 2}, "wall_clock_breakdown": True}, "wall_clock_breakdown"),
     ({"pipeline": [2]}, "pipeline must be an object, not [2]"),
     ({**MUON, "tensor_parallel": {"autotp_size": 2}, "mst": {"method": "mst"}}, "not tested with Muon in layers or"),
-    ({"pipeline": {"stages": 2}, "mst": {"method": "mst"}, "zero_optimization": {"stage": 2}}, "gradients whole until"),
+    ({"pipeline": {"stages": 2}, "mst": {"method": "mst"}, "zero_optimization": {"stage": 2}}, "pipeline.stages = 2"),
 ]
 
 
@@ -100,5 +100,5 @@ def test_parts_of_sequences_lie_in_the_order_of_ranks():
     tokens = torch.arange(24).view(2, 12)
     parts = [Share(replicas=1, replica=0, parts=3, part=part).cut(tokens) for part in range(3)]
     assert torch.equal(torch.cat(parts, dim=1), tokens)
-    with pytest.raises(ValueError, match="cannot be cut over 5 ranks"):
+    with pytest.raises(ValueError, match="5 ranks"):
         Share(replicas=1, replica=0, parts=5, part=0).cut(tokens)

@@ -88,7 +88,7 @@ EXTRA = (
 def keys() -> list[str]:
     """Every key of ours, and some of DeepSpeed's."""
     from mst_scale.config.load import BLOCKS
-    from tests.config.test_docs import defaults
+    from mst_scale.config.pages import defaults
 
     ours = [key for block, cls in BLOCKS.items() for key, _ in defaults(cls, block)]
     return [*ours, *BLOCKS, *EXTRA, "mst.sparsity", "mst.topology", "mst.attention", "mst.topology.granularity"]

@@ -86,10 +86,10 @@ def test_masked_matrices_have_a_rate_and_a_decay_of_their_own_while_they_are_spa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer": {"type": "Muon", "params": {"lr": 0.01, "weight_decay": 0.1}}}, "do not go with Muon"),
+        ({"optimizer": {"type": "Muon", "params": {"lr": 0.01, "weight_decay": 0.1}}}, "Muon"),
         ({"pipeline": {"stages": 2}}, "stages differ"),
-        ({"mst": {"method": "fixed"}}, "method fixed has none of"),
-        ({"mst": {"method": "monarch"}}, "method monarch has none of"),
+        ({"mst": {"method": "fixed"}}, "method fixed"),
+        ({"mst": {"method": "monarch"}}, "method monarch"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}, "state that"),
     ],
 )

@@ -24,13 +24,13 @@ The paper does not divide by c. Its code fixes the identity and trains what is b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from mst_scale.errors import UserError
 from mst_scale.methods.method import Gradients, Growth, Method, NoOptions, Shape
 from mst_scale.methods.presets import DENSE
 from mst_scale.randomness import counter_hash
+from mst_scale.validation import MILLION, Field, StrictFloat, StrictInt, ZeroOr, block
 
 if TYPE_CHECKING:  # FLOPs of a growth are counted without torch
     from torch import Tensor
@@ -93,21 +93,15 @@ SIDES = {
 NORMS = ("ln_1", "ln_2")
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class Options:
-    """The options of ligo: training steps of the maps, their learning rate, and the noise on copied rows."""
+    """Options of method `ligo`."""
 
-    steps: int = 100
-    rate: float = 3e-4
-    noise: float = 0.01
-
-    def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise UserError(f"mst.options.steps must be at least 0, not {self.steps}")
-        if self.rate <= 0:
-            raise UserError(f"mst.options.rate must be above 0, not {self.rate}")
-        if self.noise < 0:
-            raise UserError(f"mst.options.noise must be at least 0, not {self.noise}")
+    steps: StrictInt = Field(100, ge=0, le=MILLION, description="Steps that train the growth operators.")
+    rate: StrictFloat = Field(3e-4, gt=0, description="Learning rate of these steps.")
+    noise: Annotated[StrictFloat, ZeroOr(1e-12, 100, "none")] = Field(
+        0.01, description="Scale of the noise on copied rows, which lets copies of a unit differ."
+    )
 
 
 class Operators:

@@ -12,27 +12,26 @@ becomes dense, their product replaces them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mst_scale.errors import UserError
 from mst_scale.methods.method import Method, WeightFunction
 from mst_scale.methods.presets import then_dense
+from mst_scale.validation import MILLION, Field, StrictInt, block
 
 if TYPE_CHECKING:  # its FLOPs are counted without torch
     from torch import Tensor, dtype
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class Options:
-    """The options of monarch."""
+    """Options of method `monarch`."""
 
-    blocks: int = 4
-    """b; a matrix takes the largest number up to it that divides both sides."""
-
-    def __post_init__(self) -> None:
-        if self.blocks < 2:
-            raise UserError(f"mst.options.blocks must be at least 2, not {self.blocks}")
+    blocks: StrictInt = Field(
+        4,
+        ge=2,
+        le=MILLION,
+        description="b: number of blocks; a matrix takes the largest number up to it that divides both sides.",
+    )
 
 
 class Monarch(WeightFunction):

@@ -14,9 +14,8 @@ When the schedule becomes dense, training continues with the stored weights, as 
 """
 
 import itertools
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,16 +24,18 @@ from mst_scale.errors import UserError
 from mst_scale.methods.method import Method, WeightFunction
 from mst_scale.methods.presets import NO_HEAD, constant, then_dense
 from mst_scale.sparse_linear import semi_structured
+from mst_scale.validation import MILLION, Field, StrictBool, StrictFloat, StrictInt, ZeroOr, block
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class NOfM:
-    """The options of s-ste, which sr-ste has too."""
+    """Options of every method that keeps n of m."""
 
-    n: int = 2
-    m: int = 4
-    products: Literal["dense", "semi-structured"] = "dense"
-    """How layers multiply: with F.linear, or for 2 of 4 with CUDA's sparse tensor cores."""
+    n: StrictInt = Field(2, le=MILLION, description="n: weights kept of every m.")
+    m: StrictInt = Field(4, le=MILLION, description="m: consecutive weights of which n are kept.")
+    products: Literal["dense", "semi-structured"] = Field(
+        "dense", description="How a layer multiplies: F.linear, or CUDA's sparse tensor cores (2 of 4 only)."
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.n < self.m:
@@ -46,18 +47,19 @@ class NOfM:
             raise UserError(f"mst.options.{option} exists for n = 2, m = 4 only, not for {self.n} of {self.m}")
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class Options(NOfM):
-    """The options of sr-ste."""
+    """Options of method `sr-ste`."""
 
-    decay: float = 2e-4
-    """λ; the default is the paper's, for SGD. With Adam, Hu et al. use 6e-6 for GPT-2."""
-    transposable: bool = False
+    decay: Annotated[StrictFloat, ZeroOr(1e-12, 100, "none")] = Field(
+        2e-4,
+        description="λ: decay of the weights that are left out. The default is the paper's, for SGD; for GPT-2 with "
+        "Adam Hu et al. use 6e-6.",
+    )
+    transposable: StrictBool = Field(False, description="Keep n of m along columns too (2 of 4 only).")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.decay < 0:
-            raise UserError(f"mst.options.decay must be at least 0, not {self.decay}")
         self._need_two_of_four("transposable", self.transposable)
 
 

@@ -13,13 +13,13 @@ the paper's schedule. The paper's sparse attention is not included.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from mst_scale.errors import UserError
 from mst_scale.methods.method import Method, WeightFunction
 from mst_scale.methods.presets import then_dense
+from mst_scale.validation import MILLION, Field, StrictInt, block
 
 if TYPE_CHECKING:  # its FLOPs are counted without torch
     from torch import Tensor, dtype
@@ -29,20 +29,24 @@ DENSE_STRIDES = 2  # with at most two strides, a group of block rows has three o
 SMALLEST, FEWEST = 4, 8  # least side of a block, and least number of blocks along the shorter side of a matrix
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class Options:
-    """The options of pixelfly."""
+    """Options of method `pixelfly`."""
 
-    block: int = 32
-    """Side of a block; halved if it does not divide a matrix, or fewer than 8 would be side by side."""
-    strides: int = 2
-    """Number of strides of the butterfly, the smallest first."""
+    block: StrictInt = Field(
+        32,
+        ge=SMALLEST,
+        le=MILLION,
+        description="Side of a block, a power of two; halved for matrices that it does not divide or that would have "
+        "fewer than 8 blocks side by side.",
+    )
+    strides: StrictInt = Field(
+        2, ge=0, le=MILLION, description="Number of strides of the butterfly, the smallest first."
+    )
 
     def __post_init__(self) -> None:
-        if self.block < SMALLEST or self.block & (self.block - 1):
-            raise UserError(f"mst.options.block must be a power of two from 4 on, not {self.block}")
-        if self.strides < 0:
-            raise UserError(f"mst.options.strides must be at least 0, not {self.strides}")
+        if self.block & (self.block - 1):
+            raise UserError(f"mst.options.block must be a power of two, not {self.block}")
 
 
 @cache

@@ -8,30 +8,22 @@ training continues with the weights themselves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mst_scale.errors import UserError
 from mst_scale.methods.method import Method, WeightFunction
 from mst_scale.methods.presets import NO_HEAD, NO_HSA, VARIATIONS
+from mst_scale.validation import Field, StrictFloat, block
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class Options:
-    """The options of powerprop."""
+    """Options of method `powerprop`."""
 
-    alpha: float = 2.0
-    floor: float = 1e-3
-    """The smallest |θ|^(α−1) that the gradient is multiplied with."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.floor <= 1:
-            raise UserError(f"mst.options.floor must be in (0, 1], not {self.floor}")
-        if not 1 <= self.alpha <= 8:
-            raise UserError(f"mst.options.alpha must be in [1, 8], not {self.alpha}")
+    alpha: StrictFloat = Field(2.0, ge=1, le=8, description="α: a weight is θ·|θ|^(α−1).")
+    floor: StrictFloat = Field(1e-3, gt=0, le=1, description="Least |θ|^(α−1) in the gradient.")
 
 
 class Power(WeightFunction):

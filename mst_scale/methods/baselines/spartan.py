@@ -8,31 +8,25 @@ Choices: all costs are equal; s is the mean |θ| of the matrix, so that one β f
 the paper it rises during the first fifth of training.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mst_scale.errors import UserError
 from mst_scale.methods.baselines.top_kast import largest
 from mst_scale.methods.method import Method, WeightFunction
 from mst_scale.methods.presets import NO_HEAD, NO_HSA, STILL, VARIATIONS
 from mst_scale.transforms import refuse_second_derivatives
+from mst_scale.validation import Field, StrictFloat, block
 
 HALVINGS = 60
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class Options:
-    """The options of spartan."""
+    """Options of method `spartan`."""
 
-    sharpness: float = 10.0
-    """β of the soft mask."""
-
-    def __post_init__(self) -> None:
-        if self.sharpness <= 0:
-            raise UserError(f"mst.options.sharpness must be above 0, not {self.sharpness}")
+    sharpness: StrictFloat = Field(10.0, ge=1e-6, le=1e6, description="β: sharpness of the soft mask.")
 
 
 def soft_mask(values: Tensor, kept: int, sharpness: float) -> Tensor:

@@ -10,31 +10,26 @@ The sets are chosen for every forward pass; the paper finds that every 100 steps
 index.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from mst_scale.errors import UserError
 from mst_scale.methods.method import Method, WeightFunction
 from mst_scale.methods.presets import NO_HEAD, VARIATIONS, constant
+from mst_scale.validation import Field, StrictFloat, ZeroOr, block
 
 
-@dataclass(frozen=True)
+@block("mst.options")
 class Options:
-    """The options of top-kast."""
+    """Options of method `top-kast`."""
 
-    extra: float = 0.1
-    """M: the fraction of weights that get a gradient without being used."""
-    penalty: float = 1e-4
-    """λ of the exploration term."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.extra <= 1:
-            raise UserError(f"mst.options.extra must be in [0, 1], not {self.extra}")
-        if self.penalty < 0:
-            raise UserError(f"mst.options.penalty must be at least 0, not {self.penalty}")
+    extra: StrictFloat = Field(
+        0.1, ge=0, le=1, description="M: fraction of the weights that are trained in addition to those that are used."
+    )
+    penalty: Annotated[StrictFloat, ZeroOr(1e-12, 100, "none")] = Field(
+        1e-4, description="λ: strength of the penalty on weights."
+    )
 
 
 def largest(matrix: Tensor, count: int) -> Tensor:

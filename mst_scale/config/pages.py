@@ -1,0 +1,98 @@
+"""Writes what docs/config.md and docs/compatibility.md say of the keys: `python -m mst_scale.config.pages`.
+
+In docs/config.md each table stands between `<!-- keys: BLOCK -->` and `<!-- end -->` and is made of the descriptions
+of the block. docs/compatibility.md is made of deepspeed_support.json as a whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mst_scale.config.load import BLOCKS
+from mst_scale.config.support import format_remark, format_status, rows
+from mst_scale.validation import keys_of
+
+_DOCS = Path(__file__).parents[2] / "docs"
+_TABLE = re.compile(r"(<!-- keys: (\S+) -->\n).*?(<!-- end -->)", re.S)
+_SHARES = (14, 70)  # denominators of defaults that are shares of the paper's run
+
+_SUPPORT = """# Compatibility with DeepSpeed
+
+This page lists every key of a DeepSpeed 0.19 config and says whether sparse training works with it. It is generated
+from `mst_scale/config/deepspeed_support.json` by `python -m mst_scale.config.pages`. Runs that stay dense (method
+`dense`, or `mst.sparsity.max` 0) may use all of DeepSpeed. [exactness.md](exactness.md) defines what exact means.
+
+- **exact**: a test trains with it on two CPU ranks and checks after every step that inactive weights, their moments and
+  the weights of the forward pass are exactly 0. If the arithmetic is the same, so are the masks.
+- **harmless**: it does not touch the optimizer step.
+- **rejected**: one line with the reason and the fix, before anything starts.
+- **untested**: rejected too, unless `mst.allow_unclassified` names the key. The same holds for any key or value that is
+  not on this page.
+
+`null` and `"auto"` leave DeepSpeed's default, which is exact or harmless. `a.*` is every key of `a` without a row.
+"""
+
+
+def config_page(text: str) -> str:
+    """Return a page with its tables of keys written anew."""
+    return _TABLE.sub(lambda found: found[1] + _table(found[2]) + found[3], text)
+
+
+def support_page() -> str:
+    """Return docs/compatibility.md."""
+    lines = [_SUPPORT.rstrip("\n"), "", "| key | status | remark |", "|---|---|---|"]
+    sections: dict[str, dict[str, None]] = {}
+    for row in rows():
+        sections.setdefault(row.section, {})[row.key] = None
+    for section, its in sections.items():
+        lines.append(f"| **{section}** | | |")
+        lines += [f"| `{key}` | {format_status(key)} | {format_remark(key)} |" for key in its]
+    return "\n".join(lines) + "\n"
+
+
+def _table(path: str) -> str:
+    """The keys of a block; the blocks of `mst` have tables of their own."""
+    name = path.partition(".")[0]
+    descriptions = {key: field.description for key, field in keys_of(BLOCKS[name], name)}
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for key, value in defaults(BLOCKS[name], name):
+        if key.startswith(f"{path}.") and (path != "mst" or key.count(".") == 1):
+            shown = "" if key == "mst.options" else f"`{_format_default(value)}`"
+            lines.append(f"| `{key}` | {shown} | {descriptions[key]} |")
+    return "\n".join(lines) + "\n"
+
+
+def defaults(cls: Any, path: str) -> list[tuple[str, Any]]:
+    """Return (dotted key, default) of the keys of a block that are no blocks themselves."""
+    found: list[tuple[str, Any]] = []
+    for field in dataclasses.fields(cls):
+        made: Any = getattr(cls(), field.name)
+        key = f"{path}.{field.name}"
+        if dataclasses.is_dataclass(made) and key != "mst.options":
+            found += defaults(type(made), key)
+        else:
+            found.append((key, made))
+    return found
+
+
+def _format_default(value: Any) -> str:
+    """As JSON; a share of the paper's 140,000 steps as a fraction."""
+    for whole in _SHARES:
+        if isinstance(value, float) and len(repr(value)) > 10 and round(value * whole) / whole == value:
+            return f"{round(value * whole)}/{whole}"
+    return json.dumps(value)
+
+
+def main() -> None:
+    """Rewrite both pages."""
+    page = _DOCS / "config.md"
+    page.write_text(config_page(page.read_text()))
+    (_DOCS / "compatibility.md").write_text(support_page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Blocks of the config: frozen pydantic dataclasses whose errors are one line with the dotted key.
+
+A block states for each key its type, its range, its default and its description. From that one statement come the
+validation, the error messages, the JSON schema (`config.schema`) and the tables of docs/config.md (`config.pages`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic.dataclasses
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import (
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError, core_schema
+from typing_extensions import dataclass_transform
+
+from mst_scale.comm import format_value
+from mst_scale.errors import UserError
+
+__all__ = [
+    "MAX_SEED",
+    "MAX_STEPS",
+    "MAX_TOKENS",
+    "MILLION",
+    "NO_EFFECT",
+    "Duration",
+    "Field",
+    "StrictBool",
+    "StrictFloat",
+    "StrictInt",
+    "ZeroOr",
+    "block",
+    "fields_of",
+    "keys_of",
+    "parse",
+]
+
+Block = TypeVar("Block")
+MILLION = 10**6
+MAX_SEED = 2**63 - 1  # torch and numpy take a signed 64-bit number
+MAX_STEPS = 10**7  # seventy times the paper's
+MAX_TOKENS = 2**24  # of a sequence or a vocabulary
+NO_EFFECT: dict[str, Any] = {"changesResult": False}
+"""`json_schema_extra` of a key that cannot change the result of a run, so that a resumed run may have another value."""
+_UNKNOWN = "unexpected_keyword_argument"  # pydantic's name for a key that a dataclass does not have
+# JSON has neither NaN nor Infinity, Python's reader does; a block is built when it is first used, as start-up is short
+_CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
+
+Duration = (
+    Annotated[StrictInt, Field(ge=0, le=MAX_STEPS, description="steps")]
+    | Annotated[StrictFloat, Field(ge=0, le=1, description="a share of the run")]
+)
+"""Steps if int, share of the run if float."""
+
+
+@dataclass(frozen=True)
+class ZeroOr:
+    """Annotates a number that is 0, with a meaning of its own, or lies in [least, most]."""
+
+    least: float
+    most: float
+    meaning: str
+    """What 0 means."""
+
+    def __str__(self) -> str:
+        return f"0 ({self.meaning}) or a number from {self.least:g} to {self.most:g}"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"anyOf": [{"const": 0}, {**handler(schema), "minimum": self.least, "maximum": self.most}]}
+
+    def _check(self, value: float) -> float:
+        if value != 0 and not self.least <= value <= self.most:
+            raise PydanticCustomError("range", "outside of the range")
+        return value
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(Field,))
+def block(path: str, extra: Literal["forbid", "allow"] = "forbid") -> Callable[[type[Block]], type[Block]]:
+    """Make a class a block of the config.
+
+    Args:
+        path: where the block stands, for messages: "mst.sparsity".
+        extra: "allow" for a block of DeepSpeed, of whose keys only some are validated.
+
+    Returns:
+        A decorator. The class becomes a frozen pydantic dataclass, which raises a UserError where it is made by hand.
+    """
+
+    def made(cls: type[Block]) -> type[Block]:
+        result: Any = pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict({**_CONFIG, "extra": extra}))(cls)
+        validate = result.__init__
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                validate(self, *args, **kwargs)
+            except ValidationError as error:
+                raise UserError(_format(error, result, path)) from None
+            finally:
+                result.__init__ = __init__  # the build that defer_build has put off replaces it
+
+        result.__init__ = __init__
+        return result  # type: ignore[no-any-return]
+
+    return made
+
+
+def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
+    """Validate a dict as a block.
+
+    Args:
+        cls: the block.
+        values: what a config states of it.
+        path: the dotted key of the block.
+        where: the name of the config, for messages.
+
+    Raises:
+        UserError: one line that names the first wrong key, what it takes and, if it is misspelled, the nearest one.
+    """
+    if not isinstance(values, dict):
+        raise UserError(f"{where}: {path} must be an object, not {format_value(values)}")
+    cls = _validated(cls, path)
+    try:
+        return typing.cast(Block, _adapter(cls).validate_python(values))
+    except ValidationError as error:
+        raise UserError(f"{where}: {_format(error, cls, path)}") from None
+
+
+@cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
+
+
+@cache
+def _validated(cls: Any, path: str) -> Any:
+    """A block; a plain dataclass, the options of a method that a program registers, is made one."""
+    return cls if hasattr(cls, "__pydantic_fields__") else block(path)(cls)
+
+
+def fields_of(cls: Any) -> Mapping[str, FieldInfo]:
+    """Return the fields of a block by name."""
+    return typing.cast(Mapping[str, FieldInfo], cls.__pydantic_fields__)
+
+
+def keys_of(cls: Any, path: str) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield (dotted key, field) of a block and of the blocks in it, each after the key that holds it."""
+    for name, field in fields_of(cls).items():
+        key = f"{path}.{name}" if path else name
+        yield key, field
+        for option in _options(field.annotation):
+            if dataclasses.is_dataclass(option):
+                yield from keys_of(option, key)
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a type, each as it is annotated."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(option for part in typing.get_args(annotation) for option in _options(part))
+    return (annotation,)
+
+
+# --- messages ---
+
+
+def _format(error: ValidationError, cls: Any, path: str) -> str:
+    """The first mistake in one line. In a union the alternative that got furthest is the one that was meant."""
+    found = [(*_located(cls, path, each["loc"]), each) for each in error.errors(include_url=False)]
+    unknown = [one for one in found if one[2]["type"] == _UNKNOWN]
+    first = (unknown or found)[0][0]
+    key, field, mistake = max(
+        (one for one in unknown or found if one[0].startswith(first) or first.startswith(one[0])),
+        key=lambda one: one[0].count("."),
+    )
+    if mistake["type"] == _UNKNOWN:
+        return _format_unknown(cls, path, key)
+    if mistake["type"] == "value_error":
+        return str(mistake["ctx"]["error"])
+    expected = "an object" if field is None else _describe(field.annotation, field.metadata)
+    return f"{key} must be {expected}, not {format_value(mistake['input'])}"
+
+
+def _located(cls: Any, path: str, location: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
+    """The dotted key of a mistake and its field; pydantic also counts alternatives of a union and items of a list."""
+    key, field, inside = path, None, [cls]
+    for each in location:
+        positional = isinstance(each, int) and field is None  # an argument without a name
+        part = list(fields_of(cls))[int(each)] if positional else each
+        holder = next((one for one in inside if part in fields_of(one)), None)
+        if holder is not None:
+            field = fields_of(holder)[str(part)]
+            inside = [option for option in _options(field.annotation) if dataclasses.is_dataclass(option)]
+        elif isinstance(part, int) or not inside or part in [one.__name__ for one in inside] or "[" in part:
+            continue
+        key = f"{key}.{part}" if key else str(part)
+    return key, field
+
+
+def _format_unknown(cls: Any, path: str, key: str) -> str:
+    """A key that does not exist, with the one that was probably meant: the same name deeper, or one spelled alike."""
+    holder, _, name = key.rpartition(".")
+    known = [other for other, _ in keys_of(cls, path)]
+    deeper = [other for other in known if other.startswith(f"{holder}.") and other.rpartition(".")[2] == name]
+    beside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == holder]
+    near = deeper or [f"{holder}.{other}" for other in difflib.get_close_matches(name, beside, n=1, cutoff=0.0)]
+    hint = f"the nearest valid one is '{near[0]}'" if near else f"{holder} has none here"
+    return f"unknown key {format_value(key)}: {hint}"
+
+
+def _describe(annotation: Any, metadata: list[Any]) -> str:
+    """What a key takes: "an integer from 1 to 1,024 or null"."""
+    return " or ".join(dict.fromkeys(_describe_one(option, metadata) for option in _options(annotation)))
+
+
+def _describe_one(option: Any, metadata: list[Any]) -> str:
+    if typing.get_origin(option) is Annotated:
+        option, *own = typing.get_args(option)
+        meant = next((one.description for one in own if isinstance(one, FieldInfo) and one.description), None)
+        metadata = [*metadata, *(limit for one in own for limit in getattr(one, "metadata", [one]))]
+        return _describe_one(option, metadata) if meant is None else f"{meant} ({_describe_one(option, metadata)})"
+    if option is type(None):
+        return "null"
+    if dataclasses.is_dataclass(option):
+        return "an object"
+    if typing.get_origin(option) is Literal:
+        return " or ".join(repr(choice) for choice in typing.get_args(option))
+    if typing.get_origin(option) is list:
+        (item,) = typing.get_args(option)
+        return "a list of strings" if item is str else f"two numbers, each {_describe_one(item, [])}"
+    for limit in metadata:
+        if isinstance(limit, ZeroOr) and option in (int, float):
+            return str(limit)
+    name = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[option]
+    return f"{name}{_format_range(metadata)}" if option in (int, float) else name
+
+
+def _format_range(metadata: list[Any]) -> str:
+    limits: dict[type, Any] = {type(one): one for one in metadata if isinstance(one, Ge | Gt | Le | Lt)}
+    least = limits[Ge].ge if Ge in limits else limits[Gt].gt if Gt in limits else None
+    most = limits[Le].le if Le in limits else limits[Lt].lt if Lt in limits else None
+    if least is None:
+        return ""
+    if most is None or most == MAX_SEED:
+        return f" of at least {least:,}" if Ge in limits else f" above {least:,}"
+    if Ge in limits and Le in limits:
+        return f" from {least:,} to {most:,}"
+    return f" in {'[' if Ge in limits else '('}{least:,}, {most:,}{']' if Le in limits else ')'}"
