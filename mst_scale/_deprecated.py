@@ -17,7 +17,9 @@ from typing import Any
 
 MOVED: dict[str, str] = {}
 RENAMED: dict[tuple[str, str], str] = {}
-CONFIG_KEYS: dict[str, str] = {}  # dotted path of the old key -> of the new one
+CONFIG_KEYS: dict[str, str] = {
+    "mst.allow_unclassified": "mst.allow_untested",
+}  # dotted path of the old key -> of the new one
 CONFIG_VALUES: dict[tuple[str, str], str] = {}  # (dotted path of the key as it is called now, old value) -> new value
 FLAGS: dict[str, str] = {}  # --old -> --new, in every command that has --new
 
