@@ -20,8 +20,18 @@ MOVED: dict[str, str] = {
     "mst_scale.doors": "mst_scale.integrations",
 }
 RENAMED: dict[tuple[str, str], str] = {("mst_scale.comm", "Sizes"): "ParallelDims"}
-CONFIG_KEYS: dict[str, str] = {}  # dotted path of the old key -> of the new one
-CONFIG_VALUES: dict[tuple[str, str], str] = {}  # (dotted path of the key as it is called now, old value) -> new value
+CONFIG_KEYS: dict[str, str] = {
+    "model.context": "model.seq_length",
+    "training.rival": "training.baseline",
+    "training.look_every": "training.histogram_every",
+    "mst.topology.wake_dead_units": "mst.topology.revive_dead_units",
+    "mst.topology.fresh_momentum": "mst.topology.reset_momentum",
+    "model.d_ffw": "model.d_ff",
+    "mst.allow_unclassified": "mst.allow_untested",
+}  # dotted path of the old key -> of the new one
+CONFIG_VALUES: dict[tuple[str, str], str] = {
+    ("mst.topology.grown_moments", "living"): "active_mean",
+}  # (dotted path of the key as it is called now, old value) -> new value
 FLAGS: dict[str, str] = {}  # --old -> --new, in every command that has --new
 
 

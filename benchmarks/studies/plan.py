@@ -46,7 +46,9 @@ WITHOUT_EFFECT = {  # on the loss
     "": ("tensorboard", "steps_per_print"),
 }
 # Digests use the names that keys and values had when the runs were recorded: (block, key now) -> key then.
-KEYS_THEN: dict[tuple[str, ...], str] = {}
+KEYS_THEN: dict[tuple[str, ...], str] = {
+    ("mst", "allow_untested"): "allow_unclassified",
+}
 VALUES_THEN = {("mst", "topology", "grown_moments"): {"active_mean": "living"}}
 DEFAULTS: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
 ORDERS = ("flops", "variants")

@@ -92,7 +92,7 @@ class MSTConfig:
     attention: AttentionConfig = Field(default_factory=AttentionConfig, description="Hybrid Sparse Attention.")
     targets: TargetsConfig = Field(default_factory=TargetsConfig, description="Parameters that may become sparse.")
     compute: ComputeConfig = Field(default_factory=ComputeConfig, description="Kernels of sparse layers.")
-    allow_unclassified: list[str] = Field(
+    allow_untested: list[str] = Field(
         default_factory=list,
         description='Keys of DeepSpeed (`"zero_optimization.new_key"`) that [compatibility.md](compatibility.md) calls '
         "untested or does not name, to be accepted at your own risk with a warning.",

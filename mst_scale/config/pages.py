@@ -30,7 +30,7 @@ from `mst_scale/config/deepspeed_support.json` by `python -m mst_scale.config.pa
   the weights of the forward pass are exactly 0. If the arithmetic is the same, so are the masks.
 - **harmless**: it does not touch the optimizer step.
 - **rejected**: one line with the reason and the fix, before anything starts.
-- **untested**: rejected too, unless `mst.allow_unclassified` names the key. The same holds for any key or value that is
+- **untested**: rejected too, unless `mst.allow_untested` names the key. The same holds for any key or value that is
   not on this page.
 
 `null` and `"auto"` leave DeepSpeed's default, which is exact or harmless. `a.*` is every key of `a` without a row.

@@ -8,7 +8,7 @@ The table is deepspeed_support.json, the only source of what is supported. A sta
     rejected    masks cannot follow, or DeepSpeed has removed it
     untested    it may work, but our tests could not try it
 
-A key or value that no row names is treated as untested: it is rejected unless mst.allow_unclassified names the key.
+A key or value that no row names is treated as untested: it is rejected unless mst.allow_untested names the key.
 Runs that stay dense may use all of DeepSpeed. pages.py writes the table as docs/compatibility.md.
 """
 
@@ -150,7 +150,7 @@ def check_supported(deepspeed: Mapping[str, Any], mst: MSTConfig) -> list[str]:
     _check_muon_at_stage_3(deepspeed)
     if mst.stays_dense:
         return []
-    allowed = mst.allow_unclassified
+    allowed = mst.allow_untested
     precision = precision_of(deepspeed)
     notes = []
     for key, value in stated(deepspeed):
@@ -160,7 +160,7 @@ def check_supported(deepspeed: Mapping[str, Any], mst: MSTConfig) -> list[str]:
             reason = f" ({_format_clause(row)})" if row is not None else _format_near(key)
             if key not in allowed:
                 raise UserError(f"{said}{reason}: {_format_risk(key, allowed)}")
-            notes.append(f"{said}; mst.allow_unclassified accepts it")
+            notes.append(f"{said}; mst.allow_untested accepts it")
         elif row.status == "rejected":
             raise UserError(f"{here} does not work with sparse training: {_format_clause(row)}: {row.fix}")
         elif row.log:
@@ -194,7 +194,7 @@ def _format_near(key: str) -> str:
 
 
 def _format_risk(key: str, allowed: Collection[str]) -> str:
-    return f'remove it, or accept the risk with "mst": {{"allow_unclassified": {json.dumps([*allowed, key])}}}'
+    return f'remove it, or accept the risk with "mst": {{"allow_untested": {json.dumps([*allowed, key])}}}'
 
 
 def format_status(key: str) -> str:

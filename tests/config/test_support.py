@@ -152,7 +152,7 @@ WEIGHTS_ALONE = ("Adamax", "Rprop")
 
 def trained_by(rank: int, world: int, stage: int, name: str) -> list[str]:
     config, model = mst_config(stage, world, steps=LENGTH), toy()
-    config["zero_allow_unclassified_optimizer"] = True
+    config["zero_allow_untested_optimizer"] = True
     given, (kind, arguments) = {}, OPTIMIZERS[name]
     if stage != 0 or kind == "AdamW":  # by that name a config means DeepSpeed's own
         del config["optimizer"]
@@ -241,7 +241,7 @@ REFUSED = [
     (zero(stage=3, offload_param={"device": "nvme"}), 'set offload_param.device to "cpu"'),
     (zero(stage=2, zenflow={"topk_ratio": 0.1}), "zenflow"),
     (zero(stage=3, zero_hpz_partition_size=2), "set it to 1"),
-    (zero(stage=3, zero_quantized_gradients=True), 'CUDA only.*"allow_unclassified": \\["zero_optimization.zero_quant'),
+    (zero(stage=3, zero_quantized_gradients=True), 'CUDA only.*"allow_untested": \\["zero_optimization.zero_quant'),
     (zero(stage=3, mics_shard_size=2), "removed from DeepSpeed"),
     (zero(stage=1, round_robin_gradients=True), "round_robin_gradients = true .* set it to false"),
     (zero(stage=1, compute_grad_norm=False), "compute_grad_norm = false .* set it to true"),
@@ -249,7 +249,7 @@ REFUSED = [
     (zero(stage=2, reduce_scater=True), "did you mean 'zero_optimization.reduce_scatter'"),
     (
         zero(stage=2, new_key=1),
-        'new_key = 1 has not been tested.*"allow_unclassified": \\["zero_optimization.new_key"\\]',
+        'new_key = 1 has not been tested.*"allow_untested": \\["zero_optimization.new_key"\\]',
     ),
     ({"zero_optimization": True}, "zero_optimization must be an object, not true"),
     ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, **zero(stage=1)}, "use ZeRO-2"),
@@ -304,7 +304,7 @@ def test_what_is_off_or_not_stated_is_let_in():
 
 
 def test_a_user_may_take_the_risk_of_what_is_not_classified_but_not_of_what_is_refused():
-    allowed = MSTConfig(method="mst", allow_unclassified=["zero_optimization.new_key", "zero_optimization.zenflow"])
+    allowed = MSTConfig(method="mst", allow_untested=["zero_optimization.new_key", "zero_optimization.zenflow"])
     (note,) = check_supported(zero(new_key=1), allowed)
     assert note.startswith("zero_optimization.new_key = 1 has not been tested")
     with pytest.raises(ValueError, match="zenflow"):
