@@ -56,7 +56,7 @@ class ModelConfig:
     n_layer: StrictInt = Field(12, ge=1, le=1024, description="Number of blocks.")
     n_head: StrictInt = Field(12, ge=1, le=2**16, description="Attention heads; must divide `n_embd`.")
     n_embd: StrictInt = Field(768, ge=1, le=2**20, description="Width of the model.")
-    d_ffw: StrictInt | None = Field(None, ge=1, le=2**22, description="Width of the MLP; `null`: 4 · `n_embd`.")
+    d_ff: StrictInt | None = Field(None, ge=1, le=2**22, description="Width of the MLP; `null`: 4 · `n_embd`.")
     context: StrictInt = Field(1024, ge=1, le=MAX_TOKENS, description="Tokens per sequence.")
     vocab_size: StrictInt = Field(50257, ge=1, le=MAX_TOKENS, description="Number of tokens in the vocabulary.")
     vocab_multiple: StrictInt = Field(
@@ -84,7 +84,7 @@ class ModelConfig:
     @property
     def ffw(self) -> int:
         """Width of the MLP."""
-        return 4 * self.n_embd if self.d_ffw is None else self.d_ffw
+        return 4 * self.n_embd if self.d_ff is None else self.d_ff
 
     @property
     def padded_vocab(self) -> int:
@@ -116,7 +116,7 @@ class ModelConfig:
         if self.weights > MAX_WEIGHTS:
             raise UserError(
                 f"model: {self.n_layer:,} layers of width {self.n_embd:,} have {self.weights:.1e} weights; the limit "
-                f"is {MAX_WEIGHTS:.0e}: lower n_layer, n_embd, d_ffw or vocab_size"
+                f"is {MAX_WEIGHTS:.0e}: lower n_layer, n_embd, d_ff or vocab_size"
             )
 
 

@@ -120,7 +120,7 @@ def check_divisible(model: ModelConfig, sizes: Sizes) -> None:
             f"model.dropout = {model.dropout} does not work with {sizes.in_words()}, as ranks would drop different "
             "values: set it to 0"
         )
-    for what, count in (("model.n_head", model.n_head), ("model.d_ffw", model.ffw)):
+    for what, count in (("model.n_head", model.n_head), ("model.d_ff", model.ffw)):
         if count % sizes.tensor:
             raise UserError(
                 f"{what} = {count} cannot be divided among {sizes.tensor} ranks: choose a multiple, or another "

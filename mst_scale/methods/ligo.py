@@ -131,7 +131,7 @@ class LiGO(Growth):
 
     def refuse(self, small: Shape, large: Shape) -> None:
         super().refuse(small, large)
-        for key, mine, theirs in (("n_embd", large.n_embd, small.n_embd), ("d_ffw", large.ffw, small.ffw)):
+        for key, mine, theirs in (("n_embd", large.n_embd, small.n_embd), ("d_ff", large.ffw, small.ffw)):
             if mine < theirs:
                 raise UserError(f"model.{key} = {mine}, and the smaller model has {theirs}: give at least as much")
         head, theirs = large.n_embd // large.n_head, small.n_embd // small.n_head

@@ -19,7 +19,7 @@ from mst_scale.methods.method import NO_HSA, Method, NoOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
-WIDTHS = {"n_embd": "n_embd", "n_head": "n_head", "ffw": "d_ffw"}
+WIDTHS = {"n_embd": "n_embd", "n_head": "n_head", "ffw": "d_ff"}
 
 
 class Stack(Growth):

@@ -37,12 +37,12 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
 
 class MLP(nn.Module):
     def __init__(
-        self, n_embd: int, d_ffw: int, *, bias: bool, gelu: str = "tanh", tensor: TensorGroup | None = None
+        self, n_embd: int, d_ff: int, *, bias: bool, gelu: str = "tanh", tensor: TensorGroup | None = None
     ) -> None:
         super().__init__()
         self.gelu = gelu  # tanh: GPT-2's own, "gelu_new"; none: the exact one
-        self.up = column_linear(n_embd, d_ffw, bias=bias, tensor=tensor, what="model.d_ffw")
-        self.down = row_linear(d_ffw, n_embd, bias=bias, tensor=tensor, what="model.d_ffw")
+        self.up = column_linear(n_embd, d_ff, bias=bias, tensor=tensor, what="model.d_ff")
+        self.down = row_linear(d_ff, n_embd, bias=bias, tensor=tensor, what="model.d_ff")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.gelu(self.up(x), approximate=self.gelu))

@@ -72,7 +72,7 @@ def test_bert_base_costs_under_a_third():
 
 
 def test_bert_by_hand():
-    model = ModelConfig(arch="bert", n_layer=2, n_head=1, n_embd=2, d_ffw=5, context=20, vocab_size=7, vocab_multiple=1)
+    model = ModelConfig(arch="bert", n_layer=2, n_head=1, n_embd=2, d_ff=5, context=20, vocab_size=7, vocab_multiple=1)
     assert model.predicted == 3  # 15 % of 20
     for accounting in ("paper", "causal"):  # it sees both sides: the square, whoever counts
         counted = forward_flops(model, accounting=accounting)
@@ -85,7 +85,7 @@ def test_bert_by_hand():
 
 
 def test_one_layer_by_hand():
-    model = ModelConfig(n_layer=2, n_head=1, n_embd=2, d_ffw=5, context=3, vocab_size=7, vocab_multiple=1)
+    model = ModelConfig(n_layer=2, n_head=1, n_embd=2, d_ff=5, context=3, vocab_size=7, vocab_multiple=1)
     assert forward_flops(model) == Flops(
         qkv=2 * 3 * 3 * 6,  # layers · tokens · (2·2 - 1) · outputs
         scores=2 * 2 * 9 * 2,  # layers · 2 · pairs · width
@@ -112,7 +112,7 @@ def test_density_may_differ_by_matrix():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_matrices_are_the_models(tied: bool):
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=8, d_ffw=24, context=4, vocab_size=10, tied_head=tied)
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=8, d_ff=24, context=4, vocab_size=10, tied_head=tied)
     model = GPT(config)
     listed = {m.name: (m.outputs, m.inputs) for m in matrices(config)}
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.dim() == 2}
@@ -177,7 +177,7 @@ def test_torchs_counter_agrees_term_by_term():
 
 def test_torchs_counter_agrees_component_by_component():
     """Forward alone, module by module: torch's 2·I against the paper's 2·I - 1, nothing else."""
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, d_ffw=48, context=24, vocab_size=100, tied_head=False)
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, d_ff=48, context=24, vocab_size=100, tied_head=False)
     model, tokens = GPT(config), torch.zeros(1, config.context, dtype=torch.long)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens)

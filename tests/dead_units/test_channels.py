@@ -38,7 +38,7 @@ CHANNELS = {
 def model(bias: bool = False):
     """Odd widths, so that rows straddle ranks."""
     torch.manual_seed(4)
-    shape = {"n_layer": 2, "n_head": 3, "n_embd": 15, "d_ffw": 37, "context": CONTEXT, "vocab_size": VOCAB}
+    shape = {"n_layer": 2, "n_head": 3, "n_embd": 15, "d_ff": 37, "context": CONTEXT, "vocab_size": VOCAB}
     made = build(ModelConfig(**shape, vocab_multiple=1, bias=bias))
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.2)

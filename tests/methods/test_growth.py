@@ -59,7 +59,7 @@ def test_stack_repeats_the_layers_in_their_order():
 def test_ligo_matrix_by_matrix(tied, bias):
     """Any B and D, in the paper's form: W_l = Σ_k D_lk · B_out W_k A_inᵀ, with A = B over the number of copies."""
     config = replace(SMALL, tied_head=tied, bias=bias)
-    large = replace(config, n_layer=3, n_embd=40, n_head=5, d_ffw=100)
+    large = replace(config, n_layer=3, n_embd=40, n_head=5, d_ff=100)
     small = weights_of(config)
     operators = Operators(config, large, small["wte.weight"], noise=0.1, seed=1)
     generator = torch.Generator().manual_seed(9)
@@ -119,8 +119,8 @@ def test_ligo_matrix_by_matrix(tied, bias):
     "wider",
     [
         {"n_embd": 32, "n_head": 4},
-        {"n_embd": 48, "n_head": 6, "d_ffw": 100},
-        {"d_ffw": 100},
+        {"n_embd": 48, "n_head": 6, "d_ff": 100},
+        {"d_ff": 100},
         {"n_embd": 32, "n_head": 4, "n_layer": 5},
     ],
     ids=str,
@@ -190,7 +190,7 @@ def test_training_lowers_the_loss_of_the_first_operators(tmp_path: Path):
 
 def test_flops_of_the_operators_by_hand():
     """Each product of an application, counted one by one; thrice in a step of training, once more at the end."""
-    large = replace(SMALL, n_layer=3, n_embd=32, n_head=4, d_ffw=100)
+    large = replace(SMALL, n_layer=3, n_embd=32, n_head=4, d_ff=100)
 
     def product(m: int, n: int, p: int) -> int:
         return m * p * (n + n - 1)
@@ -214,10 +214,10 @@ def test_flops_of_the_operators_by_hand():
         ("stack", {"n_layer": 3}, "model.n_layer = 3 is no multiple of the smaller model's 2"),
         ("stack", {"n_layer": 4, "n_embd": 32}, "model.n_embd = 32, and the smaller model has 16: method stack keeps"),
         ("stack", {"n_layer": 4, "n_head": 4}, "model.n_head = 4, and the smaller model has 2: method stack keeps"),
-        ("stack", {"n_layer": 4, "d_ffw": 65}, "model.d_ffw = 65, and the smaller model has 64: .* choose ligo"),
+        ("stack", {"n_layer": 4, "d_ff": 65}, "model.d_ff = 65, and the smaller model has 64: .* choose ligo"),
         ("ligo", {"n_layer": 1}, "model.n_layer = 1, and the smaller model has 2 layers"),
         ("ligo", {"n_embd": 8, "n_head": 1}, "model.n_embd = 8, and the smaller model has 16: give at least as much"),
-        ("ligo", {"d_ffw": 60}, "model.d_ffw = 60, and the smaller model has 64"),
+        ("ligo", {"d_ff": 60}, "model.d_ff = 60, and the smaller model has 64"),
         ("ligo", {"n_embd": 32}, "a head is 16 wide here and 8 in the smaller model.*: set model.n_head to 4"),
         ("ligo", {"n_embd": 36, "n_head": 3}, "a head is 12 wide here and 8 .*: set another n_embd"),
         ("ligo", {"vocab_size": 31}, "model.vocab_size: it is 31 here and 30 in the smaller model"),

@@ -49,7 +49,7 @@ def kept(config: ModelConfig, micro: int, dtype: torch.dtype, pattern: Pattern) 
     "shape",
     [
         {"n_layer": 4, "n_head": 2, "n_embd": 128, "context": 128, "vocab_size": 200},
-        {"n_layer": 2, "n_head": 4, "n_embd": 32, "d_ffw": 200, "context": 128, "vocab_size": 1000, "bias": True},
+        {"n_layer": 2, "n_head": 4, "n_embd": 32, "d_ff": 200, "context": 128, "vocab_size": 1000, "bias": True},
         {"arch": "bert", "n_layer": 3, "n_head": 2, "n_embd": 128, "context": 128, "vocab_size": 500, "bias": True},
     ],
 )

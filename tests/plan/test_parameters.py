@@ -18,7 +18,7 @@ SHAPES = [
     {**BERT, "bias": True},
     {"bias": True},
     {"tied_head": False},
-    {"d_ffw": 20, "bias": True, "tied_head": False},
+    {"d_ff": 20, "bias": True, "tied_head": False},
 ]
 
 
