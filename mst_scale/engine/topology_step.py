@@ -71,7 +71,7 @@ def evolve(mst: SparseController, under_way: TopologyStep, here: list[int]) -> l
             masks[i].retain_(*states[i].values())
             if mst.topology.grown_moments != "zero" and "exp_avg_sq" in states[i]:
                 start_grown(mst, i, change, under_way.gradients[i], usual[i])
-            if mst.topology.fresh_momentum and becomes_dense and "exp_avg" in states[i]:
+            if mst.topology.reset_momentum and becomes_dense and "exp_avg" in states[i]:
                 states[i]["exp_avg"].zero_()
         mst.units.wake(change.name)
     return [found[i] for i in here]

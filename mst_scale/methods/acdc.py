@@ -11,7 +11,7 @@ METHOD = Method(
     "sparse and dense phases in turns, sparse at the end",
     {
         "sparsity": {"variation": "acdc", "max": 0.8, "initial": "magnitude"},
-        "topology": {"policy": "static", "random_ratio": None, "fresh_momentum": True, **STILL},
+        "topology": {"policy": "static", "random_ratio": None, "reset_momentum": True, **STILL},
         "attention": NO_HSA,
     },
     "Peste et al. 2021, AC/DC: Alternating Compressed/DeCompressed Training of Deep Neural Networks, arXiv 2106.12379",

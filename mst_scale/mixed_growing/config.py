@@ -88,7 +88,7 @@ class TopologyConfig:
         description="Adam's second moment of grown weights: `seeded` estimates it from their gradients and those of "
         "the layer; `living` copies the mean of the layer's active weights, which needs no dense gradients; `zero`.",
     )
-    fresh_momentum: StrictBool = Field(
+    reset_momentum: StrictBool = Field(
         False, description="Set all first moments of a matrix to 0 when its mask is removed, as AC/DC does."
     )
     wake_dead_units: StrictBool = Field(
