@@ -47,6 +47,7 @@ WITHOUT_EFFECT = {
 }
 # Digests use the names that keys and values had when the runs were recorded: (block, key now) -> key then.
 KEYS_THEN: dict[tuple[str, ...], str] = {
+    ("mst", "topology", "revive_dead_units"): "wake_dead_units",
     ("mst", "topology", "reset_momentum"): "fresh_momentum",
     ("model", "d_ff"): "d_ffw",
     ("mst", "allow_untested"): "allow_unclassified",

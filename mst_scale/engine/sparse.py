@@ -201,7 +201,7 @@ class SparseController(Controller):
                 if self.masks_states and not mask.dense:
                     mask.retain_(gradient)
                     self.shards.put_gradient(i, gradient)
-            if self.under_way is not None and self.topology.wake_dead_units:
+            if self.under_way is not None and self.topology.revive_dead_units:
                 self._plan_waking(self.under_way)
 
     def holds_update(self) -> bool:

@@ -91,7 +91,7 @@ class TopologyConfig:
     reset_momentum: StrictBool = Field(
         False, description="Set all first moments of a matrix to 0 when its mask is removed, as AC/DC does."
     )
-    wake_dead_units: StrictBool = Field(
+    revive_dead_units: StrictBool = Field(
         True,
         description="When masks are removed, give units whose weights are all zero random incoming weights; no "
         "gradient would ever reach them otherwise.",

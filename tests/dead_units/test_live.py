@@ -55,7 +55,7 @@ def config(stage, world, precision="fp32", *, wake=True):
     raw["mst"] = {
         "method": "mst",
         "sparsity": {"max": 0.8, "warmup": 2, "ultra": 2, "restore": 4, "stages": 2},
-        "topology": {"interval": 2, "wake_dead_units": wake},
+        "topology": {"interval": 2, "revive_dead_units": wake},
         "targets": {"lm_head": False},
         "attention": {"pattern": "dense"},
     }
