@@ -291,7 +291,8 @@ def training_config(data: Path, device: str, run: Training) -> dict[str, Any]:
         "model": {"n_layer": 2, "n_head": 2, "n_embd": 64, "context": 64, "vocab_size": 64},
         "data": {"dir": str(data)},
         "training": {
-            "steps": STEPS, "warmup": 1, "log_every": 1, "eval_every": 0, "save_every": 0, "seed": 1, "look_every": 0,
+            "steps": STEPS, "warmup": 1, "log_every": 1, "eval_every": 0, "save_every": 0, "seed": 1,
+            "histogram_every": 0,
         },
         "mst": mst,
     }  # fmt: skip

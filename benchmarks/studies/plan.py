@@ -41,12 +41,13 @@ from mst_scale.methods import register
 FOLDER = Path(__file__).parent
 FIRST_LETTERS = 16  # of a digest
 WITHOUT_EFFECT = {
-    "training": ("log_every", "eval_every", "save_every", "keep_checkpoints", "look_every"),
+    "training": ("log_every", "eval_every", "save_every", "keep_checkpoints", "histogram_every"),
     "data": ("dir",),
     "": ("tensorboard", "steps_per_print"),
 }
 # Digests use the names that keys and values had when the runs were recorded: (block, key now) -> key then.
 KEYS_THEN: dict[tuple[str, ...], str] = {
+    ("training", "histogram_every"): "look_every",
     ("mst", "topology", "revive_dead_units"): "wake_dead_units",
     ("mst", "topology", "reset_momentum"): "fresh_momentum",
     ("model", "d_ff"): "d_ffw",

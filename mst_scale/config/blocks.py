@@ -259,7 +259,7 @@ class TrainingConfig:
     keep_checkpoints: StrictInt = Field(
         2, ge=1, le=MILLION, description="Checkpoints to keep; an older one is deleted after a newer one was verified."
     )
-    look_every: StrictInt = Field(
+    histogram_every: StrictInt = Field(
         500,
         ge=0,
         le=MAX_SEED,
