@@ -24,7 +24,9 @@ CONFIG_KEYS: dict[str, str] = {
     "model.d_ffw": "model.d_ff",
     "mst.allow_unclassified": "mst.allow_untested",
 }  # dotted path of the old key -> of the new one
-CONFIG_VALUES: dict[tuple[str, str], str] = {}  # (dotted path of the key as it is called now, old value) -> new value
+CONFIG_VALUES: dict[tuple[str, str], str] = {
+    ("mst.topology.grown_moments", "living"): "active_mean",
+}  # (dotted path of the key as it is called now, old value) -> new value
 FLAGS: dict[str, str] = {}  # --old -> --new, in every command that has --new
 
 

@@ -281,7 +281,7 @@ def training_config(data: Path, device: str, run: Training) -> dict[str, Any]:
     elif isinstance(granularity, dict):
         mst["compute"] = {"backend": "block"}
     if channels:
-        topology |= {"policy": "static", "random_ratio": 1.0, "grown_moments": "living"}
+        topology |= {"policy": "static", "random_ratio": 1.0, "grown_moments": "active_mean"}
         mst["targets"] = {"lm_head": False}
     return {
         "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0,

@@ -106,7 +106,7 @@ def density_of(experiment: Experiment) -> float:
 
 def made(like: Experiment, kind: dict[str, Any], density: float) -> Experiment:
     """That run with masks of this kind, as sparse from its first step."""
-    topology = TopologyConfig(random_ratio=1.0, grown_moments="living", **kind)
+    topology = TopologyConfig(random_ratio=1.0, grown_moments="active_mean", **kind)
     sparsity = replace(like.mst.sparsity, max=1 - density, distribution="uniform")
     compute = replace(like.mst.compute, backend="auto")
     mst = replace(like.mst, method="mst", options=NoOptions(), sparsity=sparsity, topology=topology, compute=compute)

@@ -61,7 +61,7 @@ METHOD = Method(
     "whole inner channels live and die: a prototype",
     {
         "sparsity": {"initial": "random", "distribution": "uniform"},
-        "topology": {"policy": "mst", "random_ratio": 1.0, "grown_moments": "living", "revive_dead_units": False},
+        "topology": {"policy": "mst", "random_ratio": 1.0, "grown_moments": "active_mean", "revive_dead_units": False},
         "targets": {"lm_head": False},
         "compute": {"backend": "dense"},
     },

@@ -117,7 +117,7 @@ class MSTConfig:
         if self.topology.granularity == "channel" and not self._draws_channels:
             raise UserError(
                 'mst.topology.granularity = "channel" draws which channels live and exchanges none: it goes with '
-                "policy static, random_ratio 1.0, grown_moments living or zero (mst.topology) and with "
+                "policy static, random_ratio 1.0, grown_moments active_mean or zero (mst.topology) and with "
                 "mst.sparsity.distribution = uniform"
             )
         if self.like is not None and self.method != "dense-short":

@@ -34,7 +34,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "mst": {
             "method": "mst",
             "sparsity": {"max": 0.8},
-            "topology": {"random_ratio": 1.0, "grown_moments": "living"},
+            "topology": {"random_ratio": 1.0, "grown_moments": "active_mean"},
             "attention": {"stride": 0.25},
         },
         "training": {"lr_schedule": "wsd", "decay": 0.4},
@@ -43,7 +43,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "mst": {
             "method": "mst",
             "sparsity": {"max": 0.8, "warmup": 0, "ultra": 0.928571, "restore": 0.035714},
-            "topology": {"random_ratio": 1.0, "grown_moments": "living"},
+            "topology": {"random_ratio": 1.0, "grown_moments": "active_mean"},
             "attention": {"stride": 0.25, "dense_from": 1.0},
         },
         "training": {"lr_schedule": "wsd", "decay": 0.4},
@@ -62,7 +62,7 @@ RECIPES: dict[str, dict[str, Any]] = {
                 "policy": "static",
                 "granularity": "channel",
                 "random_ratio": 1.0,
-                "grown_moments": "living",
+                "grown_moments": "active_mean",
             },
             "targets": {"lm_head": False},
             "attention": {"stride": 0.25, "dense_from": 1.0},

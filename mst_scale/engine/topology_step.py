@@ -42,7 +42,7 @@ def evolve(mst: SparseController, under_way: TopologyStep, here: list[int]) -> l
     found: dict[int, Change] = {}
     usual: dict[int, float | None] = {}  # g² that a grown weight starts with
     for exchange, together in mst.exchange.grouped(here):
-        if mst.topology.grown_moments == "living":
+        if mst.topology.grown_moments == "active_mean":
             living = [(masks[i], under_way.gradients[i]) for i in together]
             usual |= zip(together, living_mean_squares(living, exchange), strict=True)
         changes = mst.elements.evolve(

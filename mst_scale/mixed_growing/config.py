@@ -83,10 +83,10 @@ class TopologyConfig:
     regrow: StrictBool = Field(
         True, description="A weight that this topology step pruned may grow back, and keeps its value then."
     )
-    grown_moments: Literal["seeded", "living", "zero"] = Field(
+    grown_moments: Literal["seeded", "active_mean", "zero"] = Field(
         "seeded",
         description="Adam's second moment of grown weights: `seeded` estimates it from their gradients and those of "
-        "the layer; `living` copies the mean of the layer's active weights, which needs no dense gradients; `zero`.",
+        "the layer; `active_mean` copies the mean of the layer's active weights and needs no dense gradients; `zero`.",
     )
     reset_momentum: StrictBool = Field(
         False, description="Set all first moments of a matrix to 0 when its mask is removed, as AC/DC does."

@@ -141,7 +141,7 @@ def calls(
         rounds += [_round(rows, _count_bytes(everything)) for rows in opened or ()]
     for together in _updates(experiment, s, everything):
         topology = experiment.mst.topology
-        if topology.grown_moments == "living":  # their largest gradient and their sum of squares
+        if topology.grown_moments == "active_mean":  # their largest gradient and their sum of squares
             certain += 2 * [8 * len(together)]
         if drawn:
             certain.append(24 * len(together))

@@ -172,7 +172,7 @@ def test_topology_steps_by_hand():
         assert topology_flops(load(RAW, overrides, method))[0] == 0, "reads no gradient of masked weights"
     at_random = [*overrides, "mst.topology.random_ratio=1.0"]
     assert topology_flops(load(RAW, at_random, "mst"))[0] > 0, "seeded moments read them, however weights are chosen"
-    for moments in ("living", "zero"):
+    for moments in ("active_mean", "zero"):
         assert topology_flops(load(RAW, [*at_random, f"mst.topology.grown_moments={moments}"], "mst"))[0] == 0
 
 

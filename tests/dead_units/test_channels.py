@@ -28,7 +28,8 @@ STEPS = 12
 CHANNELS = {
     "sparsity": {"max": 0.75, "warmup": 0, "ultra": 4, "restore": 6, "stages": 3, "distribution": "uniform"},
     "topology": {
-        "interval": 2, "policy": "static", "granularity": "channel", "random_ratio": 1.0, "grown_moments": "living",
+        "interval": 2, "policy": "static", "granularity": "channel", "random_ratio": 1.0,
+        "grown_moments": "active_mean",
     },
     "targets": {"lm_head": False},
     "attention": {"pattern": "dense"},
