@@ -47,6 +47,7 @@ WITHOUT_EFFECT = {
 }
 # Digests use the names that keys and values had when the runs were recorded: (block, key now) -> key then.
 KEYS_THEN: dict[tuple[str, ...], str] = {
+    ("training", "baseline"): "rival",
     ("training", "histogram_every"): "look_every",
     ("mst", "topology", "revive_dead_units"): "wake_dead_units",
     ("mst", "topology", "reset_momentum"): "fresh_momentum",

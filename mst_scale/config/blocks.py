@@ -167,8 +167,8 @@ class SpikeConfig:
     )
 
 
-@block("training.rival")
-class RivalConfig:
+@block("training.baseline")
+class BaselineConfig:
     """A recorded run that the table at the end of a run compares with."""
 
     name: str | None = Field(None, description="Name of the recorded run; `null`: there is none.")
@@ -190,7 +190,7 @@ class RivalConfig:
             return
         for name in ("flops", "val_loss"):
             if not getattr(self, name) > 0:
-                raise UserError(f"training.rival.{name} must be above 0, not {getattr(self, name)}")
+                raise UserError(f"training.baseline.{name} must be above 0, not {getattr(self, name)}")
 
 
 @block("training")
@@ -270,8 +270,8 @@ class TrainingConfig:
         5, ge=1, le=MAX_STEPS, description="Stop the run after this many losses in a row that are not finite."
     )
     spike: SpikeConfig = Field(default_factory=SpikeConfig, description="Spikes of the loss.")
-    rival: RivalConfig = Field(
-        default_factory=RivalConfig, description="A recorded run to compare with.", json_schema_extra=NO_EFFECT
+    baseline: BaselineConfig = Field(
+        default_factory=BaselineConfig, description="A recorded run to compare with.", json_schema_extra=NO_EFFECT
     )
 
     def __post_init__(self) -> None:

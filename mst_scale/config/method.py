@@ -116,8 +116,8 @@ class MSTConfig:
             )
         if self.topology.granularity == "channel" and not self._draws_channels:
             raise UserError(
-                'mst.topology.granularity = "channel" draws which channels live and exchanges none: it goes with '
-                "policy static, random_ratio 1.0, grown_moments active_mean or zero (mst.topology) and with "
+                'mst.topology.granularity = "channel" draws the active channels once and exchanges none: it needs '
+                "mst.topology with policy static, random_ratio 1.0 and grown_moments active_mean or zero, and "
                 "mst.sparsity.distribution = uniform"
             )
         if self.like is not None and self.method != "dense-short":

@@ -4,9 +4,9 @@ Adam divides by √v̂, v̂ = v / (1 - β₂ᵗ), and t counts all its updates: 
 updates up to √(1 - β₁)²/(1 - β₂) times too large. With v = (1 - β₂ᵗ)·g₀² they start at (1 - β₁) of a usual update and
 rise as the first moment fills. `mst.topology.grown_moments` says what g₀² is:
 
-    seeded    the larger of its own g² and the mean over its layer: takes the gradient of every weight
-    living    the mean over its layer's living weights, whose gradients every step has
-    zero      0
+    seeded       the larger of its own g² and the mean over its layer: takes the gradient of every weight
+    active_mean  the mean over its layer's active weights, whose gradients every step has
+    zero         0
 """
 
 from __future__ import annotations

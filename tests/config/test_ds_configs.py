@@ -56,7 +56,7 @@ def test_it_loads_and_can_run(name):
     assert schedule.max_sparsity == experiment.mst.sparsity.max
     assert [phase.name for phase in schedule.phases] == ["warmup", "ultra", "restore", "dense"]
     if name == "demo":
-        rival = experiment.training.rival  # of equal FLOPs, or the demo's last table would compare nothing
+        rival = experiment.training.baseline  # of equal FLOPs, or the demo's last table would compare nothing
         sequences = experiment.training.steps * 16
         spent = sequences * forecast(experiment).mean["paper"].total + beside(experiment, sequences)
         assert rival.flops == pytest.approx(spent, rel=1e-3)
