@@ -20,6 +20,7 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import ModelConfig
+from mst_scale.config import read as read_config
 from mst_scale.errors import Damaged, UserError
 from mst_scale.hugging_face.gpt2_names import from_hugging_face, hugging_face_config
 from mst_scale.hugging_face.hub import offline_unless_reachable
@@ -83,8 +84,8 @@ def model_keys(folder: Path) -> dict[str, Any]:
 def _run(folder: Path) -> dict[str, Any] | None:
     """The model block of a run of ours; None where the folder is none."""
     try:
-        model = json.loads((folder / "config.json").read_text())["model"]
-        return dict(model) if (folder / "checkpoints").is_dir() else None
+        raw = json.loads((folder / "config.json").read_text())
+        return dict(read_config(raw)[1]["model"]) if (folder / "checkpoints").is_dir() else None
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

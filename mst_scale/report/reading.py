@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mst_scale.config import Experiment, load
+from mst_scale.config import Experiment, load, read
 from mst_scale.dead_units.kinds import KINDS
 from mst_scale.errors import Damaged, UserError
 from mst_scale.report.thinned import Thinned
@@ -191,7 +191,7 @@ class Reader:
         run.launched = self._json("run.json") or {}
         # run.json has it too; in a folder of transformers' Trainer config.json is the model's
         config = run.launched.get("config") or self._json("config.json")
-        run.config = config if isinstance(config, dict) else {}
+        run.config = read(config)[1] if isinstance(config, dict) else {}
         self._plan()
         self._read_snapshots()
         self._note()
