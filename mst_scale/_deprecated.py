@@ -18,6 +18,7 @@ from typing import Any
 MOVED: dict[str, str] = {}
 RENAMED: dict[tuple[str, str], str] = {}
 CONFIG_KEYS: dict[str, str] = {
+    "model.context": "model.seq_length",
     "training.rival": "training.baseline",
     "training.look_every": "training.histogram_every",
     "mst.topology.wake_dead_units": "mst.topology.revive_dead_units",

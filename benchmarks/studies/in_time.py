@@ -83,7 +83,7 @@ def side(experiment: Experiment) -> Side:
 
     torch.manual_seed(0)
     engine = mst_scale.initialize(model=build(experiment.model), config=experiment)[0]
-    shape = experiment.deepspeed["train_micro_batch_size_per_gpu"], experiment.model.context
+    shape = experiment.deepspeed["train_micro_batch_size_per_gpu"], experiment.model.seq_length
     tokens, targets = torch.randint(experiment.model.vocab_size, (2, *shape))
     return Side(engine, (tokens, targets))
 

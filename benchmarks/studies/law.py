@@ -108,4 +108,4 @@ def active_weights(experiment: Experiment) -> float:
 
 
 def tokens(experiment: Experiment) -> float:
-    return float(experiment.training.steps * global_batch(experiment.deepspeed, 1) * experiment.model.context)
+    return float(experiment.training.steps * global_batch(experiment.deepspeed, 1) * experiment.model.seq_length)

@@ -47,6 +47,7 @@ WITHOUT_EFFECT = {
 }
 # Digests use the names that keys and values had when the runs were recorded: (block, key now) -> key then.
 KEYS_THEN: dict[tuple[str, ...], str] = {
+    ("model", "seq_length"): "context",
     ("training", "baseline"): "rival",
     ("training", "histogram_every"): "look_every",
     ("mst", "topology", "revive_dead_units"): "wake_dead_units",
@@ -275,7 +276,7 @@ def job(plan: Plan, cell: Cell, rate: float, seed: int, data: str) -> Job:
     variant = plan.variants[cell.variant]
     settings = {"data.dir": data, "training.seed": seed, "optimizer.params.lr": rate}
     model = load(plan.config, _settings({"model": plan.sizes[cell.size].model})).model
-    sequences = cell.budget * model.weights / model.context
+    sequences = cell.budget * model.weights / model.seq_length
     smaller, before = None, 0.0
     if variant.grown_from is not None:
         smaller = _smaller(plan, cell, settings, sequences)

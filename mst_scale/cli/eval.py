@@ -145,7 +145,7 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
         harness.load()
         docs = read_documents(tasks, settings)
         model, text = open_model(args.model, args.tokenizer, device, Path(args.config) if args.config else None)
-        settings.stride_of(model.context)
+        settings.stride_of(model.seq_length)
         refuse_single_tokens(docs, tasks, text)
         return docs, model, text
 
@@ -159,7 +159,7 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
 
     result = evaluate(model, text, tasks, docs, settings, out=out, ranks=ranks, say=say)
     if first:
-        beside_paper = comparable(model.context, model.vocab_size, model.parameters)
+        beside_paper = comparable(model.seq_length, model.vocab_size, model.parameters)
         words = table(result["tasks"], beside_paper=beside_paper)
         print(as_json(result) if args.json else shown(result, words, out, beside_paper))
     return 0

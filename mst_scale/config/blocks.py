@@ -57,7 +57,7 @@ class ModelConfig:
     n_head: StrictInt = Field(12, ge=1, le=2**16, description="Attention heads; must divide `n_embd`.")
     n_embd: StrictInt = Field(768, ge=1, le=2**20, description="Width of the model.")
     d_ff: StrictInt | None = Field(None, ge=1, le=2**22, description="Width of the MLP; `null`: 4 · `n_embd`.")
-    context: StrictInt = Field(1024, ge=1, le=MAX_TOKENS, description="Tokens per sequence.")
+    seq_length: StrictInt = Field(1024, ge=1, le=MAX_TOKENS, description="Tokens per sequence.")
     vocab_size: StrictInt = Field(50257, ge=1, le=MAX_TOKENS, description="Number of tokens in the vocabulary.")
     vocab_multiple: StrictInt = Field(
         64, ge=1, le=2**20, description="The number of rows of the embedding is rounded up to a multiple of this."
@@ -99,13 +99,13 @@ class ModelConfig:
     @property
     def predicted(self) -> int:
         """Positions of a sequence that the head computes in training: every one, or as many as are masked."""
-        return self.context if self.causal else max(1, round(self.mask_share * self.context))
+        return self.seq_length if self.causal else max(1, round(self.mask_share * self.seq_length))
 
     @property
     def weights(self) -> int:
         """The number of weights in its matrices and its embedding."""
         width = self.n_embd * (4 * self.n_embd + 2 * self.ffw)
-        return self.n_layer * width + (self.padded_vocab + self.context) * self.n_embd
+        return self.n_layer * width + (self.padded_vocab + self.seq_length) * self.n_embd
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head:

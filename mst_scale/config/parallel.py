@@ -126,10 +126,10 @@ def check_divisible(model: ModelConfig, sizes: Sizes) -> None:
                 f"{what} = {count} cannot be divided among {sizes.tensor} ranks: choose a multiple, or another "
                 f"{KEYS['tensor']}"
             )
-    if model.context % sizes.sequence:
+    if model.seq_length % sizes.sequence:
         raise UserError(
-            f"model.context = {model.context} cannot be divided among {sizes.sequence} ranks: choose a multiple, or "
-            f"another {KEYS['sequence']}"
+            f"model.seq_length = {model.seq_length} cannot be divided among {sizes.sequence} ranks: choose a multiple, "
+            f"or another {KEYS['sequence']}"
         )
     if sizes.pipeline == 1:
         return

@@ -53,7 +53,7 @@ class TasksDuringTraining:
         """The figures of this step, by key of the row. A collective: every rank calls it."""
         device = next(engine.module.parameters()).device
         model = Model(
-            str(self.out), step, self.out, None, engine, self.config.context, self.config.vocab_size, device,
+            str(self.out), step, self.out, None, engine, self.config.seq_length, self.config.vocab_size, device,
             self.config.weights,
         )  # fmt: skip
         engine.eval()

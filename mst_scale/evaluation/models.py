@@ -117,7 +117,7 @@ def _ours(path: Path, tokenizer: str | None, device: torch.device, experiment: P
     # a checkpoint elsewhere, with a config of its own, keeps its results itself
     folder = source.run if source.run is not None else source.checkpoint
     size = config.vocab_size
-    return Model(str(path), source.step, folder, digest, model, config.context, size, device, _count(model)), text
+    return Model(str(path), source.step, folder, digest, model, config.seq_length, size, device, _count(model)), text
 
 
 def _count(model: torch.nn.Module) -> int:

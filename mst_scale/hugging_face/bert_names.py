@@ -103,7 +103,7 @@ def hugging_face_config(config: ModelConfig, end_of_text: int | None = None) -> 
         "hidden_act": "gelu",
         "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": config.dropout,
-        "max_position_embeddings": config.context,
+        "max_position_embeddings": config.seq_length,
         "type_vocab_size": TOKEN_TYPES,
         "layer_norm_eps": EPS,
         "tie_word_embeddings": config.tied_head,

@@ -88,7 +88,7 @@ def hugging_face_config(config: ModelConfig, end_of_text: int | None = None) -> 
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": config.vocab_size,
-        "n_positions": config.context,
+        "n_positions": config.seq_length,
         "n_embd": config.n_embd,
         "n_layer": config.n_layer,
         "n_head": config.n_head,

@@ -31,7 +31,7 @@ FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 SAME = ("activation_function", "layer_norm_epsilon", "scale_attn_weights")
 NEVER = ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention", "quantization_config")
 # The keys of the `model` block that the weights decide.
-SHAPE = ("n_layer", "n_head", "n_embd", "d_ff", "context", "vocab_size", "bias", "tied_head", "vocab_multiple")
+SHAPE = ("n_layer", "n_head", "n_embd", "d_ff", "seq_length", "vocab_size", "bias", "tied_head", "vocab_multiple")
 
 
 def folder_of(name: str) -> Path:
@@ -74,7 +74,7 @@ def model_keys(folder: Path) -> dict[str, Any]:
         "n_head": raw["n_head"],
         "n_embd": raw["n_embd"],
         "d_ff": raw.get("n_inner"),
-        "context": raw.get("n_positions", raw.get("n_ctx")),
+        "seq_length": raw.get("n_positions", raw.get("n_ctx")),
         "vocab_size": raw["vocab_size"],
         "bias": raw.get("mst_scale", {}).get("bias", True),
         "tied_head": raw.get("tie_word_embeddings", True),

@@ -37,8 +37,8 @@ class AttentionConfig:
     )
     stride: Annotated[Stride, WithJsonSchema(_FILE_STRIDE)] = Field(
         256,
-        description="l: in tokens (an integer), or as a share of `model.context` (`0.25`, as in the paper). A config "
-        "without a `model` block takes the share of 1,024.",
+        description="l: in tokens (an integer), or as a share of `model.seq_length` (`0.25`, as in the paper). A "
+        "config without a `model` block takes the share of 1,024.",
     )
     phase_strides: PhaseStrides = Field(default_factory=PhaseStrides, description="Strides of single phases.")
     dense_from: Literal["ultra_end", "restore_end"] | Duration = Field(

@@ -149,7 +149,7 @@ class LiGO(Growth):
             (p, o), (n, i) = of[outputs], of[inputs]
             total += small.n_layer * (product(p, o, i) + product(p, i, n))
             total += product(large.n_layer, small.n_layer, p * n)
-        rows = (1 if large.tied_head else 2) * large.padded_vocab + large.context
+        rows = (1 if large.tied_head else 2) * large.padded_vocab + large.seq_length
         total += product(rows, small.n_embd, large.n_embd)
         return (3 * self.steps + 1) * total
 

@@ -58,7 +58,7 @@ class BERT(nn.Module):
             refuse_dropout(config.dropout)
             seed = tensor.agreed(seed)
         self.wte = nn.Embedding(config.padded_vocab, d)
-        self.wpe = nn.Embedding(config.context, d)
+        self.wpe = nn.Embedding(config.seq_length, d)
         self.wtt = nn.Embedding(TOKEN_TYPES, d)
         self.ln_e = LayerNorm(d, bias=config.bias, eps=EPS)
         self.dropout = nn.Dropout(config.dropout)
@@ -78,7 +78,7 @@ class BERT(nn.Module):
         `targets[b, t]` is the token that stood at `tokens[b, t]` before it was masked; positions with target -1 do not
         count, and the head does not compute them. `types` (batch, length), 0 or 1, are 0 where not given.
         """
-        positions = self.part.positions(tokens, self.config.context)
+        positions = self.part.positions(tokens, self.config.seq_length)
         x = self.wte(tokens) + self.wpe(positions) + self.wtt(torch.zeros_like(tokens) if types is None else types)
         x = self.dropout(self.ln_e(x))
         for block in self.blocks:

@@ -85,7 +85,7 @@ class GPT(nn.Module):
             refuse_dropout(config.dropout)
             seed = tensor.agreed(seed)
         self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
-        self.wpe = nn.Embedding(config.context, config.n_embd)
+        self.wpe = nn.Embedding(config.seq_length, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, tensor) for _ in range(config.n_layer))
         self.ln_f = LayerNorm(config.n_embd, bias=config.bias)
@@ -101,7 +101,7 @@ class GPT(nn.Module):
         `targets[b, t]` is the token that follows `tokens[b, t]`; positions with target -1 do not count. Where sequences
         are cut over ranks, `tokens`, `targets` and logits are of this rank's part, the loss is of whole sequences.
         """
-        x = self.dropout(self.wte(tokens) + self.wpe(self.part.positions(tokens, self.config.context)))
+        x = self.dropout(self.wte(tokens) + self.wpe(self.part.positions(tokens, self.config.seq_length)))
         for block in self.blocks:
             x = run_block(block, x, recompute=self.config.activation_checkpointing)
         x = self.ln_f(x)

@@ -65,14 +65,14 @@ WHOLE = Share()
 
 def block_bytes(model: ModelConfig, micro: int, width: int, share: Share = WHOLE) -> int:
     """What one block keeps."""
-    tokens, t = micro * model.context // share.sequence, share.tensor
+    tokens, t = micro * model.seq_length // share.sequence, share.tensor
     wide = (4 * model.n_embd + (4 * model.n_embd + 2 * model.ffw) // t) * width
     return tokens * (wide + 4 * FP32 + FP32 * model.n_head // t)
 
 
 def ends_bytes(model: ModelConfig, micro: int, width: int, share: Share = WHOLE) -> int:
     """What embeddings, the last norm, the head and the loss keep."""
-    tokens, predicted = micro * model.context // share.sequence, micro * model.predicted // share.sequence
+    tokens, predicted = micro * model.seq_length // share.sequence, micro * model.predicted // share.sequence
     norm = 2 * model.n_embd * width + 2 * FP32
     loss = model.padded_vocab * width + 8 + 2 * FP32  # logits; target, log-sum-exp and weight of each position
     if model.causal:
@@ -83,7 +83,7 @@ def ends_bytes(model: ModelConfig, micro: int, width: int, share: Share = WHOLE)
 
 def activations(model: ModelConfig, micro: int, width: int, recompute: bool, share: Share = WHOLE) -> Activations:
     """Of one rank, at its fullest."""
-    tokens, predicted = micro * model.context // share.sequence, micro * model.predicted // share.sequence
+    tokens, predicted = micro * model.seq_length // share.sequence, micro * model.predicted // share.sequence
     layers = model.n_layer if share.layers is None else share.layers
     block = block_bytes(model, micro, width, share)
     ends = ends_bytes(model, micro, width, share) if share.head else 8 * tokens

@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        return self.steps * self.setting.batch * self.experiment.model.context
+        return self.steps * self.setting.batch * self.experiment.model.seq_length
 
     @property
     def mfu(self) -> float:

@@ -137,7 +137,7 @@ def _forward(model: ModelConfig) -> Flops:
 def _moved(model: ModelConfig, width: int, part: Share, layers: int) -> float:
     """Bytes that one sequence's element-wise passes move, forward and backward."""
     norms_and_sums, gelu = 10 * model.n_embd, 2 * model.ffw / part.tensor
-    blocks = 3 * layers * (norms_and_sums + gelu) * model.context
+    blocks = 3 * layers * (norms_and_sums + gelu) * model.seq_length
     head = 4 * model.padded_vocab * model.predicted if part.head else 0
     return float(width * (blocks + head)) / part.sequence
 

@@ -24,7 +24,7 @@ AXES = ("tensor", "sequence", "pipeline")
 
 def exchange(model: ModelConfig, s: Setting) -> dict[str, list[Call]]:
     """The calls of a rank of the stage with most layers with every micro-batch, by axis; none where nothing is cut."""
-    stream = s.micro * model.context // s.sequence * model.n_embd * s.weight_bytes
+    stream = s.micro * model.seq_length // s.sequence * model.n_embd * s.weight_bytes
     passes, layers = (3 if s.recompute else 2), layers_of(model, s, 0)
     return {
         "tensor": [Call("all-reduce", stream)] * (2 * passes * layers if s.tensor > 1 else 0),

@@ -140,9 +140,9 @@ def _busy(
         for times in products_of.values()
     )
     products += sum(times * bounds.seconds for bounds, times in _kernels(experiment, s, machine, density, stage))
-    if not pattern.is_dense(model.context):
+    if not pattern.is_dense(model.seq_length):
         wide = model.n_embd // (s.tensor * s.sequence)
-        layer = Attention(s.micro, model.context, wide, model.causal, s.precision, s.weight_bytes)
+        layer = Attention(s.micro, model.seq_length, wide, model.causal, s.precision, s.weight_bytes)
         layers = s.accumulation * layers_of(model, s, stage)
         attention = layers * attention_seconds(layer, pattern, machine, s.recompute)
     return products, attention, elementwise
@@ -164,7 +164,7 @@ def _sparse(
     if experiment.mst.stays_dense:
         return
     model, side = experiment.model, side_of(experiment)
-    tokens = s.micro * model.context // s.sequence
+    tokens = s.micro * model.seq_length // s.sequence
     found: Counter[tuple[Linear, bool]] = Counter()
     for p in held(model, s, stage):
         kept = density.get(p.name, 1.0)
@@ -173,7 +173,7 @@ def _sparse(
         block = p.name.startswith(BLOCK)
         if not block and not share(model, s, stage).head:  # the first stage's embedding is a head on the last alone
             continue
-        each = tokens if block else tokens * model.predicted // model.context
+        each = tokens if block else tokens * model.predicted // model.seq_length
         found[Linear(p.shape[0], p.shape[1], each, side, kept, s.precision, s.weight_bytes), block] += s.accumulation
     for (layer, block), times in found.items():
         again = times if block and s.recompute else 0

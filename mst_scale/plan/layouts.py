@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mst_scale.config import Experiment, ModelConfig
-from mst_scale.config.parallel import why_not_cut
+from mst_scale.config.parallel import describe_conflict
 from mst_scale.plan.setting import Setting
 
 OPTIONS = {"tensor": "--tp", "sequence": "--sp", "pipeline": "--pp"}
@@ -26,8 +26,8 @@ def problem(model: ModelConfig, s: Setting, per_node: int) -> str | None:
         return f"tensor {t} would leave the node: take a divisor of its {node} GPUs"
     if model.n_head % t or model.ffw % t:
         return f"tensor {t} must divide the {model.n_head} heads and the MLP's width of {model.ffw}"
-    if model.n_head // t % q or model.context % q:
-        return f"sequence {q} must divide the {model.n_head // t} heads of a rank and the context of {model.context}"
+    if model.n_head // t % q or model.seq_length % q:
+        return f"sequence {q} must divide the {model.n_head // t} heads of a rank and the context of {model.seq_length}"
     if p > 1 and model.arch != "gpt":
         return f"a pipeline runs a GPT, and model.arch is {model.arch}: leave --pp out"
     if s.sizes.model > 1 and model.dropout:
@@ -43,7 +43,7 @@ def problem(model: ModelConfig, s: Setting, per_node: int) -> str | None:
 
 def refusal(experiment: Experiment, s: Setting, per_node: int) -> str | None:
     """Why a run cannot share its model so, by what the model allows and what the run itself would refuse."""
-    return problem(experiment.model, s, per_node) or why_not_cut(experiment, s.sizes)
+    return problem(experiment.model, s, per_node) or describe_conflict(experiment, s.sizes)
 
 
 def layouts(model: ModelConfig, s: Setting, per_node: int, fixed: Mapping[str, int]) -> Iterator[Setting]:

@@ -36,7 +36,7 @@ class Phase:
 def of_tokens(experiment: Experiment, tokens: float, batch: int) -> Experiment:
     """The experiment with as many steps as these tokens need; phases stated in steps keep their shares of the run."""
     before, model = experiment.training.steps, experiment.model
-    steps = max(1, round(tokens / (batch * model.context)))
+    steps = max(1, round(tokens / (batch * model.seq_length)))
 
     def scaled(duration: float) -> float:
         return duration / before if isinstance(duration, int) else duration

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from mst_scale.config import Experiment
-from mst_scale.config.parallel import why_not_cut
+from mst_scale.config.parallel import describe_conflict
 from mst_scale.plan.clock import Seconds, step_seconds
 from mst_scale.plan.gpus import Machine
 from mst_scale.plan.layouts import layouts
@@ -63,7 +63,7 @@ def fitting(
     """All that fit, the fastest first."""
     own = setting if not fixed and setting.batch % setting.data == 0 else None
     possible = layouts(experiment.model, setting, machine.gpu.per_node, fixed)
-    shared = [s for s in possible if why_not_cut(experiment, s.sizes) is None]
+    shared = [s for s in possible if describe_conflict(experiment, s.sizes) is None]
     if own and all(s.sizes != own.sizes for s in shared):
         shared.append(own)
     found = []

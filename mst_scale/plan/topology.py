@@ -317,7 +317,7 @@ def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> Topol
         for x in everything
         if skips(experiment, s.precision, x.parameter.shape, x.sparsity)
     )
-    tokens = s.micro * s.accumulation * experiment.model.context / (s.tensor * s.sequence * s.pipeline)
+    tokens = s.micro * s.accumulation * experiment.model.seq_length / (s.tensor * s.sequence * s.pipeline)
     peak = gpu.peak(s.precision)
     here = seconds(found.all, s.ranks // s.pipeline, 1, machine)
     point, before = experiment.schedule.at(step), experiment.schedule.at(step - 1)

@@ -215,7 +215,7 @@ class Run:
         self.record.write(row)
 
     def _tokens(self) -> int:
-        return self.ledger.seen * self.experiment.model.context
+        return self.ledger.seen * self.experiment.model.seq_length
 
     def _mean(self, loss: torch.Tensor) -> float:
         mean = loss.double().cpu()

@@ -26,7 +26,7 @@ from mst_scale.models import GPT
 from mst_scale.shard import Shard
 from tests.benchmarks.tiny_study import TINY
 
-CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=16, context=8, vocab_size=8, init_std=0.2)
+CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=16, seq_length=8, vocab_size=8, init_std=0.2)
 DENSITY = 0.25
 
 
@@ -179,7 +179,7 @@ def test_a_study_runs_it_and_counts_its_narrower_products(folder, monkeypatch):
         assert study.main([*words, "--json"]) == 0, said.getvalue()
     (metrics,) = (folder / "out" / "runs").glob("*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    model = ModelConfig(n_layer=1, n_embd=16, n_head=2, context=32, vocab_size=257, vocab_multiple=1)
+    model = ModelConfig(n_layer=1, n_embd=16, n_head=2, seq_length=32, vocab_size=257, vocab_multiple=1)
     pattern = live_channels.Pattern("strided", 8)
     whole = step_flops(model, dict.fromkeys(["wte.weight"], 1.0), pattern)
     narrow = 0.25 * (whole.matrices - whole.head + whole.attention) + whole.head

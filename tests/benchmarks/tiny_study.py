@@ -11,7 +11,7 @@ TINY = {
         "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": 0}, "tensorboard": {"enabled": False},
-        "model": {"n_head": 2, "context": 32, "vocab_size": 257, "vocab_multiple": 1}, "data": {"dir": "corpus"},
+        "model": {"n_head": 2, "seq_length": 32, "vocab_size": 257, "vocab_multiple": 1}, "data": {"dir": "corpus"},
         "training": {"lr_schedule": "wsd", "warmup": 2, "decay": 0.25, "eval_sequences": 4, "histogram_every": 0},
         "mst": {"method": "dense"},
     },

@@ -34,7 +34,7 @@ def test_a_config_of_version_0_1_is_read(tmp_path, caplog):
     path = tmp_path / "config.json"
     path.write_text(OLD)
     new = load(path)
-    assert (new.model.d_ff, new.model.context, new.training.histogram_every) == (100, 128, 250)
+    assert (new.model.d_ff, new.model.seq_length, new.training.histogram_every) == (100, 128, 250)
     assert (new.training.baseline.name, new.training.baseline.val_loss) == ("tuned dense", 1.5529)
     topology = new.mst.topology
     assert (topology.grown_moments, topology.reset_momentum, topology.revive_dead_units) == ("active_mean", True, False)

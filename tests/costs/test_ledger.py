@@ -18,7 +18,7 @@ from mst_scale.models import GPT
 RAW = {
     "train_batch_size": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": 32, "vocab_size": 50, "vocab_multiple": 1},
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "seq_length": 32, "vocab_size": 50, "vocab_multiple": 1},
     "training": {"steps": 60, "warmup": 6},
     "mst": {"method": "mst", "sparsity": {"max": 0.8}, "attention": {"stride": 8}},
 }

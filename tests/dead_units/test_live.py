@@ -29,7 +29,7 @@ CONTEXT, VOCAB = 6, 19
 def model():
     """Odd widths, so that rows straddle ranks; biases; some units that are dead from the start."""
     torch.manual_seed(4)
-    shape = {"n_layer": 2, "n_head": 3, "n_embd": 15, "d_ff": 37, "context": CONTEXT, "vocab_size": VOCAB}
+    shape = {"n_layer": 2, "n_head": 3, "n_embd": 15, "d_ff": 37, "seq_length": CONTEXT, "vocab_size": VOCAB}
     made = build(ModelConfig(**shape, vocab_multiple=1, bias=True))
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.2)

@@ -17,7 +17,7 @@ from mst_scale.models.gpt import GPT
 from mst_scale.pretrain.growing import on_batches
 from tests.support import tiny_run
 
-SMALL = ModelConfig(n_layer=2, n_head=2, n_embd=16, context=12, vocab_size=30, vocab_multiple=4)
+SMALL = ModelConfig(n_layer=2, n_head=2, n_embd=16, seq_length=12, vocab_size=30, vocab_multiple=4)
 
 
 def growth(name: str, **options) -> Growth:
@@ -32,7 +32,7 @@ def weights_of(config: ModelConfig, seed: int = 3) -> dict[str, torch.Tensor]:
 
 
 def logits(config: ModelConfig, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    tokens = torch.arange(3 * config.context).view(3, -1) * 7 % config.vocab_size
+    tokens = torch.arange(3 * config.seq_length).view(3, -1) * 7 % config.vocab_size
     with torch.no_grad():
         return torch.func.functional_call(GPT(config).double(), weights, (tokens,))
 
@@ -162,10 +162,10 @@ def test_noise_parts_the_copies_and_the_seed_decides_it():
 
 
 def test_training_lowers_the_loss_of_the_first_operators(tmp_path: Path):
-    small = replace(SMALL, vocab_size=64, context=tiny_run.CONTEXT)
+    small = replace(SMALL, vocab_size=64, seq_length=tiny_run.CONTEXT)
     large = replace(small, n_layer=4, n_embd=32, n_head=4)
     folder = tiny_run.corpus(tmp_path / "corpus")
-    train, val = (Sampler(open_tokens(folder, split), small.context, 7) for split in ("train", "val"))
+    train, val = (Sampler(open_tokens(folder, split), small.seq_length, 7) for split in ("train", "val"))
     torch.manual_seed(1)
     weights = {name: p.detach() for name, p in GPT(small).named_parameters()}
     data = on_batches(small, train, 8, 8)
@@ -222,7 +222,7 @@ def test_flops_of_the_operators_by_hand():
         ("ligo", {"n_embd": 36, "n_head": 3}, "a head is 12 wide here and 8 .*: set another n_embd"),
         ("ligo", {"vocab_size": 31}, "model.vocab_size: it is 31 here and 30 in the smaller model"),
         ("ligo", {"vocab_multiple": 64}, "model.vocab_multiple: the rows that it makes are 64 here and 32"),
-        ("stack", {"context": 24}, "model.context: it is 24 here and 12 in the smaller model"),
+        ("stack", {"seq_length": 24}, "model.seq_length: it is 24 here and 12 in the smaller model"),
         ("stack", {"bias": True}, "model.bias: it is True here and False"),
         ("stack", {"tied_head": False}, "model.tied_head: it is False here and True"),
         ("stack", {"arch": "bert"}, "model.arch: it is bert here and gpt"),

@@ -29,7 +29,7 @@ def config(
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket, **(zero or {})},
         "steps_per_print": 2**31,
-        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "context": 16, "vocab_size": 250, **model},
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_length": 16, "vocab_size": 250, **model},
         "training": {"steps": 20},
         "mst": mst or {"method": "dense"},
     }

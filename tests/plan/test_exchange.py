@@ -9,7 +9,7 @@ from mst_scale.plan.setting import Setting
 from mst_scale.plan.traffic import Call
 from tests.support import pool
 
-SHAPE = {"n_layer": 3, "n_head": 4, "n_embd": 32, "context": 64, "vocab_size": 100}
+SHAPE = {"n_layer": 3, "n_head": 4, "n_embd": 32, "seq_length": 64, "vocab_size": 100}
 MICRO = 2
 
 
@@ -33,7 +33,7 @@ def exchanged(rank: int, world: int, recompute: bool) -> list[int]:
 
     dist.all_to_all_single = counted
     try:
-        tokens = torch.zeros(MICRO, SHAPE["context"] // world, dtype=torch.long)
+        tokens = torch.zeros(MICRO, SHAPE["seq_length"] // world, dtype=torch.long)
         model(tokens, tokens).backward()
     finally:
         dist.all_to_all_single = inner

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mst_scale.config import ModelConfig, load
-from mst_scale.config.parallel import KEYS, refuse_untried
+from mst_scale.config.parallel import KEYS, check_parallel
 from mst_scale.plan.activations import WHOLE, Share, activations, block_bytes
 from mst_scale.plan.answer import plan
 from mst_scale.plan.clock import inside_a_node, seconds, sharing_seconds, step_seconds
@@ -22,7 +22,7 @@ from mst_scale.plan.traffic import Call, traffic
 from tests.support.tiny_run import ROOT
 
 A100 = machine("a100-80gb", 64)
-MODEL = ModelConfig(n_layer=5, n_head=4, n_embd=64, context=128, vocab_size=1000, bias=True)
+MODEL = ModelConfig(n_layer=5, n_head=4, n_embd=64, seq_length=128, vocab_size=1000, bias=True)
 
 
 def ready(name: str, *overrides: str):
@@ -199,7 +199,7 @@ def test_what_the_run_refuses_is_neither_proposed_nor_planned(method, override, 
         with pytest.raises(ValueError, match=said) as planned:
             plan(load(file, [override], method), 16, target, fixed={axis: 2})
         with pytest.raises(ValueError, match=said) as run:
-            refuse_untried(load(file, [override, f"{KEYS[axis]}=2"], method))
+            check_parallel(load(file, [override, f"{KEYS[axis]}=2"], method))
         assert str(planned.value) == str(run.value), "one rule"
 
 

@@ -9,7 +9,7 @@ from mst_scale.models.bert import BERT as BERT_MODEL
 from mst_scale.models.gpt import GPT
 from mst_scale.plan.parameters import parameters, sparse_parameters
 
-SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 8, "context": 4, "vocab_size": 10}
+SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 8, "seq_length": 4, "vocab_size": 10}
 BERT = {"arch": "bert"}
 SHAPES = [
     {},
