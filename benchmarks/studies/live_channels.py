@@ -53,7 +53,10 @@ class Options:
     """Options of the method."""
 
     weights_from: StrictFloat = Field(
-        1.0, gt=0, le=1, description="Share of the run after which single weights are pruned and grown, not channels."
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Share of the run after which single weights are pruned and grown, not channels.",
     )
 
 

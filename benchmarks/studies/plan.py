@@ -55,7 +55,7 @@ KEYS_THEN: dict[tuple[str, ...], str] = {
     ("model", "d_ff"): "d_ffw",
     ("mst", "allow_untested"): "allow_unclassified",
 }
-VALUES_THEN = {("mst", "topology", "grown_moments"): {"active_mean": "living"}}
+VALUES_THEN: dict[tuple[str, ...], dict[str, str]] = {("mst", "topology", "grown_moments"): {"active_mean": "living"}}
 DEFAULTS: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
 ORDERS = ("flops", "variants")
 EVALUATIONS = 4  # of a run, for its curve

@@ -49,10 +49,10 @@ NORMS = ("ln_1", "ln_2")
 class Options:
     """Options of method `ligo`."""
 
-    steps: StrictInt = Field(100, ge=0, le=MILLION, description="Steps that train the growth operators.")
-    rate: StrictFloat = Field(3e-4, gt=0, description="Learning rate of these steps.")
+    steps: StrictInt = Field(default=100, ge=0, le=MILLION, description="Steps that train the growth operators.")
+    rate: StrictFloat = Field(default=3e-4, gt=0, description="Learning rate of these steps.")
     noise: Annotated[StrictFloat, ZeroOr(1e-12, 100, "none")] = Field(
-        0.01, description="Scale of the noise on copied rows, which lets copies of a unit differ."
+        default=0.01, description="Scale of the noise on copied rows, which lets copies of a unit differ."
     )
 
 

@@ -16,8 +16,8 @@ from mst_scale.validation import Field, StrictFloat, block
 class Options:
     """Options of method `powerprop`."""
 
-    alpha: StrictFloat = Field(2.0, ge=1, le=8, description="α: a weight is θ·|θ|^(α−1).")
-    floor: StrictFloat = Field(1e-3, gt=0, le=1, description="Least |θ|^(α−1) in the gradient.")
+    alpha: StrictFloat = Field(default=2.0, ge=1, le=8, description="α: a weight is θ·|θ|^(α−1).")
+    floor: StrictFloat = Field(default=1e-3, gt=0, le=1, description="Least |θ|^(α−1) in the gradient.")
 
 
 class Power(WeightFunction):

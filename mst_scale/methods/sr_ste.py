@@ -24,10 +24,10 @@ from mst_scale.validation import MILLION, Field, StrictBool, StrictFloat, Strict
 class NOfM:
     """Options of every method that keeps n of m."""
 
-    n: StrictInt = Field(2, le=MILLION, description="n: weights kept of every m.")
-    m: StrictInt = Field(4, le=MILLION, description="m: consecutive weights of which n are kept.")
+    n: StrictInt = Field(default=2, le=MILLION, description="n: weights kept of every m.")
+    m: StrictInt = Field(default=4, le=MILLION, description="m: consecutive weights of which n are kept.")
     products: Literal["dense", "semi-structured"] = Field(
-        "dense", description="How a layer multiplies: F.linear, or CUDA's sparse tensor cores (2 of 4 only)."
+        default="dense", description="How a layer multiplies: F.linear, or CUDA's sparse tensor cores (2 of 4 only)."
     )
 
     def __post_init__(self) -> None:
@@ -45,11 +45,11 @@ class Options(NOfM):
     """Options of method `sr-ste`."""
 
     decay: Annotated[StrictFloat, ZeroOr(1e-12, 100, "none")] = Field(
-        2e-4,
+        default=2e-4,
         description="λ: decay of the weights that are left out. The default is the paper's, for SGD; for GPT-2 with "
         "Adam Hu et al. use 6e-6.",
     )
-    transposable: StrictBool = Field(False, description="Keep n of m along columns too (2 of 4 only).")
+    transposable: StrictBool = Field(default=False, description="Keep n of m along columns too (2 of 4 only).")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,10 +23,13 @@ class Options:
     """Options of method `top-kast`."""
 
     extra: StrictFloat = Field(
-        0.1, ge=0, le=1, description="M: fraction of the weights that are trained in addition to those that are used."
+        default=0.1,
+        ge=0,
+        le=1,
+        description="M: fraction of the weights that are trained in addition to those that are used.",
     )
     penalty: Annotated[StrictFloat, ZeroOr(1e-12, 100, "none")] = Field(
-        1e-4, description="λ: strength of the penalty on weights."
+        default=1e-4, description="λ: strength of the penalty on weights."
     )
 
 
