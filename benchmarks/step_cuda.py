@@ -199,7 +199,7 @@ def compare(ours: Stepper, dense: Stepper, rounds: int) -> Row:
             if number:
                 found.append(1e3 * seconds / steps)
     mine, theirs = (statistics.median(found) for found in times)
-    tokens = ours.micro * ours.seq_length
+    tokens = ours.micro * ours.context
     return {
         "model": f"{ours.layers} layers, {ours.micro_batches} × {tokens:,} tokens per step",
         "micro_batches": ours.micro_batches,

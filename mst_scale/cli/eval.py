@@ -145,7 +145,7 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
         harness.load()
         docs = read_documents(tasks, settings)
         model, text = open_model(args.model, args.tokenizer, device, Path(args.config) if args.config else None)
-        settings.stride_of(model.seq_length)
+        settings.stride_of(model.context)
         refuse_single_tokens(docs, tasks, text)
         return docs, model, text
 
