@@ -159,7 +159,7 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
 
     result = evaluate(model, text, tasks, docs, settings, out=out, ranks=ranks, say=say)
     if first:
-        beside_paper = comparable(model.seq_length, model.vocab_size, model.parameters)
+        beside_paper = comparable(model.context, model.vocab_size, model.parameters)
         words = table(result["tasks"], beside_paper=beside_paper)
         print(as_json(result) if args.json else shown(result, words, out, beside_paper))
     return 0
