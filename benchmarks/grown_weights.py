@@ -36,7 +36,7 @@ def train(sampler: Any, grown_moments: str, beta2: float, steps: int) -> Row:
     from mst_scale.models.gpt import GPT
 
     torch.manual_seed(0)
-    model = GPT(ModelConfig(n_layer=2, n_head=4, n_embd=64, context=128, vocab_size=257, vocab_multiple=1))
+    model = GPT(ModelConfig(n_layer=2, n_head=4, n_embd=64, seq_length=128, vocab_size=257, vocab_multiple=1))
     config = {
         "train_batch_size": 16,
         "optimizer": {"type": "AdamW", "params": {"lr": RATE, "betas": [0.9, beta2], "weight_decay": 0.1}},

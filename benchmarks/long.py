@@ -41,7 +41,7 @@ DENSE = Pattern("dense")
 def step_of(pattern: Pattern, dtype: str, length: int, device: str) -> Run:
     """Forward + backward of a layer under this pattern; weights and input are the same for every pattern."""
     torch.manual_seed(0)
-    layer = Block(ModelConfig(n_layer=1, n_head=HEADS, n_embd=WIDTH, context=length))
+    layer = Block(ModelConfig(n_layer=1, n_head=HEADS, n_embd=WIDTH, seq_length=length))
     layer = layer.to(device, getattr(torch, dtype))
     set_pattern(layer, pattern)
 

@@ -2,8 +2,8 @@
 
     mst bench observer [--rounds N] [--json | --markdown]
 
-    look      what TensorBoard gets every `training.look_every` steps (default 500): moments of all matrices, histograms
-              and pictures of a few, written through DeepSpeed's monitor; against those 500 steps
+    look      what TensorBoard gets every `training.histogram_every` steps (default 500): moments of all matrices,
+              histograms and pictures of a few, written through DeepSpeed's monitor; against those 500 steps
     snapshot  what is kept at the end of a phase, against the shortest phase (1/14) of a run of 140,000 steps
 
 The model is that of `benchmarks.training`: GPT-2 small's widths and whole head, 4 of its 12 layers, 96 % sparse, one

@@ -106,7 +106,7 @@ def look_at(run: Path) -> Found:
     source = open_source(run)
     experiment, shapes = source.experiment, {name: tuple(p.shape) for name, p in source.targets().items()}
     assert experiment.data.dir is not None
-    sampler = Sampler(open_tokens(experiment.data.dir, "val"), experiment.model.context, experiment.eval_seed)
+    sampler = Sampler(open_tokens(experiment.data.dir, "val"), experiment.model.seq_length, experiment.eval_seed)
     losses = {}
     for way in WAYS:
         for sparsity in SPARSITIES:

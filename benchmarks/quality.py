@@ -36,11 +36,12 @@ from .page import LOSSES, Row, aside, grid, outputs, tell
 CONFIG = "demo"
 # A GPT of 0.4 M weights in its layers; every run has the same sparsity: min_blocks = 0, and blocks tile every matrix.
 SHAPE = {
-    "model.n_layer": 2, "model.n_head": 4, "model.n_embd": 128, "model.context": 64, "model.init_std": 0.02,
+    "model.n_layer": 2, "model.n_head": 4, "model.n_embd": 128, "model.seq_length": 64, "model.init_std": 0.02,
     "optimizer.params.lr": 3e-3,
     "train_batch_size": 16, "train_micro_batch_size_per_gpu": 16, "zero_optimization.stage": 0,
     "training.steps": 400, "training.log_every": 50, "training.eval_every": 0, "training.eval_sequences": 512,
-    "training.save_every": 0, "training.keep_checkpoints": 1, "training.look_every": 0, "tensorboard.enabled": False,
+    "training.save_every": 0, "training.keep_checkpoints": 1, "training.histogram_every": 0,
+    "tensorboard.enabled": False,
     "mst.sparsity.max": 0.9, "mst.topology.interval": 10, "mst.targets.lm_head": False, "mst.compute.backend": "dense",
     "mst.attention.pattern": "dense",
 }  # fmt: skip

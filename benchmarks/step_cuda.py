@@ -95,7 +95,7 @@ def experiment_of(shape: Shape, ours: dict[str, Any], micro_batches: int, tiny: 
     raw["optimizer"] = {**optimizer, "params": {**optimizer["params"], "torch_adam": True, "fused": True}}
     if tiny:
         raw["bf16"] = {"enabled": False}
-        raw["model"] = {"n_layer": 1, "n_embd": 64, "n_head": 2, "context": 32, "vocab_size": 64}
+        raw["model"] = {"n_layer": 1, "n_embd": 64, "n_head": 2, "seq_length": 32, "vocab_size": 64}
         raw |= {"train_batch_size": micro_batches, "train_micro_batch_size_per_gpu": 1}
     return load(raw)
 
@@ -114,9 +114,9 @@ class Stepper:
         self.cudnn = cudnn
         self.engine: Any = mst_scale.initialize(model=model, config=experiment)[0]
         micro, shape = experiment.deepspeed["train_micro_batch_size_per_gpu"], experiment.model
-        tokens = torch.randint(shape.vocab_size, (2, micro, shape.context), device=self.engine.device)
+        tokens = torch.randint(shape.vocab_size, (2, micro, shape.seq_length), device=self.engine.device)
         self.tokens, self.targets = tokens[0].contiguous(), tokens[1].contiguous()
-        self.layers, self.context, self.micro = shape.n_layer, shape.context, micro
+        self.layers, self.context, self.micro = shape.n_layer, shape.seq_length, micro
         self.micro_batches = experiment.deepspeed["gradient_accumulation_steps"]
 
     def compile(self) -> None:

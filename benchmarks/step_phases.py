@@ -65,7 +65,7 @@ class Bench:
         return {
             "config": self.options.config,
             "method": self.experiment.mst.method,
-            "model": f"{model.n_layer} layers × {model.n_embd}, {model.padded_vocab} rows, context {model.context}",
+            "model": f"{model.n_layer} layers × {model.n_embd}, {model.padded_vocab} rows, context {model.seq_length}",
             "backend": self.experiment.mst.compute.backend,
             "zero_stage": self.mst.engine.zero_optimization_stage(),
             "dtype": str(dtype).removeprefix("torch."),
@@ -135,7 +135,7 @@ class Bench:
         collectives = []
         for who, side, taken in (("ours", self.mst, ours), ("rival", self.dense, theirs)):
             seconds = statistics.median(taken)
-            row[f"{who}_tokens_per_s"] = round(sequences * model.context / seconds)
+            row[f"{who}_tokens_per_s"] = round(sequences * model.seq_length / seconds)
             row[f"{who}_flops_per_s"] = needed[who] / seconds
             row[f"{who}_mfu"] = needed[who] / seconds / self.peak
             row[f"{who}_peak_bytes"] = self._peak_memory(side, step)

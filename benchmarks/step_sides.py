@@ -97,8 +97,8 @@ class Pair:
     def _random_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         model = self.experiment.model
         generator = torch.Generator().manual_seed(self.ranks.rank)
-        tokens, targets = torch.randint(model.vocab_size, (2, self.micro, model.context), generator=generator)
-        if model.predicted < model.context:  # BERT: as many positions as it predicts
+        tokens, targets = torch.randint(model.vocab_size, (2, self.micro, model.seq_length), generator=generator)
+        if model.predicted < model.seq_length:  # BERT: as many positions as it predicts
             targets[:, model.predicted :] = -1
         return tokens, targets
 

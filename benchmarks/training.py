@@ -36,8 +36,8 @@ from .timing import in_rounds, middle_half, seconds_of
 
 ASKED = {"loop": 0.02, "masking": 0.02, "topology": 0.01, "drift": 0.001}
 # GPT-2 small's widths and its whole head; 4 of 12 layers, so that two engines fit beside each other in a few GB
-MASKED_MODEL: dict[str, Any] = {"n_layer": 4, "n_head": 12, "n_embd": 768, "context": 1024, "vocab_size": 50257}
-LOOP_MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "context": 256, "vocab_size": 257}
+MASKED_MODEL: dict[str, Any] = {"n_layer": 4, "n_head": 12, "n_embd": 768, "seq_length": 1024, "vocab_size": 50257}
+LOOP_MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "seq_length": 256, "vocab_size": 257}
 
 
 def config(model: dict[str, Any], ranks: int, sequences: int, **blocks: Any) -> dict[str, Any]:

@@ -248,28 +248,28 @@ class SparsityConfig:
     """
 
     variation: Literal["dense", "sparse", "sd", "dsd", "gd", "sv", "gmp", "acdc"] = Field(
-        "sv", description="Phases of the run, in order ([methods.md](methods.md))."
+        default="sv", description="Phases of the run, in order ([methods.md](methods.md))."
     )
     max: StrictFloat = Field(
-        0.96, ge=0, lt=1, description="S_M: largest sparsity, as a fraction of the target weights."
+        default=0.96, ge=0, lt=1, description="S_M: largest sparsity, as a fraction of the target weights."
     )
-    warmup: Duration = Field(1 / 14, description="Duration from dense to sparse, along a cubic.")
-    ultra: Duration = Field(10 / 14, description="Duration at sparsity `max`.")
-    restore: Duration = Field(1 / 14, description="Duration from sparse to dense.")
-    stages: StrictInt = Field(5, ge=1, le=1000, description="Number of stages of a staged phase.")
-    turn: Duration = Field(1 / 14, description="`acdc`: duration of each of its sparse and dense phases.")
-    start: Duration = Field(0, description="`gmp`: duration of the dense phase before the warm-up.")
+    warmup: Duration = Field(default=1 / 14, description="Duration from dense to sparse, along a cubic.")
+    ultra: Duration = Field(default=10 / 14, description="Duration at sparsity `max`.")
+    restore: Duration = Field(default=1 / 14, description="Duration from sparse to dense.")
+    stages: StrictInt = Field(default=5, ge=1, le=1000, description="Number of stages of a staged phase.")
+    turn: Duration = Field(default=1 / 14, description="`acdc`: duration of each of its sparse and dense phases.")
+    start: Duration = Field(default=0, description="`gmp`: duration of the dense phase before the warm-up.")
     warmup_moves: Literal["continuous", "staged"] = Field(
-        "continuous", description="Whether the warm-up moves at every topology step or in stages."
+        default="continuous", description="Whether the warm-up moves at every topology step or in stages."
     )
     restore_moves: Literal["continuous", "staged"] = Field(
-        "staged", description="Whether restoration moves at every topology step or in stages."
+        default="staged", description="Whether restoration moves at every topology step or in stages."
     )
     distribution: Literal["erdos-renyi", "erk", "uniform"] = Field(
-        "erdos-renyi", description="How the sparsity is distributed over layers."
+        default="erdos-renyi", description="How the sparsity is distributed over layers."
     )
     initial: Literal["magnitude", "random"] = Field(
-        "random",
+        default="random",
         description="First masks of a run that starts sparse; `magnitude` keeps the largest of trained weights.",
     )
 

@@ -122,7 +122,7 @@ def block(path: str, extra: Literal["forbid", "allow"] = "forbid") -> Callable[[
                 result.__init__ = __init__  # the build that defer_build has put off replaces it
 
         result.__init__ = __init__
-        return result  # type: ignore[no-any-return]
+        return typing.cast(type[Block], result)
 
     return made
 
@@ -141,22 +141,18 @@ def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
     """
     if not isinstance(values, dict):
         raise UserError(f"{where}: {path} must be an object, not {format_value(values)}")
-    cls = _validated(cls, path)
+    known, adapter = _adapter(typing.cast(Any, cls), path)
     try:
-        return typing.cast(Block, _adapter(cls).validate_python(values))
+        return typing.cast(Block, adapter.validate_python(values))
     except ValidationError as error:
-        raise UserError(f"{where}: {_format(error, cls, path)}") from None
+        raise UserError(f"{where}: {_format(error, known, path)}") from None
 
 
 @cache
-def _adapter(cls: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
-
-
-@cache
-def _validated(cls: Any, path: str) -> Any:
-    """A block; a plain dataclass, the options of a method that a program registers, is made one."""
-    return cls if hasattr(cls, "__pydantic_fields__") else block(path)(cls)
+def _adapter(cls: Any, path: str) -> tuple[Any, TypeAdapter[Any]]:
+    """A block and its validator; a plain dataclass, the options of a method that a program registers, is made one."""
+    known = cls if hasattr(cls, "__pydantic_fields__") else block(path)(cls)
+    return known, TypeAdapter(known)
 
 
 def fields_of(cls: Any) -> Mapping[str, FieldInfo]:

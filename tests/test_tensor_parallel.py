@@ -137,7 +137,7 @@ def _refused(rank: int, world: int, sizes: dict[str, int], changes: dict[str, An
     "sizes, changes, words",
     [
         ({"tensor": 2}, {"n_head": 1}, "model.n_head = 1"),
-        ({"tensor": 2}, {"d_ffw": 33}, "model.d_ffw = 33"),
+        ({"tensor": 2}, {"d_ff": 33}, "model.d_ff = 33"),
         ({"tensor": 2}, {"dropout": 0.1}, "model.dropout = 0.1"),
         ({"tensor": 4}, {}, "start on a multiple of 4"),
     ],

@@ -281,17 +281,18 @@ def training_config(data: Path, device: str, run: Training) -> dict[str, Any]:
     elif isinstance(granularity, dict):
         mst["compute"] = {"backend": "block"}
     if channels:
-        topology |= {"policy": "static", "random_ratio": 1.0, "grown_moments": "living"}
+        topology |= {"policy": "static", "random_ratio": 1.0, "grown_moments": "active_mean"}
         mst["targets"] = {"lm_head": False}
     return {
         "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "torch_adam": True}},
         "bf16": {"enabled": dtype == "bfloat16"},
         "zero_optimization": {"stage": stage}, "tensorboard": {"enabled": False},
-        "model": {"n_layer": 2, "n_head": 2, "n_embd": 64, "context": 64, "vocab_size": 64},
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 64, "seq_length": 64, "vocab_size": 64},
         "data": {"dir": str(data)},
         "training": {
-            "steps": STEPS, "warmup": 1, "log_every": 1, "eval_every": 0, "save_every": 0, "seed": 1, "look_every": 0,
+            "steps": STEPS, "warmup": 1, "log_every": 1, "eval_every": 0, "save_every": 0, "seed": 1,
+            "histogram_every": 0,
         },
         "mst": mst,
     }  # fmt: skip

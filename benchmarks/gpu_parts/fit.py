@@ -12,7 +12,7 @@ from .. import memory as measured
 from ..page import aside
 from .part import TORCH_ADAM, Case, Row, Where
 
-TINY = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.context=32", "model.vocab_size=64"]
+TINY = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.seq_length=32", "model.vocab_size=64"]
 
 
 def memory(where: Where) -> Iterator[Case]:
@@ -59,7 +59,8 @@ def _two_steps(experiment: Any, micro: int) -> None:
         model = build(experiment.model)
     engine: Any = mst_scale.initialize(model=model, config=experiment)[0]
     for _ in range(2):
-        tokens = torch.randint(experiment.model.vocab_size, (micro, experiment.model.context + 1), device=engine.device)
+        shape = (micro, experiment.model.seq_length + 1)
+        tokens = torch.randint(experiment.model.vocab_size, shape, device=engine.device)
         engine.backward(engine(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
         engine.step()
     engine.destroy()

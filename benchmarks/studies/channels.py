@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not 0 < options.density < 1:
         raise UserError(f"--density {options.density}: give the share of units that live, above 0 and below 1")
-    config = ModelConfig(n_layer=options.layers, n_head=options.heads, n_embd=options.width, context=8, vocab_size=8)
+    config = ModelConfig(n_layer=options.layers, n_head=options.heads, n_embd=options.width, seq_length=8, vocab_size=8)
     masks = channel_masks(GPT(config), options.heads, options.density, options.seed)
     open_masks.write(options.out, masks.items())
     kept, total = sum(int(m.sum()) for m in masks.values()), sum(m.numel() for m in masks.values())

@@ -82,7 +82,7 @@ def side(experiment: Experiment) -> Side:
 
     torch.manual_seed(0)
     engine = mst_scale.initialize(model=build(experiment.model), config=experiment)[0]
-    shape = experiment.deepspeed["train_micro_batch_size_per_gpu"], experiment.model.context
+    shape = experiment.deepspeed["train_micro_batch_size_per_gpu"], experiment.model.seq_length
     tokens, targets = torch.randint(experiment.model.vocab_size, (2, *shape))
     return Side(engine, (tokens, targets))
 
@@ -105,7 +105,7 @@ def density_of(experiment: Experiment) -> float:
 
 def made(like: Experiment, kind: dict[str, Any], density: float) -> Experiment:
     """That run with masks of this kind, as sparse from its first step."""
-    topology = TopologyConfig(random_ratio=1.0, grown_moments="living", **kind)
+    topology = TopologyConfig(random_ratio=1.0, grown_moments="active_mean", **kind)
     sparsity = replace(like.mst.sparsity, max=1 - density, distribution="uniform")
     compute = replace(like.mst.compute, backend="auto")
     mst = replace(like.mst, method="mst", options=NoOptions(), sparsity=sparsity, topology=topology, compute=compute)

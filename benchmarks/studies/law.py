@@ -103,4 +103,4 @@ def active_weights(experiment: Experiment) -> float:
 
 def tokens(experiment: Experiment) -> float:
     """The number of tokens that a run trains on."""
-    return float(experiment.training.steps * global_batch(experiment.deepspeed, 1) * experiment.model.context)
+    return float(experiment.training.steps * global_batch(experiment.deepspeed, 1) * experiment.model.seq_length)

@@ -182,7 +182,7 @@ def _judged(plan: Plan, cell: Cell) -> tuple[Any, ...]:
     """What else has to be equal for losses to be comparable."""
     training = plan.config["training"]
     model = model_of(plan, cell)
-    return model.context, model.vocab_size, training.get("eval_sequences"), training.get("eval_seed")
+    return model.seq_length, model.vocab_size, training.get("eval_sequences"), training.get("eval_seed")
 
 
 def _method(plan: Plan, cell: Cell, runs: Mapping[int, Row]) -> Method:
@@ -192,7 +192,7 @@ def _method(plan: Plan, cell: Cell, runs: Mapping[int, Row]) -> Method:
         for accounting, key in KEYS.items()
     }
     size = model_of(plan, cell)
-    model = f"{size.n_layer} × {size.n_embd}, {size.n_head} heads, context {size.context}"
+    model = f"{size.n_layer} × {size.n_embd}, {size.n_head} heads, context {size.seq_length}"
     return Method(str(cell), cell.variant, model, _is_dense(plan.variants[cell.variant]), points)
 
 

@@ -41,15 +41,21 @@ from mst_scale.methods import register
 FOLDER = Path(__file__).parent
 FIRST_LETTERS = 16  # of the hexadecimal digest
 WITHOUT_EFFECT = {  # on the loss
-    "training": ("log_every", "eval_every", "save_every", "keep_checkpoints", "look_every"),
+    "training": ("log_every", "eval_every", "save_every", "keep_checkpoints", "histogram_every"),
     "data": ("dir",),
     "": ("tensorboard", "steps_per_print"),
 }
 # Digests use the names that keys and values had when the runs were recorded: (block, key now) -> key then.
 KEYS_THEN: dict[tuple[str, ...], str] = {
+    ("model", "seq_length"): "context",
+    ("training", "baseline"): "rival",
+    ("training", "histogram_every"): "look_every",
+    ("mst", "topology", "revive_dead_units"): "wake_dead_units",
+    ("mst", "topology", "reset_momentum"): "fresh_momentum",
+    ("model", "d_ff"): "d_ffw",
     ("mst", "allow_untested"): "allow_unclassified",
 }
-VALUES_THEN = {("mst", "topology", "grown_moments"): {"active_mean": "living"}}
+VALUES_THEN: dict[tuple[str, ...], dict[str, str]] = {("mst", "topology", "grown_moments"): {"active_mean": "living"}}
 DEFAULTS: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, "mst": MSTConfig}
 ORDERS = ("flops", "variants")
 EVALUATIONS = 4  # points on the curve of a run
@@ -293,7 +299,7 @@ def job(plan: Plan, cell: Cell, rate: float, seed: int, data: str) -> Job:
     variant = plan.variants[cell.variant]
     settings = {"data.dir": data, "training.seed": seed, "optimizer.params.lr": rate}
     model = load(plan.config, _settings({"model": plan.sizes[cell.size].model})).model
-    sequences = cell.budget * model.weights / model.context
+    sequences = cell.budget * model.weights / model.seq_length
     smaller, before = None, 0.0
     if variant.grown_from is not None:
         smaller = _smaller(plan, cell, settings, sequences)

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     experiment = shortened(load(args.config, overrides, args.method), args.ranks)
     if not _names_a_model(args):
         m = experiment.model
-        default = f"GPT-2 small ({m.n_layer} layers of width {m.n_embd}, context {m.context:,})"
+        default = f"GPT-2 small ({m.n_layer} layers of width {m.n_embd}, context {m.seq_length:,})"
         print(f"mst: {args.config} has no model block: this counts the default, {default}", file=sys.stderr)
     found = report(experiment, forecast(experiment, ranks=args.ranks), args)
     print(json.dumps(found) if args.json else table(found))
@@ -114,7 +114,7 @@ def report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> d
         "method": experiment.mst.method,
         "steps": run.steps,
         "sequences": sequences,
-        "context": experiment.model.context,
+        "context": experiment.model.seq_length,
         "phases": [
             {
                 "phase": phase.name,

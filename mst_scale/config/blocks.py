@@ -50,41 +50,48 @@ class ModelConfig:
     """The shape of a transformer. `preset` fills in a known shape; other keys override it."""
 
     preset: str | None = Field(
-        None, description="Known shape to start from; the other keys override it.", json_schema_extra=NO_EFFECT
+        default=None, description="Known shape to start from; the other keys override it.", json_schema_extra=NO_EFFECT
     )
-    arch: Literal["gpt", "bert"] = Field("gpt", description="`gpt` predicts the next token, `bert` masked tokens.")
-    n_layer: StrictInt = Field(12, ge=1, le=1024, description="Number of blocks.")
-    n_head: StrictInt = Field(12, ge=1, le=2**16, description="Attention heads; must divide `n_embd`.")
-    n_embd: StrictInt = Field(768, ge=1, le=2**20, description="Width of the model.")
-    d_ffw: StrictInt | None = Field(None, ge=1, le=2**22, description="Width of the MLP; `null`: 4 · `n_embd`.")
-    context: StrictInt = Field(1024, ge=1, le=MAX_TOKENS, description="Tokens per sequence.")
-    vocab_size: StrictInt = Field(50257, ge=1, le=MAX_TOKENS, description="Number of tokens in the vocabulary.")
+    arch: Literal["gpt", "bert"] = Field(
+        default="gpt", description="`gpt` predicts the next token, `bert` masked tokens."
+    )
+    n_layer: StrictInt = Field(default=12, ge=1, le=1024, description="Number of blocks.")
+    n_head: StrictInt = Field(default=12, ge=1, le=2**16, description="Attention heads; must divide `n_embd`.")
+    n_embd: StrictInt = Field(default=768, ge=1, le=2**20, description="Width of the model.")
+    d_ff: StrictInt | None = Field(default=None, ge=1, le=2**22, description="Width of the MLP; `null`: 4 · `n_embd`.")
+    seq_length: StrictInt = Field(default=1024, ge=1, le=MAX_TOKENS, description="Tokens per sequence.")
+    vocab_size: StrictInt = Field(default=50257, ge=1, le=MAX_TOKENS, description="Number of tokens in the vocabulary.")
     vocab_multiple: StrictInt = Field(
-        64, ge=1, le=2**20, description="The number of rows of the embedding is rounded up to a multiple of this."
+        default=64,
+        ge=1,
+        le=2**20,
+        description="The number of rows of the embedding is rounded up to a multiple of this.",
     )
-    bias: StrictBool = Field(False, description="Biases in linear layers and norms.")
+    bias: StrictBool = Field(default=False, description="Biases in linear layers and norms.")
     dropout: StrictFloat = Field(
-        0.0, ge=0, le=0.99, description="Dropout probability; above 0 only with dense attention."
+        default=0.0, ge=0, le=0.99, description="Dropout probability; above 0 only with dense attention."
     )
-    tied_head: StrictBool = Field(True, description="The LM head shares its weights with the token embedding.")
+    tied_head: StrictBool = Field(default=True, description="The LM head shares its weights with the token embedding.")
     init_std: StrictFloat = Field(
-        0.02,
+        default=0.02,
         ge=1e-6,
         le=1,
         description="Standard deviation of the initial weights; layers in front of a residual addition have it divided "
         "by √(2 · `n_layer`). GPT-2 uses 0.02; narrow models learn faster from about 0.8 / √`n_embd`.",
     )
     mask_share: StrictFloat = Field(
-        0.15, gt=0, lt=1, description="`bert`: fraction of the positions that are masked and predicted."
+        default=0.15, gt=0, lt=1, description="`bert`: fraction of the positions that are masked and predicted."
     )
     activation_checkpointing: StrictBool = Field(
-        False, description="Recompute each block in the backward pass to save memory.", json_schema_extra=NO_EFFECT
+        default=False,
+        description="Recompute each block in the backward pass to save memory.",
+        json_schema_extra=NO_EFFECT,
     )
 
     @property
     def ffw(self) -> int:
         """Width of the MLP."""
-        return 4 * self.n_embd if self.d_ffw is None else self.d_ffw
+        return 4 * self.n_embd if self.d_ff is None else self.d_ff
 
     @property
     def padded_vocab(self) -> int:
@@ -99,13 +106,13 @@ class ModelConfig:
     @property
     def predicted(self) -> int:
         """Positions of a sequence that the head computes in training: every one, or as many as are masked."""
-        return self.context if self.causal else max(1, round(self.mask_share * self.context))
+        return self.seq_length if self.causal else max(1, round(self.mask_share * self.seq_length))
 
     @property
     def weights(self) -> int:
         """The number of weights in its matrices and its embedding."""
         width = self.n_embd * (4 * self.n_embd + 2 * self.ffw)
-        return self.n_layer * width + (self.padded_vocab + self.context) * self.n_embd
+        return self.n_layer * width + (self.padded_vocab + self.seq_length) * self.n_embd
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head:
@@ -116,7 +123,7 @@ class ModelConfig:
         if self.weights > MAX_WEIGHTS:
             raise UserError(
                 f"model: {self.n_layer:,} layers of width {self.n_embd:,} have {self.weights:.1e} weights; the limit "
-                f"is {MAX_WEIGHTS:.0e}: lower n_layer, n_embd, d_ffw or vocab_size"
+                f"is {MAX_WEIGHTS:.0e}: lower n_layer, n_embd, d_ff or vocab_size"
             )
 
 
@@ -125,26 +132,27 @@ class DataConfig:
     """Where tokens come from. With a `source`, a missing `dir` is prepared on first use."""
 
     dir: str | None = Field(
-        None,
+        default=None,
         description="Folder with `train.bin` and `val.bin`; with a `source` it is created on first use.",
         json_schema_extra=NO_EFFECT,  # its contents have one, and are compared by their digest
     )
     source: str | None = Field(
-        None, description="`stdlib`, `package:NAME`, a data set of the Hugging Face hub, or files (`mst data --help`)."
+        default=None,
+        description="`stdlib`, `package:NAME`, a data set of the Hugging Face hub, or files (`mst data --help`).",
     )
     tokenizer: str | None = Field(
-        None, description="`null`: `byte` for `stdlib` and packages, `gpt2` for other sources."
+        default=None, description="`null`: `byte` for `stdlib` and packages, `gpt2` for other sources."
     )
-    text_key: str = Field("text", description="Column or JSON key that holds the text.")
+    text_key: str = Field(default="text", description="Column or JSON key that holds the text.")
     val_fraction: StrictFloat | None = Field(
-        None,
+        default=None,
         description="Fraction of the documents held out for validation. `null`: 0.0005 for openwebtext, 0.02 for "
         "`stdlib` and packages, 0.01 for other sources.",
     )
     max_bytes: StrictInt | None = Field(
-        None, ge=1, le=2**60, description="Stop reading the source after this many bytes of text."
+        default=None, ge=1, le=2**60, description="Stop reading the source after this many bytes of text."
     )
-    seed: Seed = Field(2357, description="Seed of the train/validation split.")
+    seed: Seed = Field(default=2357, description="Seed of the train/validation split.")
 
 
 @block("training.spike")
@@ -152,37 +160,40 @@ class SpikeConfig:
     """What counts as a spike of the loss, and how a run responds to it."""
 
     action: Literal["log", "rollback", "off"] = Field(
-        "log", description="Response to a spike of the loss; `rollback` also responds to a loss that is not finite."
+        default="log",
+        description="Response to a spike of the loss; `rollback` also responds to a loss that is not finite.",
     )
-    window: StrictInt = Field(64, ge=4, le=MILLION, description="Number of earlier losses a new one is compared with.")
+    window: StrictInt = Field(
+        default=64, ge=4, le=MILLION, description="Number of earlier losses a new one is compared with."
+    )
     deviations: StrictFloat = Field(
-        8.0, ge=0, le=1e6, description="A spike is this many robust standard deviations above their median …"
+        default=8.0, ge=0, le=1e6, description="A spike is this many robust standard deviations above their median …"
     )
-    rise: StrictFloat = Field(0.5, ge=0, le=1e6, description="… and at least this far above it.")
+    rise: StrictFloat = Field(default=0.5, ge=0, le=1e6, description="… and at least this far above it.")
     skip: StrictInt = Field(
-        1, ge=1, le=MAX_STEPS, description="Batches that a rollback skips, the last of them that of the spike."
+        default=1, ge=1, le=MAX_STEPS, description="Batches that a rollback skips, the last of them that of the spike."
     )
     max_rollbacks: StrictInt = Field(
-        5, ge=0, le=MAX_STEPS, description="Rollbacks per run; later spikes are only logged."
+        default=5, ge=0, le=MAX_STEPS, description="Rollbacks per run; later spikes are only logged."
     )
 
 
-@block("training.rival")
-class RivalConfig:
+@block("training.baseline")
+class BaselineConfig:
     """A recorded run that the table at the end of a run compares with."""
 
-    name: str | None = Field(None, description="Name of the recorded run; `null`: there is none.")
+    name: str | None = Field(default=None, description="Name of the recorded run; `null`: there is none.")
     flops: StrictFloat = Field(
-        0.0,
+        default=0.0,
         description="FLOPs that it spent in all, in the paper's accounting, including topology steps and optimizer.",
     )
-    val_loss: StrictFloat = Field(0.0, description="Its validation loss.")
-    spread: StrictFloat = Field(0.0, description="Half the range of its loss over seeds.")
+    val_loss: StrictFloat = Field(default=0.0, description="Its validation loss.")
+    spread: StrictFloat = Field(default=0.0, description="Half the range of its loss over seeds.")
     corpus: str | None = Field(
-        None, description="Corpus in its `run.json`; runs on another one are not compared. `null`: any corpus."
+        default=None, description="Corpus in its `run.json`; runs on another one are not compared. `null`: any corpus."
     )
     eval_sequences: StrictInt | None = Field(
-        None, le=10 * MILLION, description="Number of validation sequences of its loss. `null`: any number."
+        default=None, le=10 * MILLION, description="Number of validation sequences of its loss. `null`: any number."
     )
 
     def __post_init__(self) -> None:
@@ -190,88 +201,97 @@ class RivalConfig:
             return
         for name in ("flops", "val_loss"):
             if not getattr(self, name) > 0:
-                raise UserError(f"training.rival.{name} must be above 0, not {getattr(self, name)}")
+                raise UserError(f"training.baseline.{name} must be above 0, not {getattr(self, name)}")
 
 
 @block("training")
 class TrainingConfig:
     """The run around the model. Batch, precision, ZeRO, optimizer and clipping are DeepSpeed's own keys."""
 
-    steps: StrictInt = Field(140_000, ge=1, le=MAX_STEPS, description="Optimizer steps.")
-    seed: Seed = Field(1337, description="Seed of the weights, the batches and dropout.")
+    steps: StrictInt = Field(default=140_000, ge=1, le=MAX_STEPS, description="Optimizer steps.")
+    seed: Seed = Field(default=1337, description="Seed of the weights, the batches and dropout.")
     lr_schedule: Literal["cosine", "wsd"] = Field(
-        "cosine", description="`wsd` is constant, then linear. The peak rate is `optimizer.params.lr`."
+        default="cosine", description="`wsd` is constant, then linear. The peak rate is `optimizer.params.lr`."
     )
-    warmup: Duration = Field(1 / 70, description="Duration of the warm-up (2,000 of the paper's 140,000 steps).")
-    decay: Duration = Field(0.2, description="`wsd`: duration of the linear decay at the end.")
+    warmup: Duration = Field(
+        default=1 / 70, description="Duration of the warm-up (2,000 of the paper's 140,000 steps)."
+    )
+    decay: Duration = Field(default=0.2, description="`wsd`: duration of the linear decay at the end.")
     restart: Duration = Field(
-        0,
+        default=0,
         description="Duration after which the schedule starts again, including the warm-up; a `decay` stated as a "
         "share is then one of each part. `0`: never.",
     )
-    min_lr: StrictFloat = Field(6e-5, ge=0, description="Final learning rate.")
+    min_lr: StrictFloat = Field(default=6e-5, ge=0, description="Final learning rate.")
     sparse_rate: StrictFloat = Field(
-        0.0,
+        default=0.0,
         ge=0,
         le=1,
         description="a: at sparsity S, the learning rate of the matrices that can be masked is multiplied by "
         "(1 - S)^-a; SμPar (arXiv 2405.15743) uses 1.",
     )
     sparse_decay: Annotated[StrictFloat, ZeroOr(1e-6, 1e4, "none while they are sparse")] = Field(
-        1.0, description="Weight decay of these matrices while they are sparse, as a multiple of that of the others."
+        default=1.0,
+        description="Weight decay of these matrices while they are sparse, as a multiple of that of the others.",
     )
     log_every: StrictInt = Field(
-        10, ge=1, le=MAX_SEED, description="Steps between rows of `metrics.jsonl`.", json_schema_extra=NO_EFFECT
+        default=10, ge=1, le=MAX_SEED, description="Steps between rows of `metrics.jsonl`.", json_schema_extra=NO_EFFECT
     )
     eval_every: StrictInt = Field(
-        1_000,
+        default=1_000,
         ge=0,
         le=MAX_SEED,
         description="Steps between evaluations; `0`: only at the end.",
         json_schema_extra=NO_EFFECT,
     )
     eval_sequences: StrictInt = Field(
-        256,
+        default=256,
         ge=1,
         le=10 * MILLION,
         description="Number of validation sequences, rounded up to whole micro-batches. Every evaluation of a run uses "
         "the same ones.",
     )
     eval_seed: Seed | None = Field(
-        None, description="Seed that selects them. `null`: `training.seed`, so runs with other seeds use other ones."
+        default=None,
+        description="Seed that selects them. `null`: `training.seed`, so runs with other seeds use other ones.",
     )
     eval_tasks: str | None = Field(
-        None,
+        default=None,
         description='Tasks of `mst eval` to run with each evaluation: `"lambada,ptb"`, `"all"` (`--eval-tasks`).',
         json_schema_extra=NO_EFFECT,
     )
     eval_data: str | None = Field(
-        None, description="Folder with their files; `null`: the hub (`--eval-data`).", json_schema_extra=NO_EFFECT
+        default=None,
+        description="Folder with their files; `null`: the hub (`--eval-data`).",
+        json_schema_extra=NO_EFFECT,
     )
     init: str | None = Field(
-        None,
+        default=None,
         description="Start from GPT-2's weights: a transformers folder or a name on the hub, whose shape the model "
         "takes (`--init`).",
     )
     save_every: StrictInt = Field(
-        1_000, ge=0, le=MAX_SEED, description="Steps between checkpoints; `0`: only at the end."
+        default=1_000, ge=0, le=MAX_SEED, description="Steps between checkpoints; `0`: only at the end."
     )
     keep_checkpoints: StrictInt = Field(
-        2, ge=1, le=MILLION, description="Checkpoints to keep; an older one is deleted after a newer one was verified."
+        default=2,
+        ge=1,
+        le=MILLION,
+        description="Checkpoints to keep; an older one is deleted after a newer one was verified.",
     )
-    look_every: StrictInt = Field(
-        500,
+    histogram_every: StrictInt = Field(
+        default=500,
         ge=0,
         le=MAX_SEED,
         description="Steps between weight histograms and mask pictures in TensorBoard; `0`: never.",
         json_schema_extra=NO_EFFECT,
     )
     stop_after_nonfinite: StrictInt = Field(
-        5, ge=1, le=MAX_STEPS, description="Stop the run after this many losses in a row that are not finite."
+        default=5, ge=1, le=MAX_STEPS, description="Stop the run after this many losses in a row that are not finite."
     )
     spike: SpikeConfig = Field(default_factory=SpikeConfig, description="Spikes of the loss.")
-    rival: RivalConfig = Field(
-        default_factory=RivalConfig, description="A recorded run to compare with.", json_schema_extra=NO_EFFECT
+    baseline: BaselineConfig = Field(
+        default_factory=BaselineConfig, description="A recorded run to compare with.", json_schema_extra=NO_EFFECT
     )
 
     def __post_init__(self) -> None:

@@ -30,31 +30,39 @@ _MAX_SCALE = 2**32  # of a loss in fp16, where gradients overflow above 65504
 class OptimizerParams:
     """Parameters of the optimizer; each optimizer has its own."""
 
-    lr: StrictFloat | Open = Field(None, description="Peak learning rate.")  # a high one may diverge: no range
+    lr: StrictFloat | Open = Field(default=None, description="Peak learning rate.")  # a high one may diverge: no range
     betas: Annotated[list[Average], Field(min_length=2, max_length=2)] | Open = Field(
-        None, description="Decay of the running averages of Adam."
+        default=None, description="Decay of the running averages of Adam."
     )
-    eps: Annotated[StrictFloat, ZeroOr(1e-30, 1, "none")] | Open = Field(None, description="Added to the denominator.")
-    weight_decay: Annotated[StrictFloat, ZeroOr(1e-12, 100, "none")] | Open = Field(None, description="Weight decay.")
-    momentum: Average | Open = Field(None, description="Momentum.")
-    alpha: Average | Open = Field(None, description="Decay of RMSprop's running average.")
-    rho: Average | Open = Field(None, description="Decay of Adadelta's running averages.")
-    dampening: Share | Open = Field(None, description="Dampening of SGD's momentum.")
-    momentum_decay: Share | Open = Field(None, description="Momentum decay of NAdam.")
-    lambd: Share | Open = Field(None, description="Decay term of ASGD.")
-    lr_decay: Share | Open = Field(None, description="Decay of Adagrad's learning rate.")
+    eps: Annotated[StrictFloat, ZeroOr(1e-30, 1, "none")] | Open = Field(
+        default=None, description="Added to the denominator."
+    )
+    weight_decay: Annotated[StrictFloat, ZeroOr(1e-12, 100, "none")] | Open = Field(
+        default=None, description="Weight decay."
+    )
+    momentum: Average | Open = Field(default=None, description="Momentum.")
+    alpha: Average | Open = Field(default=None, description="Decay of RMSprop's running average.")
+    rho: Average | Open = Field(default=None, description="Decay of Adadelta's running averages.")
+    dampening: Share | Open = Field(default=None, description="Dampening of SGD's momentum.")
+    momentum_decay: Share | Open = Field(default=None, description="Momentum decay of NAdam.")
+    lambd: Share | Open = Field(default=None, description="Decay term of ASGD.")
+    lr_decay: Share | Open = Field(default=None, description="Decay of Adagrad's learning rate.")
     initial_accumulator_value: Annotated[StrictFloat, Field(ge=0, le=1e6)] | Open = Field(
-        None, description="Initial accumulator of Adagrad."
+        default=None, description="Initial accumulator of Adagrad."
     )
-    muon_lr: Positive | Open = Field(None, description="Learning rate of the matrices that Muon updates.")
-    adam_lr: Positive | Open = Field(None, description="Learning rate of the parameters that Muon leaves to Adam.")
+    muon_lr: Positive | Open = Field(default=None, description="Learning rate of the matrices that Muon updates.")
+    adam_lr: Positive | Open = Field(
+        default=None, description="Learning rate of the parameters that Muon leaves to Adam."
+    )
 
 
 @block("optimizer", extra="allow")
 class Optimizer:
     """The optimizer."""
 
-    type: str | None = Field(None, description="AdamW, Adam, SGD, Muon, … ([compatibility.md](compatibility.md)).")
+    type: str | None = Field(
+        default=None, description="AdamW, Adam, SGD, Muon, … ([compatibility.md](compatibility.md))."
+    )
     params: OptimizerParams = Field(default_factory=OptimizerParams, description="Its parameters.")
 
 
@@ -63,19 +71,19 @@ class FP16:
     """Training in fp16."""
 
     loss_scale: Annotated[StrictFloat, ZeroOr(1e-3, _MAX_SCALE, "dynamic")] | Open = Field(
-        None, description="Fixed loss scale; 0 is dynamic."
+        default=None, description="Fixed loss scale; 0 is dynamic."
     )
     initial_scale_power: Annotated[StrictFloat, Field(ge=0, le=32)] | Open = Field(
-        None, description="Logarithm to base 2 of the initial dynamic scale."
+        default=None, description="Logarithm to base 2 of the initial dynamic scale."
     )
     min_loss_scale: Annotated[StrictFloat, Field(ge=0, le=_MAX_SCALE)] | Open = Field(
-        None, description="Least dynamic loss scale."
+        default=None, description="Least dynamic loss scale."
     )
     loss_scale_window: Annotated[StrictFloat, Field(ge=1, le=MILLION)] | Open = Field(
-        None, description="Steps without overflow before the scale doubles."
+        default=None, description="Steps without overflow before the scale doubles."
     )
     hysteresis: Annotated[StrictFloat, Field(ge=0, le=MILLION)] | Open = Field(
-        None, description="Overflows before the scale is halved."
+        default=None, description="Overflows before the scale is halved."
     )
 
 
@@ -83,14 +91,16 @@ class FP16:
 class DataTypes:
     """Types of what is stored between steps."""
 
-    grad_accum_dtype: str | None = Field(None, description="Type in which gradients are accumulated.")
+    grad_accum_dtype: str | None = Field(default=None, description="Type in which gradients are accumulated.")
 
 
 @block("zero_optimization", extra="allow")
 class ZeroOptimization:
     """ZeRO."""
 
-    stage: Any = Field(0, description="ZeRO stage.", json_schema_extra={"enum": [*STAGES, "auto"]})  # see stage_of
+    stage: Any = Field(
+        default=0, description="ZeRO stage.", json_schema_extra={"enum": [*STAGES, "auto"]}
+    )  # see stage_of
 
 
 @block("bf16", extra="allow")
@@ -103,30 +113,34 @@ class DeepSpeedKeys:
     """The top level of a DeepSpeed config."""
 
     train_batch_size: Annotated[StrictInt, Field(ge=1, le=100 * MILLION)] | Open = Field(
-        None, description="Sequences per optimizer step on all ranks together."
+        default=None, description="Sequences per optimizer step on all ranks together."
     )
     train_micro_batch_size_per_gpu: Annotated[StrictInt, Field(ge=1, le=MILLION)] | Open = Field(
-        None, description="Sequences that a rank computes at once."
+        default=None, description="Sequences that a rank computes at once."
     )
     gradient_accumulation_steps: Annotated[StrictInt, Field(ge=1, le=MILLION)] | Open = Field(
-        None, description="Micro-batches per rank and optimizer step."
+        default=None, description="Micro-batches per rank and optimizer step."
     )
     gradient_clipping: Annotated[StrictFloat, ZeroOr(1e-6, 1e12, "no clipping")] | Open = Field(
-        None, description="Norm to which gradients are clipped."
+        default=None, description="Norm to which gradients are clipped."
     )
     gradient_predivide_factor: Annotated[StrictFloat, Field(ge=1e-6, le=1e6)] = Field(
-        1.0, description="Divides gradients before they are reduced."
+        default=1.0, description="Divides gradients before they are reduced."
     )
-    steps_per_print: Annotated[StrictInt, Field(ge=1)] = Field(10, description="Steps between DeepSpeed's log lines.")
-    prescale_gradients: StrictBool = Field(False, description="Scale gradients before they are reduced.")
-    wall_clock_breakdown: StrictBool = Field(False, description="Log the time of each part of a step.")
-    memory_breakdown: StrictBool = Field(False, description="Log memory use.")
-    dump_state: StrictBool = Field(False, description="Print DeepSpeed's state.")
-    disable_allgather: StrictBool = Field(False, description="Not used by DeepSpeed 0.19.")
-    zero_allow_untested_optimizer: StrictBool = Field(False, description="Allow other optimizers with ZeRO.")
-    zero_force_ds_cpu_optimizer: StrictBool = Field(True, description="Require DeepSpeedCPUAdam with offload.")
-    sparse_gradients: StrictBool = Field(False, description="Not used by DeepSpeed 0.19.")
-    dataloader_drop_last: StrictBool = Field(False, description="Drop the last, smaller batch of a data loader.")
+    steps_per_print: Annotated[StrictInt, Field(ge=1)] = Field(
+        default=10, description="Steps between DeepSpeed's log lines."
+    )
+    prescale_gradients: StrictBool = Field(default=False, description="Scale gradients before they are reduced.")
+    wall_clock_breakdown: StrictBool = Field(default=False, description="Log the time of each part of a step.")
+    memory_breakdown: StrictBool = Field(default=False, description="Log memory use.")
+    dump_state: StrictBool = Field(default=False, description="Print DeepSpeed's state.")
+    disable_allgather: StrictBool = Field(default=False, description="Not used by DeepSpeed 0.19.")
+    zero_allow_untested_optimizer: StrictBool = Field(default=False, description="Allow other optimizers with ZeRO.")
+    zero_force_ds_cpu_optimizer: StrictBool = Field(default=True, description="Require DeepSpeedCPUAdam with offload.")
+    sparse_gradients: StrictBool = Field(default=False, description="Not used by DeepSpeed 0.19.")
+    dataloader_drop_last: StrictBool = Field(
+        default=False, description="Drop the last, smaller batch of a data loader."
+    )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="The optimizer.")
     zero_optimization: ZeroOptimization = Field(default_factory=ZeroOptimization, description="ZeRO.")
     fp16: FP16 = Field(default_factory=FP16, description="Training in fp16.")

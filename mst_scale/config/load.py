@@ -197,7 +197,7 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
         ours["model"] = _under(MODELS[_known(preset, MODELS, "model.preset", where)], ours["model"])
     ours["model"] = {**ours["model"], **of.model}
     blocks: dict[str, Any] = {"model": parse(ModelConfig, ours["model"], "model", where)}
-    ours["mst"] = _stride_in_tokens(ours["mst"], blocks["model"].context, where)
+    ours["mst"] = _stride_in_tokens(ours["mst"], blocks["model"].seq_length, where)
     blocks |= {name: parse(cls, ours[name], name, where) for name, cls in BLOCKS.items() if name not in blocks}
     return Experiment(**blocks, deepspeed=deepspeed)
 

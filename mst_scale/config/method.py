@@ -35,7 +35,7 @@ class TargetsConfig:
         default_factory=list, description="Globs on parameter names; takes precedence over `include`."
     )
     # the paper's 4x needs the head
-    lm_head: StrictBool = Field(True, description="Include the LM head, even if it is tied to the embedding.")
+    lm_head: StrictBool = Field(default=True, description="Include the LM head, even if it is tied to the embedding.")
 
     def choose(self, names: Collection[str]) -> list[str]:
         """The names of matrices that match an `include` glob and no `exclude` glob, in the given order."""
@@ -66,26 +66,27 @@ class MSTConfig:
     """Mixed Sparsity Training. `method` selects a preset; the other keys override it."""
 
     method: str | None = Field(
-        None,
+        default=None,
         description="`mst`, `dense`, `tiny`, `dense-short`, or another of [methods.md](methods.md). Required in an "
         "`mst` block; a config without the block trains `dense`.",
     )
     like: str | None = Field(
-        None, description="`dense-short`: the config or run folder whose FLOPs it spends on dense steps (`--like`)."
+        default=None,
+        description="`dense-short`: the config or run folder whose FLOPs it spends on dense steps (`--like`).",
     )
     masks: str | None = Field(
-        None,
+        default=None,
         description='`fixed`: the masks that it keeps, `"zeros"` (those of the weights, the default) or a '
         "file written by `mst masks` or a notebook.",
     )
     grow_from: str | None = Field(
-        None,
+        default=None,
         description="`ligo`, `stack`: folder of the smaller run, or of one of its checkpoints, whose grown weights "
         "this run starts with (`--from`).",
     )
     options: Any = Field(default_factory=NoOptions, description="Keys of the method itself ([methods.md](methods.md)).")
     seed: StrictInt | None = Field(
-        None, ge=0, le=MAX_SEED, description="Seed of random growth; `null`: `training.seed`."
+        default=None, ge=0, le=MAX_SEED, description="Seed of random growth; `null`: `training.seed`."
     )
     sparsity: SparsityConfig = Field(default_factory=SparsityConfig, description="Sparsity Variation.")
     topology: TopologyConfig = Field(default_factory=TopologyConfig, description="Mixed-Growing.")
@@ -116,8 +117,8 @@ class MSTConfig:
             )
         if self.topology.granularity == "channel" and not self._draws_channels:
             raise UserError(
-                'mst.topology.granularity = "channel" draws which channels live and exchanges none: it goes with '
-                "policy static, random_ratio 1.0, grown_moments living or zero (mst.topology) and with "
+                'mst.topology.granularity = "channel" draws the active channels once and exchanges none: it needs '
+                "mst.topology with policy static, random_ratio 1.0 and grown_moments active_mean or zero, and "
                 "mst.sparsity.distribution = uniform"
             )
         if self.like is not None and self.method != "dense-short":

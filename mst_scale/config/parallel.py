@@ -120,16 +120,16 @@ def check_divisible(model: ModelConfig, sizes: ParallelDims) -> None:
             f"model.dropout = {model.dropout} does not work with {sizes.describe()}, as ranks would drop different "
             "values: set it to 0"
         )
-    for what, count in (("model.n_head", model.n_head), ("model.d_ffw", model.ffw)):
+    for what, count in (("model.n_head", model.n_head), ("model.d_ff", model.ffw)):
         if count % sizes.tensor:
             raise UserError(
                 f"{what} = {count} cannot be divided among {sizes.tensor} ranks: choose a multiple, or another "
                 f"{KEYS['tensor']}"
             )
-    if model.context % sizes.sequence:
+    if model.seq_length % sizes.sequence:
         raise UserError(
-            f"model.context = {model.context} cannot be divided among {sizes.sequence} ranks: choose a multiple, or "
-            f"another {KEYS['sequence']}"
+            f"model.seq_length = {model.seq_length} cannot be divided among {sizes.sequence} ranks: choose a multiple, "
+            f"or another {KEYS['sequence']}"
         )
     if sizes.pipeline == 1:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_BERT = {"arch": "bert", "context": 512, "vocab_size": 30522, "bias": True}
+_BERT = {"arch": "bert", "seq_length": 512, "vocab_size": 30522, "bias": True}
 
 # GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020, table 2.1; 13B with the usual 5120 = 40 · 128); BERT (Devlin
 # et al. 2018) with the vocabulary of `bert-base-uncased`.
@@ -13,11 +13,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
     "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
-    "gpt3-1.3b": {"n_layer": 24, "n_head": 16, "n_embd": 2048, "context": 2048},
-    "gpt3-2.7b": {"n_layer": 32, "n_head": 32, "n_embd": 2560, "context": 2048},
-    "gpt3-6.7b": {"n_layer": 32, "n_head": 32, "n_embd": 4096, "context": 2048},
-    "gpt3-13b": {"n_layer": 40, "n_head": 40, "n_embd": 5120, "context": 2048},
-    "gpt3-175b": {"n_layer": 96, "n_head": 96, "n_embd": 12288, "context": 2048},
+    "gpt3-1.3b": {"n_layer": 24, "n_head": 16, "n_embd": 2048, "seq_length": 2048},
+    "gpt3-2.7b": {"n_layer": 32, "n_head": 32, "n_embd": 2560, "seq_length": 2048},
+    "gpt3-6.7b": {"n_layer": 32, "n_head": 32, "n_embd": 4096, "seq_length": 2048},
+    "gpt3-13b": {"n_layer": 40, "n_head": 40, "n_embd": 5120, "seq_length": 2048},
+    "gpt3-175b": {"n_layer": 96, "n_head": 96, "n_embd": 12288, "seq_length": 2048},
     "bert-base": {"n_layer": 12, "n_head": 12, "n_embd": 768, **_BERT},
     "bert-large": {"n_layer": 24, "n_head": 16, "n_embd": 1024, **_BERT},
     "tiny": {"n_layer": 6, "n_head": 12, "n_embd": 384},  # the paper's small dense model; as a method: methods.tiny
@@ -34,7 +34,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "mst": {
             "method": "mst",
             "sparsity": {"max": 0.8},
-            "topology": {"random_ratio": 1.0, "grown_moments": "living"},
+            "topology": {"random_ratio": 1.0, "grown_moments": "active_mean"},
             "attention": {"stride": 0.25},
         },
         "training": {"lr_schedule": "wsd", "decay": 0.4},
@@ -43,7 +43,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "mst": {
             "method": "mst",
             "sparsity": {"max": 0.8, "warmup": 0, "ultra": 0.928571, "restore": 0.035714},
-            "topology": {"random_ratio": 1.0, "grown_moments": "living"},
+            "topology": {"random_ratio": 1.0, "grown_moments": "active_mean"},
             "attention": {"stride": 0.25, "dense_from": 1.0},
         },
         "training": {"lr_schedule": "wsd", "decay": 0.4},
@@ -62,7 +62,7 @@ RECIPES: dict[str, dict[str, Any]] = {
                 "policy": "static",
                 "granularity": "channel",
                 "random_ratio": 1.0,
-                "grown_moments": "living",
+                "grown_moments": "active_mean",
             },
             "targets": {"lm_head": False},
             "attention": {"stride": 0.25, "dense_from": 1.0},

@@ -50,7 +50,7 @@ def schema() -> dict[str, Any]:
         "additionalProperties": False,
         "$defs": {name: each for name, each in definitions.items() if each is not block[""]},
     }
-    return _plain(result)  # type: ignore[no-any-return]
+    return dict(_plain(result))
 
 
 def _resolved(definitions: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:

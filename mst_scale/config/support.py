@@ -72,12 +72,13 @@ def _equal(value: Any, known: Any) -> bool:
 @functools.cache
 def rows() -> tuple[Row, ...]:
     """Return the table, one row per key; the first one counts that covers a value."""
-    return tuple(
-        Row(section, key, **{name: tuple(cell) if isinstance(cell, list) else cell for name, cell in line.items()})
-        for section, lines in json.loads(TABLE.read_text()).items()
-        for line in lines
-        for key in line.pop("keys")
-    )
+    found = []
+    for section, lines in json.loads(TABLE.read_text()).items():
+        for line in lines:
+            cells: dict[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in line.items()}
+            its_keys = cells.pop("keys")
+            found += [Row(section, key, **cells) for key in its_keys]
+    return tuple(found)
 
 
 @functools.cache

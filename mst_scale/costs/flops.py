@@ -96,7 +96,7 @@ def matrices(model: ModelConfig) -> list[Matrix]:
             Matrix(block + "mlp.up.weight", "ffw1", d, f),
             Matrix(block + "mlp.down.weight", "ffw2", f, d),
         ]
-    share = model.predicted / model.context
+    share = model.predicted / model.seq_length
     if model.arch == "bert":
         found.append(Matrix("transform.weight", "head", d, d, share))
     return [*found, Matrix(head_name(model), "head", d, model.padded_vocab, share)]
@@ -119,7 +119,7 @@ def forward_flops(
     what is not named is dense. `attention_share` is Q in the same accounting:
     `Pattern.share(length, accounting, model.causal)`.
     """
-    tokens = model.context if length is None else length
+    tokens = model.seq_length if length is None else length
     if accounting not in ACCOUNTINGS:
         raise UserError(f"accounting {accounting!r} is unknown: choose one of {', '.join(ACCOUNTINGS)}")
     weights = matrices(model)
@@ -152,7 +152,7 @@ def step_flops(
 
     `gradient_density`: that of the products that give the weights' gradients; None: as the others'.
     """
-    tokens = model.context if length is None else length
+    tokens = model.seq_length if length is None else length
     share = pattern.share(tokens, accounting, model.causal)
     forward = forward_flops(model, density, share, accounting, tokens)
     if gradient_density is None:

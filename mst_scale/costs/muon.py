@@ -36,7 +36,7 @@ def newton_schulz_flops(shape: Sequence[int], method: str = "gram") -> float:
 def shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """The matrices of our own models that DeepSpeed gives to Muon: all but those of certain names."""
     d = model.n_embd
-    found = {"wte.weight": (model.padded_vocab, d), "wpe.weight": (model.context, d)}
+    found = {"wte.weight": (model.padded_vocab, d), "wpe.weight": (model.seq_length, d)}
     if model.arch == "bert":
         found["wtt.weight"] = (TOKEN_TYPES, d)
     found |= {m.name: (m.outputs, m.inputs) for m in matrices(model)}

@@ -48,8 +48,8 @@ def open_sampler(folder: str, split: str, model: ModelConfig, seed: int, *, chec
     masked = model.arch == "bert"
     file = open_tokens(folder, split, vocab_size=model.vocab_size, check_ids=check_ids, masked=masked)
     if masked:
-        return MaskedSampler(file, model.context, seed, model.predicted)
-    return Sampler(file, model.context, seed)
+        return MaskedSampler(file, model.seq_length, seed, model.predicted)
+    return Sampler(file, model.seq_length, seed)
 
 
 class Sampler:

@@ -50,7 +50,7 @@ def engine_at(stage: int, ranks: Ranks) -> Any:
     from mst_scale.models import build
 
     torch.manual_seed(1)
-    model = build(ModelConfig(n_layer=1, n_head=2, n_embd=32, context=CONTEXT, vocab_size=VOCABULARY))
+    model = build(ModelConfig(n_layer=1, n_head=2, n_embd=32, seq_length=CONTEXT, vocab_size=VOCABULARY))
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "train_batch_size": BATCH * ranks.world_size,

@@ -4,9 +4,9 @@ Adam divides by √v̂, v̂ = v / (1 - β₂ᵗ), and t counts all its updates: 
 updates up to √(1 - β₁)²/(1 - β₂) times too large. With v = (1 - β₂ᵗ)·g₀² they start at (1 - β₁) of a usual update and
 rise as the first moment fills. `mst.topology.grown_moments` says what g₀² is:
 
-    seeded    the larger of its own g² and the mean over its layer: takes the gradient of every weight
-    living    the mean over its layer's active weights, whose gradients every step has
-    zero      0
+    seeded       the larger of its own g² and the mean over its layer: takes the gradient of every weight
+    active_mean  the mean over its layer's active weights, whose gradients every step has
+    zero         0
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Topology(Component):
             point = self.state.schedule.at(step)
             dense = self.reads_dense_gradients(step)
             self.under_way = TopologyStep(step, self.counts(point.sparsity), point.update_fraction, dense)
-            if self.config.wake_dead_units:
+            if self.config.revive_dead_units:
                 self.plan_revival(self.under_way)
 
     def keep_gradient(self, i: int, gradient: Tensor, scale: float) -> bool:
@@ -219,7 +219,7 @@ class Topology(Component):
             return zip(of, active_mean_squares(active, exchange), strict=True)
 
         for exchange, together in self.state.exchange.grouped(here):
-            if config.grown_moments == "living":
+            if config.grown_moments == "active_mean":
                 usual |= active_means(together, exchange)
             changes = self.elements.evolve(
                 [layers[i] for i in together],
@@ -246,7 +246,7 @@ class Topology(Component):
                 masks[i].retain_(*states[i].values())
                 if config.grown_moments != "zero" and "exp_avg_sq" in states[i]:
                     self._start_grown(i, change, under_way.gradients[i], usual[i])
-                if config.fresh_momentum and becomes_dense and "exp_avg" in states[i]:
+                if config.reset_momentum and becomes_dense and "exp_avg" in states[i]:
                     states[i]["exp_avg"].zero_()
             self.revival.wake(change.name)
         return [found[i] for i in here]

@@ -245,7 +245,7 @@ class TasksDuringTraining:
         """Return the metrics of this step by their keys in metrics.jsonl. A collective."""
         device = next(engine.module.parameters()).device
         model = Model(
-            str(self.out), step, self.out, None, engine, self.config.context, self.config.vocab_size, device,
+            str(self.out), step, self.out, None, engine, self.config.seq_length, self.config.vocab_size, device,
             self.config.weights,
         )  # fmt: skip
         engine.eval()

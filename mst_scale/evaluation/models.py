@@ -135,7 +135,7 @@ def _ours(path: Path, source: Source, tokenizer: str | None, device: torch.devic
     config = source.experiment.model
     text = our_text(named.name, config.vocab_size)
     model = source.model().to(device)
-    return _of_checkpoint(path, source, model, (model, config.context, config.vocab_size)), text
+    return _of_checkpoint(path, source, model, (model, config.seq_length, config.vocab_size)), text
 
 
 def _trained_with_transformers(

@@ -101,7 +101,7 @@ def _figures(
 ) -> list[tuple[str, str]]:
     """(name, value) pairs, from the run's metrics up to the exported step."""
     model = experiment.model
-    shape = f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, context {model.context}"
+    shape = f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, context {model.seq_length}"
     table = [("model", f"{shape}, vocabulary {model.vocab_size:,}"), ("method", str(experiment.mst.method))]
     return table + _trained(experiment, run, exported, pattern)
 

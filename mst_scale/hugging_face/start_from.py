@@ -24,6 +24,7 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import ModelConfig
+from mst_scale.config import read as read_config
 from mst_scale.errors import Damaged, UserError
 from mst_scale.hugging_face.names import from_hugging_face, hugging_face_config
 from mst_scale.models.gpt import GPT
@@ -33,7 +34,7 @@ FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 SAME = ("activation_function", "layer_norm_epsilon", "scale_attn_weights")
 NEVER = ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention", "quantization_config")
 # The keys of the `model` block that the weights decide.
-SHAPE = ("n_layer", "n_head", "n_embd", "d_ffw", "context", "vocab_size", "bias", "tied_head", "vocab_multiple")
+SHAPE = ("n_layer", "n_head", "n_embd", "d_ff", "seq_length", "vocab_size", "bias", "tied_head", "vocab_multiple")
 
 
 def offline_unless_reachable() -> str | None:
@@ -99,8 +100,8 @@ def model_keys(folder: Path) -> dict[str, Any]:
         "n_layer": raw["n_layer"],
         "n_head": raw["n_head"],
         "n_embd": raw["n_embd"],
-        "d_ffw": raw.get("n_inner"),
-        "context": raw.get("n_positions", raw.get("n_ctx")),
+        "d_ff": raw.get("n_inner"),
+        "seq_length": raw.get("n_positions", raw.get("n_ctx")),
         "vocab_size": raw["vocab_size"],
         "bias": raw.get("mst_scale", {}).get("bias", True),
         "tied_head": raw.get("tie_word_embeddings", True),
@@ -110,8 +111,8 @@ def model_keys(folder: Path) -> dict[str, Any]:
 def _run(folder: Path) -> dict[str, Any] | None:
     """The model block of a run; None if the folder is not one."""
     try:
-        model = json.loads((folder / "config.json").read_text())["model"]
-        return dict(model) if (folder / "checkpoints").is_dir() else None
+        raw = json.loads((folder / "config.json").read_text())
+        return dict(read_config(raw)[1]["model"]) if (folder / "checkpoints").is_dir() else None
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

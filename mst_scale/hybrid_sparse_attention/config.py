@@ -22,10 +22,12 @@ _FILE_STRIDE = {
 class PhaseStrides:
     """Strides of single phases; `null` is `mst.attention.stride`."""
 
-    dense: Stride | None = Field(None, description="Stride in a dense phase before `dense_from`.")
-    warmup: Stride | None = Field(None, description="Stride during the warm-up; `null`: `mst.attention.stride`.")
-    ultra: Stride | None = Field(None, description="Stride during the ultra-sparse phase.")
-    restore: Stride | None = Field(None, description="Stride during restoration.")
+    dense: Stride | None = Field(default=None, description="Stride in a dense phase before `dense_from`.")
+    warmup: Stride | None = Field(
+        default=None, description="Stride during the warm-up; `null`: `mst.attention.stride`."
+    )
+    ultra: Stride | None = Field(default=None, description="Stride during the ultra-sparse phase.")
+    restore: Stride | None = Field(default=None, description="Stride during restoration.")
 
 
 @block("mst.attention")
@@ -33,20 +35,20 @@ class AttentionConfig:
     """Hybrid Sparse Attention: the pattern while weights are sparse, and when it turns dense."""
 
     pattern: Literal["dense", "strided", "fixed"] = Field(
-        "strided", description="Pairs of tokens that are computed; `dense` computes all of them."
+        default="strided", description="Pairs of tokens that are computed; `dense` computes all of them."
     )
     stride: Annotated[Stride, WithJsonSchema(_FILE_STRIDE)] = Field(
-        256,
-        description="l: in tokens (an integer), or as a share of `model.context` (`0.25`, as in the paper). A config "
-        "without a `model` block takes the share of 1,024.",
+        default=256,
+        description="l: in tokens (an integer), or as a share of `model.seq_length` (`0.25`, as in the paper). A "
+        "config without a `model` block takes the share of 1,024.",
     )
     phase_strides: PhaseStrides = Field(default_factory=PhaseStrides, description="Strides of single phases.")
     dense_from: Literal["ultra_end", "restore_end"] | Duration = Field(
-        "restore_end",
+        default="restore_end",
         description="When attention turns dense: at the end of a phase, or after a duration from the start of the run.",
     )
     backend: Literal["auto", "dense", "cpp", "triton", "blocked", "definition"] = Field(
-        "auto", description="Kernel that computes sparse attention; one that cannot run here is an error."
+        default="auto", description="Kernel that computes sparse attention; one that cannot run here is an error."
     )
 
     def __post_init__(self) -> None:

@@ -78,7 +78,7 @@ PRESERVED = {
     "arch": "arch",
     "vocab_size": "vocab_size",
     "padded_vocab": "vocab_multiple",
-    "context": "context",
+    "seq_length": "seq_length",
     "bias": "bias",
     "tied_head": "tied_head",
 }
@@ -98,7 +98,7 @@ class Shape(Protocol):
     @property
     def ffw(self) -> int: ...
     @property
-    def context(self) -> int: ...
+    def seq_length(self) -> int: ...
     @property
     def padded_vocab(self) -> int: ...
     @property

@@ -65,7 +65,7 @@ PRESETS: dict[str, Method] = {
     "tiny": Method(
         "the paper's small dense model instead of the config's",
         DENSE,
-        model={"n_layer": 6, "n_head": 12, "n_embd": 384, "preset": "tiny", "d_ffw": None},
+        model={"n_layer": 6, "n_head": 12, "n_embd": 384, "preset": "tiny", "d_ff": None},
     ),
     # Masks that never change.
     "static": Method(
@@ -93,13 +93,13 @@ PRESETS: dict[str, Method] = {
     ),
     "set": Method(
         "prune by |w|, grow at random",
-        constant("set", grown_moments="living"),
+        constant("set", grown_moments="active_mean"),
         "Mocanu et al. 2018, Scalable training of artificial neural networks with adaptive sparse connectivity, "
         "arXiv 1707.04780",
     ),
     "mest": Method(
         "prune by |w| + λ|g|, grow at random",
-        constant("mest", grown_moments="living"),
+        constant("mest", grown_moments="active_mean"),
         "Yuan et al. 2021, MEST: Accurate and Fast Memory-Economic Sparse Training Framework on the Edge, "
         "arXiv 2110.14032",
     ),
@@ -125,7 +125,7 @@ PRESETS: dict[str, Method] = {
         "alternating sparse and dense phases, sparse at the end",
         {
             "sparsity": {"variation": "acdc", "max": 0.8, "initial": "magnitude"},
-            "topology": {"policy": "static", "random_ratio": None, "fresh_momentum": True, **STILL},
+            "topology": {"policy": "static", "random_ratio": None, "reset_momentum": True, **STILL},
             "attention": NO_HSA,
         },
         "Peste et al. 2021, AC/DC: Alternating Compressed/DeCompressed Training of Deep Neural Networks, "

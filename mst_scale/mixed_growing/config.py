@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing.policies import POLICIES, Policy, policy
@@ -22,15 +22,19 @@ from mst_scale.validation import (
     block,
 )
 
+if TYPE_CHECKING:
+    _Side = int
+else:  # the GPU's kernels take 16 and more; 4 and 8 are there to compare with
+    _Side = Literal[4, 8, 16, 32, 64, 128]
+
 
 @block("mst.topology.granularity")
 class BlockGranularity:
     """Masks of whole blocks: the weights of a block are active or inactive together."""
 
-    # the GPU's kernels take 16 and more; 4 and 8 are there to compare with
-    block: Literal[4, 8, 16, 32, 64, 128] = Field(16, description="Side of a block, in weights.")
+    block: _Side = Field(default=16, description="Side of a block, in weights.")
     min_blocks: StrictInt = Field(
-        2,
+        default=2,
         ge=0,
         le=MILLION,
         description="Fewest active blocks in each block row and block column; 0 sets no minimum.",
@@ -42,68 +46,71 @@ class TopologyConfig:
     """Mixed-Growing: how often the topology moves, how far, and by which scores."""
 
     interval: StrictInt | None = Field(
-        None,
+        default=None,
         ge=1,
         le=MAX_STEPS,
         description="Steps between topology steps. `null`: a fifth of the shortest gradual phase, but at least 25 and "
         "at most 100 steps.",
     )
     policy: str = Field(
-        "mst",
+        default="mst",
         description="Scores for pruning and growth; each method sets its own ([methods.md](methods.md)). `snfs` "
         "grows by dense momentum, so clipping uses the norm of the dense gradient there.",
     )
     granularity: Literal["element", "channel"] | BlockGranularity = Field(
-        "element",
+        default="element",
         description="What is active or inactive as a whole: `element` is single weights, `channel` whole neurons and "
         'channels of heads ([blocks.md](blocks.md#whole-channels)), `{"block": 16, "min_blocks": 2}` square blocks.',
     )
     update_fraction: StrictFloat = Field(
-        0.3, ge=0, le=1, description="ζ: fraction of the active weights that a topology step exchanges (drop fraction)."
+        default=0.3,
+        ge=0,
+        le=1,
+        description="ζ: fraction of the active weights that a topology step exchanges (drop fraction).",
     )
     update_schedule: Literal["constant", "1-cosine", "2-cosine", "n-cosine", "decay-n-cosine"] = Field(
-        "decay-n-cosine", description="How ζ falls during the sparse phases: along one or several cosines."
+        default="decay-n-cosine", description="How ζ falls during the sparse phases: along one or several cosines."
     )
     update_decay: StrictFloat = Field(
-        0.5, ge=0, le=1, description="`decay-n-cosine`: factor by which ζ shrinks from one cosine to the next."
+        default=0.5, ge=0, le=1, description="`decay-n-cosine`: factor by which ζ shrinks from one cosine to the next."
     )
     random_ratio: StrictFloat | None = Field(
-        None,
+        default=None,
         ge=0,
         le=1,
         description="R: fraction of the growth that is drawn at random. `null`: the policy's own (0.25 for `mst`).",
     )
     mest_lambda: Annotated[StrictFloat, ZeroOr(1e-12, 1e12, "the gradient has no part in the score")] = Field(
-        1.0, description="`mest`: weight of the gradient in the pruning score."
+        default=1.0, description="`mest`: weight of the gradient in the pruning score."
     )
     replaces_update: StrictBool = Field(
-        False,
+        default=False,
         description="A topology step takes the place of an optimizer update, as in the code of RigL and of the paper.",
     )
     regrow: StrictBool = Field(
-        True, description="A weight that this topology step pruned may grow back, and keeps its value then."
+        default=True, description="A weight that this topology step pruned may grow back, and keeps its value then."
     )
-    grown_moments: Literal["seeded", "living", "zero"] = Field(
-        "seeded",
+    grown_moments: Literal["seeded", "active_mean", "zero"] = Field(
+        default="seeded",
         description="Adam's second moment of grown weights: `seeded` estimates it from their gradients and those of "
-        "the layer; `living` copies the mean of the layer's active weights, which needs no dense gradients; `zero`.",
+        "the layer; `active_mean` copies the mean of the layer's active weights and needs no dense gradients; `zero`.",
     )
-    fresh_momentum: StrictBool = Field(
-        False, description="Set all first moments of a matrix to 0 when its mask is removed, as AC/DC does."
+    reset_momentum: StrictBool = Field(
+        default=False, description="Set all first moments of a matrix to 0 when its mask is removed, as AC/DC does."
     )
-    wake_dead_units: StrictBool = Field(
-        True,
+    revive_dead_units: StrictBool = Field(
+        default=True,
         description="When masks are removed, give units whose weights are all zero random incoming weights; no "
         "gradient would ever reach them otherwise.",
     )
     track_coverage: StrictBool = Field(
-        True,
+        default=True,
         description="Record which weights were ever active (ITOP). Runs that start sparse keep a second bit per weight "
         "for it.",
         json_schema_extra=NO_EFFECT,
     )
     check_every: StrictInt = Field(
-        1_000,
+        default=1_000,
         ge=0,
         le=MAX_SEED,
         description="Steps between checks that all ranks hold the same masks and that inactive weights are 0; `0` "
@@ -111,7 +118,7 @@ class TopologyConfig:
         json_schema_extra=NO_EFFECT,
     )
     rezero: StrictBool = Field(
-        False,
+        default=False,
         description="Set inactive weights and their optimizer states to 0 after every update, for an optimizer that "
         "moves weights without a gradient. Such an optimizer stops the run otherwise.",
     )

@@ -59,7 +59,7 @@ class BERT(nn.Module):
             refuse_dropout(config.dropout)
             seed = tensor.agreed(seed)
         self.wte = nn.Embedding(config.padded_vocab, d)
-        self.wpe = nn.Embedding(config.context, d)
+        self.wpe = nn.Embedding(config.seq_length, d)
         self.wtt = nn.Embedding(TOKEN_TYPES, d)
         self.ln_e = LayerNorm(d, bias=config.bias, eps=EPS)
         self.dropout = nn.Dropout(config.dropout)
@@ -79,7 +79,7 @@ class BERT(nn.Module):
         `targets[b, t]` is the token at `tokens[b, t]` before masking; positions with target -1 are ignored, and the
         head does not compute them. `types` (batch, length) are 0 or 1, by default 0.
         """
-        positions = self.part.positions(tokens, self.config.context)
+        positions = self.part.positions(tokens, self.config.seq_length)
         x = self.wte(tokens) + self.wpe(positions) + self.wtt(torch.zeros_like(tokens) if types is None else types)
         x = self.dropout(self.ln_e(x))
         for block in self.blocks:

@@ -83,12 +83,12 @@ class MLP(nn.Module):
     """down(gelu(up(x)))."""
 
     def __init__(
-        self, n_embd: int, d_ffw: int, *, bias: bool, gelu: str = "tanh", tensor: TensorGroup | None = None
+        self, n_embd: int, d_ff: int, *, bias: bool, gelu: str = "tanh", tensor: TensorGroup | None = None
     ) -> None:
         super().__init__()
         self.gelu = gelu  # "tanh": GPT-2's approximation, gelu_new; "none": the exact function
-        self.up = column_linear(n_embd, d_ffw, bias=bias, tensor=tensor, what="model.d_ffw")
-        self.down = row_linear(d_ffw, n_embd, bias=bias, tensor=tensor, what="model.d_ffw")
+        self.up = column_linear(n_embd, d_ff, bias=bias, tensor=tensor, what="model.d_ff")
+        self.down = row_linear(d_ff, n_embd, bias=bias, tensor=tensor, what="model.d_ff")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.gelu(self.up(x), approximate=self.gelu))
@@ -149,7 +149,7 @@ class GPT(nn.Module):
             refuse_dropout(config.dropout)
             seed = tensor.agreed(seed)
         self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
-        self.wpe = nn.Embedding(config.context, config.n_embd)
+        self.wpe = nn.Embedding(config.seq_length, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, tensor) for _ in range(config.n_layer))
         self.ln_f = LayerNorm(config.n_embd, bias=config.bias)
@@ -165,7 +165,7 @@ class GPT(nn.Module):
         `targets[b, t]` is the token that follows `tokens[b, t]`; positions with target -1 are ignored. If sequences are
         split over ranks, `tokens`, `targets` and logits are this rank's part, and the loss is that of whole sequences.
         """
-        x = self.dropout(self.wte(tokens) + self.wpe(self.part.positions(tokens, self.config.context)))
+        x = self.dropout(self.wte(tokens) + self.wpe(self.part.positions(tokens, self.config.seq_length)))
         for block in self.blocks:
             x = run_block(block, x, recompute=self.config.activation_checkpointing)
         x = self.ln_f(x)

@@ -106,7 +106,7 @@ def _layers(config: ModelConfig, tensor: TensorGroup | None) -> list[LayerSpec]:
     d, rows, tied = config.n_embd, config.padded_vocab, config.tied_head
     return [
         TiedLayerSpec("wte", TokenEmbedding, rows, d) if tied else LayerSpec(TokenEmbedding, rows, d),
-        LayerSpec(PositionEmbedding, config.context, d),
+        LayerSpec(PositionEmbedding, config.seq_length, d),
         *(LayerSpec(Block, config, tensor) for _ in range(config.n_layer)),
         LayerSpec(LayerNorm, d, bias=config.bias),
         TiedLayerSpec("wte", TokenEmbedding, rows, d, forward_fn=TokenEmbedding.head)

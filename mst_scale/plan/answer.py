@@ -98,7 +98,7 @@ class Plan:
     @property
     def tokens(self) -> int:
         """Tokens of the run."""
-        return self.steps * self.setting.batch * self.experiment.model.context
+        return self.steps * self.setting.batch * self.experiment.model.seq_length
 
     @property
     def mfu(self) -> float:
@@ -299,7 +299,7 @@ def of_tokens(experiment: Experiment, tokens: float, batch: int) -> Experiment:
     Phases stated in steps keep their shares of the run.
     """
     before, model = experiment.training.steps, experiment.model
-    steps = max(1, round(tokens / (batch * model.context)))
+    steps = max(1, round(tokens / (batch * model.seq_length)))
 
     def scaled(owner: Any, *names: str) -> Any:
         lengths = {name: getattr(owner, name) for name in names}

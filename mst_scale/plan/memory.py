@@ -282,7 +282,7 @@ def activations(model: ModelConfig, micro: int, width: int, recompute: bool, sha
     values. A rank that shares a sequence with s - 1 others keeps everything of 1/s of the tokens. A pipeline stage
     keeps its own blocks, once for every micro-batch in flight.
     """
-    tokens, predicted = micro * model.context // share.sequence, micro * model.predicted // share.sequence
+    tokens, predicted = micro * model.seq_length // share.sequence, micro * model.predicted // share.sequence
     layers = model.n_layer if share.layers is None else share.layers
     block = block_bytes(model, micro, width, share)
     ends = _ends_bytes(model, tokens, predicted, width) if share.head else 8 * tokens
@@ -301,7 +301,7 @@ def activations(model: ModelConfig, micro: int, width: int, recompute: bool, sha
 
 def block_bytes(model: ModelConfig, micro: int, width: int, share: Share = WHOLE) -> int:
     """Bytes that one block keeps."""
-    tokens, t = micro * model.context // share.sequence, share.tensor
+    tokens, t = micro * model.seq_length // share.sequence, share.tensor
     wide = (4 * model.n_embd + (4 * model.n_embd + 2 * model.ffw) // t) * width
     return tokens * (wide + 4 * FP32 + FP32 * model.n_head // t)
 

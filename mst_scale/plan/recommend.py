@@ -58,8 +58,8 @@ def layout_problem(model: ModelConfig, s: Setting, per_node: int) -> str | None:
         return f"tensor {t} does not fit in a node: use a divisor of its {node} GPUs"
     if model.n_head % t or model.ffw % t:
         return f"tensor {t} must divide the {model.n_head} heads and the MLP's width of {model.ffw}"
-    if model.n_head // t % q or model.context % q:
-        return f"sequence {q} must divide the {model.n_head // t} heads of a rank and the context of {model.context}"
+    if model.n_head // t % q or model.seq_length % q:
+        return f"sequence {q} must divide the {model.n_head // t} heads of a rank and the context of {model.seq_length}"
     if p > 1 and model.arch != "gpt":
         return f"a pipeline requires a GPT, and model.arch is {model.arch}: omit --pp"
     if s.sizes.model > 1 and model.dropout:

@@ -177,7 +177,7 @@ def parameters(model: ModelConfig) -> tuple[Parameter, ...]:
         return [Parameter(f"{name}.weight", shape), *bias]
 
     found = [Parameter("head_bias", (rows,))] if bert and model.bias else []
-    found += [Parameter("wte.weight", (rows, d)), Parameter("wpe.weight", (model.context, d))]
+    found += [Parameter("wte.weight", (rows, d)), Parameter("wpe.weight", (model.seq_length, d))]
     if bert:
         found += [Parameter("wtt.weight", (TOKEN_TYPES, d)), *layer("ln_e", d)]
     for i in range(model.n_layer):

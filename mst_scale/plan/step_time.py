@@ -158,7 +158,7 @@ def _forward(model: ModelConfig) -> Flops:
 def _moved(model: ModelConfig, width: int, part: Share, layers: int) -> float:
     """Bytes that one sequence's element-wise passes move, forward and backward."""
     norms_and_sums, gelu = 10 * model.n_embd, 2 * model.ffw / part.tensor
-    blocks = 3 * layers * (norms_and_sums + gelu) * model.context
+    blocks = 3 * layers * (norms_and_sums + gelu) * model.seq_length
     head = 4 * model.padded_vocab * model.predicted if part.head else 0
     return float(width * (blocks + head)) / part.sequence
 
@@ -260,9 +260,9 @@ def sparse_seconds(
             for times in products_of.values()
         )
         products += sum(times * bounds.seconds for bounds, times in _kernels(experiment, s, machine, density, stage))
-        if not pattern.is_dense(model.context):
+        if not pattern.is_dense(model.seq_length):
             wide = model.n_embd // (s.tensor * s.sequence)
-            layer = Attention(s.micro, model.context, wide, model.causal, s.precision, s.weight_bytes)
+            layer = Attention(s.micro, model.seq_length, wide, model.causal, s.precision, s.weight_bytes)
             layers = s.accumulation * layers_of(model, s, stage)
             attention = layers * attention_seconds(layer, pattern, machine, s.recompute)
         return products, attention, elementwise
@@ -286,7 +286,7 @@ def _skipping(
     if experiment.mst.stays_dense:
         return
     model, side = experiment.model, side_of(experiment)
-    tokens = s.micro * model.context // s.sequence
+    tokens = s.micro * model.seq_length // s.sequence
     found: Counter[tuple[Linear, bool]] = Counter()
     for p in held(model, s, stage):
         kept = density.get(p.name, 1.0)
@@ -295,7 +295,7 @@ def _skipping(
         block = p.name.startswith("blocks.")
         if not block and not share(model, s, stage).head:  # only the last stage multiplies with a tied embedding
             continue
-        each = tokens if block else tokens * model.predicted // model.context
+        each = tokens if block else tokens * model.predicted // model.seq_length
         found[Linear(p.shape[0], p.shape[1], each, side, kept, s.precision, s.weight_bytes), block] += s.accumulation
     for (layer, block), times in found.items():
         again = times if block and s.recompute else 0

@@ -142,7 +142,7 @@ def calls(
         certain += [16 * missed for missed in again]
         rounds += [_round(rows, _count_bytes(everything)) for rows in opened or ()]
     for together in _updates(experiment, s, everything):
-        if topology.grown_moments == "living":  # their largest gradient and their sum of squares
+        if topology.grown_moments == "active_mean":  # their largest gradient and their sum of squares
             certain += 2 * [8 * len(together)]
         changing = [layer for layer in together if layer.changes]
         if drawn:
@@ -304,7 +304,7 @@ def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> Topol
         for x in everything
         if skips(experiment, s.precision, x.parameter.shape, x.sparsity)
     )
-    tokens = s.micro * s.accumulation * experiment.model.context / (s.tensor * s.sequence * s.pipeline)
+    tokens = s.micro * s.accumulation * experiment.model.seq_length / (s.tensor * s.sequence * s.pipeline)
     point, before = experiment.schedule.at(step), experiment.schedule.at(step - 1)
     read = experiment.mst.topology.reads_dense_gradients(point.update_fraction, point.sparsity < before.sparsity)
     gpu, e = machine.gpu, machine.efficiency

@@ -150,7 +150,7 @@ def _buckets(order: Sequence[Parameter], bucket: int) -> list[list[Parameter]]:
 
 def exchange(model: ModelConfig, s: Setting) -> dict[str, list[Call]]:
     """The calls of a micro-batch by axis, of a rank of the stage with most layers; empty for an axis of size 1."""
-    stream = s.micro * model.context // s.sequence * model.n_embd * s.weight_bytes
+    stream = s.micro * model.seq_length // s.sequence * model.n_embd * s.weight_bytes
     passes, layers = (3 if s.recompute else 2), layers_of(model, s, 0)
     return {
         "tensor": [Call("all-reduce", stream)] * (2 * passes * layers if s.tensor > 1 else 0),

@@ -54,8 +54,8 @@ class Share:
         length = tokens.shape[1]
         if length % self.parts:
             raise UserError(
-                f"sequences of {length} tokens cannot be cut over {self.parts} ranks: make model.context a multiple of "
-                "sequence_parallel_size"
+                f"sequences of {length} tokens cannot be cut over {self.parts} ranks: make model.seq_length a multiple "
+                "of sequence_parallel_size"
             )
         each = length // self.parts
         return tokens[:, self.part * each : (self.part + 1) * each]

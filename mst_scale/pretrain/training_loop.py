@@ -215,7 +215,7 @@ class Run:
         self.record.write(row)
 
     def _tokens(self) -> int:
-        return self.ledger.seen * self.experiment.model.context
+        return self.ledger.seen * self.experiment.model.seq_length
 
     def _mean(self, loss: torch.Tensor) -> float:
         mean = loss.double().cpu()
@@ -336,7 +336,7 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
         more = beside(run.experiment, run.step * run.batch)
         corpora = [start.get("corpus") for start in run.run_file.starts]
         told = functools.partial(
-            rival.beside, run.training.rival, more=more, corpora=corpora, eval_sequences=run.training.eval_sequences
+            rival.beside, run.training.baseline, more=more, corpora=corpora, eval_sequences=run.training.eval_sequences
         )
         run.record.say(run.record.summary(run.step, time.monotonic() - begun, first, told))
     ranks.leave()

@@ -45,7 +45,7 @@ def recipe(run: Run) -> Facts:
         ),
         "data": _words(of("data", "source") or of("data", "dir"), ("tokenizer", of("data", "tokenizer"))),
         "batch": _words(
-            (of("train_batch_size") or batch.get("sequences"), "sequences"), (of("model", "context"), "tokens each")
+            (of("train_batch_size") or batch.get("sequences"), "sequences"), (of("model", "seq_length"), "tokens each")
         ),
         "learning rate": _words(
             of("optimizer", "params", "lr"), of("training", "lr_schedule"),

@@ -97,7 +97,7 @@ def _beside(run: Run) -> float | None:
     """What the run's FLOPs leave out; None where that cannot be told."""
     if "model" not in run.config or run.experiment is None or "tokens" not in run.last:
         return None
-    return beside(run.experiment, run.last["tokens"] / run.experiment.model.context)
+    return beside(run.experiment, run.last["tokens"] / run.experiment.model.seq_length)
 
 
 def _counted(run: Run) -> bool:

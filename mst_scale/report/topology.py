@@ -158,7 +158,7 @@ def dead_units(run: Run) -> Plot:
 
     caption = (
         "Share of neurons and of channels of a head whose weights are all zero, so that no gradient reaches them; "
-        "mst.topology.wake_dead_units gives them weights where the masks go."
+        "mst.topology.revive_dead_units gives them weights where the masks go."
     )
     return Plot("dead-units", caption, draw)
 

@@ -4,8 +4,8 @@ Each rank reduces its own slices to a few sums (moments, picture cells, histogra
 adds them up: no weight leaves its rank, whatever the ZeRO stage. Nothing is written to the model and no random number
 is drawn, so a run that is looked at trains bit for bit like one that is not.
 
-Phase ends are kept (`snapshots.py`). TensorBoard gets pictures and histograms every `training.look_every` steps, but
-only while all looks together have taken less than 1 % of the time.
+Phase ends are kept (`snapshots.py`). TensorBoard gets pictures and histograms every `training.histogram_every` steps,
+but only while all looks together have taken less than 1 % of the time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Observer:
 
     def __init__(self, engine: Any, experiment: Experiment, out: Path, ranks: Ranks, step: int):
         self.engine, self.out, self.ranks = engine, out, ranks
-        self.every = experiment.training.look_every
+        self.every = experiment.training.histogram_every
         self.schedule: Schedule = engine.mst.schedule
         self.keep_at = phase_ends(self.schedule)
         self.disk = OptionalWrites()

@@ -1,17 +1,17 @@
-"""Says how a run that has ended stands to a recorded one with as many FLOPs on the same text (`training.rival`)."""
+"""Says how a run that has ended stands to a recorded one with as many FLOPs on the same text (`training.baseline`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mst_scale.config.blocks import RivalConfig
+from mst_scale.config.blocks import BaselineConfig
 
 SAME_FLOPS = 0.02
 
 
 def beside(
-    rival: RivalConfig, last: Mapping[str, Any], more: float, corpora: Sequence[str | None], eval_sequences: int
+    rival: BaselineConfig, last: Mapping[str, Any], more: float, corpora: Sequence[str | None], eval_sequences: int
 ) -> list[tuple[str, str]]:
     """A line for the table at the end, where there is a rival. `more` FLOPs were spent than the row says; `corpora` are
     what each start has read, and the loss is the mean over `eval_sequences`."""
@@ -21,7 +21,7 @@ def beside(
 
 
 def _told(
-    rival: RivalConfig, last: Mapping[str, Any], flops: float, corpora: Sequence[str | None], eval_sequences: int
+    rival: BaselineConfig, last: Mapping[str, Any], flops: float, corpora: Sequence[str | None], eval_sequences: int
 ) -> str:
     told = f"{rival.val_loss:.4f} (seeds ± {rival.spread:.4f})"
     other = [corpus or "one without meta.json" for corpus in corpora if rival.corpus not in (None, corpus)]

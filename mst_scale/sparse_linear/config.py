@@ -12,7 +12,7 @@ class ComputeConfig:
     """How linear layers are computed while they are sparse."""
 
     backend: Literal["auto", "dense", "cpu", "block"] = Field(
-        "auto",
+        default="auto",
         description="`dense` multiplies zeros and saves FLOPs on paper only, `cpu` skips single weights, `block` "
         "(CUDA) skips blocks, `auto` is what was measured to be faster here ([benchmarks.md](benchmarks.md)).",
     )

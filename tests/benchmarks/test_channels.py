@@ -10,7 +10,7 @@ from mst_scale.checkpoints.open_masks import OpenMasks
 from mst_scale.config import ModelConfig
 from mst_scale.models import GPT
 
-CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=16, context=8, vocab_size=8)
+CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=16, seq_length=8, vocab_size=8)
 
 
 def test_units_live_or_die_as_wholes():

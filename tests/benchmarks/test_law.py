@@ -49,7 +49,7 @@ def test_active_weights_are_the_mean_over_the_steps():
     raw = {
         "train_batch_size": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": 32, "vocab_size": 50, "vocab_multiple": 1},
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "seq_length": 32, "vocab_size": 50, "vocab_multiple": 1},
         "training": {"steps": 60, "warmup": 6},
         "mst": {"sparsity": {"max": 0.8}, "targets": {"lm_head": False}},
     }

@@ -14,7 +14,7 @@ RAW = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e
 # Paths, intervals of logging and evaluation, checks, memory for time, and what runs are set beside.
 WITHOUT_EFFECT = {
     "model.preset", "model.activation_checkpointing", "data.dir", "training.log_every", "training.eval_every",
-    "training.eval_tasks", "training.eval_data", "training.look_every", "training.rival",
+    "training.eval_tasks", "training.eval_data", "training.histogram_every", "training.baseline",
     "mst.topology.check_every", "mst.topology.track_coverage", "mst.allow_untested",
 }  # fmt: skip
 

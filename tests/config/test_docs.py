@@ -31,7 +31,7 @@ def test_every_key_is_in_one_table(key):
 
 
 def test_defaults_are_written_as_people_state_them():
-    for row in ("`model.context` | `1024`", "`mst.sparsity.ultra` | `10/14`", "`training.warmup` | `1/70`"):
+    for row in ("`model.seq_length` | `1024`", "`mst.sparsity.ultra` | `10/14`", "`training.warmup` | `1/70`"):
         assert f"| {row} |" in PAGE
     assert '| `mst.targets.include` | `["*"]` |' in PAGE
 

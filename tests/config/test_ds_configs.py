@@ -30,7 +30,7 @@ GPUS = {
 MEMORY = 6  # the column of GB a GPU
 
 SHRUNK = {
-    "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 16, "model.context": 32, "model.vocab_size": 65,
+    "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 16, "model.seq_length": 32, "model.vocab_size": 65,
     "train_batch_size": 4, "train_micro_batch_size_per_gpu": 1,
     "training.steps": 2, "training.warmup": 1, "training.eval_sequences": 2, "training.log_every": 1,
     "mst.attention.stride": 8,
@@ -56,7 +56,7 @@ def test_it_loads_and_can_run(name):
     assert schedule.max_sparsity == experiment.mst.sparsity.max
     assert [phase.name for phase in schedule.phases] == ["warmup", "ultra", "restore", "dense"]
     if name == "demo":
-        rival = experiment.training.rival  # of equal FLOPs, or the demo's last table would compare nothing
+        rival = experiment.training.baseline  # of equal FLOPs, or the demo's last table would compare nothing
         sequences = experiment.training.steps * 16
         spent = sequences * forecast(experiment).mean["paper"].total + beside(experiment, sequences)
         assert rival.flops == pytest.approx(spent, rel=1e-3)
@@ -65,7 +65,7 @@ def test_it_loads_and_can_run(name):
     assert [phase.start * 14 for phase in schedule.phases] == [n * experiment.training.steps for n in (0, 1, 11, 12)]
     assert experiment.mst.sparsity.max == 0.96 and experiment.mst.targets.lm_head
     if name == "gpt2_small_32k":
-        assert experiment.model.context == 32768 and experiment.model.activation_checkpointing
+        assert experiment.model.seq_length == 32768 and experiment.model.activation_checkpointing
         assert 32768 * experiment.deepspeed["train_batch_size"] == pytest.approx(1024 * GPT2_BATCH, rel=0.07)
     elif name.startswith("gpt2"):
         assert experiment.deepspeed["train_batch_size"] == GPT2_BATCH
@@ -73,9 +73,9 @@ def test_it_loads_and_can_run(name):
         assert experiment.model.arch == "bert" and experiment.model.padded_vocab == 30528
         assert experiment.deepspeed["train_batch_size"] == 256
         assert 256 * 512 * experiment.training.steps == pytest.approx(131e9, rel=0.03), "BERT's million steps"
-        assert experiment.mst.attention.stride * 4 == experiment.model.context, "as in the paper"
+        assert experiment.mst.attention.stride * 4 == experiment.model.seq_length, "as in the paper"
     if name in GPT3_TOKENS:
-        tokens = experiment.deepspeed["train_batch_size"] * experiment.model.context
+        tokens = experiment.deepspeed["train_batch_size"] * experiment.model.seq_length
         assert tokens == pytest.approx(GPT3_TOKENS[name], rel=0.05)
         assert tokens * experiment.training.steps == pytest.approx(300e9, rel=0.05), "GPT-3's 300 billion tokens"
 
@@ -94,7 +94,7 @@ def row(path: Path) -> str:
     cells = [
         f"`{path.stem}`", f"{planned.parameters / 1e9:.2f}", gpus, zero, f"{micro} × {accumulation}",
         "yes" if experiment.model.activation_checkpointing else "no", f"{planned.memory.needed / 1e9:.1f}",
-        f"{batch * experiment.model.context:,}", f"{training.steps:,}",
+        f"{batch * experiment.model.seq_length:,}", f"{training.steps:,}",
         f"{expected.reduction('paper'):.2f}", f"{expected.reduction('causal'):.2f}",
         f"{forecast(experiment, dense_head=True).reduction('paper'):.2f}",
     ]  # fmt: skip

@@ -14,8 +14,9 @@ from mst_scale.validation import ZeroOr, keys_of
 MINIMAL = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 # Numbers that nothing is trained with, and learning rates: a high one diverges, which is seen.
 WITHOUT_A_RANGE = {
-    "training.rival.flops", "training.rival.val_loss", "training.rival.spread", "training.min_lr", "mst.options.rate",
-    "data.val_fraction", "optimizer.params.lr", "optimizer.params.muon_lr", "optimizer.params.adam_lr",
+    "training.baseline.flops", "training.baseline.val_loss", "training.baseline.spread", "training.min_lr",
+    "mst.options.rate", "data.val_fraction", "optimizer.params.lr", "optimizer.params.muon_lr",
+    "optimizer.params.adam_lr",
 }  # fmt: skip
 
 

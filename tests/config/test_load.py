@@ -102,7 +102,7 @@ def test_recipes():
     assert (best.mst.method, best.mst.sparsity.max, best.mst.topology.random_ratio) == ("mst", 0.8, 1.0)
     assert (best.training.lr_schedule, best.training.decay) == ("wsd", 0.4)
     assert not best.mst.topology.grows_by_dense_gradients
-    assert best.mst.attention.stride * 4 == best.model.context, "as in the paper, whatever the context"
+    assert best.mst.attention.stride * 4 == best.model.seq_length, "as in the paper, whatever the context"
     lean = load({**MINIMAL, "recipe": "mst-lean", "training": {"steps": 280}})
     points = [lean.schedule.at(step) for step in (0, 259, 270, 279)]
     assert [point.phase for point in points] == ["ultra", "ultra", "dense", "dense"]
@@ -127,7 +127,7 @@ def test_recipes():
 
 def test_a_stride_may_be_a_share_of_the_context():
     """Resolved at once, so that runs and their records have tokens; a number of tokens stays one."""
-    model = {"context": 128}
+    model = {"seq_length": 128}
 
     def of(stride):
         return load({**MINIMAL, "model": model, "mst": {"method": "mst", "attention": {"stride": stride}}})
@@ -335,12 +335,12 @@ def test_init_std_is_a_deviation(std: float):
 
 def test_bert_presets():
     model = load({"model": {"preset": "bert-base"}}).model
-    assert (model.arch, model.n_layer, model.n_embd, model.context, model.vocab_size, model.bias) == (
+    assert (model.arch, model.n_layer, model.n_embd, model.seq_length, model.vocab_size, model.bias) == (
         "bert", 12, 768, 512, 30522, True
     )  # fmt: skip
     assert load({"model": {"preset": "bert-large"}}).model.n_layer == 24
     tiny = load({"model": {"preset": "bert-base"}}, method="tiny").model
-    assert (tiny.arch, tiny.n_layer, tiny.n_embd, tiny.context) == ("bert", 6, 384, 512), "a small BERT, not a GPT"
+    assert (tiny.arch, tiny.n_layer, tiny.n_embd, tiny.seq_length) == ("bert", 6, 384, 512), "a small BERT, not a GPT"
     with pytest.raises(ValueError, match=r"model\.mask_share must be .*, not 0"):
         load({"model": {"arch": "bert", "mask_share": 0}})
 

@@ -9,7 +9,7 @@ from mst_scale.costs.flops import dense_step_flops
 RAW = {
     "train_batch_size": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": 32, "vocab_size": 50, "vocab_multiple": 1},
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "seq_length": 32, "vocab_size": 50, "vocab_multiple": 1},
     "training": {"steps": 60, "warmup": 6},
 }
 WEIGHTS = (50 + 32) * 16 + 2 * 12 * 16 * 16  # embeddings and matrices

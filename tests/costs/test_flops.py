@@ -72,7 +72,8 @@ def test_bert_base_costs_under_a_third():
 
 
 def test_bert_by_hand():
-    model = ModelConfig(arch="bert", n_layer=2, n_head=1, n_embd=2, d_ffw=5, context=20, vocab_size=7, vocab_multiple=1)
+    shape = {"n_layer": 2, "n_head": 1, "n_embd": 2, "d_ff": 5, "seq_length": 20, "vocab_size": 7, "vocab_multiple": 1}
+    model = ModelConfig(arch="bert", **shape)
     assert model.predicted == 3  # 15 % of 20
     for accounting in ("paper", "causal"):  # it sees both sides: the square, whoever counts
         counted = forward_flops(model, accounting=accounting)
@@ -85,7 +86,7 @@ def test_bert_by_hand():
 
 
 def test_one_layer_by_hand():
-    model = ModelConfig(n_layer=2, n_head=1, n_embd=2, d_ffw=5, context=3, vocab_size=7, vocab_multiple=1)
+    model = ModelConfig(n_layer=2, n_head=1, n_embd=2, d_ff=5, seq_length=3, vocab_size=7, vocab_multiple=1)
     assert forward_flops(model) == Flops(
         qkv=2 * 3 * 3 * 6,  # layers · tokens · (2·2 - 1) · outputs
         scores=2 * 2 * 9 * 2,  # layers · 2 · pairs · width
@@ -112,7 +113,7 @@ def test_density_may_differ_by_matrix():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_matrices_are_the_models(tied: bool):
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=8, d_ffw=24, context=4, vocab_size=10, tied_head=tied)
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=8, d_ff=24, seq_length=4, vocab_size=10, tied_head=tied)
     model = GPT(config)
     listed = {m.name: (m.outputs, m.inputs) for m in matrices(config)}
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.dim() == 2}
@@ -157,28 +158,28 @@ def test_torchs_counter_agrees_term_by_term():
                 is what runs here. Fused kernels torch counts with 5 products backward (they compute the scores again),
                 or not at all (the CPU's).
     """
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, context=24, vocab_size=100, bias=True)
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, seq_length=24, vocab_size=100, bias=True)
     batch = 3
-    model, tokens = GPT(config), torch.zeros(batch, config.context, dtype=torch.long)
+    model, tokens = GPT(config), torch.zeros(batch, config.seq_length, dtype=torch.long)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
     counted = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     assert counted.keys() == {"aten.mm", "aten.addmm", "aten.bmm"}
 
     ours = batch * step_flops(config)
-    one_more = 3 * batch * config.context * sum(m.outputs for m in matrices(config))
+    one_more = 3 * batch * config.seq_length * sum(m.outputs for m in matrices(config))
     assert counted["aten.mm"] + counted["aten.addmm"] == ours.matrices + one_more
     assert counted["aten.bmm"] == ours.attention
     # and against the causal accounting: the pairs above the diagonal, for two products, forward and twice backward
-    above = config.context * (config.context - 1) // 2
+    above = config.seq_length * (config.seq_length - 1) // 2
     causal = batch * step_flops(config, accounting="causal")
     assert counted["aten.bmm"] - causal.attention == batch * config.n_layer * 2 * 3 * 2 * config.n_embd * above
 
 
 def test_torchs_counter_agrees_component_by_component():
     """Forward alone, module by module: torch's 2·I against the paper's 2·I - 1, nothing else."""
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, d_ffw=48, context=24, vocab_size=100, tied_head=False)
-    model, tokens = GPT(config), torch.zeros(1, config.context, dtype=torch.long)
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, d_ff=48, seq_length=24, vocab_size=100, tied_head=False)
+    model, tokens = GPT(config), torch.zeros(1, config.seq_length, dtype=torch.long)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens)
     modules = counter.get_flop_counts()
@@ -191,8 +192,8 @@ def test_torchs_counter_agrees_component_by_component():
     ):
         counted = sum(sum(modules[f"GPT.blocks.{layer}.{path}"].values()) for layer in range(config.n_layer))
         outputs = sum(m.outputs for m in matrices(config) if m.component == component)
-        assert counted == getattr(ours, component) + config.context * outputs
-    assert sum(modules["GPT.lm_head"].values()) == ours.head + config.context * config.padded_vocab
+        assert counted == getattr(ours, component) + config.seq_length * outputs
+    assert sum(modules["GPT.lm_head"].values()) == ours.head + config.seq_length * config.padded_vocab
     inside = sum(modules["GPT.blocks.0.attention"].values())
     products = sum(sum(modules[f"GPT.blocks.0.attention.{part}"].values()) for part in ("qkv", "proj"))
     assert 2 * (inside - products) == ours.attention, "q·k and attention·v of two layers: both count the full square"

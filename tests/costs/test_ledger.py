@@ -18,7 +18,7 @@ from mst_scale.models import GPT
 RAW = {
     "train_batch_size": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": 32, "vocab_size": 50, "vocab_multiple": 1},
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "seq_length": 32, "vocab_size": 50, "vocab_multiple": 1},
     "training": {"steps": 60, "warmup": 6},
     "mst": {"method": "mst", "sparsity": {"max": 0.8}, "attention": {"stride": 8}},
 }
@@ -172,7 +172,7 @@ def test_topology_steps_by_hand():
         assert topology_flops(load(RAW, overrides, method))[0] == 0, "reads no gradient of masked weights"
     at_random = [*overrides, "mst.topology.random_ratio=1.0"]
     assert topology_flops(load(RAW, at_random, "mst"))[0] > 0, "seeded moments read them, however weights are chosen"
-    for moments in ("living", "zero"):
+    for moments in ("active_mean", "zero"):
         assert topology_flops(load(RAW, [*at_random, f"mst.topology.grown_moments={moments}"], "mst"))[0] == 0
 
 

@@ -117,7 +117,7 @@ def test_four_bytes_per_id(tmp_path: Path):
 
 # Masked windows -----------------------------------------------------------------------------------------------------
 
-MODEL = ModelConfig(arch="bert", n_layer=1, n_head=1, n_embd=8, context=40, vocab_size=501)
+MODEL = ModelConfig(arch="bert", n_layer=1, n_head=1, n_embd=8, seq_length=40, vocab_size=501)
 MASK = 500
 
 
@@ -177,7 +177,7 @@ def test_masks_depend_on_seed_step_position_and_split_alone(ids: Path):
 def test_an_end_of_text_is_not_guessed(tmp_path: Path):
     """Every third id of this corpus ends a text; the 27 others of a window are enough."""
     make([jsonl(tmp_path / "t.jsonl", ["ab"] * 3000)], tmp_path / "c", val_fraction=0.1)
-    sampler = open_sampler(str(tmp_path / "c"), "train", ModelConfig(arch="bert", context=40, vocab_size=258), 1)
+    sampler = open_sampler(str(tmp_path / "c"), "train", ModelConfig(arch="bert", seq_length=40, vocab_size=258), 1)
     assert isinstance(sampler, MaskedSampler) and sampler.mask == 257 and sampler.n_ids == 257
     seen, targets = sampler.batch(0, range(300))
     assert 256 in seen and 256 not in targets and ((targets != IGNORE).sum(1) == 6).all()
@@ -188,14 +188,14 @@ def test_a_vocabulary_with_a_mask_uses_it(tmp_path: Path):
     make([jsonl(tmp_path / "t.jsonl", ["ab"] * 3000)], tmp_path / "c", val_fraction=0.1)
     meta = json.loads((tmp_path / "c" / META).read_text()) | {"mask": 3, "start": 2}
     (tmp_path / "c" / META).write_text(json.dumps(meta))
-    sampler = open_sampler(str(tmp_path / "c"), "train", ModelConfig(arch="bert", context=40, vocab_size=257), 1)
+    sampler = open_sampler(str(tmp_path / "c"), "train", ModelConfig(arch="bert", seq_length=40, vocab_size=257), 1)
     seen, targets = sampler.batch(0, range(100))
     assert isinstance(sampler, MaskedSampler) and sampler.mask == 3 and 3 in seen
     assert (seen[:, 0] == 2).all() and (targets[:, 0] == IGNORE).all()
 
 
 def test_a_gpt_reads_the_same_folder_as_ever(ids: Path):
-    plain = open_sampler(str(ids), "train", ModelConfig(context=40, vocab_size=500), 1)
+    plain = open_sampler(str(ids), "train", ModelConfig(seq_length=40, vocab_size=500), 1)
     assert type(plain) is Sampler
     tokens, targets = plain.batch(0, range(4))
     assert torch.equal(tokens[:, 1:], targets[:, :-1])

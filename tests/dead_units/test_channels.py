@@ -28,7 +28,8 @@ STEPS = 12
 CHANNELS = {
     "sparsity": {"max": 0.75, "warmup": 0, "ultra": 4, "restore": 6, "stages": 3, "distribution": "uniform"},
     "topology": {
-        "interval": 2, "policy": "static", "granularity": "channel", "random_ratio": 1.0, "grown_moments": "living",
+        "interval": 2, "policy": "static", "granularity": "channel", "random_ratio": 1.0,
+        "grown_moments": "active_mean",
     },
     "targets": {"lm_head": False},
     "attention": {"pattern": "dense"},
@@ -38,7 +39,7 @@ CHANNELS = {
 def model(bias: bool = False):
     """Odd widths, so that rows straddle ranks."""
     torch.manual_seed(4)
-    shape = {"n_layer": 2, "n_head": 3, "n_embd": 15, "d_ffw": 37, "context": CONTEXT, "vocab_size": VOCAB}
+    shape = {"n_layer": 2, "n_head": 3, "n_embd": 15, "d_ff": 37, "seq_length": CONTEXT, "vocab_size": VOCAB}
     made = build(ModelConfig(**shape, vocab_multiple=1, bias=bias))
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.2)
@@ -76,7 +77,7 @@ def test_as_many_live_in_every_head_and_those_of_a_sparser_model_among_them():
 
 
 def test_of_many_units_as_many_eights_live_as_tensor_cores_take():
-    wide = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=128, context=8, vocab_size=VOCAB))
+    wide = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=128, seq_length=8, vocab_size=VOCAB))
     units = find_units(wide)[0]
     channels = Channels(units, [name for some in units for name in some.matrices], 3, lambda step: 0.0, lambda: 0)
     for sparsity, of_head, of_mlp in ((0.99, 8, 8), (0.8, 16, 104), (0.5, 32, 256), (0.0, 64, 512)):
@@ -265,5 +266,5 @@ def test_a_gpt_of_transformers_multiplies_with_what_lives_too(stage):
 def test_a_gpt_of_transformers_has_channels_too():
     made = of_transformers()
     assert {some.kind: some.groups for some in find_units(made)[0]} == {"mlp": 1, "value": 3, "query_key": 3}
-    ours = GPT(ModelConfig(n_layer=1, n_head=3, n_embd=12, context=8, vocab_size=VOCAB))
+    ours = GPT(ModelConfig(n_layer=1, n_head=3, n_embd=12, seq_length=8, vocab_size=VOCAB))
     assert [some.groups for some in find_units(ours)[0]] == [3, 3, 1]

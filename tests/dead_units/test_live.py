@@ -28,7 +28,7 @@ CONTEXT, VOCAB = 6, 19
 def model():
     """Odd widths, so that rows straddle ranks; biases; some units that are dead from the start."""
     torch.manual_seed(4)
-    shape = {"n_layer": 2, "n_head": 3, "n_embd": 15, "d_ffw": 37, "context": CONTEXT, "vocab_size": VOCAB}
+    shape = {"n_layer": 2, "n_head": 3, "n_embd": 15, "d_ff": 37, "seq_length": CONTEXT, "vocab_size": VOCAB}
     made = build(ModelConfig(**shape, vocab_multiple=1, bias=True))
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.2)
@@ -54,7 +54,7 @@ def config(stage, world, precision="fp32", *, wake=True):
     raw["mst"] = {
         "method": "mst",
         "sparsity": {"max": 0.8, "warmup": 2, "ultra": 2, "restore": 4, "stages": 2},
-        "topology": {"interval": 2, "wake_dead_units": wake},
+        "topology": {"interval": 2, "revive_dead_units": wake},
         "targets": {"lm_head": False},
         "attention": {"pattern": "dense"},
     }

@@ -23,7 +23,7 @@ from mst_scale.shard import Cut, Shard
 
 
 def ours(**more):
-    return build(ModelConfig(n_layer=1, n_head=2, n_embd=8, context=6, vocab_size=17, vocab_multiple=1, **more))
+    return build(ModelConfig(n_layer=1, n_head=2, n_embd=8, seq_length=6, vocab_size=17, vocab_multiple=1, **more))
 
 
 def gpt2():

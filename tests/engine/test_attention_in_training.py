@@ -11,7 +11,7 @@ from mst_scale.models.gpt import GPT
 from tests.support import pool
 from tests.support.toys import deepspeed_config
 
-SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 32, "context": 16, "vocab_size": 64}
+SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 32, "seq_length": 16, "vocab_size": 64}
 CASES = {
     "no weight is masked": {"method": "mst", "sparsity": {"max": 0}},
     "dense": {"method": "dense", "attention": {"pattern": "strided", "stride": 4, "dense_from": 3}},

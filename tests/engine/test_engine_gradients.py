@@ -134,7 +134,7 @@ def test_grown_weights_take_no_outsized_first_updates():
     assert max(naive) > 2.0, "the problem is real: without a cure the first updates are far larger than the rate"
     assert max(seeded) < 1.0, "seeded, they start small and stay ordinary"
     assert seeded[0] < seeded[4], "and rise as the first moment fills"
-    living = pool.run(first_updates, 1, "living")[0]
+    living = pool.run(first_updates, 1, "active_mean")[0]
     assert living[0] < living[4] < max(living) < 1.0, "the mean of the living does as well"
 
 
@@ -179,7 +179,7 @@ def living_means(rank, world, stage, granularity, at_random):
     """By layer of this rank's: the mean square that grown weights begin with (a set of one or none), this rank's sum of
     squares over weights that lived before, and how many all ranks have of these. And whether layers made gradients of
     masked weights."""
-    topology = {"grown_moments": "living", "random_ratio": at_random, "interval": 2, "update_schedule": "constant"}
+    topology = {"grown_moments": "active_mean", "random_ratio": at_random, "interval": 2, "update_schedule": "constant"}
     config = mst_config(stage, world, topology={**topology, "granularity": granularity})
     config["mst"]["sparsity"] = {"variation": "sparse", "max": 0.6}
     engine, *_ = mst_scale.initialize(model=toy(), config=config)

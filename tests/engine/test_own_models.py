@@ -143,7 +143,7 @@ def test_our_gpt_has_its_tied_head_among_the_targets():
     from mst_scale.config import ModelConfig
     from mst_scale.models.gpt import GPT
 
-    config = ModelConfig(n_layer=1, n_head=2, n_embd=8, context=8, vocab_size=10, vocab_multiple=1)
+    config = ModelConfig(n_layer=1, n_head=2, n_embd=8, seq_length=8, vocab_size=10, vocab_multiple=1)
     names = chosen(GPT(config))
     assert names[0] == "wte.weight" and "wpe.weight" not in names and len(names) == 5
 

@@ -104,7 +104,7 @@ def through_a_checkpoint(rank: int, world: int, folder: str, stage: int) -> tupl
         def steps(engine: Any, first: int) -> list[float]:
             losses = []
             for step in range(first, first + 4):
-                loss = engine(*mine(mesh, *batch(step, SHAPE["context"])))
+                loss = engine(*mine(mesh, *batch(step, SHAPE["seq_length"])))
                 engine.backward(loss)
                 engine.step()
                 losses.append(float(loss.detach()))
@@ -132,7 +132,7 @@ def bert_losses(rank: int, world: int) -> tuple[float, list[torch.Tensor]]:
     bert = BERT(ModelConfig(arch="bert", **SHAPE)).double()
     with mesh_of(world) as mesh:
         sequence_parallel(bert, mesh.sequence_group)
-        tokens, targets = mine(mesh, *batch(0, SHAPE["context"]))
+        tokens, targets = mine(mesh, *batch(0, SHAPE["seq_length"]))
     loss = bert(tokens, targets)
     loss.backward()
     return float(loss.detach()), [p.grad for p in bert.parameters() if p.grad is not None]
@@ -198,7 +198,7 @@ def test_refusals() -> None:
         assert "GPT2LMHeadModel does not work on parts" in said["gpt2 by theirs"]
         assert "1 heads cannot be dealt to 2 ranks" in said["heads"]
         assert "parts of 8 to 9 tokens: give each of the 2 ranks an equal part" in said["uneven"]
-        assert "34 tokens does not fit model.context = 32" in said["long"]
+        assert "34 tokens does not fit model.seq_length = 32" in said["long"]
 
 
 def warnings(rank: int, world: int) -> list[str]:

@@ -14,7 +14,7 @@ from tests.support.whole_runs import attempt
 def run(tmp_path_factory) -> Path:
     """A byte-level run of a few steps."""
     folder = tmp_path_factory.mktemp("eval")
-    words = {"context": CONTEXT, "vocab_size": 257}
+    words = {"seq_length": CONTEXT, "vocab_size": 257}
     ensure(folder / "bytes", "stdlib", "byte", max_bytes=60_000)
     path = tiny_run.config(
         folder,

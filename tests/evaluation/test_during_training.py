@@ -19,7 +19,7 @@ def arguments(folder, stage, *more):
     ensure(folder / "bytes", "stdlib", "byte", max_bytes=60_000)
     path = tiny_run.config(
         folder,
-        model={"context": 64, "vocab_size": 257},
+        model={"seq_length": 64, "vocab_size": 257},
         data={"dir": str(folder / "bytes")},
         training={"steps": 6},
         zero_optimization={"stage": stage},

@@ -36,7 +36,7 @@ ENCODE = load_tokenizer("byte").encode
 def log_probabilities(run: Path, context: str, continuation: str) -> list[tuple[float, bool]]:
     """Of each byte of `continuation` after what stands before it, by one forward a byte."""
     source = open_source(run)
-    model, length = source.model(), source.experiment.model.context
+    model, length = source.model(), source.experiment.model.seq_length
     ids, found = ENCODE(context + continuation).tolist(), []
     for position in range(len(ENCODE(context)), len(ids)):
         seen = ids[max(0, position - length) : position]
@@ -127,7 +127,7 @@ def test_examples_stand_before_the_question(run, data, capsys, tmp_path, monkeyp
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> Path:
     """A checkpoint with room for examples; its weights are random."""
-    config = ModelConfig(n_layer=1, n_head=2, n_embd=16, context=320, vocab_size=257)
+    config = ModelConfig(n_layer=1, n_head=2, n_embd=16, seq_length=320, vocab_size=257)
     torch.manual_seed(5)
     model = GPT(config)
     with torch.no_grad():

@@ -10,7 +10,7 @@ from mst_scale.evaluation.harness import Score, Scorer, Window, windows
 from mst_scale.models.gpt import GPT
 from tests.support import pool
 
-SMALL = ModelConfig(n_layer=1, n_head=2, n_embd=16, context=12, vocab_size=50)
+SMALL = ModelConfig(n_layer=1, n_head=2, n_embd=16, seq_length=12, vocab_size=50)
 
 
 def model():

@@ -200,7 +200,7 @@ def test_a_model_of_sparse_attention_attends_as_it_was_trained(tmp_path_factory,
 
 def test_a_tied_and_an_untied_head_with_biases(tmp_path):
     for tied in (True, False):
-        shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": 32, "vocab_size": 61}
+        shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "seq_length": 32, "vocab_size": 61}
         config = ModelConfig(**shape, bias=True, tied_head=tied)
         model = GPT(config).eval()
         torch.manual_seed(3)
@@ -234,7 +234,7 @@ for folder in large:
 
 def by_hand(folder: Path, layers: int, width: int, stage: int) -> int:
     """A checkpoint of these shapes as DeepSpeed lays it out, with both moments; bytes of its fp32 weights."""
-    raw = {"n_layer": layers, "n_head": 2, "n_embd": width, "context": 8, "vocab_size": 64}
+    raw = {"n_layer": layers, "n_head": 2, "n_embd": width, "seq_length": 8, "vocab_size": 64}
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in GPT(ModelConfig(**raw)).named_parameters()}
     numel = sum(shape.numel() for shape in shapes.values())

@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_named(tmp_path, gpt2):
             start_from.model_keys(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = ModelConfig(**start_from.model_keys(tmp_path))
-    assert (config.n_embd, config.context, config.bias, config.tied_head) == (32, 48, True, True)
+    assert (config.n_embd, config.seq_length, config.bias, config.tied_head) == (32, 48, True, True)
     with pytest.raises(UserError, match=r"\*\.safetensors"):
         start_from.read(tmp_path, config)
     (tmp_path / "model.safetensors").write_bytes((gpt2 / "model.safetensors").read_bytes()[:-100])
@@ -166,7 +166,7 @@ def test_without_a_network_one_line_says_so(monkeypatch):
 
 
 def test_an_exported_model_starts_a_run_without_biases(tmp_path):
-    config = ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, vocab_size=20)
+    config = ModelConfig(n_layer=1, n_head=2, n_embd=16, seq_length=8, vocab_size=20)
     torch.manual_seed(0)
     model = GPT(config)
     export(save(model, config, tmp_path / "run"), tmp_path / "theirs")

@@ -26,7 +26,7 @@ def loss_and_gradients(rank: int, world: int, length: int) -> tuple[float, list[
     """One layer, 4 heads of 4; the first tenth of the targets does not count."""
     with_communication()
     torch.manual_seed(0)
-    gpt = GPT(ModelConfig(n_layer=1, n_head=4, n_embd=16, context=length, vocab_size=64))
+    gpt = GPT(ModelConfig(n_layer=1, n_head=4, n_embd=16, seq_length=length, vocab_size=64))
     for parameter in gpt.parameters():  # large enough for attention to choose
         torch.nn.init.normal_(parameter, std=0.3)
     set_pattern(gpt, STRIDED)

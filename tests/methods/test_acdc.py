@@ -58,7 +58,7 @@ def test_momentum_is_forgotten_where_a_dense_phase_begins(stage):
 
 def momenta_of_matrices_that_become_dense_one_after_another(rank: int, world: int):
     """By layer and topology step: whether it becomes dense in it, whether it was before, its first moments' sum."""
-    config = mst_config(1, world, steps=12, topology={"fresh_momentum": True, "interval": 2})
+    config = mst_config(1, world, steps=12, topology={"reset_momentum": True, "interval": 2})
     config["mst"]["sparsity"] = {"max": 0.8, "warmup": 2, "ultra": 2, "restore": 6, "stages": 3}
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     found = []

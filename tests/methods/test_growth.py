@@ -18,7 +18,7 @@ from mst_scale.models.gpt import GPT
 from mst_scale.pretrain.growing import on_batches
 from tests.support import tiny_run
 
-SMALL = ModelConfig(n_layer=2, n_head=2, n_embd=16, context=12, vocab_size=30, vocab_multiple=4)
+SMALL = ModelConfig(n_layer=2, n_head=2, n_embd=16, seq_length=12, vocab_size=30, vocab_multiple=4)
 
 
 def growth(name: str, **options) -> Growth:
@@ -33,7 +33,7 @@ def weights_of(config: ModelConfig, seed: int = 3) -> dict[str, torch.Tensor]:
 
 
 def logits(config: ModelConfig, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    tokens = torch.arange(3 * config.context).view(3, -1) * 7 % config.vocab_size
+    tokens = torch.arange(3 * config.seq_length).view(3, -1) * 7 % config.vocab_size
     with torch.no_grad():
         return torch.func.functional_call(GPT(config).double(), weights, (tokens,))
 
@@ -60,7 +60,7 @@ def test_stack_repeats_the_layers_in_their_order():
 def test_ligo_matrix_by_matrix(tied, bias):
     """Any B and D, in the paper's form: W_l = Σ_k D_lk · B_out W_k A_inᵀ, with A = B over the number of copies."""
     config = replace(SMALL, tied_head=tied, bias=bias)
-    large = replace(config, n_layer=3, n_embd=40, n_head=5, d_ffw=100)
+    large = replace(config, n_layer=3, n_embd=40, n_head=5, d_ff=100)
     small = weights_of(config)
     operators = Operators(config, large, small["wte.weight"], noise=0.1, seed=1)
     generator = torch.Generator().manual_seed(9)
@@ -120,8 +120,8 @@ def test_ligo_matrix_by_matrix(tied, bias):
     "wider",
     [
         {"n_embd": 32, "n_head": 4},
-        {"n_embd": 48, "n_head": 6, "d_ffw": 100},
-        {"d_ffw": 100},
+        {"n_embd": 48, "n_head": 6, "d_ff": 100},
+        {"d_ff": 100},
         {"n_embd": 32, "n_head": 4, "n_layer": 5},
     ],
     ids=str,
@@ -163,10 +163,10 @@ def test_noise_parts_the_copies_and_the_seed_decides_it():
 
 
 def test_training_lowers_the_loss_of_the_first_operators(tmp_path: Path):
-    small = replace(SMALL, vocab_size=64, context=tiny_run.CONTEXT)
+    small = replace(SMALL, vocab_size=64, seq_length=tiny_run.CONTEXT)
     large = replace(small, n_layer=4, n_embd=32, n_head=4)
     folder = tiny_run.corpus(tmp_path / "corpus")
-    train, val = (Sampler(open_tokens(folder, split), small.context, 7) for split in ("train", "val"))
+    train, val = (Sampler(open_tokens(folder, split), small.seq_length, 7) for split in ("train", "val"))
     torch.manual_seed(1)
     weights = {name: p.detach() for name, p in GPT(small).named_parameters()}
     data = on_batches(small, train, 8, 8)
@@ -191,7 +191,7 @@ def test_training_lowers_the_loss_of_the_first_operators(tmp_path: Path):
 
 def test_flops_of_the_operators_by_hand():
     """Each product of an application, counted one by one; thrice in a step of training, once more at the end."""
-    large = replace(SMALL, n_layer=3, n_embd=32, n_head=4, d_ffw=100)
+    large = replace(SMALL, n_layer=3, n_embd=32, n_head=4, d_ff=100)
 
     def product(m: int, n: int, p: int) -> int:
         return m * p * (n + n - 1)
@@ -215,15 +215,15 @@ def test_flops_of_the_operators_by_hand():
         ("stack", "n_layer", {"n_layer": 3}),
         ("stack", "n_embd", {"n_layer": 4, "n_embd": 32}),
         ("stack", "n_head", {"n_layer": 4, "n_head": 4}),
-        ("stack", "d_ffw", {"n_layer": 4, "d_ffw": 65}),
+        ("stack", "d_ff", {"n_layer": 4, "d_ff": 65}),
         ("ligo", "n_layer", {"n_layer": 1}),
         ("ligo", "n_embd", {"n_embd": 8, "n_head": 1}),
-        ("ligo", "d_ffw", {"d_ffw": 60}),
+        ("ligo", "d_ff", {"d_ff": 60}),
         ("ligo", "n_head to 4", {"n_embd": 32}),
         ("ligo", "n_head .*: set another n_embd", {"n_embd": 36, "n_head": 3}),
         ("ligo", "vocab_size", {"vocab_size": 31}),
         ("ligo", "vocab_multiple", {"vocab_multiple": 64}),
-        ("stack", "context", {"context": 24}),
+        ("stack", "seq_length", {"seq_length": 24}),
         ("stack", "bias", {"bias": True}),
         ("stack", "tied_head", {"tied_head": False}),
         ("stack", "arch", {"arch": "bert"}),

@@ -12,7 +12,7 @@ from mst_scale.models import BERT, GPT, build
 from tests.models.test_zero_init import compare_training
 from tests.support.pool import run
 
-TOY = ModelConfig(arch="bert", n_layer=2, n_head=2, n_embd=32, context=16, vocab_size=60, bias=True)
+TOY = ModelConfig(arch="bert", n_layer=2, n_head=2, n_embd=32, seq_length=16, vocab_size=60, bias=True)
 
 
 def made(seed: int = 0, **changes: object) -> BERT:
@@ -144,5 +144,5 @@ def test_bfloat16_is_sane():
 
 
 def test_a_sequence_longer_than_the_positions_is_refused():
-    with pytest.raises(ValueError, match=r"17 tokens .* model\.context = 16"):
+    with pytest.raises(ValueError, match=r"17 tokens .* model\.seq_length = 16"):
         made()(torch.zeros(1, 17, dtype=torch.long))

@@ -11,7 +11,7 @@ from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
 from mst_scale.models import GPT, initial_weights
 from mst_scale.models import gpt as gpt_file
 
-TOY = ModelConfig(n_layer=2, n_head=2, n_embd=32, context=16, vocab_size=60)
+TOY = ModelConfig(n_layer=2, n_head=2, n_embd=32, seq_length=16, vocab_size=60)
 
 
 def build(seed: int = 0, **changes: object) -> GPT:
@@ -112,7 +112,7 @@ def test_a_shorter_sequence_is_a_prefix():
 
 
 def test_a_sequence_longer_than_the_context_is_refused():
-    with pytest.raises(ValueError, match=r"17 tokens .* model\.context = 16"):
+    with pytest.raises(ValueError, match=r"17 tokens .* model\.seq_length = 16"):
         build()(torch.zeros(1, 17, dtype=torch.long))
 
 

@@ -48,7 +48,7 @@ def test_the_published_models_config():
     """What transformers takes for BERT-base by default is what we say of ours."""
     from transformers import BertConfig
 
-    ours = hugging_face_config(ModelConfig(arch="bert", context=512, vocab_size=30522, bias=True, dropout=0.1))
+    ours = hugging_face_config(ModelConfig(arch="bert", seq_length=512, vocab_size=30522, bias=True, dropout=0.1))
     published = BertConfig().to_dict() | {"architectures": ["BertForMaskedLM"]}
     assert {name: published[name] for name in ours} == ours
 

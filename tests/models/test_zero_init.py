@@ -16,9 +16,9 @@ from mst_scale.models import GPT
 from mst_scale.models import build as model_of
 from tests.support.pool import run
 
-TOY = ModelConfig(n_layer=3, n_head=2, n_embd=32, context=16, vocab_size=60, bias=True)
+TOY = ModelConfig(n_layer=3, n_head=2, n_embd=32, seq_length=16, vocab_size=60, bias=True)
 # Many equal layers, so that "one layer" and "the model" are far apart: 24 · 12 · 64² · 4 bytes = 4.7 MB of matrices.
-DEEP = ModelConfig(n_layer=24, n_head=2, n_embd=64, context=16, vocab_size=60)
+DEEP = ModelConfig(n_layer=24, n_head=2, n_embd=64, seq_length=16, vocab_size=60)
 
 
 def zero3(bf16: bool = False) -> dict[str, Any]:

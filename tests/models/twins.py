@@ -12,7 +12,7 @@ from mst_scale.config import ModelConfig
 from mst_scale.hugging_face import names
 from mst_scale.models import BERT, GPT
 
-SHAPE: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 64, "d_ffw": 160, "context": 32, "vocab_size": 101}
+SHAPE: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 64, "d_ff": 160, "seq_length": 32, "vocab_size": 101}
 
 
 @dataclass(frozen=True)

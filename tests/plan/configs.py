@@ -11,7 +11,7 @@ from mst_scale.plan.setting import setting_of
 from tests.support.tiny_run import ROOT
 
 A100 = machine("a100-80gb", 64)
-MODEL = ModelConfig(n_layer=5, n_head=4, n_embd=64, context=128, vocab_size=1000, bias=True)
+MODEL = ModelConfig(n_layer=5, n_head=4, n_embd=64, seq_length=128, vocab_size=1000, bias=True)
 
 MST = {
     "method": "mst",
@@ -38,7 +38,7 @@ def config(
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket, **(zero or {})},
         "steps_per_print": 2**31,
-        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "context": 16, "vocab_size": 250, **model},
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_length": 16, "vocab_size": 250, **model},
         "training": {"steps": 20},
         "mst": mst or {"method": "dense"},
     }

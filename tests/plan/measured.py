@@ -87,7 +87,7 @@ def train(engine: Any, config: dict[str, Any], steps: int) -> None:
     model = engine.module.config
     for _ in range(steps):
         for _ in range(engine.gradient_accumulation_steps()):
-            tokens = torch.randint(model.vocab_size, (engine.train_micro_batch_size_per_gpu(), model.context))
+            tokens = torch.randint(model.vocab_size, (engine.train_micro_batch_size_per_gpu(), model.seq_length))
             loss = engine(tokens, tokens)
             engine.backward(loss)
             engine.step()

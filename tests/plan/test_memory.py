@@ -90,7 +90,7 @@ def kept(config: ModelConfig, micro: int, dtype: torch.dtype, pattern: Pattern) 
     which keeps the inputs of blocks itself."""
     model = (GPT if config.causal else BERT)(config).to(dtype)
     set_pattern(model, pattern)
-    tokens = torch.randint(config.vocab_size, (micro, config.context))
+    tokens = torch.randint(config.vocab_size, (micro, config.seq_length))
     targets = tokens.clone()
     targets[:, config.predicted :] = -1  # all of them but what BERT predicts
     gc.collect()
@@ -117,9 +117,9 @@ def kept(config: ModelConfig, micro: int, dtype: torch.dtype, pattern: Pattern) 
 @pytest.mark.parametrize(
     "shape",
     [
-        {"n_layer": 4, "n_head": 2, "n_embd": 128, "context": 128, "vocab_size": 200},
-        {"n_layer": 2, "n_head": 4, "n_embd": 32, "d_ffw": 200, "context": 128, "vocab_size": 1000, "bias": True},
-        {"arch": "bert", "n_layer": 3, "n_head": 2, "n_embd": 128, "context": 128, "vocab_size": 500, "bias": True},
+        {"n_layer": 4, "n_head": 2, "n_embd": 128, "seq_length": 128, "vocab_size": 200},
+        {"n_layer": 2, "n_head": 4, "n_embd": 32, "d_ff": 200, "seq_length": 128, "vocab_size": 1000, "bias": True},
+        {"arch": "bert", "n_layer": 3, "n_head": 2, "n_embd": 128, "seq_length": 128, "vocab_size": 500, "bias": True},
     ],
 )
 def test_kept_for_backward(shape, dtype, recompute):
@@ -129,7 +129,7 @@ def test_kept_for_backward(shape, dtype, recompute):
 
 
 def test_sparse_attention_keeps_the_same():
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=64, context=512, vocab_size=100)
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=64, seq_length=512, vocab_size=100)
     wanted = activations(config, 2, 4, False).kept
     assert kept(config, 2, torch.float32, Pattern("strided", 64)) == pytest.approx(wanted, rel=WITHIN)
 

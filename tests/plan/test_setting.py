@@ -12,7 +12,7 @@ from mst_scale.models.gpt import GPT
 from mst_scale.plan.setting import held, parameters, sparse_parameters
 from tests.plan.configs import MODEL, setting, total
 
-SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 8, "context": 4, "vocab_size": 10}
+SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 8, "seq_length": 4, "vocab_size": 10}
 BERT = {"arch": "bert"}
 SHAPES = [
     {},
@@ -21,7 +21,7 @@ SHAPES = [
     {**BERT, "bias": True},
     {"bias": True},
     {"tied_head": False},
-    {"d_ffw": 20, "bias": True, "tied_head": False},
+    {"d_ff": 20, "bias": True, "tied_head": False},
 ]
 
 

@@ -131,7 +131,7 @@ def test_one_sparse_layer_by_hand(again):
 
 CHANNELS = (
     "mst.topology.granularity=channel", "mst.topology.policy=static", "mst.topology.random_ratio=1.0",
-    "mst.topology.grown_moments=living", "mst.sparsity.distribution=uniform", "mst.targets.lm_head=false",
+    "mst.topology.grown_moments=active_mean", "mst.sparsity.distribution=uniform", "mst.targets.lm_head=false",
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from mst_scale.plan.setting import setting_of, sparse_parameters
 from mst_scale.shard import Shard
 from mst_scale.sparse_linear import crossovers
 
-MODEL = {"n_layer": 4, "n_head": 2, "n_embd": 192, "context": 8, "vocab_size": 1000}
+MODEL = {"n_layer": 4, "n_head": 2, "n_embd": 192, "seq_length": 8, "vocab_size": 1000}
 CPU = torch.device("cpu")
 STEP = 50
 

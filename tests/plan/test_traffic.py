@@ -116,7 +116,7 @@ def test_how_often_gradients_are_sent(stage, factor):
     assert sum(c.payload for c in calls if c.kind == kind and c.payload > 8) == factor * 2 * weights
 
 
-SHAPE = {"n_layer": 3, "n_head": 4, "n_embd": 32, "context": 64, "vocab_size": 100}
+SHAPE = {"n_layer": 3, "n_head": 4, "n_embd": 32, "seq_length": 64, "vocab_size": 100}
 MICRO = 2
 
 
@@ -140,7 +140,7 @@ def exchanged(rank: int, world: int, recompute: bool) -> list[int]:
 
     dist.all_to_all_single = counted
     try:
-        tokens = torch.zeros(MICRO, SHAPE["context"] // world, dtype=torch.long)
+        tokens = torch.zeros(MICRO, SHAPE["seq_length"] // world, dtype=torch.long)
         model(tokens, tokens).backward()
     finally:
         dist.all_to_all_single = inner

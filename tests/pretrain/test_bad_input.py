@@ -169,7 +169,7 @@ EARLY = [  # refused by each process for itself, before it looks for others
     (
         lambda f: arguments(f, "--method", "mst", zero_optimization={"stage": 1, "new": 1}),
         2,
-        "new = 1 is not classified",
+        "zero_optimization.new = 1",
     ),
     (out_is_a_file, 2, "out' is no folder; choose another"),
     (lambda f: arguments(f, "--out", "x" * 300), 2, "File name too long"),
@@ -181,6 +181,7 @@ EARLY = [  # refused by each process for itself, before it looks for others
     (lambda f: arguments(f, training={"steps": 1}), 2, "training.warmup = 2 steps do not fit in training.steps = 1"),
     (lambda f: arguments(f, "--method", "mst", "--set", "mst.sparsity.warmup=50"), 2, "do not fit in 12 steps"),
     (lambda f: adam(f, weight_decay="x"), 2, "optimizer.params.weight_decay must be"),
+    (lambda f: adam(f, momentum="x"), 2, "optimizer.params.momentum must be"),
 ]
 LATE = [  # refused by one rank, for all
     (lambda f: arguments(f, model={"n_embd": 2**16, "n_layer": 100}), 2, "GB a process in float32, and this machine"),
@@ -189,7 +190,7 @@ LATE = [  # refused by one rank, for all
     (lambda f: adam(f, amsgrad=True), 2, "optimizer.params.amsgrad: DeepSpeed's AdamW has no AMSGrad"),
     (lambda f: arguments(f, optimizer={"type": "AdamX"}), 2, "optimizer.type = 'AdamX'"),
     (
-        lambda f: arguments(f, optimizer={"type": "SGD", "params": {"lr": 1, "momentum": "x"}}),
+        lambda f: arguments(f, optimizer={"type": "SGD", "params": {"lr": 1, "nesterov": True}}),
         2,
         "optimizer.params do not suit SGD",
     ),

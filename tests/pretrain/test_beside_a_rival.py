@@ -1,4 +1,4 @@
-"""The table at the end of a whole run says how it stands to the run that its config records (`training.rival`)."""
+"""The table at the end of a whole run says how it stands to the run that its config records (`training.baseline`)."""
 
 from mst_scale.config import load
 from tests.pretrain.test_lengthen import run
@@ -9,7 +9,7 @@ NAME = "the dense one"
 
 def told(folder, out: str, **rival) -> str:
     """What the table of a run with this rival says of it, blanks made one."""
-    training = {"steps": 8, "lr_schedule": "wsd", "warmup": 2, "decay": 0.25, "rival": {"name": NAME, **rival}}
+    training = {"steps": 8, "lr_schedule": "wsd", "warmup": 2, "decay": 0.25, "baseline": {"name": NAME, **rival}}
     code, complaints, said = run(folder, out, training=training, mst={"method": "dense"})
     assert (code, complaints) == (0, "")
     (line,) = [line for line in "\n".join(said).splitlines() if NAME in line]

@@ -12,7 +12,7 @@ from mst_scale.pretrain.batches import Share
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import arguments, attempt, without_times
 
-MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "context": tiny_run.CONTEXT, "vocab_size": 64}
+MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "seq_length": tiny_run.CONTEXT, "vocab_size": 64}
 # evaluation: three micro-batches, which two replicas cannot share evenly
 TRAINING = {"steps": 6, "warmup": 2, "log_every": 1, "eval_every": 3, "eval_sequences": 6, "save_every": 3}
 LAYOUTS = {
@@ -76,7 +76,7 @@ REFUSED = [
     ({"pipeline": {"stages": 2}, "model": {**MODEL, "n_layer": 1}}, "each stage needs a block"),
     ({"pipeline": {"stages": 2}, "model": {**MODEL, "arch": "bert"}}, "model.arch"),
     ({"tensor_parallel": {"autotp_size": 2}, "training": {**TRAINING, "eval_tasks": "x"}}, "training.eval_tasks"),
-    ({"sequence_parallel_size": 2, "model": {**MODEL, "context": 31}}, "model.context = 31"),
+    ({"sequence_parallel_size": 2, "model": {**MODEL, "seq_length": 31}}, "model.seq_length = 31"),
     ({"sequence_parallel_size": 2, "pipeline": {"stages": 2}}, "sequence_parallel_size = 2"),
     ({"tensor_parallel": {"autotp_size": "two"}}, "tensor_parallel.autotp_size must be a positive integer, not 'two'"),
     ({"pipeline": {"stages": 2}, "flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),

@@ -162,7 +162,8 @@ def small(path: Path) -> bool:
     """Whether two steps of it are nothing."""
     e = load(path)
     batch = [e.deepspeed.get(key) or 1 for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
-    sizes = e.model.weights < 10**6 and e.model.context <= 64 and e.model.n_layer < 8 and e.training.eval_sequences < 99
+    sizes = e.model.weights < 10**6 and e.model.seq_length <= 64 and e.model.n_layer < 8
+    sizes = sizes and e.training.eval_sequences < 99
     return sizes and e.data.source is None and all(isinstance(size, int) and size <= 64 for size in batch)
 
 

@@ -25,7 +25,7 @@ from tests.support import pool, tiny_run
 from tests.support.toys import toy
 from tests.support.whole_runs import arguments, attempt, weights, without_times
 
-SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "context": tiny_run.CONTEXT, "vocab_size": 64}
+SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "seq_length": tiny_run.CONTEXT, "vocab_size": 64}
 DEEP = {**SMALL, "n_layer": 3}
 WIDE = {**SMALL, "n_layer": 2, "n_embd": 32, "n_head": 4}
 LIGO = {"method": "ligo", "options": {"steps": 4, "rate": 1e-3}}
@@ -54,7 +54,7 @@ def by_definition(small: Path, config: Path) -> dict[str, torch.Tensor]:
     experiment, model = load(config), smaller_model(str(small))
     checkpoint = weights_of(store.locate(small))
     weights = {name: checkpoint.read(name).detach() for name in checkpoint.shapes}
-    corpus = Sampler(open_tokens(small.parent / "corpus", "train"), model.context, experiment.training.seed)
+    corpus = Sampler(open_tokens(small.parent / "corpus", "train"), model.seq_length, experiment.training.seed)
     return experiment.mst.growth.grow(
         weights,
         model,
@@ -209,7 +209,7 @@ def test_flops_are_told_beforehand(tmp_path, small, capsys):
         (["--from", "nowhere"], "--from nowhere: there is no nowhere/config.json: give the folder of a run"),
         (["--from", "{corpus}"], "there is no {corpus}/config.json"),
         (["--set", "model.n_embd=32"], "--from {small}: model.n_embd = 32, and the smaller model has 16: method stack"),
-        (["--set", "model.context=16"], "model.context: it is 16 here and 32 in the smaller model"),
+        (["--set", "model.seq_length=16"], "model.seq_length: it is 16 here and 32 in the smaller model"),
         (["--set", "mst.options.steps=3"], "unknown key 'mst.options.steps': mst.options has none"),
         (["--method", "ligo", "--set", "mst.options.rate=0"], "mst.options.rate must be"),
         (["--set", "sequence_parallel_size=2"], "method stack"),

@@ -97,7 +97,7 @@ def test_where_masked_matrices_cannot_be_apart(key, changes, message):
     base = {
         "train_batch_size": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-        "model": {"n_layer": 2, "n_head": 2, "n_embd": 8, "context": 8},
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 8, "seq_length": 8},
         "training": {"steps": 100, key: 0.5},
         "mst": {"method": "static"},
     }

@@ -368,8 +368,8 @@ def test_weight_decay_is_for_matrices_alone():
     from mst_scale.models.gpt import GPT
     from mst_scale.pretrain.prepare import parameter_groups
 
-    shape = {"n_layer": 1, "n_head": 2, "n_embd": 8, "context": 8, "vocab_size": 10, "vocab_multiple": 1, "bias": True}
-    experiment = load({"model": shape})
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 8, "seq_length": 8, "vocab_size": 10, "vocab_multiple": 1}
+    experiment = load({"model": {**shape, "bias": True}})
     model = GPT(experiment.model)
     decayed, others = parameter_groups(model, experiment)
     assert "weight_decay" not in decayed and others["weight_decay"] == 0.0

@@ -101,7 +101,7 @@ def test_the_model_is_left_without_hooks():
 
 # --- a trained model ---
 
-CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=64, context=tiny_run.CONTEXT, vocab_size=64)
+CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=64, seq_length=tiny_run.CONTEXT, vocab_size=64)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ KINDS = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
 def config(method: str = "mst", *, steps: int = 600, seed: int = 1, blocks: int = 3, width: int = 64) -> dict[str, Any]:
     raw = {
         "train_batch_size": 8,
-        "model": {"n_layer": blocks, "n_head": 2, "n_embd": width, "context": 32, "vocab_size": 64},
+        "model": {"n_layer": blocks, "n_head": 2, "n_embd": width, "seq_length": 32, "vocab_size": 64},
         "training": {"steps": steps, "seed": seed, "log_every": 10},
         "mst": {"method": method, "attention": {"stride": 8}} if method == "mst" else {"method": method},
     }

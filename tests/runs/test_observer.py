@@ -127,7 +127,7 @@ def looks(rank, world, folder, spent):
     engine.monitor.tb_monitor = SimpleNamespace(summary_writer=writer if rank == 0 else None)
     observer.spent = spent
     before = observer.spent
-    observer.after(20, 160)  # not a multiple of look_every
+    observer.after(20, 160)  # not a multiple of histogram_every
     assert not writer.images
     observer.after(observer.every, 160)
     return writer.images, writer.histograms, observer.spent - before
@@ -196,9 +196,9 @@ def test_a_run_keeps_phase_ends_shows_the_rest_in_tensorboard_and_trains_as_if_u
     from tests.support.whole_runs import attempt
 
     board = {"tensorboard": {"enabled": True, "output_path": str(tmp_path / "tb"), "job_name": ""}}
-    argv = arguments(tmp_path, "seen", mst=MST, training={"look_every": 4}, **board)
+    argv = arguments(tmp_path, "seen", mst=MST, training={"histogram_every": 4}, **board)
     assert pool.run(attempt, 2, argv) == [(0, "")] * 2
-    argv = arguments(tmp_path, "unseen", mst=MST, training={"look_every": 0})
+    argv = arguments(tmp_path, "unseen", mst=MST, training={"histogram_every": 0})
     assert pool.run(attempt, 2, argv) == [(0, "")] * 2
     seen, unseen = tiny_run.rows(tmp_path / "seen"), tiny_run.rows(tmp_path / "unseen")
     assert without_times(seen) == without_times(unseen)

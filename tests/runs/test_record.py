@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mst_scale.config.blocks import RivalConfig
+from mst_scale.config.blocks import BaselineConfig
 from mst_scale.runs import rival
 from mst_scale.runs.record import Record
 
@@ -21,7 +21,7 @@ def test_the_table_at_the_end_tells_a_loss_that_is_not_finite(tmp_path, loss, sa
     record.write({"step": 2, "loss": loss, "val_loss": loss, **ROW})
 
     def beside(last):
-        return rival.beside(RivalConfig("dense-short", 1e12, 1.8, 0.01), last, 0.0, ["0a"], 256)
+        return rival.beside(BaselineConfig("dense-short", 1e12, 1.8, 0.01), last, 0.0, ["0a"], 256)
 
     lines = [line.split("  ") for line in record.summary(2, 1.0, 0, beside).splitlines()]
     told = {line[1]: line[-1] for line in lines if len(line) > 2}

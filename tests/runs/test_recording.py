@@ -129,7 +129,7 @@ def beside_the_ledger(rank, world, folder, mst):
         told = []
         for step in range(8):
             ledger.add(engine.mst.pattern, engine.mst.densities(), engine.mst.gradient_densities())
-            batch = cut_sequences.batch(step, cut_sequences.SHAPE["context"])
+            batch = cut_sequences.batch(step, cut_sequences.SHAPE["seq_length"])
             engine.backward(engine(*cut_sequences.mine(mesh, *batch)))
             engine.step()
             told.append(ledger.row())
@@ -160,7 +160,7 @@ def test_a_model_of_ours_costs_what_our_ledger_says(tmp_path, world, mst):
 @pytest.mark.parametrize("arch", ["gpt", "bert"])
 def test_the_head_of_our_models_is_counted(arch, tied):
     """It is a product without a module where it is tied, and BERT's always; of masked positions alone there."""
-    config = ModelConfig(arch=arch, n_layer=1, n_head=2, n_embd=16, context=20, vocab_size=64, tied_head=tied)
+    config = ModelConfig(arch=arch, n_layer=1, n_head=2, n_embd=16, seq_length=20, vocab_size=64, tied_head=tied)
     model = {"gpt": GPT, "bert": BERT}[arch](config)
     ledger = ModelLedger(model)
     tokens = torch.randint(64, (3, 20))
@@ -191,7 +191,7 @@ def test_flops_are_those_of_the_formula():
     pattern, density = Pattern("strided", 4), 0.25
     names = {product.name for product in ledger.products.values()}
     ledger.add(pattern, dict.fromkeys(names, density))
-    like = ModelConfig(**shape, context=16, vocab_size=64)
+    like = ModelConfig(**shape, seq_length=16, vocab_size=64)
     for accounting, key in (("paper", "flops"), ("causal", "flops_causal")):
         assert ledger.spent[key] == pytest.approx(6 * step_flops(like, density, pattern, accounting).total)
         assert ledger.spent[key.replace("flops", "flops_dense")] == pytest.approx(

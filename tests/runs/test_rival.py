@@ -2,10 +2,10 @@
 
 import pytest
 
-from mst_scale.config.blocks import RivalConfig
+from mst_scale.config.blocks import BaselineConfig
 from mst_scale.runs.rival import beside
 
-RIVAL = RivalConfig("dense-short", 1e12, 1.8, 0.01, "0a")
+RIVAL = BaselineConfig("dense-short", 1e12, 1.8, 0.01, "0a")
 
 
 @pytest.mark.parametrize(
@@ -27,11 +27,11 @@ def test_a_rival_on_another_text_is_none():
     for corpora in (["0b"], ["0a", "0b"], [None]):
         ((_, said),) = beside(RIVAL, last, 0.0, corpora, 256)
         assert said.startswith("1.8000 (seeds ± 0.0100) on corpus 0a; this run read ") and "not comparable" in said
-    assert beside(RivalConfig(), last, 0.0, ["0a"], 256) == []
+    assert beside(BaselineConfig(), last, 0.0, ["0a"], 256) == []
 
 
 def test_a_loss_over_other_sequences_is_not_compared():
-    rival = RivalConfig("dense-short", 1e12, 1.8, 0.01, eval_sequences=256)
+    rival = BaselineConfig("dense-short", 1e12, 1.8, 0.01, eval_sequences=256)
     last = {"val_loss": 1.7, "flops": 1e12}
     ((_, said),) = beside(rival, last, 0.0, ["0a"], 64)
     assert said == "1.8000 (seeds ± 0.0100) over 256 sequences; this run took 64: not comparable"
@@ -46,5 +46,5 @@ def test_a_loss_that_is_not_finite_is_not_compared():
 
 
 def test_a_rival_has_flops_and_a_loss():
-    with pytest.raises(ValueError, match=r"training\.rival\.flops must be above 0"):
-        RivalConfig("dense-short", val_loss=1.8)
+    with pytest.raises(ValueError, match=r"training\.baseline\.flops must be above 0"):
+        BaselineConfig("dense-short", val_loss=1.8)

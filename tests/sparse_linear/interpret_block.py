@@ -23,7 +23,7 @@ def trained(stage: int) -> dict[str, Any]:
     from tests.sparse_linear.test_training import build, config, tokens
 
     comm.init()
-    shape = ModelConfig(n_layer=1, n_head=2, n_embd=40, context=8, vocab_size=70, vocab_multiple=1, bias=True)
+    shape = ModelConfig(n_layer=1, n_head=2, n_embd=40, seq_length=8, vocab_size=70, vocab_multiple=1, bias=True)
     losses: dict[str, list[float]] = {}
     indexed = 0
     for backend in ("dense", "block"):

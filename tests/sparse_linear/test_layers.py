@@ -40,7 +40,7 @@ def sparse(model, names, backend="cpu", sparsity=0.5):
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_gpt_computes_the_same_with_every_matrix_sparse(tied):
     torch.manual_seed(0)
-    shape = ModelConfig(n_layer=2, n_head=2, n_embd=16, context=8, vocab_size=40, vocab_multiple=8, tied_head=tied)
+    shape = ModelConfig(n_layer=2, n_head=2, n_embd=16, seq_length=8, vocab_size=40, vocab_multiple=8, tied_head=tied)
     model = GPT(shape)
     names = [n for n, p in model.named_parameters() if p.dim() == 2 and "wpe" not in n and (tied or "wte" not in n)]
     found = sparse(model, names)
@@ -66,7 +66,7 @@ def test_the_gpt_computes_the_same_with_every_matrix_sparse(tied):
 def test_a_copy_of_the_model_computes_with_its_own_weights_and_no_mask(again):
     """An average of weights over time, say, is a copy that no topology step reaches."""
     torch.manual_seed(0)
-    model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, vocab_size=40, vocab_multiple=8))
+    model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, seq_length=8, vocab_size=40, vocab_multiple=8))
     names = [n for n, p in model.named_parameters() if p.dim() == 2 and "wpe" not in n]
     tokens = torch.randint(40, (2, 8))
     fresh = copy.deepcopy(model)

@@ -12,7 +12,7 @@ from tests.support.toy_engine import full, shas
 from tests.support.toys import deepspeed_config
 
 STEPS = 13
-SHAPE = ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, vocab_size=40, vocab_multiple=8)
+SHAPE = ModelConfig(n_layer=1, n_head=2, n_embd=16, seq_length=8, vocab_size=40, vocab_multiple=8)
 
 
 def config(stage, world, backend, precision="fp32", *, accumulation=1, policy=None):

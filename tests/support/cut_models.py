@@ -10,14 +10,14 @@ import torch
 
 from mst_scale.config import ModelConfig
 
-TINY = ModelConfig(n_layer=3, n_head=4, n_embd=16, context=8, vocab_size=50, bias=True)
+TINY = ModelConfig(n_layer=3, n_head=4, n_embd=16, seq_length=8, vocab_size=50, bias=True)
 BATCH, MICRO = 8, 2
 MESHES: dict[Any, Any] = {}  # of this process: engines never let go of their groups, and each group has threads
 
 
 def tokens_and_targets(step: int, micro_batch: int, config: ModelConfig = TINY) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + micro_batch)
-    sequence = torch.randint(0, config.vocab_size, (MICRO, config.context + 1), generator=generator)
+    sequence = torch.randint(0, config.vocab_size, (MICRO, config.seq_length + 1), generator=generator)
     return sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
 
 

@@ -15,7 +15,7 @@ from mst_scale.models.gpt import GPT
 from tests.support.toy_engine import shas
 from tests.support.toys import deepspeed_config
 
-SHAPE: dict[str, Any] = {"n_layer": 1, "n_head": 4, "n_embd": 32, "context": 32, "vocab_size": 64}
+SHAPE: dict[str, Any] = {"n_layer": 1, "n_head": 4, "n_embd": 32, "seq_length": 32, "vocab_size": 64}
 BATCH = 2  # sequences, of all ranks together
 
 
@@ -77,7 +77,7 @@ def train(  # noqa: PLR0917  (what the pool hands on)
         )
         losses, digests, norms = [], [], []
         for step in range(steps):
-            loss = engine(*mine(mesh, *batch(step, SHAPE["context"])))
+            loss = engine(*mine(mesh, *batch(step, SHAPE["seq_length"])))
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))

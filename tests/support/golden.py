@@ -28,7 +28,7 @@ BASE: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "torch_adam": True}},
     "gradient_clipping": 1.0,
     "tensorboard": {"enabled": False},
-    "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "context": 32, "vocab_size": 64},
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_length": 32, "vocab_size": 64},
     "training": {"steps": 28, "warmup": 2, "log_every": 1, "eval_every": 14, "eval_sequences": 8, "save_every": 10},
     "mst": {"method": "mst", **MST, "attention": {"pattern": "strided", "stride": 8}},
 }

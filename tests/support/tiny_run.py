@@ -36,7 +36,7 @@ def config(folder: Path, **blocks: Any) -> Path:
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 1},
         "tensorboard": {"enabled": False},
-        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "context": CONTEXT, "vocab_size": 64},
+        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "seq_length": CONTEXT, "vocab_size": 64},
         "data": {"dir": str(folder / "corpus")},
         "training": {
             "steps": 12, "warmup": 2, "min_lr": 1e-3, "log_every": 1,

@@ -56,7 +56,7 @@ class Stack(Growth):
 
     def check_supported(self, small: Shape, large: Shape) -> None:
         super().check_supported(small, large)
-        for name, key in (("n_embd", "n_embd"), ("n_head", "n_head"), ("ffw", "d_ffw")):
+        for name, key in (("n_embd", "n_embd"), ("n_head", "n_head"), ("ffw", "d_ff")):
             mine, theirs = getattr(large, name), getattr(small, name)
             if mine != theirs:
                 raise UserError(
@@ -182,7 +182,7 @@ class LiGO(Growth):
 
     def check_supported(self, small: Shape, large: Shape) -> None:
         super().check_supported(small, large)
-        for key, mine, theirs in (("n_embd", large.n_embd, small.n_embd), ("d_ffw", large.ffw, small.ffw)):
+        for key, mine, theirs in (("n_embd", large.n_embd, small.n_embd), ("d_ff", large.ffw, small.ffw)):
             if mine < theirs:
                 raise UserError(f"model.{key} = {mine}, but the smaller model has {theirs}: use at least as much")
         head, theirs = large.n_embd // large.n_head, small.n_embd // small.n_head
@@ -200,7 +200,7 @@ class LiGO(Growth):
             (p, o), (n, i) = of[outputs], of[inputs]
             total += small.n_layer * (_product_flops(p, o, i) + _product_flops(p, i, n))
             total += _product_flops(large.n_layer, small.n_layer, p * n)
-        rows = (1 if large.tied_head else 2) * large.padded_vocab + large.context
+        rows = (1 if large.tied_head else 2) * large.padded_vocab + large.seq_length
         total += _product_flops(rows, small.n_embd, large.n_embd)
         return (3 * self.steps + 1) * total
 

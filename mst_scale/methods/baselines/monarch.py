@@ -27,7 +27,7 @@ class Options:
     """Options of method `monarch`."""
 
     blocks: StrictInt = Field(
-        4,
+        default=4,
         ge=2,
         le=MILLION,
         description="b: number of blocks; a matrix takes the largest number up to it that divides both sides.",

@@ -34,14 +34,14 @@ class Options:
     """Options of method `pixelfly`."""
 
     block: StrictInt = Field(
-        32,
+        default=32,
         ge=SMALLEST,
         le=MILLION,
         description="Side of a block, a power of two; halved for matrices that it does not divide or that would have "
         "fewer than 8 blocks side by side.",
     )
     strides: StrictInt = Field(
-        2, ge=0, le=MILLION, description="Number of strides of the butterfly, the smallest first."
+        default=2, ge=0, le=MILLION, description="Number of strides of the butterfly, the smallest first."
     )
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ HALVINGS = 60
 class Options:
     """Options of method `spartan`."""
 
-    sharpness: StrictFloat = Field(10.0, ge=1e-6, le=1e6, description="β: sharpness of the soft mask.")
+    sharpness: StrictFloat = Field(default=10.0, ge=1e-6, le=1e6, description="β: sharpness of the soft mask.")
 
 
 def soft_mask(values: Tensor, kept: int, sharpness: float) -> Tensor:
