@@ -136,9 +136,9 @@ def _refused(rank: int, world: int, sizes: dict[str, int], changes: dict[str, An
 @pytest.mark.parametrize(
     "sizes, changes, words",
     [
-        ({"tensor": 2}, {"n_head": 1}, "model.n_head = 1 cannot be cut over 2 ranks"),
-        ({"tensor": 2}, {"d_ffw": 33}, "model.d_ffw = 33 cannot be cut over 2 ranks"),
-        ({"tensor": 2}, {"dropout": 0.1}, "model.dropout = 0.1 does not go with tensor"),
+        ({"tensor": 2}, {"n_head": 1}, "model.n_head = 1"),
+        ({"tensor": 2}, {"d_ffw": 33}, "model.d_ffw = 33"),
+        ({"tensor": 2}, {"dropout": 0.1}, "model.dropout = 0.1"),
         ({"tensor": 4}, {}, "start on a multiple of 4"),
     ],
 )

@@ -49,6 +49,8 @@ SCATTERED = 0.5  # of the living weights, where single weights take over
 
 @dataclass(frozen=True)
 class Options:
+    """The block mst.options of method `channels`."""
+
     weights_from: float = 1.0
     """The share of the run after which single weights live and die, no longer channels."""
 
@@ -78,6 +80,7 @@ class Narrow(Pattern):
     width: float = 1.0
 
     def share(self, length: int, accounting: str = "paper", causal: bool = True) -> float:
+        """The share of dense attention that is computed."""
         return self.width * super().share(length, accounting, causal)
 
 
@@ -91,14 +94,17 @@ class Group:
 
     @property
     def key(self) -> Key:
+        """What identifies the group."""
         return self.units.factors[-1].weight.name + self.units.kind, self.first
 
     @property
     def incoming(self) -> Sequence[Factor]:
+        """The matrices whose rows feed the units."""
         return self.units.factors[:-1]
 
     @property
     def outgoing(self) -> Factor:
+        """The matrix that reads the units."""
         return self.units.factors[-1]
 
     def lines(self, factor: Factor, tensor: Tensor) -> Tensor:
@@ -138,12 +144,15 @@ class Channels:
             self.batch = given
 
     def grid_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """See `Elements`."""
         return tuple(shape)
 
     def at_least(self, shape: Sequence[int]) -> int:
+        """See `Elements`."""
         return 0
 
     def sparsify(self, layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange) -> list[Change]:
+        """Draw the first active channels at random."""
         if how != "random":
             raise UserError(f"mst.sparsity.initial = {how}: channels begin at random")
         draw = torch.Generator().manual_seed(counter_hash("channels", seed) >> 1)
@@ -167,6 +176,7 @@ class Channels:
         exchange: Exchange,
         **more: Any,
     ) -> list[Change]:
+        """Prune and grow channels, or single weights after `weights_from`."""
         how: dict[str, Any] = {
             "policy": policy,
             "update_fraction": update_fraction,
@@ -260,6 +270,7 @@ def wanted(layers: Sequence[Layer], group: Group) -> int:
 
 
 def importance(group: Group, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return the product of the norms of each unit's weights."""
     norms = [group.lines(factor, weights[factor.weight.name]).norm(dim=1) for factor in group.units.factors]
     return torch.stack(norms).prod(0)
 
@@ -322,6 +333,7 @@ class ChannelController(SparseController):
 
     @property
     def pattern(self) -> Pattern:
+        """The attention pattern, for the FLOPs of the active channels."""
         found = super().pattern
         if self.dense or self.step > self.channels_until:
             return found

@@ -68,7 +68,7 @@ class Controller:
         level = WARNING if self.dense_attention and able else INFO
         logger.log(level, "%s: %s", self.method, "; ".join(part for part in said if part))
         context = getattr(getattr(self.engine.module, "config", None), "max_position_embeddings", None)  # transformers'
-        if isinstance(context, int) and (told := self.attention.sparse_by_name_alone(context)):
+        if isinstance(context, int) and (told := self.attention.describe_ineffective_stride(context)):
             logger.warning("%s", told)
 
     def _products(self) -> dict[str, Product]:

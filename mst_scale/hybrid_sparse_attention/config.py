@@ -1,4 +1,4 @@
-"""The block `mst.attention`: a user's choice of the attention pattern of each phase."""
+"""The config block `mst.attention`: the attention pattern of each phase, and the kernel that computes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mst_scale.errors import UserError
 
 @dataclass(frozen=True)
 class PhaseStrides:
-    """A stride of its own for a phase; None: the pattern's."""
+    """The stride of each phase; None means the stride of the pattern."""
 
     dense: int | None = None
     warmup: int | None = None
@@ -25,13 +25,13 @@ class PhaseStrides:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Hybrid Sparse Attention: the pattern while weights are sparse, and when it turns dense."""
+    """Hybrid Sparse Attention: the pattern while weights are sparse, and when attention becomes dense."""
 
     pattern: Literal["dense", "strided", "fixed"] = "strided"
     stride: int = 256
     phase_strides: PhaseStrides = field(default_factory=PhaseStrides)
     dense_from: Literal["ultra_end", "restore_end"] | int | float = "restore_end"
-    backend: Literal["auto", "dense", "cpp", "triton", "blocked", "definition"] = "auto"  # while pairs are left out
+    backend: Literal["auto", "dense", "cpp", "triton", "blocked", "definition"] = "auto"  # while attention is sparse
 
     def __post_init__(self) -> None:
         if self.stride < 1:

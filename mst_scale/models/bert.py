@@ -25,7 +25,7 @@ from mst_scale.models.gpt import MLP
 from mst_scale.models.initial_weights import draw_seed, initialise
 from mst_scale.models.layer_norm import LayerNorm
 from mst_scale.models.recompute import run_block
-from mst_scale.tensor_parallel import TensorGroup, refuse_dropout
+from mst_scale.tensor_parallel import TensorGroup, check_no_dropout
 
 EPS = 1e-12  # of BERT's norms; statistics are float32 in every precision, where it is a normal number
 TOKEN_TYPES = 2  # first and second text; pretraining here sees the first type only
@@ -55,7 +55,7 @@ class BERT(nn.Module):
         self.part = Part()  # the whole sequence, until `sequence_parallel` says otherwise
         seed, d = draw_seed(), config.n_embd
         if tensor is not None:
-            refuse_dropout(config.dropout)
+            check_no_dropout(config.dropout)
             seed = tensor.agreed(seed)
         self.wte = nn.Embedding(config.padded_vocab, d)
         self.wpe = nn.Embedding(config.context, d)

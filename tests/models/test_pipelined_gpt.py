@@ -88,7 +88,7 @@ def _refused(rank: int, world: int, sizes: dict[str, int], changes: dict[str, An
     [
         ({"pipeline": 2}, {"arch": "bert"}, "the pipeline runs a GPT"),
         ({"pipeline": 2}, {"n_layer": 1}, "each stage needs a block"),
-        ({"pipeline": 2}, {"dropout": 0.1}, "model.dropout = 0.1 does not go with"),
+        ({"pipeline": 2}, {"dropout": 0.1}, "model.dropout = 0.1"),
         ({"pipeline": 3}, {}, "start on a multiple of 3"),
     ],
 )
