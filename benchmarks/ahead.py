@@ -68,6 +68,7 @@ class Built:
 
     @property
     def atomics(self) -> int:
+        """The number of atomic operations."""
         return len(re.findall(r"\b(?:atom|red)\.", self.ptx))
 
     @property

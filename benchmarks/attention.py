@@ -85,6 +85,7 @@ def tensors(dtype: str, length: int, device: str) -> list[torch.Tensor]:
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal flash attention of torch."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # an error rather than another kernel
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -96,12 +97,14 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def flash3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal FlashAttention-3, if it is installed."""
     flash_attn_interface: Any = importlib.import_module("flash_attn_interface")
     out = flash_attn_interface.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Hybrid Sparse Attention."""
     return attention(q, k, v, Pattern("strided", STRIDE))
 
 
@@ -118,6 +121,7 @@ def flex(pattern: Pattern, length: int, device: str) -> Callable[..., torch.Tens
 
 
 def flash_window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """flash-attn restricted to the window, if it is installed."""
     flash_attn: Any = importlib.import_module("flash_attn")
     sides = (x.transpose(1, 2) for x in (q, k, v))
     out: torch.Tensor = flash_attn.flash_attn_func(*sides, causal=True, window_size=(STRIDE - 1, 0))
@@ -125,6 +129,7 @@ def flash_window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
 
 
 def natten_window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """NATTEN restricted to the window, if it is installed."""
     natten: Any = importlib.import_module("natten")
     sides = (x.transpose(1, 2) for x in (q, k, v))
     out: torch.Tensor = natten.na1d(*sides, kernel_size=STRIDE, is_causal=True)
@@ -132,10 +137,13 @@ def natten_window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
 
 
 def both_ways(compute: Callable[..., torch.Tensor], q: Any, k: Any, v: Any, dout: torch.Tensor) -> Run:
+    """Return a run of the forward and backward passes."""
     return lambda: torch.autograd.grad(compute(q, k, v), (q, k, v), dout)
 
 
 def one_way(compute: Callable[..., torch.Tensor], q: Any, k: Any, v: Any) -> Run:
+    """Return a run of the forward pass."""
+
     def run() -> object:
         with torch.no_grad():
             return compute(q, k, v)
@@ -307,6 +315,7 @@ def _range(value: list[float]) -> str:
 
 
 def table(rows: list[Row]) -> str:
+    """Return the rows as tables of Markdown."""
     lines = [
         "| device | dtype | n | what | ours ms (middle half) | rival | rival ms (middle half) "
         "| speed-up | asked | pair ceiling | ns per pair |",
@@ -334,6 +343,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     parser = Parser(prog="mst bench attention", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument(
         "--device", choices=("cpu", "cuda", "all"), default="all", help="where to measure (default: all)"

@@ -20,7 +20,6 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from mst_scale.sparse_linear.tiles import gradient_tiles, product_tiles, sum_warps
 
 from mst_scale.comm.parser import Parser
 
@@ -46,11 +45,13 @@ class Case:
     dtype: str = "bf16"
 
     def build(self) -> Built:
+        """Compile the case."""
         makes = {"head": _attention, "side": _block, "bytes": _zeroing}
         return makes[self.size_name](self)
 
     @property
     def size_name(self) -> str:
+        """What `size` is the size of."""
         if self.kernel == "_zero_inactive":
             return "bytes"
         return "head" if self.kernel in ("_forward", "_backward_queries", "_backward_keys") else "side"
@@ -96,6 +97,8 @@ def _attention(case: Case) -> Built:
 
 def block_cases(target: Target, kernel: str, side: int) -> Iterator[Case]:
     """Every tile: y and dX, dW at once and in parts."""
+    from mst_scale.sparse_linear.block import gradient_tiles, product_tiles, sum_warps
+
     if kernel == "_product":
         sizes = product_tiles(target.capability, side)
         kinds: list[dict[str, Any]] = [{"BIAS": True, "weight_input": 1}, {"BIAS": False, "weight_output": 1}]
@@ -148,6 +151,7 @@ KERNELS = {
 
 
 def cases(kernels: Iterable[str] = tuple(KERNELS), targets: Iterable[Target] = TARGETS) -> Iterator[Case]:
+    """Yield every case of these kernels and targets."""
     for target, kernel in itertools.product(targets, kernels):
         make, sizes = KERNELS[kernel]
         for size in sizes:
@@ -155,6 +159,7 @@ def cases(kernels: Iterable[str] = tuple(KERNELS), targets: Iterable[Target] = T
 
 
 def rows(chosen: Iterable[Case]) -> list[Row]:
+    """Compile these cases and return one row per line."""
     lines: dict[tuple[Any, ...], list[tuple[Case, Built]]] = {}
     for case in chosen:
         lines.setdefault(case.line, []).append((case, case.build()))
@@ -185,6 +190,7 @@ def _row(variants: list[tuple[Case, Built]]) -> Row:
 
 
 def table(found: Sequence[Row]) -> str:
+    """Return the rows as tables of Markdown."""
     head = ["kernel", "of", "GPU", "tile", "warps, stages", "registers", "stack", "shared KiB"]
     head += ["programs (warps)", "limited by", "instruction", "copies"]
     lines = []
@@ -199,6 +205,7 @@ def table(found: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     parser = Parser(
         prog="mst bench compiled", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -61,6 +61,7 @@ COMMAND = (sys.executable, "-m", "mst_scale.benchmarks.gpu_day")
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
     found = Parser(prog="mst bench gpu_day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = found.add_argument
     option("--group", choices=list(GROUPS), help="the parts of one command (default: all groups)")
@@ -77,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(given)
     work = options.work or options.out.with_name(options.out.name + ".work")
@@ -104,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def refuse_without_gpu() -> None:
+    """Raise UserError if there is no CUDA device."""
     import torch
 
     if not torch.cuda.is_available():
@@ -151,6 +154,7 @@ def _usable() -> bool:
 
 
 def processes(part: Part) -> int:
+    """Return the number of processes that share the cases of a part."""
     return min(part.at_once, os.cpu_count() or 1)
 
 
@@ -170,6 +174,7 @@ class Day:
         self.began, self.told, self.telling = self.clock(), len(Book(out).ends), threading.Lock()
 
     def run(self, part: Part) -> None:
+        """Run a part until its cases or its time are over."""
         end = min(self.deadline, self.clock() + 60 * part.minutes)
         if self.deadline - self.clock() < LEAST_SECONDS:
             self._say(f"{part.name}: no time is left")

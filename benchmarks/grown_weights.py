@@ -31,6 +31,7 @@ INTERVAL, WARM, RATE = 40, 100, 3e-3
 
 
 def train(sampler: Any, grown_moments: str, beta2: float, steps: int) -> Row:
+    """Train one run and return its row."""
     import mst_scale
     from mst_scale.config import ModelConfig
     from mst_scale.models.gpt import GPT
@@ -86,6 +87,7 @@ def train(sampler: Any, grown_moments: str, beta2: float, steps: int) -> Row:
 
 
 def run(data: str, steps: int) -> list[Row]:
+    """Measure and return all rows."""
     from mst_scale import comm
     from mst_scale.data.corpus import open_tokens
     from mst_scale.data.prepare import ensure
@@ -98,6 +100,7 @@ def run(data: str, steps: int) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
+    """Return the rows as tables of Markdown."""
     lines = []
     for r in rows:
         updates = ", ".join(f"{u:.2f}" for u in r["first_updates"])
@@ -108,6 +111,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     parser = Parser(
         prog="mst bench grown_weights",
         description=__doc__,

@@ -21,11 +21,10 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from mst_scale.sparse_linear.mkl import MKLIndex
 
 from mst_scale.comm.parser import Parser, at_least
 from mst_scale.errors import UserError
-from mst_scale.sparse_linear import cpp, crossovers
+from mst_scale.sparse_linear import cpu, crossovers
 from mst_scale.sparse_linear.measuring import Layer, crossover
 
 from . import linear_cuda
@@ -45,14 +44,17 @@ ASKED = {("float32", 0.96): 5.0, ("float32", 0.9): 2.5, ("bfloat16", 0.96): 2.5}
 
 
 def alternate(runs: Sequence[Run], seconds: float) -> list[list[float]]:
+    """Return the milliseconds of each run, in turns."""
     return for_seconds(runs, seconds, least=5)
 
 
 def layer_of(dtype: str, shape: tuple[int, int]) -> Layer:
+    """Return the tensors of a layer of this shape."""
     return Layer(dtype, shape, TOKENS.get(shape, 2048))
 
 
 def row_of(layer: Layer, sparsity: float, ours: list[float], rival: str, theirs: list[float]) -> Row:
+    """Return the row of a comparison."""
     row = {
         "what": "forward + gradients",
         "dtype": layer.dtype,
@@ -72,7 +74,7 @@ def compare(dtype: str, shape: tuple[int, int], sparsities: Sequence[float], sec
     layer = layer_of(dtype, shape)
     runs = [layer.dense(), *(layer.sparse(s) for s in sparsities)]
     with_mkl = [s for s in sparsities if s >= 0.9] if shape == UP and dtype == "float32" else []
-    runs += [layer.sparse(s, MKLIndex) for s in with_mkl]
+    runs += [layer.sparse(s, cpu.MKLIndex) for s in with_mkl]
     dense, *others = alternate(runs, seconds)
     ours = dict(zip(sparsities, others, strict=False))
     rows = [row_of(layer, s, ours[s], DENSE, dense) for s in sparsities]
@@ -92,7 +94,7 @@ def _crossover_row(crossed: float | None, least: float) -> Row:
 def tune(dtypes: Sequence[str], seconds: float) -> list[Row]:
     """Measure crossovers for one thread and for all, of the compiled kernel and of MKL, which is used where no compiler
     is; keep them in the table that `auto` reads."""
-    everything, kinds = torch.get_num_threads(), {"cpu": cpp.CompiledIndex, "mkl": MKLIndex}
+    everything, kinds = torch.get_num_threads(), {"cpu": cpu.CompiledIndex, "mkl": cpu.MKLIndex}
     found: list[Row] = []
     for threads in sorted({1, everything}):
         torch.set_num_threads(threads)
@@ -121,6 +123,7 @@ def tune(dtypes: Sequence[str], seconds: float) -> list[Row]:
 
 
 def run(dtypes: Sequence[str], seconds: float, quick: bool = False) -> list[Row]:
+    """Measure and return all rows."""
     rows: list[Row] = []
     for dtype in dtypes:
         for shape, sparsities in CASES[:1] if quick else CASES:
@@ -129,6 +132,7 @@ def run(dtypes: Sequence[str], seconds: float, quick: bool = False) -> list[Row]
 
 
 def table(rows: list[Row]) -> str:
+    """Return the rows as tables of Markdown."""
     lines = [
         "| dtype | layer | tokens | sparsity | ours ms (middle half) | rival | rival ms (middle half) "
         "| speed-up | asked |",
@@ -148,6 +152,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     device = Parser(prog="mst bench linear", add_help=False)
     device.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: single weights")
@@ -166,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    if (reason := cpp.why_not()) is not None:
+    if (reason := cpu.why_not_compiled()) is not None:
         raise UserError(f"the compiled kernel cannot be had: {reason}")
     if options.tune:
         tune(options.dtype, options.seconds)

@@ -44,6 +44,7 @@ Rates = dict[str, float]
 
 
 def machine() -> dict[str, Any]:
+    """Describe the GPU and the versions."""
     about: dict[str, Any] = {"torch": torch.__version__, "device": NO_DEVICE}
     if torch.cuda.is_available():
         import triton
@@ -65,6 +66,7 @@ def block_mask(outputs: int, inputs: int, side: int, sparsity: float, device: st
 
 
 def device_ms(run: Run) -> float:
+    """Return the milliseconds of a run by the device's clock."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
@@ -104,6 +106,7 @@ class Layer:
         self.weight = draw(self.outputs, self.inputs)
 
     def dense(self) -> dict[str, Run]:
+        """The dense products."""
         return {
             "y": lambda: self.x @ self.weight.T,
             "dx": lambda: self.dy @ self.weight,
@@ -111,6 +114,7 @@ class Layer:
         }
 
     def sparse(self, active: torch.Tensor, side: int) -> dict[str, Run]:
+        """The products with the active blocks."""
         from mst_scale.sparse_linear.block import BlockIndex
 
         index, weight = BlockIndex(active, side), self.weight.masked_fill(~active, 0)
@@ -122,6 +126,7 @@ class Layer:
 
 
 def describe(layer: tuple[int, int], tokens: int, side: int, sparsity: float, product: str) -> Row:
+    """Return what a row was measured on."""
     return {
         "product": product,
         "layer": f"{layer[0]}→{layer[1]}",
@@ -159,11 +164,13 @@ def two_of_four(layer: Layer, rounds: int, clock: Any = device_ms) -> Row:
 
 
 def unmeasured(width: int, side: int, sparsity: float, product: str) -> Row:
+    """Return a row without times."""
     nothing = {"ours_ms": None, "rival_ms": None, "speedup": None, "roofline": None, "why": NO_DEVICE}
     return {**describe((width, 4 * width), TOKENS, side, sparsity, product), **nothing}
 
 
 def run(sides: Sequence[int], widths: Sequence[int], rounds: int) -> list[Row]:
+    """Measure and return all rows."""
     cases = [(side, sparsity) for side in sides for sparsity in SPARSITIES]
     if not torch.cuda.is_available():
         return [unmeasured(width, *case, product) for width in widths for case in cases for product in PRODUCTS]
@@ -214,6 +221,7 @@ def tune(sides: Sequence[int], widths: Sequence[int], rounds: int) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
+    """Return the rows as tables of Markdown."""
     lines = ["| layer | block | sparsity | product | ours ms | dense ms | speed-up | roofline |", "|" + "---|" * 8]
     for r in rows:
         start = f"| {r['layer']} | {r['block']} | {r['sparsity']:.0%} | {r['product']} |"
@@ -226,6 +234,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     parser = Parser(
         prog="mst bench linear --device cuda",
         description=__doc__,

@@ -55,6 +55,7 @@ def step_of(pattern: Pattern, dtype: str, length: int, device: str) -> Run:
 
 
 def compare(dtype: str, length: int, device: str, seconds: float, pattern: Pattern) -> Row:
+    """Compare a layer with sparse attention with the same layer with dense flash attention."""
     runs = [step_of(side, dtype, length, device) for side in (pattern, DENSE)]
     mine, theirs = for_seconds(runs, seconds, least=3, most=40, device=torch.device(device))
     row = {
@@ -74,6 +75,7 @@ def compare(dtype: str, length: int, device: str, seconds: float, pattern: Patte
 
 
 def peak_memory(pattern: Pattern, dtype: str, length: int, device: str) -> int | None:
+    """Return the peak memory of one forward and backward pass, in bytes."""
     if device == "cuda":
         torch.cuda.empty_cache()
         return _peak(pattern, dtype, length, device, torch.get_num_threads())
@@ -98,6 +100,7 @@ def _time(row: Row, side: str) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
+    """Return the rows as tables of Markdown."""
     head = (
         "device", "dtype", "tokens", "pattern", "ours s (middle half)", "dense s (middle half)", "ours tokens/s",
         "dense tokens/s", "speed-up", "pair ceiling", "rounds", "ours MiB", "dense MiB",
@@ -118,6 +121,7 @@ def _or_dash(value: int | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     parser = Parser(prog="mst bench long", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (default: cpu)")
     parser.add_argument("--lengths", type=at_least(1), nargs="+", default=list(LENGTHS), help="tokens of a sequence")

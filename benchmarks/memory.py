@@ -16,6 +16,7 @@ import torch
 
 
 def held(device: str) -> int | None:
+    """Return how many bytes this process holds; None if that is unknown."""
     return torch.cuda.memory_allocated() if device == "cuda" else _resident("VmRSS")
 
 

@@ -34,6 +34,7 @@ EVERY, PHASE = 500, 10_000
 
 
 def run(rounds: int) -> list[Row]:
+    """Measure and return all rows."""
     import mst_scale
     from mst_scale import comm
     from mst_scale.config import ModelConfig, load
@@ -79,6 +80,7 @@ def run(rounds: int) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
+    """Return the rows as tables of Markdown."""
     lines = []
     for r in rows:
         low, high = r["ours_range"]
@@ -89,6 +91,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     parser = Parser(
         prog="mst bench observer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

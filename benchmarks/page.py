@@ -77,6 +77,7 @@ def page(doc: str | None, command: str, about: Row, table: str) -> str:
 
 
 def facts(about: Row) -> str:
+    """Return names and values on one line."""
     return ", ".join(f"{key} {value}" for key, value in about.items())
 
 

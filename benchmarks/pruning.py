@@ -87,6 +87,7 @@ def steps_to(loss: float, loss_after: Callable[[int], float], longest: int) -> i
 
 
 def final_loss(run: Path) -> float:
+    """Return the last validation loss of a run."""
     from mst_scale.runs import metrics
 
     return float(list(metrics.read(run / "metrics.jsonl"))[-1]["val_loss"])
@@ -126,6 +127,7 @@ def look_at(run: Path) -> Found:
 
 
 def measure(data: str, runs: Path, seeds: int, steps: int) -> list[Row]:
+    """Train and prune all runs, and return a row per method."""
     from mst_scale.data.prepare import ensure
 
     ensure(data, "package:sympy", "byte")
@@ -143,6 +145,7 @@ def measure(data: str, runs: Path, seeds: int, steps: int) -> list[Row]:
 
 
 def row_of(name: str, found: list[Found]) -> Row:
+    """Return the row of a method from its runs."""
     row: Row = {"method": name, "steps": [one.steps for one in found], "seeds": len(found), **LOSSES}
     row["kurtosis"] = round(statistics.fmean(one.kurtosis for one in found), 2)
 
@@ -158,6 +161,8 @@ def row_of(name: str, found: list[Found]) -> Row:
 
 
 def table(rows: list[Row]) -> str:
+    """Return the rows as tables of Markdown."""
+
     def cell(row: Row, what: str, sign: str = "") -> str:
         return f"{row[what]:{sign}.4f} ± {row[f'{what} range']:.4f}"
 
@@ -173,6 +178,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     parser = Parser(prog="mst bench pruning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="corpora/sympy-byte", metavar="DIR", help="made if it is not there")
     parser.add_argument("--runs", default="runs/pruning", type=Path, metavar="DIR", help="where the runs are kept")

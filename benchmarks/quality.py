@@ -48,6 +48,7 @@ SHAPE = {
 
 
 def blocks(side: int) -> list[str]:
+    """Return the arguments for masks made of blocks."""
     return ["--set", f'mst.topology.granularity={{"block": {side}, "min_blocks": 0}}']
 
 
@@ -76,6 +77,7 @@ def one_run(words: Sequence[str], ranks: Any) -> Row:
 
 
 def read(metrics: Path) -> Row:
+    """Return the results of a run from its metrics."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     last = rows[-1]
     return {
@@ -142,6 +144,7 @@ def measure(options: argparse.Namespace, variants: Mapping[str, Sequence[str]]) 
 
 
 def table(rows: Sequence[Row]) -> str:
+    """Return the rows as tables of Markdown."""
     first = rows[0]["variant"]
     lines = []
     for r in rows:
@@ -152,12 +155,14 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def settings_of(options: argparse.Namespace, variants: Mapping[str, Sequence[str]]) -> str:
+    """List the settings of every variant, for the results page."""
     listed = "\n".join(f"{name}: {' '.join(words) or '(as above)'}" for name, words in variants.items())
     shared = "\n".join(options.set)
     return f"Settings on top of {options.config}:\n\n```\n{shared}\n\n{listed}\n```"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     parser = Parser(prog="mst bench quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--config", default=CONFIG, metavar="C", help="the experiment that variants vary (default: %(default)s)"

@@ -17,6 +17,7 @@ from . import study
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     given = list(arguments or ())
     if {"-h", "--help"} & {*given}:
         print(__doc__)

@@ -118,6 +118,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
+    """Return the rows as tables of Markdown."""
     head = [
         "kind", "ranks", "sequences a rank", "MST ms (middle half)", "dense ms (middle half)", "speed-up",
         "tokens/s MST / dense", "efficiency MST / dense", "communication ms MST / dense",
@@ -142,6 +143,7 @@ def setting_of(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
     found = Parser(prog="mst bench scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = found.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", metavar="C", help="the experiment: a file, or a ready config by name")
@@ -160,6 +162,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     options = parser().parse_args(arguments)
     for ranks in options.ranks if "strong" in options.kinds and options.config else ():
         if options.micro * max(options.ranks) % ranks:

@@ -59,6 +59,7 @@ def here(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def launched() -> bool:
+    """Return whether a launcher started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -76,6 +77,7 @@ def measured(words: Sequence[str]) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
     found = Parser(prog="mst bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--config", required=True, metavar="C", help="the experiment: a file, or a ready config by name")
     found.add_argument("--method", metavar="M", help="overrides mst.method of our side")
@@ -127,6 +129,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     device = Parser(prog="mst bench step", add_help=False, allow_abbrev=False)
     device.add_argument("--device", choices=("cuda",))

@@ -120,10 +120,12 @@ class Stepper:
         self.micro_batches = experiment.deepspeed["gradient_accumulation_steps"]
 
     def compile(self) -> None:
+        """Compile the model's blocks with torch.compile."""
         for block in self.engine.module.blocks:
             block.compile(dynamic=False)
 
     def steps(self, count: int) -> None:
+        """Take optimizer steps."""
         with self._attention():
             for _ in range(count * self.micro_batches):
                 self.engine.backward(self.engine(self.tokens, self.targets))
@@ -137,6 +139,7 @@ class Stepper:
         return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True)
 
     def close(self) -> None:
+        """Free the engine and its memory."""
         self.engine.destroy()
         self.engine = None
         if torch.cuda.is_available():
@@ -164,10 +167,12 @@ def stay_at(stepper: Stepper, step: int) -> None:
 
 
 def described(shape: Shape, variant: str) -> Row:
+    """Return what a row was measured on."""
     return {"variant": variant, "parameters": shape.parameters, "goal": shape.goal, "baseline": BASELINE}
 
 
 def unmeasured(why: str) -> Row:
+    """Return the columns of a row without times."""
     return {"ours_ms": None, "baseline_ms": None, "speedup": None, "why": why}
 
 
@@ -213,6 +218,7 @@ def compare(ours: Stepper, dense: Stepper, rounds: int) -> Row:
 
 
 def peak(stepper: Stepper) -> int | None:
+    """Return the peak memory of a step, in bytes."""
     if not torch.cuda.is_available():
         return None
     torch.cuda.reset_peak_memory_stats()
@@ -250,6 +256,7 @@ def dense_stepper(shape: Shape, micro_batches: int, tiny: bool = False) -> Stepp
 
 
 def run(shapes: Sequence[str], variants: Sequence[str], micro_batches: int, rounds: int) -> list[Row]:
+    """Measure and return all rows."""
     rows: list[Row] = []
     for shape in (SHAPES[name] for name in shapes):
         if not torch.cuda.is_available():
@@ -269,6 +276,7 @@ def run(shapes: Sequence[str], variants: Sequence[str], micro_batches: int, roun
 
 
 def table(rows: Sequence[Row]) -> str:
+    """Return the rows as tables of Markdown."""
     head = [
         "width of",
         "variant",
@@ -294,6 +302,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str], measured: Callable[..., Any] | None = None) -> int:
+    """Run the benchmark and print its results."""
     parser = Parser(
         prog="mst bench step --device cuda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -33,6 +33,7 @@ class Bench:
         self.mst, self.dense = pair.mst, pair.dense
 
     def run(self) -> dict[str, Any]:
+        """Measure every phase, and compute the whole run."""
         from mst_scale.costs.ledger import forecast
 
         dtype = next(self.dense.engine.module.parameters()).dtype

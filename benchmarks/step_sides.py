@@ -27,10 +27,12 @@ class Side:
     held: float | None = None  # bytes
 
     def step(self) -> None:
+        """Take one step."""
         self.engine.backward(self.engine(*self.batch))
         self.engine.step()
 
     def step_in_parts(self, watch: Any) -> None:
+        """Take one step with its parts timed."""
         with watch.span("forward"):
             loss = self.engine(*self.batch)
         with watch.span("backward"):

@@ -44,6 +44,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
+        """Measure inside this context."""
         comms_logger.reset_data()
         for timer in timers.get_timers().values():
             timer.reset()
@@ -62,6 +63,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
+        """Add the time inside this context to a part."""
         wait_for(self.device)
         self._open.append(_Span())
         travelled, start = _deepspeeds_ms(), time.perf_counter()

@@ -52,6 +52,7 @@ def both_ways(name: str | None, shape: tuple[int, int], dtype: torch.dtype, devi
 
 
 def measure(shapes: Sequence[tuple[int, int]], dtypes: Sequence[str], device: str, seconds: float) -> list[Row]:
+    """Return a row for each method, dtype and shape."""
     rows, where = [], torch.device(device)
     for dtype in dtypes:
         for shape in shapes:
@@ -64,6 +65,8 @@ def measure(shapes: Sequence[tuple[int, int]], dtypes: Sequence[str], device: st
 
 
 def table(rows: list[Row]) -> str:
+    """Return the rows as tables of Markdown."""
+
     def times(row: Row, whose: str) -> str:
         low, high = row[f"{whose}_range"]
         return f"{row[f'{whose}_ms']:.1f} ({low:.1f} – {high:.1f})"
@@ -77,6 +80,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     parser = Parser(
         prog="mst bench structured", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

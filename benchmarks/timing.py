@@ -18,6 +18,7 @@ CPU = torch.device("cpu")
 
 
 def wait_for(device: torch.device) -> None:
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

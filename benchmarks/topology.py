@@ -168,6 +168,7 @@ def run(
 
 
 def table(rows: list[Row]) -> str:
+    """Return the rows as tables of Markdown."""
     lines = []
     for row in rows:
         theirs = "–" if row["rival_ms"] is None else f"{row['rival_ms']:,.1f} ({_span(row['rival_range'])})"
@@ -205,6 +206,7 @@ def _span(ends: list[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     parser = Parser(prog="mst bench topology", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2], help="processes (default: 1 2)")
     parser.add_argument(

@@ -78,6 +78,7 @@ class State:
 
 
 def ours(state: State, exchange: Exchange) -> None:
+    """Take one topology step with `evolve`."""
     evolve(state.layers, policy=POLICIES["mst"], update_fraction=ZETA, seed=0, step=50_000, exchange=exchange)
 
 

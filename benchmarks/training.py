@@ -41,6 +41,7 @@ LOOP_MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "seq_length": 256, "voca
 
 
 def config(model: dict[str, Any], ranks: int, sequences: int, **blocks: Any) -> dict[str, Any]:
+    """Return the DeepSpeed config of a side."""
     return {
         "train_micro_batch_size_per_gpu": sequences,
         "gradient_accumulation_steps": 1,
@@ -86,6 +87,7 @@ def loop(ranks: Any, rounds: int) -> Row:
 
 
 def masked(ranks: Any, rounds: int) -> list[Row]:
+    """Compare steps with and without masks, topology steps and drift checks."""
     import mst_scale
     from mst_scale.config import ModelConfig
     from mst_scale.models.gpt import GPT
@@ -139,6 +141,7 @@ def masked(ranks: Any, rounds: int) -> list[Row]:
 
 
 def row(what: str, rival: str, ours: list[float], theirs: list[float], steps: int = 1) -> Row:
+    """Return the row of a comparison."""
     pairs = [a / b - 1 for a, b in zip(ours, theirs, strict=True)]
     mine, other = (1e3 * statistics.median(times) / steps for times in (ours, theirs))
     return {
@@ -176,6 +179,7 @@ def here(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
 
 
 def table(rows: list[Row]) -> str:
+    """Return the rows as tables of Markdown."""
     head = ["what", "ranks", "ours ms (middle half)", "rival", "rival ms (middle half)", "we add", "asked"]
     lines = []
     for r in rows:
@@ -188,6 +192,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     parser = Parser(
         prog="mst bench training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,17 +1,17 @@
-"""Linear layers cut over a group of ranks, as Megatron cuts them.
+"""Linear layers split over a group of ranks, as in Megatron.
 
     y = x Wᵀ + b        W is (out, in)
 
-    ColumnLinear    a rank holds some rows of W, and gives those columns of y. x is whole on every rank, and the
-                    gradient of x is the sum over ranks: one all-reduce in backward.
-    RowLinear       a rank holds some columns of W, and takes those columns of x. y is the sum over ranks: one
+    ColumnLinear    a rank holds some rows of W and computes those columns of y. x is whole on every rank, and its
+                    gradient is the sum over ranks: one all-reduce in backward.
+    RowLinear       a rank holds some columns of W and takes those columns of x. y is the sum over ranks: one
                     all-reduce in forward; b, which is whole on every rank, is added once, after it.
 
-One after the other they make a block of which each rank computes 1/size, with one all-reduce each way. All else of a
-model is whole on every rank, with the same values and the same gradients.
+One after the other, they form a block of which each rank computes 1/size, with one all-reduce in each direction.
+Everything else in a model is whole on every rank, with the same values and the same gradients.
 
-A parameter that is cut carries `mst_cut` (shard.Cut: which rows and columns it is), and `tensor_model_parallel`, by
-which DeepSpeed's norms know that its other parts count too; what lacks the mark they count on the first rank only.
+A split parameter carries `mst_cut` (shard.Cut: its rows and columns) and `tensor_model_parallel`, by which DeepSpeed's
+norms know that its other parts count too; parameters without this mark count on the first rank only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import nn
 from mst_scale.comm import Mesh
 from mst_scale.errors import UserError
 from mst_scale.shard import Cut, Range
-from mst_scale.transforms import refuse_transforms
+from mst_scale.transforms import check_not_transformed
 
 KEY = "tensor_parallel.autotp_size"
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -36,7 +36,7 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The ranks that share layers, and this rank's position among them."""
+    """The ranks over which layers are split, and this rank's place among them."""
 
     group: Any
     rank: int
@@ -44,59 +44,59 @@ class TensorGroup:
 
     @classmethod
     def of(cls, mesh: Mesh) -> TensorGroup | None:
-        """Return the tensor-parallel group of a mesh, or None if layers are not split."""
+        """Return the tensor-parallel group of a mesh; None if layers are whole."""
         return cls(mesh.tensor_group, mesh.slice, mesh.sizes.tensor) if mesh.sizes.tensor > 1 else None
 
     def share(self, what: str, count: int) -> Range:
-        """Which of so many equal things are here; `what` is their name in the config."""
+        """Return which of `count` equal items this rank holds; `what` is their name in the config."""
         if count % self.size:
             raise UserError(
-                f"{what} = {count} cannot be cut over {self.size} ranks: choose a multiple, or another {KEY}"
+                f"{what} = {count} cannot be split over {self.size} ranks: choose a multiple, or another {KEY}"
             )
         each = count // self.size
         return self.rank * each, (self.rank + 1) * each
 
     def agreed(self, number: int) -> int:
-        """The first rank's number."""
+        """Return the first rank's number on every rank."""
         box = [number]
         dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.group)
         return box[0]
 
 
-def refuse_dropout(dropout: float) -> None:
-    """Ranks that work on one sequence would have to drop the same values."""
+def check_no_dropout(dropout: float) -> None:
+    """Raise UserError for dropout: ranks that work on one sequence would have to drop the same values."""
     if dropout:
         raise UserError(
-            f"model.dropout = {dropout} does not go with tensor, sequence or pipeline parallelism, whose ranks would "
-            "drop different values: set it to 0"
+            f"model.dropout = {dropout} is not supported with tensor, sequence or pipeline parallelism, whose ranks "
+            "would drop different values: set it to 0"
         )
 
 
 def marked_cut(parameter: torch.Tensor) -> Cut | None:
-    """Which part of a logical parameter this is; None where it is whole."""
+    """Return which part of a logical parameter this is; None if it is whole."""
     return getattr(parameter, "mst_cut", None)
 
 
 def column_linear(
     n_in: int, n_out: int, *, bias: bool, tensor: TensorGroup | None, what: str, parts: int = 1
 ) -> nn.Linear:
-    """A `ColumnLinear`, or a plain one where nothing is cut."""
+    """Return a `ColumnLinear`, or an nn.Linear if layers are not split."""
     if tensor is None:
         return nn.Linear(n_in, n_out, bias=bias)
     return ColumnLinear(n_in, n_out, bias=bias, tensor=tensor, what=what, parts=parts)
 
 
 def row_linear(n_in: int, n_out: int, *, bias: bool, tensor: TensorGroup | None, what: str) -> nn.Linear:
-    """A `RowLinear`, or a plain one where nothing is cut."""
+    """Return a `RowLinear`, or an nn.Linear if layers are not split."""
     if tensor is None:
         return nn.Linear(n_in, n_out, bias=bias)
     return RowLinear(n_in, n_out, bias=bias, tensor=tensor, what=what)
 
 
 class ColumnLinear(nn.Linear):
-    """This rank's rows of an (out, in) matrix: of each of `parts` equal stretches its share, one after the other.
+    """This rank's rows of an (out, in) matrix: its share of each of `parts` equal stretches, one after the other.
 
-    `parts` is 3 for q, k and v in one matrix; `what` names the rows in a refusal.
+    `parts` is 3 for q, k and v in one matrix; `what` names the rows in error messages.
     """
 
     def __init__(self, n_in: int, n_out: int, *, bias: bool, tensor: TensorGroup, what: str = "rows", parts: int = 1):
@@ -104,7 +104,7 @@ class ColumnLinear(nn.Linear):
         rows = tuple((start + part * (n_out // parts), stop + part * (n_out // parts)) for part in range(parts))
         super().__init__(n_in, parts * (stop - start), bias=bias)
         self.tensor = tensor
-        self.product: Product = F.linear  # mst_scale.sparse_linear puts its own here
+        self.product: Product = F.linear  # replaced by mst_scale.sparse_linear
         _mark(self.weight, Cut((n_out, n_in), rows, ((0, n_in),)))
         if bias:
             _mark(self.bias, Cut((n_out,), rows, ((0, 1),)))
@@ -123,7 +123,7 @@ class RowLinear(nn.Linear):
         start, stop = tensor.share(what, n_in)
         super().__init__(stop - start, n_out, bias=bias)
         self.tensor = tensor
-        self.product: Product = F.linear  # mst_scale.sparse_linear puts its own here
+        self.product: Product = F.linear  # replaced by mst_scale.sparse_linear
         _mark(self.weight, Cut((n_out, n_in), ((0, n_out),), ((start, stop),)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,15 +140,15 @@ def _mark(parameter: Any, cut: Cut) -> None:
 
 
 def copied(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The same values on every rank; the gradient is the sum of theirs."""
-    refuse_transforms("tensor parallelism", "run the model on one rank", x)
+    """Return x, which is equal on every rank; its gradient is the sum of the ranks' gradients."""
+    check_not_transformed("tensor parallelism", "run the model on one rank", x)
     y: torch.Tensor = Copied.apply(x, group)
     return y
 
 
 def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum of the ranks' values; the gradient is the same on every rank already."""
-    refuse_transforms("tensor parallelism", "run the model on one rank", x)
+    """Return the sum of the ranks' values; its gradient is already equal on every rank."""
+    check_not_transformed("tensor parallelism", "run the model on one rank", x)
     y: torch.Tensor = Summed.apply(x, group)
     return y
 

@@ -1,7 +1,7 @@
-"""Says among which tiles a kernel on a GPU chooses: all that it may take, or the one of a number.
+"""Chooses the tiles that a GPU kernel measures: all that it supports, or a single one by number.
 
-It measures them at its first launch, and has to compile each. MST_SCALE_TILE=0 takes the first of every list instead, 1
-the second (of a shorter list, from its start again): for checks of what is computed, not of how fast.
+Kernels measure their tiles at the first launch, and have to compile each. MST_SCALE_TILE=0 uses the first tile of every
+list instead, 1 the second (wrapping around in shorter lists): for checks of results, not of speed.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ VARIABLE = "MST_SCALE_TILE"
 
 
 def among(tiles: Sequence[T]) -> tuple[T, ...]:
+    """Return the tiles to choose from: all, or the one that MST_SCALE_TILE names."""
     number = os.environ.get(VARIABLE, "")
     if not number:
         return tuple(tiles)
     if not number.isdecimal():
-        raise UserError(f"{VARIABLE}={number}: give the number of a tile, 0 for the first, or nothing to measure all")
+        raise UserError(f"{VARIABLE}={number}: give the number of a tile (0 for the first), or unset it to measure all")
     return (tiles[int(number) % len(tiles)],)
 
 
 @contextlib.contextmanager
 def one() -> Iterator[None]:
-    """Within it kernels take one tile and measure none: the first, where MST_SCALE_TILE says no other."""
+    """Inside this context kernels use one tile without measuring: the first, unless MST_SCALE_TILE names another."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = before or "0"
     try:

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mst_scale.sparse_linear.mkl import MKLIndex
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -29,7 +28,7 @@ from mst_scale.methods import METHODS
 from mst_scale.methods.baselines.n_of_m import kept_both_ways, kept_of, soft_threshold
 from mst_scale.methods.baselines.top_kast import largest
 from mst_scale.models.cross_entropy import cross_entropy
-from mst_scale.sparse_linear import Product, SparseLayers, cpp, semi_structured
+from mst_scale.sparse_linear import Product, SparseLayers, cpu, semi_structured
 from mst_scale.sparse_linear.narrow import NarrowIndex
 from mst_scale.tensor_parallel import copied, summed
 from tests.support.triton_interpreter import interpret
@@ -99,7 +98,7 @@ def with_extra_gradients(w: Tensor) -> Tensor:
     return w * moved - (w * (moved & ~used)).detach()
 
 
-HEAD = sparse(cpp.CompiledIndex(ACTIVE))
+HEAD = sparse(cpu.CompiledIndex(ACTIVE))
 
 
 def head(x: Tensor, w: Tensor) -> Tensor:
@@ -124,20 +123,20 @@ def attended(backend: str) -> Layer:
 
 CASES = {
     "compiled": Case(
-        "sparse_linear/derivatives:Linear", sparse(cpp.CompiledIndex(ACTIVE)), masked(ACTIVE), X, W, BACKEND
+        "sparse_linear/derivatives:Linear", sparse(cpu.CompiledIndex(ACTIVE)), masked(ACTIVE), X, W, BACKEND
     ),
     "compiled, dense gradient": Case(
-        "sparse_linear/derivatives:Product", sparse(cpp.CompiledIndex(ACTIVE), True), F.linear, X, W * ACTIVE,
+        "sparse_linear/derivatives:Product", sparse(cpu.CompiledIndex(ACTIVE), True), F.linear, X, W * ACTIVE,
         BACKEND,
     ),
-    "MKL": Case("sparse_linear/derivatives:InputGradient", sparse(MKLIndex(ACTIVE)), masked(ACTIVE), X, W, BACKEND),
+    "MKL": Case("sparse_linear/derivatives:InputGradient", sparse(cpu.MKLIndex(ACTIVE)), masked(ACTIVE), X, W, BACKEND),
     "MKL, dense gradient": Case(
-        "sparse_linear/derivatives:WeightGradient", sparse(MKLIndex(ACTIVE), True), F.linear, X, W * ACTIVE, BACKEND
+        "sparse_linear/derivatives:WeightGradient", sparse(cpu.MKLIndex(ACTIVE), True), F.linear, X, W * ACTIVE, BACKEND
     ),
     "narrow": Case("sparse_linear/narrow:_Kept", sparse(NarrowIndex(WHOLE)), masked(WHOLE), X, W, BACKEND),
     "narrow, placed": Case("sparse_linear/narrow:_Placed", sparse(NarrowIndex(WHOLE)), masked(WHOLE), X, W, BACKEND),
     "sparse head": Case(
-        "sparse_linear/cpp:_CrossEntropy", head, lambda x, w: plain_loss(x, w * ACTIVE), X, W, BACKEND, second=False
+        "sparse_linear/cpu:_CrossEntropy", head, lambda x, w: plain_loss(x, w * ACTIVE), X, W, BACKEND, second=False
     ),
     "cross-entropy": Case(
         "models/cross_entropy:_CrossEntropy", lambda x, w: cross_entropy(F.linear(x, w), TARGETS), plain_loss, X, W,

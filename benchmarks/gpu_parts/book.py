@@ -22,6 +22,7 @@ class Book:
         self.read()
 
     def read(self) -> None:
+        """Read the file again."""
         self.began: dict[tuple[str, str], int] = {}  # by which of the part's processes
         self.found: dict[tuple[str, str], Row] = {}
         self.ends: list[Row] = []  # as they came
@@ -52,10 +53,12 @@ class Book:
         append(self.path, {"machine": machine})
 
     def started(self, part: str, case: str, process: int) -> None:
+        """Record the start of a case."""
         append(self.path, {"part": part, "case": case, "began": process})
         self.read()
 
     def ended(self, part: str, case: str, row: Row, seconds: float) -> None:
+        """Record the result of a case."""
         about = {"part": part, "case": case, "start": self.machine.get("start")}
         append(self.path, {**about, **row, "seconds": round(seconds, 2)})
         self.read()
@@ -76,10 +79,12 @@ class Book:
         return next((case for (name, case), by in self.began.items() if (name, by) == (part, process)), None)
 
     def of(self, part: str) -> list[Row]:
+        """Return the rows of a part."""
         return [row for (name, _), row in self.found.items() if name == part]
 
     @property
     def rows(self) -> list[Row]:
+        """The last row of every case."""
         return list(self.found.values())
 
     @property
@@ -88,6 +93,7 @@ class Book:
         return [row for row in self.rows if "failed" in row or row.get("fine") is False]
 
     def summary(self) -> str:
+        """Count the cases, and those that failed or are unfinished."""
         left = sum("unfinished" in row for row in self.rows)
         words = [f"{len(self.rows)} cases", f"{len(self.bad)} wrong or failed"]
         return ", ".join([*words, *([f"{left} not finished"] if left else [])])

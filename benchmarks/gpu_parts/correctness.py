@@ -77,6 +77,8 @@ def kernels(where: Where) -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Attention:
+    """One case of the attention kernels."""
+
     dtype: torch.dtype
     length: int
     head_dim: int
@@ -87,10 +89,12 @@ class Attention:
 
 
 def of_finding(found: Finding) -> Row:
+    """Return the row of a check of `mst doctor`."""
     return {"said": found.said} | ({} if found.verdict == SKIP else {"fine": found.verdict != WRONG})
 
 
 def attention_case(where: Where, how: Attention) -> Row:
+    """Compare an attention kernel with its definition."""
     os.environ[tile_choice.VARIABLE] = str(how.tile)
     generator, pattern, dtype = torch.Generator().manual_seed(0), how.pattern, how.dtype
     shapes = [(1, heads, how.length, how.head_dim) for heads in (4, how.key_heads, how.key_heads, 4)]
@@ -110,6 +114,7 @@ def attention_case(where: Where, how: Attention) -> Row:
 
 
 def block_case(where: Where, dtype: torch.dtype, shape: tuple[int, int], side: int, tile: int) -> Row:
+    """Compare a block kernel with its definition."""
     from ..linear_cuda import block_mask
 
     if (reason := linear_dispatch.why_not("block", where.device, dtype, shape, side)) is not None:
@@ -137,6 +142,7 @@ def masking_case(where: Where, dtype: torch.dtype) -> Row:
 
 
 def of_error(error: checks.Error) -> Row:
+    """Return the row of a largest error and its bound."""
     said = f"{error.what} is off by {error.error:.1e}, {error.bound:.1e} is allowed"
     return {"said": said, "fine": error.fine, "what": error.what, "error": error.error, "bound": error.bound}
 
@@ -145,6 +151,7 @@ def of_error(error: checks.Error) -> Row:
 
 
 def masks(where: Where) -> Iterator[Case]:
+    """Yield topology steps, computed on the GPU and on the CPU from equal inputs."""
     size = (64, 48) if where.tiny else (3072, 768)
     for name, dtype in product(("mst", "rigl", "set", "mest", "snfs"), (torch.float32, torch.bfloat16)):
         for side in (1,) if name != "mst" else (1, 16):
@@ -160,6 +167,7 @@ def mask_case(where: Where, name: str, dtype: torch.dtype, size: tuple[int, int]
 
 
 def digests(device: torch.device, name: str, dtype: torch.dtype, size: tuple[int, int], side: int) -> list[int]:
+    """Return digests of the masks after some topology steps."""
     granularity = Elements() if side == 1 else Blocks(side, 2)
     mask = LayerMask(Shard.whole("w", size), device)
     numel = math.prod(granularity.grid_shape(size))
@@ -192,6 +200,7 @@ class Training:
 
     @property
     def name(self) -> str:
+        """The name of the case."""
         kind = self.granularity
         of = kind if isinstance(kind, str) else f"blocks of {kind['block']}"
         return f"mst, ZeRO {self.stage}, {self.dtype}, {of}, {STEPS} steps"
@@ -217,6 +226,7 @@ def training(where: Where) -> Iterator[Case]:
 
 
 def on_device(where: Where, run: Training) -> Row:
+    """Train on this device and on the CPU, and compare the losses."""
     rows = trained(where, where.device, run)
     losses = [row["loss"] for row in rows]
     fine = losses[0] - losses[-1] > 2 * LOSS_BOUNDS[run.dtype]
@@ -312,4 +322,5 @@ def corpus(work: Path) -> Path:
 
 
 def short(dtype: torch.dtype) -> str:
+    """Return the short name of a dtype."""
     return str(dtype).removeprefix("torch.")

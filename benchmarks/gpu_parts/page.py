@@ -11,6 +11,7 @@ from .part import Part
 
 
 def page(book: Book, parts: Iterable[Part]) -> str:
+    """Return the page of a GPU day."""
     from .. import attention, linear_cuda, step_cuda
 
     tables = {"attention": attention.table, "linear": linear_cuda.table, "step": step_cuda.table}

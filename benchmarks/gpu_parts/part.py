@@ -24,6 +24,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Part:
+    """A part of a GPU day."""
+
     name: str
     group: str
     """Of the parts that one command runs."""
@@ -40,6 +42,7 @@ class Part:
     """Processes that share its cases: what is not timed need not wait for one compiler."""
 
     def cases(self, where: Where) -> Iterator[Case]:
+        """Yield the cases of the part."""
         found: Iterator[Case] = getattr(importlib.import_module(self.module), self.name)(where)
         return found
 
@@ -56,6 +59,7 @@ class Where:
 
     @property
     def device(self) -> str:
+        """The device that cases run on."""
         return "cpu" if self.tiny else "cuda"
 
     @property
@@ -64,6 +68,7 @@ class Where:
         return max(0.0, self.deadline - time.monotonic())
 
     def until(self, deadline: float) -> Where:
+        """Return the same with a deadline."""
         return replace(self, deadline=deadline)
 
     def environment(self) -> dict[str, str]:
@@ -78,6 +83,7 @@ class Where:
         return {**environment(), **({} if self.tiny else caches), **tiny}
 
     def machine(self) -> Row:
+        """Describe the machine and the state of the code."""
         from mst_scale.runs.run_file import git_state
 
         from ..machine import machine

@@ -83,6 +83,7 @@ SHAPES = ((4096, 16384, 8192), (2048, 5632, 16384))
 
 
 def linear(where: Where) -> Iterator[Case]:
+    """Yield block linear layers and 2:4 layers, product by product."""
     shapes = ((32, 128, 40),) if where.tiny else SHAPES
     rates = functools.cache(lambda: _rates(where))
     layers = {

@@ -82,7 +82,7 @@ def plots(plan: Plan, found: Sequence[Outcome]) -> dict[str, tuple[str, Plot]]:
 
 def section(plan: Plan, found: Sequence[Outcome], picture: str | None) -> list[str]:
     """The part of a study's page with these differences; empty if the plan has no reference."""
-    parts = []
+    parts: list[str] = []
     for (size, budget), each in differences(plan, found).items():
         rows = [[one.name, f"{one.mean:+.4f}", f"{one.error:.4f}", str(one.seeds), one.verdict] for one in each]
         parts += [

@@ -38,6 +38,7 @@ def channel_masks(model: torch.nn.Module, heads: int, density: float, seed: int)
 
 
 def living(units: Units, heads: int, density: float, generator: torch.Generator) -> torch.Tensor:
+    """Return which units are active, equally many in each head."""
     groups = 1 if units.kind == "mlp" else heads
     size = units.count // groups
     keep = max(1, round(density * size))
@@ -48,6 +49,7 @@ def living(units: Units, heads: int, density: float, generator: torch.Generator)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     parser = Parser(
         prog="python -m mst_scale.benchmarks.studies.channels",
         description=__doc__,

@@ -57,6 +57,7 @@ def plain(page: str) -> list[str]:
 
 
 def english(text: str) -> bool:
+    """Return whether a text is long enough and in English."""
     words = WORD.findall(text.lower())
     return len(text) >= FEWEST_LETTERS and sum(word in COMMON for word in words) >= COMMON_SHARE * len(words)
 
@@ -123,6 +124,7 @@ def texts(debs: Sequence[Path]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     from mst_scale.data.prepare import prepare
     from mst_scale.data.recipe import Recipe
 

@@ -100,6 +100,7 @@ def measured(plan: Plan, width: int, rounds: int) -> Steps:
 
 
 def density_of(experiment: Experiment) -> float:
+    """Return the share of active weights in the sparsest phase."""
     return round(1 - experiment.mst.sparsity.max, 6)
 
 
@@ -115,6 +116,7 @@ def made(like: Experiment, kind: dict[str, Any], density: float) -> Experiment:
 
 
 def here(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure in this process."""
     threads = options.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
     with aside():
@@ -211,6 +213,8 @@ def _cells(plan: Plan) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], steps: Sequence[Steps], on_gpus: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows as tables of Markdown."""
+
     def spread(low: Any, high: Any) -> str:
         return "" if low is None else f" ({low:.2f} to {high:.2f})"
 
@@ -246,6 +250,7 @@ def _step(of: Sequence[float], dense_ms: Sequence[float]) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
     found = Parser(
         prog="python -m mst_scale.benchmarks.studies.in_time",
         description=__doc__,
@@ -261,6 +266,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
     options = parser().parse_args(arguments)
     found = run_on(1, here, options)
     plan = read_plan(options.study)

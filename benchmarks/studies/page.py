@@ -66,8 +66,9 @@ def written(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path, pictur
             for name in (over_flops, differs if differs in each else worth)
             if name in each
         }
-        for name, (alt, plot) in each.items() if pictures else ():
-            picture(plot, pictures / name, alt)
+        if pictures is not None:
+            for name, (alt, plot) in each.items():
+                picture(plot, pictures / name, alt)
         parts += [_about(found, plan), *(text for name, text in shown.items() if name != differs)]
         parts += [*_tables(plan, found, others), *against.section(plan, found, shown.get(differs))]
         parts += [_notes(found, others), *_law(plan, found, data)]

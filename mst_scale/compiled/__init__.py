@@ -1,16 +1,16 @@
 """Builds the compiled CPU kernels at first use and loads them.
 
-a folder of *.h and kernel.cpp, and simd.h beside this file  →  one shared library, compiled at first use for this very
-CPU (AVX-512, AVX2 or whatever it has)  →  ctypes.
+a folder of *.h and kernel.cpp, and simd.h beside this file  →  one shared library, compiled at first use for exactly
+this CPU (AVX-512, AVX2 or whatever it supports)  →  ctypes.
 
-The sources need a C++17 compiler and OpenMP but no torch headers, so a build takes seconds and its result does not
-depend on the torch version. It lands in a cache folder under a name that holds two digests: one of sources, flags and
-what this processor can do, one of the compiler and what `-march=native` means to it. A machine without a compiler (a
-compute node) takes what another with the same processor has built. A library is written under another name, loaded by a
-process of its own, synced to disk and renamed, so that a build that is interrupted, or a compiler that reports success
-without writing a whole file, leaves nothing behind. One process builds, the others of the same machine wait for it.
+The sources need a C++17 compiler and OpenMP but no torch headers, so a build takes seconds and does not depend on the
+version of torch. The library is put into a cache folder under a name with two digests: one of sources, flags and the
+processor's instructions, one of the compiler and its meaning of `-march=native`. A machine without a compiler (a
+compute node) uses what another machine with the same processor has built. A library is written under a temporary name,
+loaded by a separate process, synced to disk and renamed, so that an interrupted build, or a compiler that reports
+success without writing the whole file, leaves nothing behind. One process builds, and the others on the machine wait.
 
-first_use     says what is compiled and for how long, also of what DeepSpeed compiles
+first_use     logs what is being compiled and for how long, including DeepSpeed's operators
 build_locks   removes the locks of builds that were killed
 """
 
@@ -33,18 +33,18 @@ from mst_scale.compiled import first_use
 
 SHARED = Path(__file__).parent
 FLAGS = ["-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
-FLAGS += ["-fvisibility=hidden"]  # else a library would take the constants of templates from one that is already loaded
+FLAGS += ["-fvisibility=hidden"]  # otherwise a library would take template constants from one that is already loaded
 log = logging.getLogger("mst_scale")
 
 
 def cache_folder() -> Path:
-    """$MST_SCALE_CACHE, else mst_scale in $XDG_CACHE_HOME or ~/.cache."""
+    """Return $MST_SCALE_CACHE, or mst_scale in $XDG_CACHE_HOME or ~/.cache."""
     own = os.environ.get("MST_SCALE_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mst_scale"
 
 
 def compiler() -> list[str] | None:
-    """$CXX ("ccache g++" too), else the first of g++, clang++, c++ on the path."""
+    """Return the command in $CXX (such as "ccache g++"), or the first of g++, clang++ and c++ on the path."""
     named = shlex.split(os.environ.get("CXX", ""))
     if named:
         return named if shutil.which(named[0]) else None
@@ -55,9 +55,17 @@ def compiler() -> list[str] | None:
 def build(
     name: str, sources: Path, folder: Path, flags: Sequence[str] = (), *, instead_of: os.stat_result | None = None
 ) -> Path:
-    """The path of the library `name` in `folder`, compiled from `sources` if it is missing or still is `instead_of`.
+    """Return the path of the library `name` in `folder`, compiled from `sources` if it is missing.
 
-    RuntimeError says why there is none. `flags` come last, so that "-mno-avx512f" takes AVX-512 away again.
+    Args:
+        name: name of the library.
+        sources: folder with kernel.cpp and its headers.
+        folder: the cache folder.
+        flags: flags that follow the usual ones; "-mno-avx512f" disables AVX-512, for example.
+        instead_of: a library that cannot be loaded; if it is still there, it is compiled again.
+
+    Raises:
+        RuntimeError: if it cannot be compiled.
     """
     flags = [*FLAGS, *flags]
     texts = [path.read_text() for place in (sources, SHARED) for path in sorted(place.glob("*.[hc]*"))]
@@ -83,7 +91,7 @@ def build(
                 with first_use.elapsed(what, about), tempfile.TemporaryDirectory(dir=folder) as scratch:
                     whole = Path(scratch) / library.name
                     _command([*program, *flags, f"-I{SHARED}", "-o", str(whole), str(sources / "kernel.cpp")])
-                    # in another process: loading a library that is cut short may kill the process
+                    # in a separate process, since loading a truncated library may crash
                     _command([sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", str(whole)])
                     with open(whole, "rb") as file:
                         os.fsync(file.fileno())
@@ -94,14 +102,14 @@ def build(
 
 
 def load(name: str, sources: Path) -> ctypes.CDLL | str:
-    """The library, or the reason why there is none."""
+    """Return the library, or the reason why there is none."""
     try:
         library = build(name, sources, cache_folder())
         try:
-            # Symbols of OpenMP resolve to the runtime that torch has loaded globally, so both share one thread pool.
+            # OpenMP symbols resolve to the runtime that torch has loaded globally, so both share one thread pool.
             return ctypes.CDLL(str(library))
         except OSError as error:
-            log.warning("the CPU kernel %s cannot be loaded (%s): compiling it once more", library, error)
+            log.warning("the CPU kernel %s cannot be loaded (%s): compiling it again", library, error)
             return ctypes.CDLL(str(build(name, sources, cache_folder(), instead_of=library.stat())))
     except (RuntimeError, OSError) as error:
         return str(error)
@@ -112,7 +120,7 @@ def _digest(*texts: str) -> str:
 
 
 def _processor() -> str:
-    """What decides whether a library built elsewhere runs here: the instructions that the processor knows."""
+    """The processor's instructions, which decide whether a library built elsewhere runs here."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     known = next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "")

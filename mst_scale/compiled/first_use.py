@@ -1,8 +1,8 @@
-"""Says what is being compiled at first use and for how long, and lets one process of a machine do it.
+"""Logs what is being compiled at first use and for how long, and lets one process per machine compile.
 
-DeepSpeed compiles an operator (its Adam, above all) through `torch.utils.cpp_extension.load` when it is first used: for
-minutes, without a word, in every process that starts meanwhile. Inside `announced()` this happens under one lock for
-each operator, which the kernel releases even if the process that compiles is killed.
+DeepSpeed compiles an operator (above all its Adam) with `torch.utils.cpp_extension.load` when it is first used: for
+minutes, silently, in every process that starts meanwhile. Inside `announced()` this happens under one lock per
+operator, which the kernel releases even if the compiling process is killed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ TITLES = {
     "cpu_adam": "DeepSpeed's CPU Adam",
     "deepspeed_shm_comm": "DeepSpeed's communication through shared memory",
 }
-HINTS = {"fused_adam": "; optimizer.params.torch_adam = true takes torch's Adam, which needs no compilation"}
+HINTS = {"fused_adam": "; optimizer.params.torch_adam = true uses torch's Adam, which needs no compilation"}
 logger = logging.getLogger("mst_scale")
 
 
 @contextmanager
 def elapsed(what: str, about: str = "") -> Iterator[None]:
-    """Log that `what` begins (with `about`), every `SAY_EVERY` seconds how long it has taken, and how long it took."""
+    """Log the start of `what` (with `about`), its time so far every `SAY_EVERY` seconds, and how long it took."""
     logger.info("%s%s", what, about)
     ended, began = threading.Event(), time.monotonic()
 
@@ -51,7 +51,7 @@ def elapsed(what: str, about: str = "") -> Iterator[None]:
 
 @contextmanager
 def lock(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock file `path`; say so if another process compiles `what` meanwhile."""
+    """Hold the lock file `path`; log it if another process is compiling `what`."""
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,12 +72,12 @@ def announced() -> Iterator[None]:
     def load_announced(name: str, *args: Any, **named: Any) -> Any:
         folder = Path(named.get("build_directory") or cpp_extension._get_build_directory(name, verbose=False))
         title = TITLES.get(name, name)
-        if _is_built(folder, name):  # torch still compares it with its sources
+        if _is_built(folder, name):  # torch still checks it against its sources
             return load(name, *args, **named)
         with lock(folder.parent / f"{name}.mst_lock", title):
             if _is_built(folder, name):
                 return load(name, *args, **named)
-            build_locks.clear(folder.parent)  # of builds that were killed: torch would wait for its own lock for ever
+            build_locks.clear(folder.parent)  # of killed builds: torch would wait for its own lock forever
             hint = HINTS.get(name, "")
             with elapsed(f"compiling {title}", f" into {folder} (once on this machine; a minute or more{hint})"):
                 return load(name, *args, **named)

@@ -20,11 +20,10 @@ from mst_scale.doctor.versions import device
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.hybrid_sparse_attention import dispatch as attention_dispatch
 from mst_scale.hybrid_sparse_attention.definition import definition as attention_definition
-from mst_scale.sparse_linear import cpp, semi_structured
+from mst_scale.sparse_linear import cpu, semi_structured
 from mst_scale.sparse_linear import dispatch as linear_dispatch
+from mst_scale.sparse_linear.definition import Index
 from mst_scale.sparse_linear.definition import definition as linear_definition
-from mst_scale.sparse_linear.layers import Index
-from mst_scale.sparse_linear.mkl import MKLIndex
 
 FLOAT32, HALF, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FLOAT32, BFLOAT16, HALF)
@@ -107,12 +106,12 @@ def attention_error(backend: str, where: str, dtype: torch.dtype) -> Error:
 
 def compiled_linear() -> Finding:
     name, began = "linear, compiled", time.monotonic()
-    if (reason := cpp.why_not()) is not None:
+    if (reason := cpu.why_not_compiled()) is not None:
         return cannot(name, reason, "cpu", "sparse layers are computed by MKL, half as fast")
     errors = []
     for dtype in DTYPES:
         active = single_weights()
-        index = cpp.CompiledIndex(active)
+        index = cpu.CompiledIndex(active)
         bounds = linear_bounds(dtype)
         errors += [linear_error(index, active, dtype, bounds), head_error(index, active, dtype, bounds)]
     return judged(name, errors, began, DENSE_PRODUCT)
@@ -124,7 +123,7 @@ def mkl_linear() -> Finding:
         return skip(name, "this torch has no MKL: only machines without a compiler would use it")
     active = single_weights()
     dtypes = (FLOAT32, BFLOAT16)
-    errors = [linear_error(MKLIndex(active), active, t, linear_bounds(t)) for t in dtypes]
+    errors = [linear_error(cpu.MKLIndex(active), active, t, linear_bounds(t)) for t in dtypes]
     return judged(name, errors, began, DENSE_PRODUCT)
 
 
@@ -195,7 +194,7 @@ def linear_error(
     return max(worst, key=_weight)
 
 
-def head_error(index: cpp.CompiledIndex, active: Tensor, dtype: torch.dtype, bound: float) -> Error:
+def head_error(index: cpu.CompiledIndex, active: Tensor, dtype: torch.dtype, bound: float) -> Error:
     """The head and its cross-entropy at once."""
     generator = torch.Generator().manual_seed(3)
     x, weight = (torch.randn(size, generator=generator).to(dtype) for size in ((69, active.shape[1]), active.shape))

@@ -43,7 +43,7 @@ class AttentionPattern(Component):
             self.why_dense = attach(self.engine.module, self.pattern, self.backend)
             self._follow()
         context = getattr(getattr(self.engine.module, "config", None), "max_position_embeddings", None)  # transformers'
-        if isinstance(context, int) and (warning := self.schedule.sparse_by_name_alone(context)):
+        if isinstance(context, int) and (warning := self.schedule.describe_ineffective_stride(context)):
             logger.warning("%s", warning)
 
     def describe(self) -> str:

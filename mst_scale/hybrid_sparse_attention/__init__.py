@@ -1,15 +1,17 @@
-"""PART 3, Hybrid Sparse Attention: exact attention over a pattern of pairs, at the cost of the pairs it keeps.
+"""PART 3, Hybrid Sparse Attention: exact attention over a pattern of pairs, at the cost of these pairs only.
 
-config         what a user can say of it
+config         the block `mst.attention` of a config
 pattern        which keys a query sees
-schedule       which pattern a step uses
-definition     attention over a pattern in a few lines that are easy to check
+schedule       which pattern each step uses
+definition     attention over a pattern in a few lines of plain torch
 dispatch       which kernel computes it
-  blocked        torch operators alone; cpp: the compiled CPU kernel; triton_kernel: on GPUs, by the tiles of tiles
+  blocked        torch operators only
+  cpp            the compiled CPU kernel
+  triton_kernel  kernels for GPUs; tiles: the tiles that they choose from
   custom_op      a hand-written forward and backward as one operator
 module         the self-attention layer
-parts          sequences that are cut over ranks
-hugging_face   the same for models of transformers
+parts          sequences that are split over ranks
+hugging_face   sparse attention in models of transformers
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _KERNELS = {"attach": "hugging_face", "attention": "dispatch", **_LAYERS}
 
 
 def __getattr__(name: str) -> Any:
-    # Patterns and schedules are plain values: code that only counts their pairs need not import torch.
+    # imported on demand: code that only counts the pairs of patterns does not need torch
     if name in _KERNELS:
         return getattr(importlib.import_module(f"{__name__}.{_KERNELS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,17 +1,18 @@
-"""Computes a pattern with torch operators alone, at the cost of its pairs.
+"""Computes attention over a pattern with torch operators only, at the cost of its pairs.
 
     strided   window  i - l < j ≤ i   ∪   rows r, r + l, r + 2l … among themselves, for each residue r
     fixed     blocks of l rows among themselves   ∪   every query with the last keys of earlier blocks
 
-Each part is a `Band`: views of the rows that may be seen as extra batch dimensions (residues, blocks), in which query a
-sees an interval of keys. It is walked in blocks of queries: one product with the keys that the block can see, a mask
-where the interval's edges cut it. Forward merges the parts of a row by their largest score and their sum:
+Each part is a `Band`: views of the rows involved, with extra batch dimensions (residues, blocks), in which query a sees
+an interval of keys. A band is walked in blocks of queries: one product with the keys that the block can see, masked
+where the ends of the interval cross it. Forward merges the parts of a row by their largest score and their sum:
 
     top = max(top_1, top_2),   total_k' = total_k e^(scale (top_k - top)),   total = total_1' + total_2'
     out = out_1 total_1' / total + out_2 total_2' / total
 
-and backward needs no gradient of either: each part runs with the merged out, top and total. Time O(n·(l + n/l)), memory
-for scores at most `SCORES` elements at once. Any device, any floating type; half types are computed in float32.
+and backward needs no gradient of top and total: each part runs with the merged out, top and total. It takes time
+O(n·(l + n/l)), and memory for at most `SCORES` scores at a time. It supports any device and any floating type; half
+types are computed in float32.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
 SCORES = 1 << 22  # 16 MiB of float32 scores; backward holds two such blocks
 View = Callable[[torch.Tensor], torch.Tensor]
-Bound = Callable[[Any], Any]  # of one row (int), or of a tensor of rows; may reach outside of the keys
+Bound = Callable[[Any], Any]  # of one row (int) or of a tensor of rows; may lie outside of the keys
 
 
 @dataclass(frozen=True)
 class Band:
-    """Query a of `queries(q)` sees those of `keys(k)` with low(a) ≤ b < high(a); both bounds never decrease."""
+    """Query a of `queries(q)` sees the keys b of `keys(k)` with low(a) ≤ b < high(a); both bounds never decrease."""
 
     queries: View
     keys: View
@@ -42,7 +43,7 @@ class Band:
 
 
 def bands(pattern: Pattern, length: int, causal: bool) -> Iterator[Band]:
-    """The parts of a pattern. They are disjoint, and the first ones give every row at least one key."""
+    """Yield the parts of a pattern. They are disjoint, and the first ones give every row at least one key."""
     n, l = length, min(pattern.stride, length)  # noqa: E741  (the paper's letters)
     whole, rest = divmod(n, l)
     if pattern.is_dense(n):
@@ -108,8 +109,8 @@ def _blocks(first: int, blocks: int, size: int) -> View:
 def _tiles(band: Band, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
     """Blocks of queries, the keys that each can see, and the mask if it is not all of them.
 
-    A block is about as long as the interval of keys (16 to 128 rows), so that at most about half of what is computed
-    is masked away; shorter where many batches would make the scores large.
+    A block is about as long as the interval of keys (16 to 128 rows), so that at most about half of the computed scores
+    are masked; it is shorter where many batches would make the scores large.
     """
     count, keys = q.shape[-2], k.shape[-2]
     batch = q[..., 0, 0].numel()
@@ -132,7 +133,7 @@ def _tiles(band: Band, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """q·k, not yet scaled: the row's largest is subtracted first."""
+    """q·k without the scale: the largest score of the row is subtracted before scaling."""
     scores = q.to(dtype) @ k.to(dtype).transpose(-2, -1)
     return scores if mask is None else scores.masked_fill_(mask, -torch.inf)
 
@@ -145,6 +146,7 @@ def _grouped(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float
 ) -> Tensors3:
+    """Compute (out, top, total), see custom_op."""
     dtype = accumulator(q.dtype)
     out = empty_output(q)
     wide = out.zero_() if q.dtype == dtype else torch.zeros_like(out, dtype=dtype)
@@ -160,9 +162,9 @@ def forward(
                 scores = _scores(qs[..., rows, :], ks[..., columns, :], mask, dtype)
                 before = tops[..., rows, :]
                 most = torch.maximum(scores.amax(-1, keepdim=True), before)
-                base = most.masked_fill(most == -torch.inf, 0.0)  # a row that has seen no key yet: exp(-inf - 0) = 0
+                base = most.masked_fill(most == -torch.inf, 0.0)  # a row that has not seen any key: exp(-inf - 0) = 0
                 p = scores.sub_(base).mul_(scale).exp_()
-                kept = (before - base).mul_(scale).exp_() * totals[..., rows, :]  # of what is merged already
+                kept = (before - base).mul_(scale).exp_() * totals[..., rows, :]  # weight of the parts merged so far
                 both = kept + p.sum(-1, keepdim=True)
                 share = both.masked_fill(both == 0.0, 1.0)
                 merged[..., rows, :].mul_(kept / share).add_((p / share) @ vs[..., columns, :].to(dtype))
@@ -186,6 +188,7 @@ def backward(  # noqa: PLR0917  (what `sparse_operator` saves)
     causal: bool,
     scale: float,
 ) -> Tensors3:
+    """Compute (dq, dk, dv), see custom_op."""
     dtype = accumulator(q.dtype)
     grads = [empty_output(x) for x in (q, k, v)]
     dq, dk, dv = (x.zero_() if x.dtype == dtype else torch.zeros_like(x, dtype=dtype) for x in grads)
@@ -193,7 +196,7 @@ def backward(  # noqa: PLR0917  (what `sparse_operator` saves)
         delta = torch.einsum("bhnd,bhnd->bhn", dout.to(dtype), out.to(dtype))  # Σ_j p_ij dp_ij
         (q5, k5), (do5, v5), (dq5, dk5) = _grouped(q, k), _grouped(dout, v), _grouped(dq, dk)
         dv5, heads = dv.unsqueeze(2), (k.shape[1], -1)
-        top = top.masked_fill(top == -torch.inf, torch.inf)  # a row that has seen no key: exp(-inf) = 0
+        top = top.masked_fill(top == -torch.inf, torch.inf)  # a row that has not seen any key: exp(-inf) = 0
         inverse = 1 / total.masked_fill(total == 0.0, 1.0)
         top5, inverse5, d5 = (x.unflatten(1, heads).unsqueeze(-1) for x in (top, inverse, delta))
         for band in bands(pattern, q.shape[2], causal):

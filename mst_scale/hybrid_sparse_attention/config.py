@@ -32,7 +32,7 @@ class PhaseStrides:
 
 @block("mst.attention")
 class AttentionConfig:
-    """Hybrid Sparse Attention: the pattern while weights are sparse, and when it turns dense."""
+    """Hybrid Sparse Attention: the pattern while weights are sparse, and when attention becomes dense."""
 
     pattern: Literal["dense", "strided", "fixed"] = Field(
         default="strided", description="Pairs of tokens that are computed; `dense` computes all of them."

@@ -17,10 +17,10 @@ from mst_scale.hybrid_sparse_attention.pattern import KINDS, Pattern
 
 SOURCES = Path(__file__).parent / "cpp_kernel"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # kernel.cpp's codes 0, 1, 2, 3
-# From this many rows per residue class on, gathering the class beats its diagonals: it reads each row once per 64
-# others instead of once per pair. Measured 64 wide at l = 32 … 256: equal at 32 rows, 1.2 to 1.4 times faster at 64.
+# From this many rows per residue class on, gathering the class is faster than its diagonals: it reads each row once per
+# 64 others instead of once per pair. For heads of 64 and l = 32 … 256: equal at 32 rows, 1.2 to 1.4 times faster at 64.
 REGROUP_FROM = 32
-# Multiply-adds that are worth waking one more thread: about 20 µs of work.
+# Multiply-adds per thread, at least: about 20 µs of work.
 PER_THREAD = 1 << 20
 
 
@@ -39,13 +39,17 @@ class _Call(ctypes.Structure):
 
 
 def build(folder: Path) -> Path:
-    """The library in `folder`, compiled if it is not there yet. RuntimeError says why it cannot be had."""
+    """Return the path of the library in `folder`, compiled if it is missing.
+
+    Raises:
+        RuntimeError: if it cannot be compiled.
+    """
     return compiled.build("sparse_attention", SOURCES, folder)
 
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The loaded library, or the reason why there is none. Tried once per process."""
+    """Return the loaded library, or the reason why there is none. Loading is tried once per process."""
     loaded = compiled.load("sparse_attention", SOURCES)
     if isinstance(loaded, ctypes.CDLL):
         declare(loaded)
@@ -53,16 +57,17 @@ def library() -> ctypes.CDLL | str:
 
 
 def declare(loaded: ctypes.CDLL) -> None:
+    """Declare the argument types of the library's functions."""
     for function in (loaded.hsa_forward, loaded.hsa_backward):
         function.argtypes, function.restype = [ctypes.POINTER(_Call)], ctypes.c_int
 
 
 def why_not(device: str, dtype: torch.dtype) -> str | None:
-    """Why this kernel cannot run, or None when it can (it is compiled now if it never was)."""
+    """Return why this kernel cannot run, or None if it can (it is compiled now if it never was)."""
     if device != "cpu":
         return f"it runs on CPU tensors, not {device}"
     if dtype not in DTYPES:
-        return f"it does not take {dtype}"
+        return f"it does not support {dtype}"
     loaded = library()
     return loaded if isinstance(loaded, str) else None
 
@@ -81,7 +86,7 @@ def _call(
 ) -> None:
     loaded = library()
     assert isinstance(loaded, ctypes.CDLL), loaded
-    assert scale > 0, scale  # the largest product is the largest score
+    assert scale > 0, scale  # so that the largest product is the largest score
     q, k = tensors["q"], tensors["k"]
     if q.numel() == 0:
         return
@@ -111,6 +116,7 @@ def _call(
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float
 ) -> Tensors3:
+    """Compute (out, top, total), see custom_op."""
     q, k, v = map(_rows_contiguous, (q, k, v))
     out, top, total = empty_output(q), empty_row_numbers(q), empty_row_numbers(q)
     _call("hsa_forward", pattern, causal, scale, (top, total), q=q, k=k, v=v, out=out)
@@ -130,6 +136,7 @@ def backward(  # noqa: PLR0917  (what `sparse_operator` saves)
     causal: bool,
     scale: float,
 ) -> Tensors3:
+    """Compute (dq, dk, dv), see custom_op."""
     q, k, v, out, dout = map(_rows_contiguous, (q, k, v, out, dout))
     dq, dk, dv = empty_output(q), empty_output(k), empty_output(v)
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}

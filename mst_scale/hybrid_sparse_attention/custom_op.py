@@ -1,12 +1,12 @@
-"""Makes one operator for autograd and torch.compile out of a hand-written forward and backward.
+"""Turns a hand-written forward and backward into one operator for autograd and torch.compile.
 
     (out, top, total) = forward(q, k, v)     top_i = max_j q_i·k_j,   total_i = Σ_j exp(scale (q_i·k_j - top_i))
     (dq, dk, dv) = backward(q, k, v, out, top, total, dout)          p_ij = exp(scale (q_i·k_j - top_i)) / total_i
 
 Every sparse backend is such a pair. It is registered with torch.library, so that torch.compile keeps it in the graph as
 one opaque node and activation checkpointing recomputes it like any other operator. Saved for backward: q, k, v, out and
-8 bytes per row. Dense flash attention saves 4, top and total as one log-sum-exp: rounded to float32 it is off by 0.004
-at scores of 10^5, and every p with it.
+8 bytes per row. Dense flash attention saves 4 bytes per row, top and total as one log-sum-exp; at scores of 10^5 its
+rounding to float32 is an error of 0.004, and every p has the same relative error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
-from mst_scale.transforms import refuse_transforms
+from mst_scale.transforms import check_not_transformed
 
 TO_DEFINITION = 'set mst.attention.backend to "definition", which computes every pair and masks'
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -27,30 +27,36 @@ Backward = Callable[..., Tensors3]
 
 
 class Forward(Protocol):
+    """The forward function of a backend."""
+
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float
-    ) -> Tensors3: ...
+    ) -> Tensors3:
+        """Return (out, top, total)."""
 
 
 class SparseAttention(Protocol):
+    """A registered operator: attention over the pairs of a pattern."""
+
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Return the output (batch, heads, length, head_dim)."""
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type sums are kept in: float32, or float64 for float64 inputs."""
+    """Return the type of sums: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_output(q: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, length, head_dim), laid out so that merging the heads of a row is a view."""
+    """Return an empty (batch, heads, length, head_dim) tensor laid out so that merging the heads of a row is a view."""
     batch, heads, length, dim = q.shape
     return q.new_empty(batch, length, heads, dim).transpose(1, 2)
 
 
 def empty_row_numbers(q: torch.Tensor) -> torch.Tensor:
-    """One number for each row of queries: top or total."""
+    """Return an empty tensor with one number per row of queries, for top or total."""
     return q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
 
@@ -106,7 +112,7 @@ def sparse_operator(name: str, forward: Forward, backward: Backward) -> SparseAt
     backward_op.register_autograd(run_second)
 
     def apply(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool) -> torch.Tensor:
-        refuse_transforms(f"sparse attention ({name})", TO_DEFINITION, q, k, v, vmap=True)
+        check_not_transformed(f"sparse attention ({name})", TO_DEFINITION, q, k, v, vmap=True)
         return forward_op(q, k, v, pattern.kind, pattern.stride, causal, 1.0 / math.sqrt(q.shape[-1]))[0]
 
     return apply

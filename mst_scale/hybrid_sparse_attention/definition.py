@@ -2,8 +2,8 @@
 
     out_i = Σ_j softmax_j(q_i·k_j·scale) v_j     over the pairs (i, j) of the pattern
 
-A masked dense attention: quadratic in time and memory, half types computed in float32. Every kernel is tested against
-it in float64; it is also a backend, for inputs that nothing else takes.
+It is a masked dense attention: quadratic in time and memory, with half types computed in float32. Every kernel is
+tested against it in float64. It is also a backend, for inputs that no other backend supports.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mst_scale.hybrid_sparse_attention.pattern import Pattern
 def definition(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float
 ) -> torch.Tensor:
+    """Return attention over a pattern; q is (batch, heads, length, head_dim), k and v may have fewer heads."""
     kept, group = q.dtype, q.shape[1] // k.shape[1]
     q, k, v = (x.to(accumulator(kept)) for x in (q, k, v))
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)

@@ -1,15 +1,15 @@
 """Chooses the kernel that computes attention.
 
-`attention(q, k, v, pattern)` checks its inputs once, then hands them to a backend. All give the same result:
+`attention(q, k, v, pattern)` checks its inputs once, then passes them to a backend. All backends give the same result:
 
-    dense        torch's scaled_dot_product_attention, when the pattern holds every pair
-    cpp          compiled kernel for CPU
+    dense        torch's scaled_dot_product_attention, if the pattern holds every pair
+    cpp          compiled kernel for CPUs
     triton       fused kernels for CUDA
-    blocked      torch operators, any device: cost of the pairs, many small launches
-    definition   masked dense attention, any device: quadratic
+    blocked      torch operators on any device: costs as much as the pairs, but launches many small kernels
+    definition   masked dense attention on any device: quadratic
 
-`auto` picks by device, dtype and size, and logs each different choice once. Asking by name for a backend that cannot
-run is a ValueError that says why.
+`auto` chooses by device, dtype and size, and logs each different choice once. Requesting a backend that cannot run is a
+UserError that says why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mst_scale.hybrid_sparse_attention.definition import definition
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
 BACKENDS = ("auto", "dense", "cpp", "triton", "blocked", "definition")
-# Up to here (batch × heads × length²) masked dense attention costs less than the launches of the blocked one.
+# Up to this size (batch × heads × length²), masked dense attention costs less than the launches of the blocked one.
 SMALL = 1 << 21
 DENSE = Pattern("dense")
 log = logging.getLogger("mst_scale")
@@ -45,26 +45,23 @@ def attention(  # noqa: PLR0917  (the public signature)
     *,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Compute softmax(q·kᵀ / √head_dim) v over the pairs of a pattern.
+    """Return softmax(q·kᵀ / √head_dim) v over the pairs of `pattern`.
 
     Args:
-        q: Queries of shape (batch, heads, length, head_dim).
-        k: Keys; they may have fewer heads, each of which is then shared by heads / kv_heads neighboring query heads.
-        v: Values, with the shape of the keys.
-        pattern: Which keys each query sees.
-        causal: Whether a query sees only itself and earlier positions.
-        backend: Which kernel computes it: "auto", "dense", "definition", "blocked", "cpp" or "triton".
-        dropout: Dropout probability of the attention weights, for dense attention only.
-
-    Raises:
-        UserError: The shapes do not match, the backend cannot run here, or dropout is used with sparse attention.
+        q: queries (batch, heads, length, head_dim).
+        k: keys, with as many heads or fewer; each is then shared by heads / kv_heads neighboring query heads.
+        v: values, of the same shape as k.
+        pattern: the pairs to compute.
+        causal: whether a query sees only itself and earlier keys.
+        backend: one of `BACKENDS`.
+        dropout: dropout of the probabilities, available only where attention is dense.
     """
     _check(q, k, v)
     length = q.shape[-2]
-    # "True if … else False" turns a symbolic length into a guard where torch.compile traces with dynamic shapes
+    # "True if … else False" turns a symbolic length into a guard when torch.compile traces with dynamic shapes
     dense = True if pattern.is_dense(length) else False  # noqa: SIM210
     if dropout > 0.0 and not (dense and backend in ("auto", "dense")):
-        raise UserError(f"attention dropout is not available in sparse attention: set it to 0 to use {pattern}")
+        raise UserError(f"sparse attention does not support dropout: set it to 0 to use {pattern}")
     small = True if q.shape[0] * q.shape[1] * length * length <= SMALL else False  # noqa: SIM210
     backend = select(backend, q.device.type, q.dtype, int(q.shape[-1]), dense, small)
     if backend == "dense":
@@ -78,19 +75,19 @@ def attention(  # noqa: PLR0917  (the public signature)
 def select(  # noqa: PLR0917
     backend: str, device: str, dtype: torch.dtype, head_dim: int, dense: bool, small: bool
 ) -> str:
-    """The backend to use. `auto` takes the fastest that can run; a named one that cannot run is an error."""
+    """Return the backend to use. `auto` takes the fastest that can run; a named one that cannot run is a UserError."""
     if backend not in BACKENDS:
         raise UserError(f"attention backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
     if backend == "auto":
         backend, why = choose(device, dtype, head_dim, dense, small)
-        _say(device, dtype, "every pair" if dense else "sparse", backend, why)
+        _log_choice(device, dtype, "every pair" if dense else "sparse", backend, why)
     elif (reason := why_not(backend, device, dtype, head_dim, dense)) is not None:
         raise UserError(f"attention backend {backend!r} cannot run here: {reason}")
     return backend
 
 
 def choose(device: str, dtype: torch.dtype, head_dim: int, dense: bool, small: bool) -> tuple[str, str]:
-    """What `auto` takes, and why."""
+    """Return what `auto` chooses, and the reason."""
     if dense:
         return "dense", "the pattern holds every pair"
     fused = "triton" if device == "cuda" else "cpp"
@@ -98,14 +95,14 @@ def choose(device: str, dtype: torch.dtype, head_dim: int, dense: bool, small: b
     if reason is None:
         return fused, f"the fused kernel for {device}"
     if small:
-        return "definition", f"no {fused}, as {reason}; masked dense attention is cheap at this size"
-    return "blocked", f"no {fused}, as {reason}"
+        return "definition", f"no {fused}: {reason}; masked dense attention is cheap at this size"
+    return "blocked", f"no {fused}: {reason}"
 
 
 def why_not(backend: str, device: str, dtype: torch.dtype, head_dim: int, dense: bool) -> str | None:
-    """Why a backend cannot run, or None when it can."""
+    """Return why a backend cannot run, or None if it can."""
     if backend == "dense" and not dense:
-        return "it computes every pair, and this pattern leaves some out; use auto"
+        return "it computes every pair, but this pattern does not contain every pair; use auto"
     if backend == "cpp":
         return cpp.why_not(device, dtype)
     if backend == "triton":
@@ -127,20 +124,20 @@ def _operator(backend: str) -> SparseAttention:
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, dropout: float) -> torch.Tensor:
     group = q.shape[1] // k.shape[1]
-    if group > 1:  # enable_gqa would leave the flash kernel on CPU
+    if group > 1:  # with enable_gqa torch would not use its flash kernel on CPU
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
 
 
 @functools.cache  # once per choice and process
-def _say(device: str, dtype: torch.dtype, pairs: str, backend: str, why: str) -> None:
+def _log_choice(device: str, dtype: torch.dtype, pairs: str, backend: str, why: str) -> None:
     log.info("attention (%s) on %s in %s: backend %s, %s", pairs, device, dtype, backend, why)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         raise UserError(
-            "attention takes q, k, v of shape (batch, heads, length, head_dim), k and v alike; got "
+            "attention takes q, k, v of shape (batch, heads, length, head_dim), with k and v of equal shape; got "
             f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
     if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:

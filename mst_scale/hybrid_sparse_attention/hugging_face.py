@@ -1,19 +1,19 @@
-"""Gives sparse attention to models of transformers.
+"""Adds sparse attention to models of transformers.
 
-Through transformers' attention interface: a function registered under a name, which a model's attention layers look up
-at every call. `attach` registers ours, switches the model to it and gives each layer a `mst_pattern` and a
-`mst_backend`, which `set_pattern` assigns between steps as it does for our own layers.
+It uses transformers' attention interface: a function registered under a name, which a model's attention layers look up
+at every call. `attach` registers our function, switches the model to it and gives each layer the attributes
+`mst_pattern` and `mst_backend`, which `set_pattern` assigns between steps as it does for our own layers.
 
     no mask, whole sequences     the kernels of `attention`: only the pattern's pairs are computed
     padding, a cache             torch's attention under (their mask ∧ the pattern): exact, at the cost of dense
 
-Sequences that DeepSpeed's UlyssesSPAttentionHF cuts over ranks follow the pattern whole, if it wraps our function:
+Sequences that DeepSpeed's UlyssesSPAttentionHF splits over ranks follow the pattern whole if it wraps our function:
 
     attach(model, pattern)
     mpu = UlyssesSPAttentionHF.register_with_transformers(model, core_attn_implementation="mst_scale", …)
 
-GPT-2 and Llama-style models are tested, the latter in parts too. A layer for which the result would be wrong is not
-attached, and `attach` says why.
+GPT-2 and Llama-style models are tested, the latter with split sequences too. Models for which the result would be wrong
+are not attached, and `attach` returns the reason.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from mst_scale.hybrid_sparse_attention.module import SelfAttention
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
 NAME = "mst_scale"
-# Arguments by which a layer asks for more than softmax(q·k) v; None and 0 ask for nothing.
+# Arguments with which a layer requests more than softmax(q·k) v; None and 0 request nothing.
 UNKNOWN = ("sliding_window", "softcap", "s_aux", "position_bias", "cache")
 log = logging.getLogger("mst_scale")
 
 
 def attach(model: nn.Module, pattern: Pattern, backend: str = "auto") -> str | None:
-    """Make every attention layer of the Hugging Face models in `model` (itself, or parts of it) use a pattern.
+    """Make every attention layer of the transformers models in `model` (itself or parts of it) follow `pattern`.
 
     Returns:
-        The reason why some layers stay dense, or None if all of them use the pattern.
+        Why some of them stay dense, or None.
     """
     found = list(_of_transformers(model))
     if not found and not any(isinstance(module, SelfAttention) for module in model.modules()):
-        return "the model has no SelfAttention layers of mst_scale, and no model of transformers with an interface"
+        return "the model has neither SelfAttention layers of mst_scale nor a transformers attention interface"
     reasons = [_attach(part, pattern, backend) for part in found]
     return next((reason for reason in reasons if reason), None)
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether it is a layer that transformers' attention interface reaches."""
+    """Return whether a module is a layer that uses transformers' attention interface."""
     return hasattr(module, "is_causal") and "Attention" in type(module).__name__
 
 
 def _of_transformers(module: nn.Module) -> Iterator[Any]:
-    """The models of transformers in a module, each without the parts that are such models too."""
+    """The outermost transformers models in a module."""
     if hasattr(module, "set_attn_implementation") and hasattr(module, "config"):
         yield module
         return
@@ -70,14 +70,14 @@ def _attach(model: Any, pattern: Pattern, backend: str) -> str | None:
     config = model.config
     if reason := _why_not(config):
         return reason
-    if config._attn_implementation != NAME and _cut_by_deepspeed(config._attn_implementation):
+    if config._attn_implementation != NAME and _split_by_deepspeed(config._attn_implementation):
         return (
-            f"DeepSpeed's UlyssesSPAttentionHF has wrapped {config._attn_implementation!r}, and only there do parts of "
-            f"sequences meet: call attach before register_with_transformers(…, core_attn_implementation={NAME!r})"
+            f"DeepSpeed's UlyssesSPAttentionHF has already wrapped {config._attn_implementation!r}: call attach before "
+            f"register_with_transformers(…, core_attn_implementation={NAME!r})"
         )
     layers: list[Any] = [m for m in model.modules() if is_attention(m)]
     if not layers:
-        return f"{type(model).__name__} has no attention layers that transformers' interface reaches"
+        return f"{type(model).__name__} has no attention layers that use transformers' attention interface"
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
@@ -92,8 +92,8 @@ def _attach(model: Any, pattern: Pattern, backend: str) -> str | None:
     return None
 
 
-def _cut_by_deepspeed(name: str) -> bool:
-    """Whether the attention of this name works on parts of sequences and gathers them."""
+def _split_by_deepspeed(name: str) -> bool:
+    """Whether the attention of this name gathers sequences that are split over ranks."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return getattr(ALL_ATTENTION_FUNCTIONS.get(name), "__module__", "").startswith("deepspeed.")
@@ -102,18 +102,18 @@ def _cut_by_deepspeed(name: str) -> bool:
 def _why_not(config: Any) -> str | None:
     name = type(config).__name__
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        return f"{name} has cross-attention, for which the pattern has no meaning"
+        return f"{name} has cross-attention, for which the pattern is not defined"
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        return f"{name} has a sliding window of its own"
+        return f"{name} has its own sliding window"
     if getattr(config, "attn_logit_softcapping", None):
-        return f"{name} caps attention scores, which no kernel of ours does"
+        return f"{name} caps attention scores, which our kernels do not support"
     if getattr(config, "reorder_and_upcast_attn", False):
-        return f"{name} upcasts attention (reorder_and_upcast_attn), which no kernel of ours does"
+        return f"{name} upcasts attention (reorder_and_upcast_attn), which our kernels do not support"
     for key in ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"):
         if getattr(config, key, 0.0):
             return (
-                f"{name} has {key} = {getattr(config, key)}, and sparse attention knows no dropout: build the model "
-                f"with {key}=0.0 in {name}, or in from_pretrained"
+                f"{name} has {key} = {getattr(config, key)}, and sparse attention does not support dropout: pass "
+                f"{key}=0.0 to {name} or from_pretrained"
             )
     return None
 
@@ -129,44 +129,47 @@ def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """q (batch, heads, length, head_dim), k and v likewise with as many or fewer heads → (batch, length, heads, …)."""
+    """Compute attention with the signature of transformers' attention interface.
+
+    q is (batch, heads, length, head_dim), k and v have as many heads or fewer; the result is (batch, length, heads, …).
+    """
     for name in UNKNOWN:
         asked = others.get(name)
         if torch.is_tensor(asked) or asked:
-            raise UserError(f"{type(module).__name__} asks for {name}, which sparse attention does not know")
-    if not query.shape[1]:  # a rank of more than there are heads
+            raise UserError(f"{type(module).__name__} asks for {name}, which sparse attention does not support")
+    if not query.shape[1]:  # there are more ranks than heads
         return (query + key + value).transpose(1, 2), None
     pattern: Pattern = getattr(module, "mst_pattern", Pattern("dense"))
-    if attention_mask is None and _cut_by_deepspeed(NAME):
-        _refuse_packed(module, others.get("position_ids"))
+    if attention_mask is None and _split_by_deepspeed(NAME):
+        _check_not_packed(module, others.get("position_ids"))
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     ordinary = 1.0 / math.sqrt(query.shape[-1])
     if scaling is not None and not math.isclose(scaling, ordinary, rel_tol=1e-6):
-        query = query * (scaling / ordinary)  # our kernels have the ordinary scale
+        query = query * (scaling / ordinary)  # our kernels use the usual scale
     if attention_mask is None and query.shape[-2] == key.shape[-2]:
         backend = getattr(module, "mst_backend", "auto")
         out = attention(query, key, value, pattern, causal, backend, dropout=dropout)
     else:
         if pattern.kind != "dense":
-            _say_masked(type(module).__name__)
+            _log_masked(type(module).__name__)
         out = _masked(query, key, value, attention_mask, pattern, causal, dropout)
     return out.transpose(1, 2), None
 
 
-def _refuse_packed(module: nn.Module, positions: torch.Tensor | None) -> None:
-    """Texts packed into one sequence would see each other: DeepSpeed has dropped the mask that keeps them apart."""
+def _check_not_packed(module: nn.Module, positions: torch.Tensor | None) -> None:
+    """Check that sequences are not packed: DeepSpeed has dropped the mask that separates packed texts."""
     if positions is not None and bool((positions.diff(dim=-1) != 1).any()):
         raise UserError(
-            f"{type(module).__name__}: position_ids begin again within a sequence (packed texts), and sparse attention "
-            "over parts of sequences does not keep such texts apart: give one text a sequence"
+            f"{type(module).__name__}: position_ids restart within a sequence (packed texts), and sparse attention on "
+            "split sequences cannot separate such texts: use one text per sequence"
         )
 
 
 def hugging_face_mask(*, kv_length: int, **others: Any) -> torch.Tensor | None:
-    """None where the mask is just causal; with a cache always a mask, because it tells where the queries are."""
+    """Return None if the mask is only causal. With a cache there is always one, which shows where the queries are."""
     from transformers.masking_utils import sdpa_mask
 
-    # before transformers 5 it is called with the queries' positions, not with their number
+    # before transformers 5 this is called with the positions of the queries, not with their number
     queries = others["q_length"] if "q_length" in others else len(others["cache_position"])
     skip = others.pop("allow_is_causal_skip", True) and queries == kv_length
     return sdpa_mask(kv_length=kv_length, allow_is_causal_skip=skip, **others)
@@ -198,9 +201,10 @@ def _masked(  # noqa: PLR0917
 
 
 def _queries(length: int, total: int, mask: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """The queries' positions among the keys: the last ones; or earlier, where a static cache has room behind them.
+    """Positions of the queries among the keys: the last ones, or earlier ones if a static cache has room after them.
 
-    Then a causal mask tells: the last key that a query sees is its own (padded queries may see fewer, never more).
+    In that case they follow from the causal mask: the last key that a query sees is its own (padded queries may see
+    fewer keys, never more).
     """
     row = torch.arange(length, device=device)
     if mask is None or length == total:
@@ -210,6 +214,6 @@ def _queries(length: int, total: int, mask: torch.Tensor | None, device: torch.d
     return row + (last - row).amax()
 
 
-@functools.cache  # once a kind of layer and process
-def _say_masked(layer: str) -> None:
-    log.info("attention of %s: a padding mask or cache is there, so every pair is computed and then masked", layer)
+@functools.cache  # once per kind of layer and process
+def _log_masked(layer: str) -> None:
+    log.info("attention of %s has a padding mask or a cache, so every pair is computed and then masked", layer)

@@ -2,9 +2,9 @@
 
     y = proj(attention(q, k, v)),   q, k, v = qkv(x)
 
-With `tensor`, a rank computes its share of the heads (see mst_scale.tensor_parallel).
+With `tensor`, a rank computes its share of the heads (`mst_scale.tensor_parallel`).
 
-`pattern` is a plain attribute: assign another one between steps. torch.compile guards on its value (one more
+`pattern` is a plain attribute, which may be assigned between steps. torch.compile guards on its value (one more
 compilation per pattern, then both are kept), and activation checkpointing recomputes with the pattern of the step.
 """
 
@@ -19,17 +19,14 @@ from torch import nn
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.dispatch import attention
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
-from mst_scale.tensor_parallel import TensorGroup, column_linear, refuse_dropout, row_linear
+from mst_scale.tensor_parallel import TensorGroup, check_no_dropout, column_linear, row_linear
 
 DENSE = Pattern("dense")
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention that follows a pattern, with the layout of GPT-2's weights.
-
-    `tensor` splits the heads across a tensor-parallel group.
-    """
+    """Multi-head self-attention over a pattern; with `tensor`, this rank's share of the heads."""
 
     def __init__(
         self,
@@ -48,11 +45,11 @@ class SelfAttention(nn.Module):
             raise UserError(f"n_embd {n_embd} must be a multiple of n_head {n_head}")
         first, last = (0, n_head) if tensor is None else tensor.share("model.n_head", n_head)
         if tensor is not None:
-            refuse_dropout(dropout)
-        # rows: all of q, all of k, all of v (GPT-2's c_attn); a rank has its heads' rows of each
+            check_no_dropout(dropout)
+        # rows: q, then k, then v, as in GPT-2's c_attn; a rank has the rows of its heads of each
         self.qkv = column_linear(n_embd, 3 * n_embd, bias=bias, tensor=tensor, what="model.n_embd", parts=3)
         self.proj = row_linear(n_embd, n_embd, bias=bias, tensor=tensor, what="model.n_embd")
-        self.n_head, self.head_dim = last - first, n_embd // n_head  # the heads that are here
+        self.n_head, self.head_dim = last - first, n_embd // n_head  # the heads on this rank
         self.dropout, self.causal, self.pattern, self.backend = dropout, causal, pattern, backend
         self.across_ranks: Attend | None = None  # see `parts.sequence_parallel`
 
@@ -60,7 +57,7 @@ class SelfAttention(nn.Module):
         batch, length, _ = x.shape
         # unbind, not three slices: its backward is one stack instead of three zero-filled buffers
         q, k, v = self.qkv(x).view(batch, length, 3, self.n_head, -1).unbind(2)
-        if q.shape[-1] != self.head_dim:  # the living channels alone, whose scores are scaled as all would be
+        if q.shape[-1] != self.head_dim:  # active channels only: scores are scaled as with all channels
             q = q * math.sqrt(q.shape[-1] / self.head_dim)
         if self.across_ranks is None:
             out = self.attend(q, k, v)
@@ -69,11 +66,14 @@ class SelfAttention(nn.Module):
         return self.proj(out.reshape(batch, length, -1))
 
     def chained(self) -> tuple[nn.Linear, nn.Linear, int, int]:
-        """Two layers between which channels stay apart (sparse_linear.narrow): in q, k and v, and in heads."""
+        """Return two layers between which channels stay separate, with the number of stretches and of groups.
+
+        See `sparse_linear.narrow.chain`: the stretches are q, k and v, and the groups are heads.
+        """
         return self.qkv, self.proj, 3, self.n_head
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention in the layout of the projections, (batch, length, heads, head_dim)."""
+        """Compute attention in the layout of the projections, (batch, length, heads, head_dim)."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         return attention(q, k, v, self.pattern, self.causal, self.backend, dropout=dropout).transpose(1, 2)
@@ -83,11 +83,7 @@ class SelfAttention(nn.Module):
 
 
 def set_pattern(model: nn.Module, pattern: Pattern, backend: str = "auto") -> int:
-    """Set the pattern and backend of every `SelfAttention` in a model, and of every layer that `attach` has changed.
-
-    Returns:
-        The number of these layers.
-    """
+    """Set the pattern and backend of every SelfAttention and every attached layer; return how many there are."""
     count = 0
     for module in model.modules():
         if isinstance(module, SelfAttention):

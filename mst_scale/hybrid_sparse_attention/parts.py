@@ -1,13 +1,13 @@
-"""Cuts sequences over ranks: each rank holds one part of every sequence, and attention sees them whole.
+"""Splits sequences over ranks: each rank holds one part of every sequence, and attention sees whole sequences.
 
-    part r of P    tokens [r·n/P, (r+1)·n/P) of a sequence of n, on rank r of the group
-    attention      q, k, v are exchanged for whole sequences of heads/P heads, its result back (DeepSpeed's Ulysses):
-                   the pattern is that of the whole sequence
-    positions      count from where the whole sequence begins
+    part r of P    tokens [r·n/P, (r+1)·n/P) of a sequence of n tokens, on rank r of the group
+    attention      q, k, v are exchanged for whole sequences of heads/P heads, and the result is exchanged back
+                   (DeepSpeed's Ulysses), so the pattern is that of the whole sequence
+    positions      count from the start of the whole sequence
     the loss       is the mean over whole sequences, the same on every rank; its gradient is that of the rank's share
 
-The gradients of a sequence's ranks add up to the whole one. DeepSpeed adds them so, given an mpu that names these
-ranks (`mst_scale.comm.Mesh`): it divides by the number of sequences, not of ranks.
+The gradients of a sequence's ranks add up to the gradient of the whole sequence. DeepSpeed adds them in this way if it
+gets an mpu that names these ranks (`mst_scale.comm.Mesh`): it divides by the number of sequences, not of ranks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import nn
 
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.module import Attend, SelfAttention
-from mst_scale.transforms import refuse_transforms
+from mst_scale.transforms import check_not_transformed
 
 
 class Part:
-    """This rank's part of every sequence. Without a group, or with a group of one rank, sequences are not split."""
+    """This rank's part of every sequence. Without a group, or in a group of one rank, sequences are whole."""
 
     def __init__(self, group: Any = None):
         self.group = group
@@ -34,20 +34,20 @@ class Part:
         """Return the positions of these tokens (batch, length) in their sequences.
 
         Raises:
-            UserError: The sequences are longer than `context`, or the ranks hold parts of different size.
+            UserError: if a sequence is longer than `context`, or if the ranks' parts have different sizes.
         """
         length = tokens.shape[-1]
         if self.parts > 1:
-            self._refuse_uneven(tokens)
+            self._check_equal_parts(tokens)
         if length * self.parts > context:
             raise UserError(
-                f"a sequence of {length * self.parts} tokens does not fit model.seq_length = {context}: "
-                "cut it, or train with a larger model.seq_length"
+                f"a sequence of {length * self.parts} tokens does not fit model.context = {context}: "
+                "cut it, or train with a larger model.context"
             )
         return torch.arange(self.index * length, (self.index + 1) * length, device=tokens.device)
 
     def count(self, counted: torch.Tensor) -> torch.Tensor | None:
-        """Return the number of true values in `counted` over all parts of the sequences; None if there is one part."""
+        """Return how many positions count in whole sequences, given this part's flags; None if it holds them all."""
         if self.parts == 1:
             return None
         total = counted.sum()
@@ -55,18 +55,15 @@ class Part:
         return total
 
     def mean(self, share: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `share` over the parts. The gradient of each rank is that of its own share.
-
-        To compute a mean loss, pass the sum of this rank's losses divided by `count`.
-        """
+        """Return the sum of all parts' shares (sum of losses / `count`); the gradient is that of this rank's share."""
         if self.parts == 1:
             return share
-        refuse_transforms("sequence parallelism", "run the model on one rank", share)
+        check_not_transformed("sequence parallelism", "run the model on one rank", share)
         mean: torch.Tensor = _Sum.apply(share, self.group)
         return mean
 
-    def _refuse_uneven(self, tokens: torch.Tensor) -> None:
-        """On all ranks alike: the exchange of parts that differ would hang."""
+    def _check_equal_parts(self, tokens: torch.Tensor) -> None:
+        """Raise the same error on all ranks, since exchanging parts of different sizes would hang."""
         batch, length = tokens.shape[0], tokens.shape[-1]
         sizes = torch.tensor([length, -length, batch, -batch], device=tokens.device)
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self.group)
@@ -81,25 +78,25 @@ class Part:
         return self
 
     def __reduce__(self) -> Any:
-        """A model that is stored knows no ranks."""
+        """Store no ranks: a loaded model works on whole sequences."""
         return Part, ()
 
 
 class Exchanged:
-    """A layer's attention over whole sequences, which takes and gives this rank's part of them."""
+    """A layer's attention over whole sequences, which takes and returns this rank's part of them."""
 
     def __init__(self, attend: Attend, part: Part):
         self.attend, self.part = attend, part
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """(batch, length, heads, head_dim) each."""
-        if self.part.parts == 1:  # of a model that was stored
+        """Compute attention; all tensors are (batch, length, heads, head_dim)."""
+        if self.part.parts == 1:  # in a model that was stored and loaded
             return self.attend(q, k, v)
         from deepspeed.sequence.layer import DistributedAttention
 
-        # made anew: it holds the group, which neither a copy nor a file of the model could
+        # created at each call, because it holds the group, which can be neither copied nor stored with the model
         exchange = DistributedAttention(self.attend, self.part.group, scatter_idx=2, gather_idx=1)
-        out: torch.Tensor = exchange(q, k, v, 0)  # 0: where the batch is
+        out: torch.Tensor = exchange(q, k, v, 0)  # 0: the batch dimension
         return out
 
 
@@ -116,18 +113,18 @@ class _Sum(torch.autograd.Function):
 
 
 def sequence_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
-    """Let a model work on sequences cut over the ranks of `group` (None: all ranks). Returns how many attention layers.
+    """Split a model's sequences over the ranks of `group` (None: all ranks); return the number of attention layers.
 
     Every SelfAttention exchanges its part for whole sequences of some heads: three all-to-alls of
     batch · length · n_embd / parts elements before it, one after it. GPT and BERT count positions and average their
-    loss over the whole sequence; a model of your own does so with a `Part` as attribute `part`.
+    loss over the whole sequence; other models can do so with an attribute `part` that is a `Part`.
     """
     part = Part(group or dist.group.WORLD)
     layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
     for layer in layers:
         if layer.n_head % part.parts:
             raise UserError(
-                f"{layer.n_head} heads cannot be dealt to {part.parts} ranks: choose a divisor as group size"
+                f"{layer.n_head} heads cannot be split over {part.parts} ranks: choose a size that divides them"
             )
     for layer in layers:
         layer.across_ranks = None if part.parts == 1 else Exchanged(layer.attend, part)

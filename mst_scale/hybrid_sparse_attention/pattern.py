@@ -1,11 +1,11 @@
 """Defines which keys a query sees, and counts the pairs.
 
     dense     every key
-    strided   |i - j| < l    or   (i - j) mod l = 0          (the paper's union: local window ∪ every l-th)
+    strided   |i - j| < l    or   (i - j) mod l = 0          (the paper's union: local window ∪ every l-th key)
     fixed     ⌊i/l⌋ = ⌊j/l⌋  or   j mod l = l - 1            (own block ∪ the last key of every block)
 
-and j ≤ i when causal. One mask for all heads. The diagonal always belongs to the pattern, so every query sees at
-least itself. `pairs` is exact and closed-form; `share` is the paper's Q.
+and j ≤ i if causal. All heads share one mask. The diagonal always belongs to the pattern, so every query sees at least
+itself. `pairs` is exact and closed-form; `share` is the paper's Q.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mst_scale.errors import UserError
 
-if TYPE_CHECKING:  # the value needs no torch, only its masks do
+if TYPE_CHECKING:  # only masks need torch
     import torch
 
 KINDS = ("dense", "strided", "fixed")
@@ -24,7 +24,7 @@ ACCOUNTINGS = ("paper", "causal")
 
 @dataclass(frozen=True)
 class Pattern:
-    """An attention pattern: "dense", "strided" or "fixed", with a stride (the paper's l) that "dense" ignores."""
+    """An attention pattern, as a value that can be compared, hashed and configured; dense ignores `stride` (l)."""
 
     kind: str = "dense"
     stride: int = 1
@@ -39,11 +39,11 @@ class Pattern:
         return "dense" if self.kind == "dense" else f"{self.kind} (stride {self.stride})"
 
     def is_dense(self, length: int) -> bool:
-        """Return whether the pattern contains every (causal) pair at this length, so that dense kernels are exact."""
+        """Return whether the pattern contains every (causal) pair, so that dense kernels compute the same."""
         return self.kind == "dense" or self.stride == 1 or self.stride >= length
 
     def allows(self, query: torch.Tensor, key: torch.Tensor, causal: bool = True) -> torch.Tensor:
-        """Return whether each query position sees each key position, for tensors of positions that broadcast."""
+        """Return whether queries see keys, elementwise on broadcast positions."""
         difference = query - key
         if self.kind == "dense":
             seen = difference == difference  # noqa: PLR0124  (true, in its shape and on its device)
@@ -54,14 +54,14 @@ class Pattern:
         return seen & (difference >= 0) if causal else seen
 
     def mask(self, length: int, causal: bool = True, device: torch.device | str | None = None) -> torch.Tensor:
-        """Return a bool tensor (length, length) that is true where query i sees key j. Kernels do not use it."""
+        """Return the bool mask (length, length), true where query i sees key j. Kernels do not build it."""
         import torch
 
         position = torch.arange(length, device=device)
         return self.allows(position[:, None], position[None, :], causal)
 
     def pairs(self, length: int, causal: bool = True) -> int:
-        """Return the exact number of (query, key) pairs in the pattern, without building the mask."""
+        """Return the number of (query, key) pairs in the mask, without building it."""
         n, l = length, self.stride  # noqa: E741  (the paper's letters)
         if self.is_dense(n):
             return n * (n + 1) // 2 if causal else n * n
@@ -76,10 +76,10 @@ class Pattern:
         return blocks * l * (l + blocks - 1) + rest * (rest + blocks)
 
     def share(self, length: int, accounting: str = "paper", causal: bool = True) -> float:
-        """Return Q, the fraction of the pairs of dense attention that the pattern contains.
+        """Return Q, the share of dense attention that is computed.
 
-        The accounting "paper" divides by n², and counts dense attention as n², as the paper does. "causal" divides by
-        the number of pairs that a dense kernel computes: n(n+1)/2, or n² if attention is bidirectional.
+        "paper" divides by n² and counts dense attention as 1, as the paper does. "causal" divides by the
+        pairs that a dense kernel needs: n(n+1)/2, or n² when attention is bidirectional.
         """
         if accounting not in ACCOUNTINGS:
             raise UserError(f"accounting {accounting!r} is unknown: choose one of {', '.join(ACCOUNTINGS)}")

@@ -1,8 +1,9 @@
-"""Lists the tiles among which the attention kernels choose on a GPU: those that its registers and memory hold.
+"""Lists the tiles from which the attention kernels choose on a GPU: those that fit into its registers and memory.
 
-One list for each kernel, head size and architecture. Each tile has been compiled for it: no register is spilled, and
-shared memory suffices (`mst bench compiled`, tests/hybrid_sparse_attention/test_compiled.py). Elsewhere there is one
-tile, which is not chosen: float32, whose products are not made by tensor cores; heads wider than 128; the interpreter.
+There is one list for each kernel, head size and architecture. Each tile has been compiled for it, spills no register
+and fits into shared memory (`mst bench compiled`, tests/hybrid_sparse_attention/test_compiled.py). There is a single
+tile, without a choice, for float32, whose products do not use tensor cores, for heads wider than 128, and for the
+interpreter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ KERNELS = ("_forward", "_backward_queries", "_backward_keys")
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of queries and keys, warps, stages of the pipeline; `skip`: go around the mask where all pairs are seen."""
+    """Rows of queries and keys, warps, and pipeline stages; `skip`: no masking where all pairs of a tile are seen."""
 
     queries: int
     keys: int
@@ -44,22 +45,22 @@ HOPPER: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
 
 
 def tiles_of(kernel: str, capability: int, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
-    """`capability` is 80 for 8.0, and 0 for none."""
+    """Return the tiles of a kernel; `capability` is 80 for compute capability 8.0, and 0 without a GPU."""
     wide = max(64, width(head_dim))
     if capability < 80 or dtype == torch.float32 or wide > 128:
         rows = 32 if dtype == torch.float32 or wide > 128 else 64
         return (Tile(rows, rows, 4, 2, skip=True),)
-    # mma of Ampere keeps the scores of two chained products in registers, but not across a branch
+    # on Ampere, the scores of two chained products stay in registers, but not across a branch
     skip = capability >= 90
     sizes = (HOPPER if skip else AMPERE)[kernel, wide]
     return tuple(Tile(*size, skip=skip) for size in sizes)
 
 
 def width(head_dim: int) -> int:
-    """Columns of a tile: the next power of two, and at least the matrix unit's 16."""
+    """Return the columns of a tile: the next power of two, and at least 16 for the matrix unit."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def size_class(size: int) -> int:
-    """Sizes within a factor of 4 share a choice, so that sequences of any length do not each measure their own."""
+    """Return a class of sizes within a factor of 4, which share a choice: not every length measures its own."""
     return (max(size, 1) - 1).bit_length() // 2

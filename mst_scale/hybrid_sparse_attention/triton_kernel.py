@@ -1,18 +1,18 @@
 """Computes attention over a pattern of pairs on a GPU, at the cost of the pairs.
 
-Positions are put in an order in which every part of a pattern is a band next to the diagonal of a matrix, so that
-tensor cores see whole tiles:
+Positions are reordered so that every part of a pattern is a band next to the diagonal of a matrix, and tensor cores
+work on whole tiles:
 
     window    i - l < j ≤ i, in the order of the sequence
     residues  j = i - ml: residue by residue (0, l, 2l, …, 1, l+1, …); a tile of 64 positions holds several residues
     block     ⌊i/l⌋ = ⌊j/l⌋, in the order of the sequence
     last      keys kl + l - 1 of earlier blocks
 
-One forward kernel (online softmax), one for dq, one for dk and dv, each launched once per part (two parts make a
-pattern). The second launch continues from the first one's out, top and total; gradients add. The part with few pairs
-goes first in forward and dq, so that what is rounded to the storage type in between weighs least.
+There is one forward kernel (online softmax), one for dq, and one for dk and dv. Each is launched once per part, and two
+parts make a pattern. The second launch continues from out, top and total of the first one; gradients add up. The part
+with fewer pairs goes first in forward and dq, so that rounding to the storage type in between matters least.
 
-Importing this file needs triton; dispatch.py does so only when a Triton backend is asked for.
+Importing this file needs triton, so dispatch imports it only when the Triton backend is asked for.
 """
 
 # ruff: noqa: PLR0917  (kernels take their arguments by position)
@@ -73,7 +73,7 @@ def _seen(query, key, stride, per, PART: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _all_seen(first, last, start, end, n, stride, per, PART: tl.constexpr, CAUSAL: tl.constexpr, SKIP: tl.constexpr):
-    """Whether queries first … last see all keys start … end, and these are of the sequence; never without SKIP."""
+    """Whether queries first … last see all keys start … end, and these lie in the sequence; false without SKIP."""
     if not SKIP:
         return False
     elif PART == WINDOW:
@@ -134,7 +134,7 @@ def _store(base, rows, pitch, n, value, D: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _own(base, b, h, n, heads, WIDTH: tl.constexpr):
-    """One head of a tensor that this file has allocated: (batch, length, heads, WIDTH) without gaps."""
+    """One head of a tensor that this file has allocated: contiguous (batch, length, heads, WIDTH)."""
     return base + b * n * heads * WIDTH + h * WIDTH
 
 
@@ -147,7 +147,7 @@ def _softmax(top, total, row, n):
 
 
 # ------------------------------------------------------------------------------------------------ kernels
-# `kind` is read by the tuner alone: launches of one kind share a choice of tiles.
+# Only the tuner reads `kind`: launches of one kind share a choice of tiles.
 @triton.jit(do_not_specialize=["kind"])
 def _forward(
     q, k, v, out, tops, totals,
@@ -306,19 +306,20 @@ def _backward_keys(
 
 # ------------------------------------------------------------------------------------------------ launches
 def interpreted() -> bool:
+    """Return whether Triton's interpreter runs the kernels."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def why_not(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why these kernels cannot run, or None when they can."""
+    """Return why these kernels cannot run, or None if they can."""
     if device != "cuda" and not interpreted():
         return f"it needs a CUDA device (tensors are on {device}), or TRITON_INTERPRET=1 before the first import"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it does not take {dtype}"
+        return f"it does not support {dtype}"
     if dtype == torch.bfloat16 and interpreted():
-        return "Triton's interpreter multiplies bfloat16 wrongly: use float32 or float16"
+        return "Triton's interpreter computes bfloat16 products incorrectly: use float32 or float16"
     if head_dim > 256:
-        return f"it takes head_dim up to 256, not {head_dim}"
+        return f"it supports head_dim up to 256, not {head_dim}"
     return None
 
 
@@ -338,7 +339,7 @@ TUNED_BY = ["PART", "CAUSAL", "GROUP", "D", "FIRST", "kind"]  # and dtypes
 
 @functools.cache
 def _tuned(name: str, tiles: tuple[Tile, ...], continued: tuple[str, ...]) -> Any:
-    """A kernel that measures these tiles at the first launch of a kind on this machine; Triton's cache keeps times."""
+    """A kernel that measures these tiles at the first launch of each kind; Triton's cache keeps the result."""
     configs = [
         triton.Config(
             {"QUERIES": one.queries, "KEYS": one.keys, "SKIP": one.skip}, num_warps=one.warps, num_stages=one.stages
@@ -376,7 +377,7 @@ def _launch(name, tensors, q, k, v, pattern, causal, scale, part, first, over_ke
 
 @functools.cache
 def _capability(device: torch.device) -> int:
-    """80 for 8.0; 0 under the interpreter."""
+    """80 for compute capability 8.0; 0 under the interpreter."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return 10 * major + minor
 
@@ -392,7 +393,7 @@ def _refuse_too_long(q: torch.Tensor) -> None:
     _, heads, length, dim = q.shape
     if length * heads * dim >= 2**31:
         raise UserError(
-            f"{length} rows of {heads} heads × {dim} are more than the triton kernels count: cut the sequences over "
+            f"{length} rows of {heads} heads × {dim} exceed the kernels' 32-bit offsets: split the sequences over "
             "ranks (sequence_parallel), or take backend blocked"
         )
 

@@ -22,7 +22,7 @@ from mst_scale.hybrid_sparse_attention import Part, SelfAttention
 from mst_scale.models.cross_entropy import IGNORE, cross_entropy
 from mst_scale.models.gpt import MLP, LayerNorm, run_block
 from mst_scale.models.initial_weights import draw_seed, initialize
-from mst_scale.tensor_parallel import TensorGroup, refuse_dropout
+from mst_scale.tensor_parallel import TensorGroup, check_no_dropout
 
 EPS = 1e-12  # of BERT's norms; a normal number in float32, in which statistics are computed
 TOKEN_TYPES = 2  # first and second text; pretraining here uses only the first
@@ -56,7 +56,7 @@ class BERT(nn.Module):
         self.part = Part()  # the whole sequence, unless `sequence_parallel` replaces it
         seed, d = draw_seed(), config.n_embd
         if tensor is not None:
-            refuse_dropout(config.dropout)
+            check_no_dropout(config.dropout)
             seed = tensor.agreed(seed)
         self.wte = nn.Embedding(config.padded_vocab, d)
         self.wpe = nn.Embedding(config.seq_length, d)

@@ -29,7 +29,7 @@ from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Part, SelfAttention
 from mst_scale.models.cross_entropy import IGNORE, cross_entropy
 from mst_scale.models.initial_weights import draw_seed, initialize
-from mst_scale.tensor_parallel import TensorGroup, column_linear, refuse_dropout, row_linear
+from mst_scale.tensor_parallel import TensorGroup, check_no_dropout, column_linear, row_linear
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
@@ -146,7 +146,7 @@ class GPT(nn.Module):
         self.part = Part()  # the whole sequence, unless `sequence_parallel` replaces it
         seed = draw_seed()
         if tensor is not None:
-            refuse_dropout(config.dropout)
+            check_no_dropout(config.dropout)
             seed = tensor.agreed(seed)
         self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
         self.wpe = nn.Embedding(config.seq_length, config.n_embd)

@@ -75,7 +75,7 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
         experiment = branch.planned(experiment, args.branch_decay_from, out_of(args, experiment))
     validate_folder("--out", out_of(args, experiment))
     schedule = experiment.attention_schedule  # refuses phases that do not fit
-    if told := schedule.sparse_by_name_alone(experiment.model.seq_length):
+    if told := schedule.describe_ineffective_stride(experiment.model.seq_length):
         logger.warning("%s", told)
     return experiment
 

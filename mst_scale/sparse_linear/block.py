@@ -1,21 +1,27 @@
-"""Computes linear layers on a GPU whose masks are made of B × B blocks, at the cost of the active blocks.
+"""Computes linear layers whose masks are made of B × B blocks on a GPU, at the cost of the active blocks.
 
-Active blocks are read straight out of the dense weight, through lists of where they are; nothing is converted.
+Active blocks are read directly from the dense weight, through lists of their positions; nothing is converted.
 
-    Y  = X·Wᵀ   a program has a tile of tokens and one block row of W. Its active blocks stand side by side as one
-                matrix of B outputs and count·B gathered inputs, and the product walks along that in steps of WIDTH
+    Y  = X·Wᵀ   A program computes a tile of tokens × one block row of W. Its active blocks, side by side, form one
+                matrix of B outputs and count·B gathered inputs, which the product walks through in steps of WIDTH
                 inputs: several small blocks fill one step of the matrix unit, and the tile is narrow only in outputs.
-    dX = dY·W   the same, with the roles of W's rows and columns exchanged: block columns, and the blocks in each.
-    dW          a program has a group of active blocks of one block row, WIDTH inputs wide, and a share of the tokens:
-                dYᵀX of its blocks. Few blocks of many tokens would leave most of the GPU idle, so tokens are split;
-                the parts go to float32 scratch and are added in a fixed order: the same bits each time. Elsewhere dW
-                is zero.
+    dX = dy·W   The same with rows and columns of W exchanged: block columns, and the blocks in each.
+    dW          A program computes dYᵀX for a group of active blocks of one block row, WIDTH inputs wide, over a share
+                of the tokens. With few blocks and many tokens most of the GPU would be idle, so tokens are split; the
+                partial sums go to float32 scratch and are added in a fixed order, which gives the same bits each time.
+                Everywhere else dW is zero.
 
-Sums are in float32. A block row or column without blocks gives zeros (or the bias, which is added before y is stored).
-GELU is not fused: forward it would save one of three passes over its tensor, and the two that backward could save lie
-across the border of two modules, where ZeRO-3 gathers and releases weights. Tiles are tuned natively, once per
-shape and block side; under Triton's interpreter (TRITON_INTERPRET=1, CPU tensors) they are fixed. Importing this file
-needs triton: dispatch does so only when blocks are asked for.
+Sums are in float32. A block row or column without active blocks gives zeros (or the bias, which is added before y is
+stored). GELU is not fused: in the forward pass that would save one of three passes over its tensor, and the two passes
+that backward could save lie across two modules, between which ZeRO-3 gathers and releases weights.
+
+Tiles are tuned on the GPU, once per shape and block side; under Triton's interpreter (TRITON_INTERPRET=1, CPU tensors)
+they are fixed. The tiles to choose from fit into the GPU's registers and memory: each has been compiled for its GPU and
+spills no register (`mst bench compiled`). In the pipeline of the products, the lists of block positions run ahead of
+the tiles that they point to, and each of the two takes half of the stages: with 3 or 4 stages an A100 would have a
+single buffer of tiles, and would copy nothing while the matrix unit works.
+
+Importing this file needs triton, so dispatch imports it only when blocks are asked for.
 """
 
 # ruff: noqa: PLR0917  (kernels take their arguments by position)
@@ -33,11 +39,10 @@ import triton.language as tl
 
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear.derivatives import InputGradient, WeightGradient
-from mst_scale.sparse_linear.tiles import gradient_tiles, product_tiles, sum_warps
 from mst_scale.tile_choice import among
 
-SIDES = (16, 32, 64, 128)  # the matrix unit's smallest tile is 16 wide
-SPLIT_TOKENS = 512  # a split of tokens is at least this long
+SIDES = (16, 32, 64, 128)  # the smallest tile of the matrix unit is 16 wide
+SPLIT_TOKENS = 512  # least number of tokens per split
 WAVES = 4  # programs per multiprocessor that splitting aims at
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -45,7 +50,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 # ------------------------------------------------------------------------------------------------ kernels
 @triton.jit
 def _gathered(begin, others, block, position, size, SIDE: tl.constexpr):
-    """Columns at these positions of a block row's active blocks side by side, and which of them exist."""
+    """Columns at these positions of a block row's active blocks, laid side by side, and which of them exist."""
     start = tl.load(begin + block)
     entry = start + position // SIDE
     there = entry < tl.load(begin + block + 1)
@@ -94,7 +99,7 @@ def _weight_gradient(
     position = tl.load(group_number + group) * WIDTH + tl.arange(0, WIDTH)
     column, there = _gathered(begin, others, row, position, inputs, SIDE)
     first = tl.program_id(1) * per_split
-    sums = tl.zeros([WIDTH, SIDE], tl.float32)  # this way round the long side fills the matrix unit's 64 rows
+    sums = tl.zeros([WIDTH, SIDE], tl.float32)  # transposed, so that the long side fills the 64 rows of the matrix unit
     for start in range(first, tl.minimum(first + per_split, tokens), TOKENS):
         at = start + tl.arange(0, TOKENS)
         token = at.to(tl.int64)
@@ -139,6 +144,36 @@ def _put(dw, output, column, there, sums, outputs, inputs):
 
 
 # ------------------------------------------------------------------------------------------------ tiles
+Sizes = list[tuple[int, ...]]
+
+# inputs, tokens, warps, stages
+PRODUCT: Sizes = [(64, 128, 4, 5), (32, 128, 4, 5), (64, 64, 4, 5), (128, 64, 4, 5), (64, 128, 8, 5), (64, 256, 8, 5)]
+WIDE_PRODUCT: Sizes = [(64, 64, 4, 5), (64, 128, 8, 5), (128, 128, 8, 5), (32, 256, 8, 5)]
+# tokens, warps, stages
+GRADIENT: Sizes = [(32, 4, 4), (64, 4, 3), (64, 4, 4), (128, 4, 3), (64, 8, 4)]
+WIDE_GRADIENT: Sizes = [(32, 8, 4), (64, 8, 3), (64, 8, 4), (128, 8, 3)]
+
+
+def product_tiles(capability: int, side: int) -> Sizes:
+    """The tiles to tune among for Y and dX; `capability` is 80 for compute capability 8.0."""
+    if side < 128:
+        return PRODUCT
+    return [*WIDE_PRODUCT, (64, 128, 4, 5), (64, 256, 8, 5)] if capability >= 90 else WIDE_PRODUCT
+
+
+def gradient_tiles(capability: int, side: int) -> Sizes:
+    """The tiles to tune among for dW."""
+    if side < 128:
+        spilled = [(64, 4, 3), (64, 4, 4)] if side == 64 and capability < 90 else []
+        return [size for size in GRADIENT if size not in spilled]
+    return [*WIDE_GRADIENT, (64, 4, 3), (64, 4, 4)] if capability >= 90 else WIDE_GRADIENT
+
+
+def sum_warps(side: int) -> int:
+    """The number of warps that add the partial sums of dW."""
+    return 8 if side == 128 else 4
+
+
 FIXED_PRODUCT = {"WIDTH": 32, "TOKENS": 32}
 FIXED_GRADIENT = {"TOKENS": 32}
 
@@ -151,7 +186,7 @@ def _configs(names: tuple[str, ...], sizes: Iterable[tuple[int, ...]]) -> list[A
 
 @functools.cache
 def _tuned_product(sizes: tuple[tuple[int, ...], ...]) -> Any:
-    """Measures its tiles at the first call with a shape on this machine; as it is, under the interpreter."""
+    """The kernel that tunes its tiles at the first call with a shape; the plain kernel under the interpreter."""
     if INTERPRETED:
         return _product
     keys = ["SIDE", "outputs", "inputs", "weight_input"]
@@ -168,7 +203,7 @@ def _tuned_gradient(sizes: tuple[tuple[int, ...], ...]) -> Any:
 
 @functools.cache
 def _capability(device: torch.device) -> int:
-    """80 for 8.0; 0 under the interpreter."""
+    """80 for compute capability 8.0; 0 under the interpreter."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return 10 * major + minor
 
@@ -180,20 +215,20 @@ def _multiprocessors(device: torch.device) -> int:
 
 # ------------------------------------------------------------------------------------------------ index and launches
 def why_not(device: str, dtype: torch.dtype, block: int) -> str | None:
-    """Why these kernels cannot run, or None when they can."""
+    """Return why these kernels cannot run, or None if they can."""
     if block not in SIDES:
-        return f"its kernels multiply blocks of {', '.join(map(str, SIDES))}, not of {block} (topology.granularity)"
+        return f"its kernels support blocks of {', '.join(map(str, SIDES))}, not of {block} (topology.granularity)"
     if device != "cuda" and not INTERPRETED:
         return f"it needs a CUDA device (weights are on {device})"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it does not take {dtype}"
+        return f"it does not support {dtype}"
     if dtype == torch.bfloat16 and INTERPRETED:
-        return "Triton's interpreter multiplies bfloat16 wrongly: use float32 or float16"
+        return "Triton's interpreter computes bfloat16 products incorrectly: use float32 or float16"
     return None
 
 
 class BlockIndex:
-    """Which blocks are active: by block row and by block column, and in groups for dW. 12 bytes a block or so."""
+    """The active blocks by block row, by block column, and in groups for dW: about 12 bytes per block."""
 
     def __init__(self, active: torch.Tensor, side: int):
         self.shape, self.side = (int(active.shape[0]), int(active.shape[1])), side
@@ -213,22 +248,26 @@ class BlockIndex:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dense_gradient: bool
     ) -> torch.Tensor:
+        """See `definition.Index`."""
         y: torch.Tensor = _BlockLinear.apply(x, weight, bias, (self, dense_gradient))
         return y
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """(tokens, inputs) → (tokens, outputs)."""
+        """Map x of (tokens, inputs) to y of (tokens, outputs)."""
         outputs, inputs = self.shape
         return self._product(x, weight, bias, self.rows, outputs, inputs, weight.stride(0), weight.stride(1))
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x Wᵀ."""
         return self.forward(x, weight, None)
 
     def input_gradient(self, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """dy W."""
         outputs, inputs = self.shape
         return self._product(dy, weight, None, self.columns, inputs, outputs, weight.stride(1), weight.stride(0))
 
     def weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        """dyᵀ x in the active blocks."""
         outputs, inputs = self.shape
         dw = x.new_zeros(outputs, inputs)
         groups, tokens = self.group_row.numel(), len(x)
@@ -272,7 +311,7 @@ class BlockIndex:
 
 
 def _blocks_of(active: torch.Tensor, side: int) -> torch.Tensor:
-    """bool (block rows, block columns); a mask that cuts through a block is refused."""
+    """Return which blocks are active, as bool of (block rows, block columns); UserError if a block is partly active."""
     outputs, inputs = active.shape
     missing = -outputs % side, -inputs % side
 
@@ -282,7 +321,9 @@ def _blocks_of(active: torch.Tensor, side: int) -> torch.Tensor:
 
     some = tiles(active, False).any(3).any(1)
     if not torch.equal(some, tiles(active, True).all(3).all(1)):
-        raise UserError(f"this mask is not made of {side} × {side} blocks: it was trained in another granularity")
+        raise UserError(
+            f"this mask is not made of {side} × {side} blocks: set mst.topology.granularity as where it was trained"
+        )
     return some
 
 
@@ -309,7 +350,7 @@ class _BlockLinear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = dw = None
         if wants_x:
-            # the dense gradient of dx is of masked weights too, which are zero
+            # differentiated again, a dense dx gives masked weights their gradient too
             dense = ctx.dense_gradient and torch.is_grad_enabled()
             dx = (dy @ weight if dense else InputGradient.apply(dy, weight, ctx.index)).view(x.shape)
         if wants_weight:

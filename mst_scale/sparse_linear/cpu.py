@@ -1,17 +1,20 @@
-"""Calls the compiled CPU kernel of sparse linear layers.
+"""Computes sparse linear layers on CPUs, weight by weight: with the compiled kernel, or without a compiler with MKL.
 
-cpp_kernel/*.h, kernel.cpp  →  one shared library (`mst_scale.compiled`)  →  ctypes.
+    CompiledIndex   cpp_kernel/*.h, kernel.cpp → one shared library (`mst_scale.compiled`) → ctypes
+    MKLIndex        torch.sparse, which calls MKL: Yᵀ = W Xᵀ and dXᵀ = Wᵀ dYᵀ as CSR × dense, dW by `sampled_addmm`;
+                    about half as fast. MKL takes float32 and float64 only, so other dtypes are computed in float32
 
-Saved for backward: x and the values of the active weights (float32; float64 for float64), not the weight: under ZeRO-3
-it may be gone by then. Scratch: per thread a tile of 64 tokens of the input and of the output, and for the weight's
-gradient 1024 tokens of x in float32 and one float per active weight; for a head per thread the logits of a tile and one
-float per active weight, by no more threads than 1 GiB is enough for.
+Saved for backward: x and the values of the active weights (float32; float64 for float64), not the weight, which under
+ZeRO-3 may be released by then. Scratch memory of the compiled kernel: per thread a tile of 64 tokens of the input and
+of the output; for the weight's gradient 1024 tokens of x in float32 and one float per active weight; for a head, per
+thread the logits of a tile and one float per active weight, on as many threads as fit into 1 GiB.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,15 +24,16 @@ import torch
 from mst_scale import compiled
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear import derivatives
-from mst_scale.transforms import leave_graph, refuse_second_derivatives
+from mst_scale.transforms import check_first_derivative, leave_graph
 
 SOURCES = Path(__file__).parent / "cpp_kernel"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # kernel.cpp's codes 0, 1, 2, 3
-# Multiply-adds that are worth waking one more thread: about 20 µs of work.
+# Multiply-adds per thread, at least: about 20 µs of work.
 PER_THREAD = 1 << 20
-# Bytes that a head's threads may take together: each has the logits of a tile and a gradient of its own.
+# Bytes of scratch of all threads of a head together: each has the logits of a tile and its own gradient.
 HEAD_SCRATCH = 1 << 30
 HEAD_TILE = 64  # tokens, at most
+log = logging.getLogger("mst_scale")
 
 
 class _Matrix(ctypes.Structure):
@@ -52,13 +56,17 @@ class _Call(ctypes.Structure):
 
 
 def build(folder: Path) -> Path:
-    """The library in `folder`, compiled if it is not there yet. RuntimeError says why it cannot be had."""
+    """Return the path of the library in `folder`, compiled if it is missing.
+
+    Raises:
+        RuntimeError: if it cannot be compiled.
+    """
     return compiled.build("sparse_linear", SOURCES, folder)
 
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The loaded library, or the reason why there is none. Tried once per process."""
+    """Return the loaded library, or the reason why there is none. Loading is tried once per process."""
     loaded = compiled.load("sparse_linear", SOURCES)
     if isinstance(loaded, ctypes.CDLL):
         declare(loaded)
@@ -66,16 +74,44 @@ def library() -> ctypes.CDLL | str:
 
 
 def declare(loaded: ctypes.CDLL) -> None:
+    """Declare the argument types of the library's functions."""
     for function in (loaded.sl_forward, loaded.sl_backward, loaded.sl_head, loaded.sl_head_backward):
         function.argtypes, function.restype = [ctypes.POINTER(_Call)], ctypes.c_int
     loaded.sl_build.argtypes, loaded.sl_build.restype = [ctypes.c_void_p, ctypes.POINTER(_Call)], ctypes.c_int
     loaded.sl_panels.argtypes, loaded.sl_panels.restype = [ctypes.c_int64], ctypes.c_int64
 
 
-def why_not() -> str | None:
-    """Why there is no kernel, or None when there is one (it is compiled now if it never was)."""
+def why_not_compiled() -> str | None:
+    """Return why there is no compiled kernel, or None if there is one (it is compiled now if it never was)."""
     loaded = library()
     return loaded if isinstance(loaded, str) else None
+
+
+def why_not(device: str, dtype: torch.dtype) -> str | None:
+    """Return why single weights cannot be multiplied on this device in this dtype, or None if they can."""
+    if device != "cpu":
+        return f"it runs on CPU tensors, not {device}"
+    if dtype not in DTYPES:
+        return f"it does not support {dtype}"
+    if (reason := why_not_compiled()) is None:
+        return None
+    if not torch.backends.mkl.is_available():
+        return f"there is neither a compiled kernel ({reason}) nor MKL in this build of torch"
+    _log_mkl(reason)
+    return None
+
+
+@functools.cache  # once per process
+def _log_mkl(reason: str) -> None:
+    log.warning("sparse layers: MKL through torch.sparse, about half as fast as the compiled kernel (%s)", reason)
+
+
+def build_index(active: torch.Tensor) -> CompiledIndex | MKLIndex:
+    """Return the index of a mask for the best kernel here."""
+    return MKLIndex(active) if why_not_compiled() else CompiledIndex(active)
+
+
+# --- the compiled kernel ---
 
 
 class _Half:
@@ -90,7 +126,7 @@ class _Half:
 
 
 class CompiledIndex:
-    """The mask and its transpose as rows of column numbers: 8 bytes per active weight, 16 per row and panel."""
+    """The mask and its transpose as rows of column numbers: 8 bytes per active weight, 16 bytes per row and panel."""
 
     def __init__(self, active: torch.Tensor):
         loaded = library()
@@ -109,11 +145,13 @@ class CompiledIndex:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dense_gradient: bool
     ) -> torch.Tensor:
+        """See `definition.Index`."""
         return derivatives.linear(x, weight, bias, self, dense_gradient)
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return y and the values of the active weights."""
         values = x.new_empty(self.entries, dtype=torch.promote_types(x.dtype, torch.float32))
         y = x.new_empty(len(x), self.shape[0])
         given = {"x": x, "weight": weight.contiguous(), "bias": None if bias is None else bias.contiguous()}
@@ -123,30 +161,34 @@ class CompiledIndex:
     def backward(
         self, x: torch.Tensor, dy: torch.Tensor, values: torch.Tensor, dx: bool, dw: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return dx and dW as far as asked for."""
         found = torch.empty_like(x) if dx else None, x.new_empty(self.shape) if dw else None
         given = {"x": x, "dy": dy, "values": values}
         self.run("sl_backward", len(x), x.dtype, {**given, "dx": found[0], "dw": found[1]})
         return found
 
-    # --- for derivatives of derivatives: all in the dtype of the values ---
+    # for higher derivatives, all in the dtype of the values
 
     def product(self, x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """x Sᵀ."""
         return self.forward(x, derivatives.spread(values, self), None)[0]
 
     def input_gradient(self, dy: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """dy S."""
         dx = dy.new_empty(len(dy), self.shape[1])
         self.run("sl_backward", len(dy), dy.dtype, {"dy": dy, "values": values, "dx": dx})
         return dx
 
     def weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        """dyᵀ x at the active weights."""
         dw = x.new_empty(self.shape)
         self.run("sl_backward", len(x), x.dtype, {"x": x, "dy": dy, "dw": dw})
         return dw.view(-1)[self.where]
 
     @functools.cached_property
     def where(self) -> torch.Tensor:
-        """The place in the flat weight of each value. The kernel says it: it is asked to spread their numbers."""
-        numbers = torch.empty(self.shape, dtype=torch.float64)  # from 1, exact up to 2^53
+        """The position of each value in the flat weight, found by letting the kernel spread the numbers 1, 2, 3, …"""
+        numbers = torch.empty(self.shape, dtype=torch.float64)  # exact up to 2^53
         count = torch.arange(1, self.entries + 1, dtype=torch.float64)
         self.run("sl_head_backward", 0, torch.float64, {"gradient": count, "dw": numbers})
         places = numbers.view(-1).nonzero().view(-1)
@@ -157,15 +199,15 @@ class CompiledIndex:
     def cross_entropy(
         self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Mean of -log softmax(x Wᵀ)[target] over targets other than -1, in float32, without keeping the logits; with
-        `count` the sum over this number.
+        """Return the mean of -log softmax(x Wᵀ)[target] over targets other than -1, in float32, without keeping logits.
 
-        The gradients are computed along with it where they are wanted, and only scaled by backward.
+        With `count` it is the sum divided by that number. The forward pass computes the gradients, if they are wanted;
+        backward only scales them.
         """
         leave_graph("the loss of a sparse head", derivatives.TO_DENSE)
         return self._cross_entropy(x, weight, targets, count)
 
-    @torch._disable_dynamo  # torch.compile would try to trace the kernel, and warn of it
+    @torch._disable_dynamo  # torch.compile would try to trace the kernel, and warn about it
     def _cross_entropy(
         self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None
     ) -> torch.Tensor:
@@ -182,6 +224,7 @@ class CompiledIndex:
         scale: float = 1.0,
         most_threads: int | None = None,
     ) -> None:
+        """Call a function of the library on these tensors, by the names of `_Call`'s fields."""
         addresses = {name: t.data_ptr() for name, t in tensors.items() if t is not None}
         work = tokens * max(self.entries, sum(self.shape))
         threads = max(1, min(most_threads or torch.get_num_threads(), torch.get_num_threads(), work // PER_THREAD))
@@ -207,13 +250,13 @@ class _CrossEntropy(torch.autograd.Function):
         flat = x.reshape(-1, index.shape[1]).contiguous()
         targets = targets.reshape(-1).to(torch.int64).contiguous()
         if len(targets) != len(flat) or (len(targets) and int(targets.max()) >= index.shape[0]):
-            raise UserError(f"{len(flat)} tokens need as many targets below {index.shape[0]}")
+            raise UserError(f"{len(flat)} tokens need {len(flat)} targets below {index.shape[0]}")
         if len(targets) and int(targets.min()) < -1:
-            raise UserError(f"a target is {int(targets.min())}: -1 is what does not count")
+            raise UserError(f"a target is {int(targets.min())}: use -1 for tokens that do not count")
         counted = targets >= 0
         total = counted.sum() if count is None else count
         weights = counted.to(wide) / total
-        wants_gradients = with_gradients and any(ctx.needs_input_grad)  # which torch.no_grad does not change
+        wants_gradients = with_gradients and any(ctx.needs_input_grad)  # torch.no_grad does not change the latter
         losses = torch.empty(len(flat), dtype=wide)
         dx = torch.empty(flat.shape, dtype=wide) if wants_gradients else None
         gradient = torch.empty(index.entries, dtype=wide) if wants_gradients else None
@@ -229,7 +272,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_second_derivatives("the loss of a sparse head", derivatives.TO_DENSE)
+        check_first_derivative("the loss of a sparse head", derivatives.TO_DENSE)
         dx, gradient = ctx.saved_tensors
         index: CompiledIndex = ctx.index
         dw = None
@@ -237,3 +280,74 @@ class _CrossEntropy(torch.autograd.Function):
             dw = torch.empty(index.shape, dtype=ctx.dtype)
             index.run("sl_head_backward", len(dx), ctx.dtype, {"gradient": gradient, "dw": dw}, scale=float(grads[0]))
         return (dx * grads[0]).to(ctx.dtype).view(ctx.shape), dw, None, None
+
+
+# --- MKL ---
+
+
+class MKLIndex:
+    """The mask and its transpose in CSR; `order` maps the values of the first to the order of the second."""
+
+    def __init__(self, active: torch.Tensor):
+        self.shape = (int(active.shape[0]), int(active.shape[1]))
+        self.where = active.contiguous().view(-1).nonzero().view(-1)
+        outputs, inputs = self.shape
+        self.rows = _pointers(self.where // inputs, outputs)
+        self.columns = (self.where % inputs).to(torch.int32)
+        self.order = torch.argsort(self.where % inputs, stable=True)
+        self.rows_of_transpose = _pointers((self.where % inputs)[self.order], inputs)
+        self.columns_of_transpose = (self.where // inputs)[self.order].to(torch.int32)
+
+    def _matrix(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.sparse_csr_tensor(self.rows, self.columns, values, self.shape, check_invariants=False)
+
+    def _transpose(self, values: torch.Tensor) -> torch.Tensor:
+        parts = (self.rows_of_transpose, self.columns_of_transpose, values[self.order])
+        return torch.sparse_csr_tensor(*parts, self.shape[::-1], check_invariants=False)
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dense_gradient: bool
+    ) -> torch.Tensor:
+        """See `definition.Index`."""
+        y = derivatives.linear(x, weight, None, self, dense_gradient)
+        return y if bias is None else y + bias
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return y and the values of the active weights."""
+        assert bias is None
+        values = weight.reshape(-1)[self.where].to(torch.promote_types(x.dtype, torch.float32))
+        return self.product(x.to(values.dtype), values).to(x.dtype), values
+
+    def backward(
+        self, x: torch.Tensor, dy: torch.Tensor, values: torch.Tensor, dx: bool, dw: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return dx and dW as far as asked for."""
+        wide_x, wide_dy = x.to(values.dtype), dy.to(values.dtype)
+        found = self.input_gradient(wide_dy, values).to(x.dtype) if dx else None
+        if not dw:
+            return found, None
+        gradient = x.new_zeros(self.shape)
+        gradient.view(-1)[self.where] = self.weight_gradient(wide_x, wide_dy).to(x.dtype)
+        return found, gradient
+
+    def product(self, x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """x Sᵀ."""
+        return (self._matrix(values) @ x.T).T if len(x) else x.new_zeros(0, self.shape[0])
+
+    def input_gradient(self, dy: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """dy S."""
+        return (self._transpose(values) @ dy.T).T if len(dy) else dy.new_zeros(0, self.shape[1])
+
+    def weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        """dyᵀ x at the active weights."""
+        zeros = x.new_zeros(len(self.where))
+        if not len(x):
+            return zeros
+        return torch.sparse.sampled_addmm(self._matrix(zeros), dy.T.contiguous(), x, beta=0.0).values()
+
+
+def _pointers(sorted_rows: torch.Tensor, count: int) -> torch.Tensor:
+    counts = torch.bincount(sorted_rows, minlength=count)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)

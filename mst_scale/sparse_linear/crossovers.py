@@ -1,8 +1,9 @@
-"""Looks up the sparsity from which skipping masked weights is faster than a dense product, as measured.
+"""Looks up the sparsity from which a sparse layer is faster than a dense one, as measured.
 
-crossover.json in the cache folder, which `measuring` and `mst bench linear --tune` write, goes before the one that is
-shipped. A row of single weights says on which processor and with which torch it was measured, and counts there alone:
-machines that differ may share a home. Without torch, for a plan reads them too.
+The user's table, crossover.json in the cache folder, which `measuring` and `mst bench linear --tune` write, takes
+precedence over the one shipped with the package. A row for single weights names the processor and the version of torch
+it was measured with, and counts only there, because different machines may share a home directory. This file does not
+import torch: a plan reads it too.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from mst_scale.compiled import cache_folder
 
 SHIPPED = Path(__file__).parent / "crossover.json"
 log = logging.getLogger("mst_scale")
-# Layers with fewer weights than this are dense for `auto`: a call's fixed costs outweigh what it saves.
+# `auto` keeps layers with fewer weights dense: the fixed cost of a call outweighs what it saves.
 SMALLEST = 1 << 16
 
 
 def crossover(backend: str, dtype: str, shape: tuple[int, ...], *, threads: int = 1, block: int = 1) -> float | None:
-    """The sparsity from which the backend is faster, of the nearest case in the table."""
-    block = 1 if backend in ("cpu", "mkl") else block  # these multiply with single weights, even if masks have blocks
+    """Return the sparsity from which the backend is faster in the nearest case of the table; None if there is none."""
+    block = (
+        1 if backend in ("cpu", "mkl") else block
+    )  # these compute weight by weight, even if masks are made of blocks
     rows = [row for row in table() if _kind(row) == (backend, dtype, block)]
     if not rows:
         return None
@@ -47,31 +50,31 @@ def crossover(backend: str, dtype: str, shape: tuple[int, ...], *, threads: int 
 
 @functools.cache
 def table() -> list[dict[str, Any]]:
-    """What was measured here; of a backend, dtype and block that was not, what is shipped."""
+    """Return the rows measured here, and the shipped rows for every backend, dtype and block that was not."""
     here = [row for row in measured_here() if is_of_here(row)]
     kinds = set(map(_kind, here))
     return [*here, *(row for row in _rows(SHIPPED) if _kind(row) not in kinds)]
 
 
 def own() -> Path:
-    """The table of this machine's user."""
+    """Return the path of the user's table."""
     return cache_folder() / "crossover.json"
 
 
 def measured_here() -> list[dict[str, Any]]:
-    """The rows of `own`: none before --tune has run."""
+    """Return the rows of the user's table; none if nothing has been measured."""
     try:
         return _rows(own())
-    except (FileNotFoundError, RuntimeError):  # RuntimeError: there is no home to look into
+    except (FileNotFoundError, RuntimeError):  # RuntimeError: there is no home directory
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("%s holds no crossovers (%r): remove it, or measure anew: mst bench linear --tune", own(), error)
+        log.warning("%s is not a table of crossovers (%r): remove it, or run mst bench linear --tune", own(), error)
         return []
 
 
 @functools.cache
 def here() -> dict[str, str]:
-    """What decides how fast a CPU's layers are, beside threads and dtype: the processor, and who multiplies."""
+    """Return what decides the speed of layers on a CPU besides threads and dtype: the processor, and torch."""
     known: dict[str, str] = {}
     cpuinfo = Path("/proc/cpuinfo")
     for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
@@ -81,20 +84,20 @@ def here() -> dict[str, str]:
     numbers = [known[name] for name in ("cpu family", "model") if name in known]
     try:
         torch = version("torch")
-    except PackageNotFoundError:  # where a plan is made
+    except PackageNotFoundError:  # torch is not needed to make a plan
         torch = ""
     return {"cpu": " ".join([model, "/".join(numbers)]).strip(), "torch": torch}
 
 
 def measured_so(backend: str, dtype: str, threads: int) -> list[dict[str, Any]]:
-    """Rows that `measuring` or --tune has kept on this processor."""
+    """Return the rows that were measured on this processor."""
     kind = (backend, dtype, 1)
     rows = [row for row in measured_here() if "gains" in row and _kind(row) == kind and row.get("threads") == threads]
     return [row for row in rows if is_of_here(row)]
 
 
 def add(rows: Sequence[dict[str, Any]]) -> None:
-    """To `own`, in the place of rows of the same case; others may add theirs meanwhile. Without a home: nothing."""
+    """Add rows to the user's table, replacing rows of the same case; several processes may do so at a time."""
     try:
         folder = own().parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,11 +106,11 @@ def add(rows: Sequence[dict[str, Any]]) -> None:
             cases = [_case(row) for row in rows]
             keep([*rows, *(row for row in measured_here() if _case(row) not in cases)])
     except (OSError, RuntimeError) as error:
-        log.warning("what was measured is not kept, and will be measured again (%s): set MST_SCALE_CACHE", error)
+        log.warning("crossovers cannot be saved and will be measured again (%s): set MST_SCALE_CACHE", error)
 
 
 def keep(rows: list[dict[str, Any]]) -> None:
-    """All of `own`, or, if this is interrupted, what was there before."""
+    """Write the user's table; if this is interrupted, the old one stays."""
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     new = own().with_suffix(".new")
     new.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +120,7 @@ def keep(rows: list[dict[str, Any]]) -> None:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """KeyError, TypeError or ValueError where they are not what `keep` writes."""
+    """The rows of a file; KeyError, TypeError or ValueError if `keep` did not write it."""
     rows = list(json.loads(path.read_text())["crossovers"])
     for row in rows:
         _kind(row)
@@ -127,7 +130,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def is_of_here(row: dict[str, Any]) -> bool:
-    """Whether a row is of this processor; rows that do not say are of the user's."""
+    """Return whether a row was measured on this processor and torch; rows that name neither count everywhere."""
     return all(row.get(name, value) == value for name, value in here().items())
 
 

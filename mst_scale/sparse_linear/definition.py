@@ -1,17 +1,17 @@
-"""Defines what a sparse linear layer computes.
+"""Defines what a sparse linear layer computes, and the interface of the backends that compute it faster.
 
     y  = x (W ⊙ M)ᵀ + b                     x (…, inputs), W and M (outputs, inputs), y (…, outputs)
     dx = dy (W ⊙ M)
-    dW = (dyᵀ x) ⊙ M                        or dyᵀ x where the dense gradient is asked for: growth reads it
+    dW = (dyᵀ x) ⊙ M                        or dyᵀ x if the dense gradient is asked for, which growth reads
     db = Σ dy
 
-W ⊙ M is W where M keeps a weight and zero elsewhere, whatever stands there. This is the readable form that every
-backend is tested against; it costs what a dense layer costs.
+W ⊙ M is W where M keeps a weight and zero elsewhere, whatever W holds there. Every backend is tested against this
+readable form, which costs as much as a dense layer.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,17 @@ import torch.nn.functional as F
 from mst_scale.errors import UserError
 
 
+class Index(Protocol):
+    """The structure of one mask, in the form that one backend reads."""
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dense_gradient: bool
+    ) -> torch.Tensor:
+        """Compute `definition` with autograd. x is (…, inputs), weight (outputs, inputs), both of the same dtype."""
+
+
 class _Masked(torch.autograd.Function):
-    """W ⊙ M, with a gradient that the mask does not stop."""
+    """W ⊙ M, with a gradient that is not masked."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
@@ -39,9 +48,12 @@ def definition(
     *,
     dense_gradient: bool = False,
 ) -> torch.Tensor:
-    """x (W ⊙ M)ᵀ + b by masked dense products; `active` is M as bool."""
+    """Return x (W ⊙ M)ᵀ + b by masked dense products; `active` is M as bool."""
     if active.shape != weight.shape or active.dtype != torch.bool:
-        raise UserError(f"a mask of {tuple(active.shape)} {active.dtype} is no mask of a {tuple(weight.shape)} weight")
+        raise UserError(
+            f"the mask is {tuple(active.shape)} {active.dtype}, but the weight is {tuple(weight.shape)}: "
+            "give a bool mask of the weight's shape"
+        )
     masked = _Masked.apply(weight, active) if dense_gradient else weight.masked_fill(~active, 0)
     y = F.linear(x, masked)
     return y if bias is None else y + bias

@@ -1,12 +1,12 @@
-"""Differentiates sparse products as often as a caller asks for.
+"""Differentiates sparse products any number of times.
 
     y  = x Sᵀ                product            S has the entries s where the mask keeps a weight, and zeros elsewhere
     dx = dy S                input_gradient
-    ds = dyᵀ x where kept    weight_gradient
+    ds = dyᵀ x at s          weight_gradient
 
-Each is linear in both of its arguments, so the gradients of each are the other two, and those have gradients again.
-First derivatives do not come here: a backend computes them at once (`Linear`, `block`). With create_graph=True, for a
-penalty on a gradient say, backward is made of these instead.
+Each product is linear in both arguments, so the gradients of each are the other two. The backward pass computes first
+derivatives directly (`Linear`, `block`). Only under create_graph=True, for a gradient penalty for example, is it made
+of the functions below.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ TO_DENSE = 'set mst.compute.backend to "dense"'
 class Products(Protocol):
     """The three products of one mask; x is (tokens, inputs), dy (tokens, outputs), s as the backend stores it."""
 
-    def product(self, x: Tensor, s: Tensor) -> Tensor: ...
+    def product(self, x: Tensor, s: Tensor) -> Tensor:
+        """x Sᵀ."""
 
-    def input_gradient(self, dy: Tensor, s: Tensor) -> Tensor: ...
+    def input_gradient(self, dy: Tensor, s: Tensor) -> Tensor:
+        """dy S."""
 
-    def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor: ...
+    def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor:
+        """dyᵀ x at the entries s."""
 
 
 class Product(torch.autograd.Function):
+    """`Products.product`, differentiable."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, s: Tensor, products: Products) -> Tensor:
         ctx.save_for_backward(x, s)
@@ -45,6 +50,8 @@ class Product(torch.autograd.Function):
 
 
 class InputGradient(torch.autograd.Function):
+    """`Products.input_gradient`, differentiable."""
+
     @staticmethod
     def forward(ctx: Any, dy: Tensor, s: Tensor, products: Products) -> Tensor:
         ctx.save_for_backward(dy, s)
@@ -58,6 +65,8 @@ class InputGradient(torch.autograd.Function):
 
 
 class WeightGradient(torch.autograd.Function):
+    """`Products.weight_gradient`, differentiable."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dy: Tensor, products: Products) -> Tensor:
         ctx.save_for_backward(x, dy)
@@ -71,45 +80,49 @@ class WeightGradient(torch.autograd.Function):
 
 
 class ByValues(Products, Protocol):
-    """The products of single weights: s is a vector of the active ones, in float32 (float64 for float64)."""
+    """The products of single weights: s is the vector of active weights, in float32 (float64 for float64)."""
 
     @property
-    def shape(self) -> tuple[int, int]: ...
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
 
     @property
     def where(self) -> Tensor:
-        """The place in the flat weight of each entry of s."""
+        """The position of each entry of s in the flat weight."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x Wᵀ + b, s)."""
 
     def backward(self, x: Tensor, dy: Tensor, s: Tensor, dx: bool, dw: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Those that are asked for, in the dtype of x; dw as the weight lies, zero where masked."""
+        """The gradients asked for, in the dtype of x; dw has the shape of the weight and is zero where masked."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, index: ByValues, dense_gradient: bool) -> Tensor:
-    """x (W ⊙ M)ᵀ + b with autograd, by an index over single weights; x is (…, inputs)."""
+    """Return x (W ⊙ M)ᵀ + b with autograd, by an index over single weights; x is (…, inputs)."""
     leave_graph("the kernel of a sparse layer", TO_DENSE)
     outputs, inputs = index.shape
     y, _ = _outside_graphs(x.reshape(-1, inputs).contiguous(), weight, bias, (index, dense_gradient))
     return y.view(*x.shape[:-1], outputs)
 
 
-@torch._disable_dynamo  # torch.compile would try to trace the kernel, and warn of it
+@torch._disable_dynamo  # torch.compile would try to trace the kernel, and warn about it
 def _outside_graphs(*arguments: Any) -> tuple[Tensor, Tensor]:
     found: tuple[Tensor, Tensor] = Linear.apply(*arguments)
     return found
 
 
 def spread(s: Tensor, index: ByValues) -> Tensor:
-    """The matrix S of entries s, by operations that torch differentiates."""
+    """Return the matrix S with entries s, by operations that torch differentiates."""
     return s.new_zeros(index.shape[0] * index.shape[1]).index_put((index.where,), s).view(index.shape)
 
 
 class Linear(torch.autograd.Function):
-    """Saves x and s, not the weight: under ZeRO-3 it may be gone by the time of backward. s is an output too, so that
-    what backward computes with it under create_graph=True has a way back to the weight. The dense gradient of that is
-    the weight's alone, which is saved where it is asked for."""
+    """x (W ⊙ M)ᵀ + b and its first derivatives, computed directly.
+
+    It saves x and s but not the weight, which under ZeRO-3 may be released before backward. s is an output too, so that
+    what backward computes from it under create_graph=True remains connected to the weight. The dense gradient needs the
+    weight, which is saved in that case.
+    """
 
     @staticmethod
     def forward(
@@ -129,7 +142,7 @@ class Linear(torch.autograd.Function):
         if dy is not None:
             sampled = wants_weight and not ctx.dense_gradient
             if torch.is_grad_enabled() and ctx.dense_gradient:
-                dx = dy @ weight if wants_x else None  # what is masked is zero
+                dx = dy @ weight if wants_x else None  # masked weights are zero
             elif torch.is_grad_enabled():
                 wide_x, wide_dy = x.to(s.dtype), dy.to(s.dtype)
                 dx = InputGradient.apply(wide_dy, s, index).to(x.dtype) if wants_x else None

@@ -1,15 +1,15 @@
-"""Chooses the backend that multiplies with a layer.
+"""Chooses the backend that a sparse linear layer computes with.
 
-    dense   F.linear: inactive weights are zeros, so it is the masked dense product; any device
-    cpu     compiled kernel over single weights, CPU tensors
-    block   Triton kernels over blocks of weights, CUDA tensors, masks made of blocks
-    narrow  dense products of the rows and columns that live, any device, masks made of whole channels
+    dense   F.linear on any device: inactive weights are zeros, so this is the masked dense product
+    cpu     kernels over single weights on CPU tensors: compiled, or MKL without a compiler
+    block   Triton kernels over blocks of weights on CUDA tensors, for masks made of blocks
+    narrow  dense products of the active rows and columns on any device, for masks made of whole channels
 
-`auto` takes narrow products where masks are of channels. Else it takes the fastest by crossovers, and logs each
-different choice once. A run on CPUs measures them at its start (`measuring`), once for each machine, and its ranks and
-checkpoints go on with the same (`crossovers_of`); for blocks on GPUs they are those of `mst bench linear --device cuda
---tune`. Without a compiler, `cpu` is MKL's products: half as fast, so they have crossovers of their own ("mkl"). Asking
-by name for a backend that cannot run is an error that says why.
+`auto` takes narrow products if masks are made of channels. Otherwise it takes the fastest backend by crossovers, and
+logs each different choice once. A run on CPUs measures crossovers at its start (`measuring`), once per machine; its
+ranks and its checkpoints keep using the same (`crossovers_of`). For blocks on GPUs they come from `mst bench linear
+--device cuda --tune`. MKL is half as fast as the compiled kernel, so it has its own crossovers ("mkl"). Requesting a
+backend that cannot run is an error that says why.
 """
 
 from __future__ import annotations
@@ -18,22 +18,18 @@ import functools
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from mst_scale.sparse_linear.crossovers import SMALLEST, crossover
+from mst_scale.sparse_linear.definition import Index
 from mst_scale.sparse_linear.narrow import NarrowIndex
-
-if TYPE_CHECKING:
-    from mst_scale.sparse_linear.layers import Index
 
 BACKENDS = ("auto", "dense", "cpu", "block")
 log = logging.getLogger("mst_scale")
 
-
 Crossovers = Mapping[tuple[str, tuple[int, ...]], float | None]
-"""The sparsity from which layers of a (dtype, shape) are faster sparse; None: never, as far as is known."""
+"""By (dtype, shape), the sparsity from which a layer is faster sparse; None if none is known."""
 NONE: Crossovers = {}
 
 
@@ -46,22 +42,22 @@ def select(  # noqa: PLR0917
     block: int,
     agreed: Crossovers = NONE,
 ) -> str:
-    """The backend for one layer at this sparsity; `agreed` are the crossovers of the run."""
+    """Return the backend for one layer at this sparsity; `agreed` are the crossovers of the run."""
     if backend != "auto":
         return backend
     chosen, why = choose(device, dtype, shape, sparsity, block, agreed)
-    _say(device, dtype, chosen, why)
+    _log_choice(device, dtype, chosen, why)
     return chosen
 
 
 def choose(  # noqa: PLR0917
     device: str, dtype: torch.dtype, shape: tuple[int, ...], sparsity: float, block: int, agreed: Crossovers = NONE
 ) -> tuple[str, str]:
-    """What `auto` takes, and why."""
-    rival = "cpu" if device == "cpu" else "block"
+    """Return what `auto` chooses, and the reason."""
+    sparse = "cpu" if device == "cpu" else "block"
     kernel, without = kernel_of(device)
-    if rival == "block" and (reason := why_not(rival, device, dtype, shape, block)) is not None:
-        return "dense", f"no {rival}, as {reason}"
+    if sparse == "block" and (reason := why_not(sparse, device, dtype, shape, block)) is not None:
+        return "dense", f"no {sparse}: {reason}"
     if math.prod(shape) < SMALLEST:
         return "dense", f"fewer than {SMALLEST} weights"
     name = str(dtype).removeprefix("torch.")
@@ -70,25 +66,27 @@ def choose(  # noqa: PLR0917
         return "dense", f"no crossover of {kernel} is measured for {dtype}{without}"
     if sparsity < least:
         return "dense", f"{kernel} is faster from {least:.0%} sparsity on{without}"
-    if (reason := why_not(rival, device, dtype, shape, block)) is not None:
-        return "dense", f"no {rival}, as {reason}"
-    return rival, f"measured faster from {least:.0%} sparsity on{without}"
+    if (reason := why_not(sparse, device, dtype, shape, block)) is not None:
+        return "dense", f"no {sparse}: {reason}"
+    return sparse, f"measured to be faster from {least:.0%} sparsity on{without}"
 
 
 def kernel_of(device: str) -> tuple[str, str]:
-    """By which name crossovers of this device are kept, and what is to be said of it."""
+    """Return the name under which crossovers of this device are kept, and a remark on it."""
     if device != "cpu":
         return "block", ""
-    from mst_scale.sparse_linear import cpp
+    from mst_scale.sparse_linear import cpu
 
-    return ("cpu", "") if (reason := cpp.why_not()) is None else ("mkl", f" ({reason})")
+    return ("cpu", "") if (reason := cpu.why_not_compiled()) is None else ("mkl", f" ({reason})")
 
 
 def crossovers_of(
     device: str, block: int, layers: Iterable[tuple[str, tuple[int, ...], float]]
 ) -> dict[tuple[str, tuple[int, ...]], float | None]:
-    """The crossovers for layers of (dtype, shape, highest sparsity of the run): measured on a CPU, if some sparsity may
-    be worth it; else as the tables have them."""
+    """Return the crossovers for layers of (dtype, shape, highest sparsity of the run).
+
+    On a CPU they are measured if that sparsity may pay; otherwise they come from the tables.
+    """
     from mst_scale.sparse_linear import measuring
 
     kernel, _ = kernel_of(device)
@@ -97,7 +95,7 @@ def crossovers_of(
         if math.prod(shape) >= SMALLEST:
             highest[dtype, shape] = max(sparsity, highest.get((dtype, shape), 0.0))
     found = {(dtype, shape): _in_tables(kernel, dtype, shape, block) for dtype, shape in highest}
-    if device != "cpu" or not measuring.wanted():
+    if device != "cpu" or not measuring.is_wanted():
         return found
     for dtype in sorted({dtype for dtype, _ in highest}):
         if why_not("cpu", device, getattr(torch, dtype), (), block) is not None:
@@ -106,7 +104,7 @@ def crossovers_of(
         if shapes:
             rows, seconds = measuring.measured(kernel, dtype, shapes)
             found |= {(dtype, shape): float(row["sparsity"]) for shape, row in rows.items()}
-            log.info("%s", measuring.in_words(list(rows.values()), seconds, len(shapes) - len(rows)))
+            log.info("%s", measuring.describe(list(rows.values()), seconds, len(shapes) - len(rows)))
     return found
 
 
@@ -116,18 +114,18 @@ def _in_tables(kernel: str, dtype: str, shape: tuple[int, ...], block: int) -> f
 
 
 def why_not(backend: str, device: str, dtype: torch.dtype, shape: tuple[int, ...], block: int) -> str | None:
-    """Why a backend cannot run, or None when it can."""
+    """Return why a backend cannot run, or None if it can."""
     if backend not in BACKENDS:
-        return f"there is no such backend: choose one of {', '.join(BACKENDS)}"
+        return f"there is no such backend; choose one of {', '.join(BACKENDS)}"
     if backend == "cpu":
         from mst_scale.sparse_linear import cpu
 
         return cpu.why_not(device, dtype)
     if backend == "block":
         if block == 1:
-            return "it multiplies with blocks, and these masks are made of single weights (topology.granularity)"
+            return "it needs masks made of blocks, and these are made of single weights (topology.granularity)"
         if math.prod(shape) >= 2**31:
-            return f"its kernels count offsets in 32 bits, too few for a weight of {shape}"
+            return f"its kernels use 32-bit offsets, too few for a weight of {shape}"
         try:
             from mst_scale.sparse_linear import block as block_kernels
         except ImportError as error:
@@ -137,7 +135,7 @@ def why_not(backend: str, device: str, dtype: torch.dtype, shape: tuple[int, ...
 
 
 def build_index(backend: str, active: torch.Tensor, block: int) -> Index:
-    """The index of a mask for a backend that can run."""
+    """Return the index of a mask for a backend that can run."""
     if backend == "narrow":
         return NarrowIndex(active)
     if backend == "block":
@@ -151,5 +149,5 @@ def build_index(backend: str, active: torch.Tensor, block: int) -> Index:
 
 
 @functools.cache  # once per choice and process
-def _say(device: str, dtype: torch.dtype, backend: str, why: str) -> None:
+def _log_choice(device: str, dtype: torch.dtype, backend: str, why: str) -> None:
     log.info("sparse layers on %s in %s: backend %s, %s", device, dtype, backend, why)

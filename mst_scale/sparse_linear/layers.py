@@ -1,22 +1,22 @@
-"""Makes a model's sparse layers compute only with what their masks keep.
+"""Makes a model's sparse layers compute only with the weights that their masks keep.
 
-The weight stays the ordinary dense parameter, so ZeRO, checkpoints and export know nothing of this. Each sparse
-parameter gets a `Product`, which takes the place of `F.linear` in the module that owns it:
+The weight stays an ordinary dense parameter, so ZeRO, checkpoints and export are not affected. Each sparse parameter
+gets a `Product`, which replaces `F.linear` in the module that uses it:
 
-    nn.Linear whose weight it is               its `forward`; so DeepSpeed's AutoTP layers, for the local matrix
-    transformers' Conv1D (GPT-2's)             its `forward`; it stores the weight as (inputs, outputs)
-    our layers cut over ranks                  their `product` (see tensor_parallel)
-    a model's `head_product` (see models.gpt)  where the head is the token embedding (tied), or called by its weight
-    a model's `head_loss`                      the head and its cross-entropy at once, where the backend has that
+    nn.Linear that has it as its weight        its `forward`; also DeepSpeed's AutoTP layers, for the local matrix
+    transformers' Conv1D (GPT-2)               its `forward`; it stores the weight as (inputs, outputs)
+    our layers split over ranks                their `product` (tensor_parallel)
+    a model's `head_product` (models.gpt)      if the head is the token embedding (tied), or is called with its weight
+    a model's `head_loss`                      the head and its cross-entropy at once, if the backend supports that
 
-A product multiplies with an *index* of the mask: what a backend wants to know of the structure (`Index`). It is built
-anew when the mask has changed, which is after topology steps only; the values are read from the weight at each call.
-Where the layer multiplies with a function of its weight (`methods`), that comes first.
-Without either it is `F.linear`: a dense layer computes as if this package were not there, and so does a sparse one
-for which dense is faster (inactive weights are exact zeros, so that is the masked dense product).
+A product computes with an *index* of the mask, the structure in the form that a backend reads (`Index`). The index is
+rebuilt when the mask has changed, which happens only at topology steps; values are read from the weight at each call.
+If the layer computes with a function of its weight (`methods`), that is applied first. Without index and function it is
+`F.linear`: dense layers compute as if this package were absent, and so do sparse layers for which dense is faster
+(inactive weights are exactly zero, so that is the masked dense product).
 
 The gradient of the weight is zero where masked, except while `dense_gradient` is set: growth reads the gradient of
-what is not there, of all micro-batches that lead to a topology step.
+inactive weights over all micro-batches that lead to a topology step.
 """
 
 from __future__ import annotations
@@ -32,30 +32,23 @@ from torch import nn
 
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear import dispatch, narrow
+from mst_scale.sparse_linear.definition import Index
 from mst_scale.sparse_linear.derivatives import TO_DENSE
-from mst_scale.transforms import refuse_transforms
-
-
-class Index(Protocol):
-    """The structure of one mask, as one backend reads it."""
-
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dense_gradient: bool
-    ) -> torch.Tensor:
-        """x (W ⊙ M)ᵀ + b with autograd: see `definition`. x is (…, inputs), weight (outputs, inputs), same dtype."""
-        ...
+from mst_scale.transforms import check_not_transformed
 
 
 class Function(Protocol):
-    """What a layer multiplies with, of what its parameter stores."""
+    """Computes the weight of a layer from what its parameter stores."""
 
-    def weight(self, stored: torch.Tensor) -> torch.Tensor: ...
+    def weight(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the weight."""
 
-    def linear(self, x: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
+    def linear(self, x: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x Wᵀ + b."""
 
 
 class Product:
-    """The product with one sparse parameter, in place of `F.linear`; `across`: it is stored as (inputs, outputs)."""
+    """Computes with one sparse parameter, in place of `F.linear`; `across`: it is stored as (inputs, outputs)."""
 
     def __init__(self, name: str, stored: tuple[int, ...], across: bool = False):
         self.name, self.stored, self.across = name, stored, across
@@ -68,9 +61,9 @@ class Product:
         if self.index is None:
             if self.function is None:
                 return F.linear(x, weight, bias)
-            refuse_transforms(f"{self.name}, a function of what is stored,", "choose another mst.method", x, weight)
+            check_not_transformed(f"{self.name}, a function of its parameter,", "choose another mst.method", x, weight)
             return self.function.linear(x, weight, bias)
-        refuse_transforms(self.name, TO_DENSE, x, weight, bias)
+        check_not_transformed(self.name, TO_DENSE, x, weight, bias)
         x, weight, bias = _autocast(x), _autocast(weight), None if bias is None else _autocast(bias)
         self._check(x, weight, bias)
         weight = weight if self.function is None else self.function.weight(weight)
@@ -79,10 +72,10 @@ class Product:
     def loss(
         self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Cross-entropy of x Wᵀ without keeping the logits; None where the logits must be made after all."""
+        """Return the cross-entropy of x Wᵀ without keeping the logits, or None if the logits have to be computed."""
         if self.index is None or self.dense_gradient or not hasattr(self.index, "cross_entropy"):
             return None
-        refuse_transforms(self.name, TO_DENSE, x, weight)
+        check_not_transformed(self.name, TO_DENSE, x, weight)
         x, weight = _autocast(x), _autocast(weight)
         self._check(x, weight)
         weight = weight if self.function is None else self.function.weight(weight)
@@ -90,7 +83,7 @@ class Product:
         return loss
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Product:
-        """For a copied model: dense, which is right for any weights, because no one updates the copy's masks."""
+        """Copy as dense, which is correct for any weights, because nobody updates the masks of a copied model."""
         copy = Product(self.name, self.stored, self.across)
         copy.function = self.function
         return copy
@@ -99,18 +92,20 @@ class Product:
         return Product, (self.name, self.stored, self.across)
 
     def _check(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Check shapes: kernels get addresses, and would read beyond a tensor that does not fit the mask."""
+        """Check shapes: kernels get addresses, and would read past the end of a tensor that does not fit the mask."""
         if tuple(weight.shape) != self.shape:
-            raise UserError(f"{self.name}: the mask is of a {self.shape} weight, this one is {tuple(weight.shape)}")
+            raise UserError(
+                f"{self.name}: the mask belongs to a {self.shape} weight, this one is {tuple(weight.shape)}"
+            )
         inputs = getattr(self.index, "inputs", self.shape[1])
         if x.shape[-1] != inputs or (x.dtype, x.device) != (weight.dtype, weight.device):
             raise UserError(
-                f"{self.name}: x is {_told(x)}, the weight {_told(weight)}: "
-                f"the last dimension must be {inputs}, dtypes and devices alike"
+                f"{self.name}: x is {_describe(x)}, the weight {_describe(weight)}: "
+                f"the last dimension must be {inputs}, and dtypes and devices must be equal"
             )
         if bias is not None and (bias.shape, bias.dtype, bias.device) != (self.shape[:1], x.dtype, x.device):
             raise UserError(
-                f"{self.name}: the bias is {_told(bias)} and must be {self.shape[:1]}, {x.dtype}, {x.device}"
+                f"{self.name}: the bias is {_describe(bias)} and must be {self.shape[:1]}, {x.dtype}, {x.device}"
             )
 
 
@@ -121,10 +116,16 @@ NONE: Mapping[type, Forward] = {}
 class SparseLayers:
     """The products of a model's sparse parameters, installed where they are used.
 
-    `parameters` by name; `shapes` are those of the local matrices (a parameter cut by ZeRO-3 is empty in itself);
-    `block` is the side of the square blocks that masks are made of, 1 for single weights; `forwards` say what takes the
-    place of the forward of other linear layers than torch's: `forward(module, product, x)`, by their type; `always`:
-    install products for the backend "dense" too, which others want; `channels`: masks are of whole rows and columns.
+    Args:
+        model: the model whose modules are changed.
+        parameters: the sparse parameters by name.
+        shapes: their local matrices' shapes (a parameter partitioned by ZeRO-3 has no elements of its own).
+        backend: `mst.compute.backend`.
+        block: the side of the square blocks that masks are made of; 1 for single weights.
+        forwards: by type of linear layers other than torch's, the function `forward(module, product, x)` that replaces
+            their forward.
+        always: install products for the backend "dense" too, for callers that use them.
+        channels: masks are made of whole rows and columns.
     """
 
     def __init__(
@@ -144,15 +145,15 @@ class SparseLayers:
         self.products: dict[str, Product] = {}
         self.parameters = dict(parameters)
         self.left_dense: list[str] = []
-        self.crossovers: dispatch.Crossovers = {}  # of the run; where they say nothing, the tables'
+        self.crossovers: dispatch.Crossovers = {}  # of the run; for layers that are missing here, tables are used
         stored_across = _stored_across()
-        forwards = {nn.Linear: _forward, **stored_across, **forwards}  # of subclasses, which may do more, not
+        forwards = {nn.Linear: _forward, **stored_across, **forwards}  # not for subclasses, which may do more
         if backend == "dense" and not always:
             return
         for name, parameter in parameters.items():
             places = list(_places(model, parameter, forwards)) if len(shapes[name]) == 2 else []
             across = {type(module) in stored_across for module, _ in places}
-            if len(across) != 1:  # no place, or two that read it differently
+            if len(across) != 1:  # used nowhere, or by modules that store it differently
                 self.left_dense.append(name)
                 continue
             product = self.products[name] = Product(name, tuple(shapes[name]), *across)
@@ -164,14 +165,14 @@ class SparseLayers:
                 setattr(module, attribute, _in_place(module, product, attribute, forwards))
         if self.left_dense and backend != "dense":
             dispatch.log.info(
-                "%d of %d sparse parameters are not the weight of an nn.Linear or Conv1D (%s): masked dense products",
+                "%d of %d sparse parameters are not weights of an nn.Linear or Conv1D (%s): they stay dense products",
                 len(self.left_dense),
                 len(parameters),
                 self.left_dense[0],
             )
 
     def choose(self, name: str, sparsity: float) -> str:
-        """The backend for this parameter at this sparsity; "dense" wants no mask."""
+        """Return the backend for a parameter at a sparsity; "dense" needs no mask."""
         if name not in self.products or sparsity == 0:
             return "dense"
         parameter, shape = self.parameters[name], self.products[name].shape
@@ -179,7 +180,7 @@ class SparseLayers:
         return dispatch.select(self.backend, device, dtype, shape, sparsity, self.block, self.crossovers)
 
     def set_mask(self, name: str, active: torch.Tensor | None, chosen: str) -> None:
-        """Multiply with what `active` (bool, the parameter's shape) keeps from now on; None: dense."""
+        """From now on, compute with the mask `active` (bool, of the parameter's shape), or dense if it is None."""
         if name not in self.products:
             return
         product = self.products[name]
@@ -187,12 +188,14 @@ class SparseLayers:
             product.index = None
             return
         if tuple(active.shape) != product.stored:
-            raise UserError(f"{name} is {product.stored}, this mask {tuple(active.shape)}: it is another layer's")
+            raise UserError(
+                f"{name} is {product.stored}, this mask is {tuple(active.shape)}: it belongs to another layer"
+            )
         active = active.T.contiguous() if product.across else active
         product.index = dispatch.build_index(chosen, active.to(self.parameters[name].device), self.block)
 
     def chain(self) -> None:
-        """Once all masks are set: let layers of our own that follow one another hand on living channels alone."""
+        """Let our own consecutive layers pass on active channels only, once all masks are set."""
         if self.backend != "narrow":
             return
         of = {id(self.parameters[name]): product for name, product in self.products.items()}
@@ -204,13 +207,13 @@ class SparseLayers:
                     narrow.chain(one.index, other.index, parts, groups)
 
     def dense_gradients(self, wanted: bool) -> None:
-        """Whether the next backward passes give the gradient of inactive weights too."""
+        """Set whether the next backward passes compute the gradient of inactive weights too."""
         for product in self.products.values():
             product.dense_gradient = wanted
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the dtype that autocast gives the arguments of F.linear."""
+    """The tensor in the dtype to which autocast casts the arguments of F.linear."""
     device = tensor.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensor
@@ -218,14 +221,14 @@ def _autocast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.get_autocast_dtype(device)) if eligible else tensor
 
 
-def _told(tensor: torch.Tensor) -> str:
+def _describe(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
 def _places(
     model: nn.Module, parameter: nn.Parameter, forwards: Mapping[type, Forward]
 ) -> Iterator[tuple[nn.Module, str]]:
-    """(module, attribute) of every product with this parameter that we know how to replace."""
+    """Yield (module, attribute) for every product with this parameter that can be replaced."""
     for module in model.modules():
         if getattr(module, "weight", None) is parameter and hasattr(module, "product"):
             yield module, "product"
@@ -242,7 +245,7 @@ def _places(
 def _in_place(module: Any, product: Product, attribute: str, forwards: Mapping[type, Forward]) -> Any:
     if attribute != "forward":
         return product.loss if attribute == "head_loss" else product
-    # a partial: unlike a closure it can be copied and pickled with its module
+    # unlike a closure, a partial can be copied and pickled with its module
     return functools.wraps(type(module).forward)(functools.partial(forwards[type(module)], module, product))
 
 
@@ -251,7 +254,7 @@ def _forward(module: nn.Linear, product: Product, x: torch.Tensor) -> torch.Tens
 
 
 def _stored_across() -> dict[type, Forward]:
-    """Of transformers' Conv1D, which a model can have only where transformers has been imported."""
+    """The forward of transformers' Conv1D, if transformers has been imported: only then can a model contain it."""
     transformers = sys.modules.get("transformers.pytorch_utils")
     return {} if transformers is None else {transformers.Conv1D: _across}
 

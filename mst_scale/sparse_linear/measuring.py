@@ -1,10 +1,10 @@
-"""Measures from which sparsity on the CPU kernel is faster than a dense layer, on this machine.
+"""Measures on this machine from which sparsity on a CPU kernel is faster than a dense layer.
 
-One layer, forward and the gradients of input and weight, dense and at the sparsities of `GRID`, in turns; the fastest
-run of each counts, since whatever else the machine does makes a run slower. Our time is interpolated between the
-sparsities; a crossover is where it is 1 / MARGIN of the dense time. It is measured once for each processor, build of
-torch, dtype, number of threads and shape, and kept in the user's table of crossovers. Of a large matrix a part is
-measured: the kernel takes as long for each row.
+One layer, forward and the gradients of input and weight, is timed dense and at the sparsities of `GRID` in turns. The
+fastest run of each counts, since other load only makes a run slower. Sparse times are interpolated between the
+sparsities; the crossover is where the sparse time is 1 / MARGIN of the dense one. Each combination of processor, torch
+build, dtype, number of threads and shape is measured once and kept in the user's table of crossovers. Of a large matrix
+only a part is measured: the kernel's time per row is the same.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import torch
 import torch.nn.functional as F
 
 from mst_scale.errors import UserError
-from mst_scale.sparse_linear import cpp, crossovers
-from mst_scale.sparse_linear.mkl import MKLIndex
+from mst_scale.sparse_linear import crossovers
+from mst_scale.sparse_linear.cpu import CompiledIndex, MKLIndex
 
 VARIABLE = "MST_SCALE_MEASURE"
-KERNELS: dict[str, Any] = {"cpu": cpp.CompiledIndex, "mkl": MKLIndex}
+KERNELS: dict[str, Any] = {"cpu": CompiledIndex, "mkl": MKLIndex}
 GRID = (0.5, 0.7, 0.85, 0.95, 0.99)
-MARGIN = 1.05  # a kernel has to be this much faster: less is noise
-SECONDS = 8.0  # for all shapes of a model together; when they are over, the last shape is measured to its end
-LEAST, MOST = 3, 9  # rounds
-STEADY = 1.5  # the median may be this many times the fastest run
-UNDISTURBED = 0.7  # share of the time in which a thread among several has a core
-WEIGHTS = 1 << 22  # of a larger matrix a part of this size
-TOKENS = (128, 512)  # at least and at most: more cost time, fewer count what is done once in a call too much
+MARGIN = 1.05  # a kernel must be this much faster: less is noise
+SECONDS = 8.0  # for all shapes of a model together; a shape that was begun is finished
+LEAST, MOST = 3, 9  # rounds of measurement
+STEADY = 1.5  # a measurement counts if its median is at most this many times its fastest run
+UNDISTURBED = 0.7  # with several threads, it counts if this one computed for this share of the time
+WEIGHTS = 1 << 22  # of a larger matrix, a part of this size is measured
+TOKENS = (128, 512)  # least and most: more take long, with fewer the fixed cost of a call counts too much
 Run = Callable[[], object]
 
 
 class Layer:
-    """The tensors of one layer, and what can be timed on them."""
+    """The tensors of one layer, and the runs that can be timed on them."""
 
     def __init__(self, dtype: str, shape: Sequence[int], tokens: int):
         self.tokens, self.dtype, self.shape = tokens, dtype, tuple(shape)
@@ -51,21 +51,25 @@ class Layer:
         return torch.randn(shape, generator=self.generator).to(getattr(torch, self.dtype))
 
     def both_ways(self, linear: Callable[..., torch.Tensor]) -> Run:
+        """Return a run of a product's forward and backward passes."""
         return lambda: torch.autograd.grad(linear(self.x, self.weight), (self.x, self.weight), self.dy)
 
     def dense(self) -> Run:
+        """Return a run of the dense layer."""
         return self.both_ways(F.linear)
 
     def active(self, sparsity: float) -> torch.Tensor:
+        """Return a random mask."""
         return torch.rand(self.shape, generator=self.generator) >= sparsity
 
-    def sparse(self, sparsity: float, kind: Any = cpp.CompiledIndex) -> Run:
+    def sparse(self, sparsity: float, kind: Any = CompiledIndex) -> Run:
+        """Return a run of a kernel at a sparsity."""
         index = kind(self.active(sparsity))
         return self.both_ways(lambda x, weight: index.linear(x, weight, None, False))
 
 
 def crossover(ours: Mapping[float, float], dense: float) -> float | None:
-    """The sparsity at which our time equals the dense one; None if we are faster at the least sparsity measured."""
+    """Return the sparsity at which sparse and dense times are equal; None if sparse is always faster."""
     points = sorted(ours.items(), reverse=True)
     if points[-1][1] <= dense:
         return None
@@ -78,20 +82,22 @@ def crossover(ours: Mapping[float, float], dense: float) -> float | None:
     raise AssertionError("unreachable: the last point is slower")
 
 
-def wanted() -> bool:
-    """Whether `auto` measures: MST_SCALE_MEASURE=0 leaves it to the tables that there are."""
+def is_wanted() -> bool:
+    """Return whether `auto` measures; with MST_SCALE_MEASURE=0 it relies on existing tables."""
     asked = os.environ.get(VARIABLE, "1")
     if asked not in ("0", "1"):
-        raise UserError(f"{VARIABLE}={asked}: 1 measures which kernels are faster here, 0 takes tables as they are")
+        raise UserError(
+            f"{VARIABLE}={asked}: use 1 to measure which kernels are faster here, or 0 to use existing tables"
+        )
     return asked == "1"
 
 
 def measured(
     kernel: str, dtype: str, shapes: Sequence[tuple[int, ...]], seconds: float = SECONDS
 ) -> tuple[dict[tuple[int, ...], dict[str, Any]], float]:
-    """({shape: its row}, how long measuring took: 0 where all had been kept).
+    """Return the row of each shape, and how many seconds measuring took: 0 if all rows had been kept.
 
-    A shape is missing where there was no time for it, or where the machine was too busy to tell.
+    A shape is missing if there was no time for it, or if the machine was too busy to measure.
     """
     began = time.monotonic()
     kept = {tuple(row["shape"]): row for row in crossovers.measured_so(kernel, dtype, torch.get_num_threads())}
@@ -110,8 +116,10 @@ def measured(
 
 
 def measure(kernel: str, dtype: str, shape: tuple[int, ...], seconds: float) -> dict[str, Any] | None:
-    """A row of the user's table: the crossover, and the gain over dense at each sparsity of `GRID`. None: the machine
-    is too busy to tell."""
+    """Return a row of the user's table: the crossover, and the speedup over dense at each sparsity of `GRID`.
+
+    It is None if the machine is too busy to measure.
+    """
     with torch.enable_grad():
         layer = Layer(dtype, part_of(shape), tokens_for(shape))
         runs = [layer.dense(), *(layer.sparse(sparsity, KERNELS[kernel]) for sparsity in GRID)]
@@ -133,7 +141,7 @@ def measure(kernel: str, dtype: str, shape: tuple[int, ...], seconds: float) -> 
 
 
 def part_of(shape: Sequence[int]) -> tuple[int, int]:
-    """The shape itself, or one of WEIGHTS weights that is as long in its shorter direction, if that fits."""
+    """Return the shape itself, or one of WEIGHTS weights with the same shorter side, if that fits."""
     outputs, inputs = shape
     if outputs * inputs <= WEIGHTS:
         return outputs, inputs
@@ -142,13 +150,14 @@ def part_of(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def tokens_for(shape: Sequence[int]) -> int:
+    """Return the number of tokens to measure a shape with."""
     return min(max((1 << 28) // math.prod(shape), TOKENS[0]), TOKENS[1])
 
 
 def in_turns(runs: Sequence[Run], seconds: float) -> list[list[float]] | None:
-    """Seconds of each run, time after time, after one round to warm up; on one thread those in which it computed.
+    """Return the seconds of each run in every round after a warm-up round; on one thread, its CPU time.
 
-    None: the machine is too busy. Runs of the same differ too much, or threads wait for each other's turn.
+    It is None if the machine is too busy: repeated runs differ too much, or threads wait for a core.
     """
     alone = torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
@@ -167,11 +176,11 @@ def in_turns(runs: Sequence[Run], seconds: float) -> list[list[float]] | None:
     return times if steady and (alone or computed >= UNDISTURBED) else None
 
 
-def in_words(rows: Sequence[Mapping[str, Any]], seconds: float, others: int = 0) -> str:
-    """What was found, in one line; `others` are shapes that were not measured."""
+def describe(rows: Sequence[Mapping[str, Any]], seconds: float, others: int = 0) -> str:
+    """Describe in one line what was measured; `others` is the number of shapes that were not."""
     each = [f"{row['shape'][0]} × {row['shape'][1]} {_of(row)}" for row in rows]
     if others:
-        each.append(f"{others} more by tables, as the machine is too busy or there was no time to measure them")
+        each.append(f"{others} more from tables, because the machine was too busy or there was no time to measure them")
     when = f"in {seconds:.1f} s" if seconds else "earlier"
     return f"sparse layers, measured {when} and kept in {crossovers.own()}: {'; '.join(each)}"
 
@@ -181,5 +190,5 @@ def _of(row: Mapping[str, Any]) -> str:
     how = f"in {row['dtype']} by {row['threads']} thread{'s' * (row['threads'] > 1)}"
     if row["sparsity"] > max(gains):
         return f"{how} not faster than dense ({gains[max(gains)]:.2f} times at {max(gains):.0%})"
-    told = next(s for s in sorted(gains) if s >= min(max(row["sparsity"], 0.9), max(gains)))
-    return f"{how} faster from {row['sparsity']:.0%} on ({gains[told]:.1f} times at {told:.0%})"
+    shown = next(s for s in sorted(gains) if s >= min(max(row["sparsity"], 0.9), max(gains)))
+    return f"{how} faster from {row['sparsity']:.0%} on ({gains[shown]:.1f} times at {shown:.0%})"

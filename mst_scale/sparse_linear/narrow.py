@@ -1,42 +1,44 @@
-"""Multiplies with the rows and columns that a mask keeps whole: dense products of what lives, on any device.
+"""Computes with the rows and columns that a mask keeps whole: dense products of the active channels, on any device.
 
-What does not live is zero in y and in dx. Where one layer's rows are the next one's columns, with nothing between them
-but what keeps channels apart (`chain`), zeros are not even written: the first layer's y has the living rows alone, and
-the second takes them.
+Inactive channels are zero in y and in dx. If the rows of one layer are the columns of the next one, with nothing
+between them but operations that keep channels apart (`chain`), these zeros are not even written: the first layer's y
+has the active rows only, and the second layer takes them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from mst_scale.errors import UserError
-
-if TYPE_CHECKING:
-    from mst_scale.sparse_linear.layers import Index
+from mst_scale.sparse_linear.definition import Index
 
 
 class NarrowIndex:
-    """Which rows and columns live."""
+    """The active rows and columns of a mask; `inputs` is the number of columns that x must have."""
 
     def __init__(self, active: torch.Tensor):
         rows, columns = active.any(1), active.any(0)
         if not torch.equal(active, rows[:, None] & columns):
-            raise UserError("this mask is not made of whole rows and columns: it was trained in another granularity")
+            raise UserError(
+                "this mask is not made of whole rows and columns: set mst.topology.granularity as where it was trained"
+            )
         self.rows = None if rows.all() else rows.nonzero().view(-1)
         self.columns = None if columns.all() else columns.nonzero().view(-1)
         self.inputs = len(columns)
-        """How many x has."""
         self.chained_out = self.chained_in = False
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dense_gradient: bool
     ) -> torch.Tensor:
-        if dense_gradient:  # what is masked is zero
+        """See `definition.Index`."""
+        if dense_gradient:  # masked weights are zero
             if self.chained_out or self.chained_in:
-                raise UserError("a chain of channels has no gradient of what is not there")
+                raise UserError(
+                    "chained channels have no dense gradient: the layers between them compute active channels only"
+                )
             return F.linear(x, weight, bias)
         outputs, inputs = weight.shape
         x = x if self.chained_in else _cut(x, -1, self.columns, inputs)
@@ -50,8 +52,11 @@ class NarrowIndex:
 
 
 def chain(first: Index | None, second: Index | None, parts: int = 1, groups: int = 1) -> bool:
-    """Let two layers hand on what lives alone, if the last of the first one's `parts` equal stretches of rows are the
-    second one's columns, and all groups of every stretch have as many."""
+    """Let two layers pass on active channels only, and return whether they can.
+
+    They can if the last of the first layer's `parts` equal stretches of rows are the second layer's columns, and if all
+    `groups` of every stretch have equally many active channels.
+    """
     if not isinstance(first, NarrowIndex) or not isinstance(second, NarrowIndex):
         return False
     if first.rows is None or second.columns is None or first.columns is not None or second.rows is not None:
@@ -67,11 +72,12 @@ def chain(first: Index | None, second: Index | None, parts: int = 1, groups: int
 
 
 def kept(tensor: torch.Tensor, axis: int, which: torch.Tensor | None) -> torch.Tensor:
+    """Return the chosen rows or columns; all of them if `which` is None."""
     return tensor if which is None else tensor.index_select(axis, which)
 
 
 def placed(tensor: torch.Tensor, axis: int, which: torch.Tensor | None, extent: int) -> torch.Tensor:
-    """The lines in their places among zeros."""
+    """Return the rows or columns at their places among zeros; the inverse of `kept`."""
     if which is None:
         return tensor
     shape = list(tensor.shape)
@@ -83,7 +89,7 @@ def placed(tensor: torch.Tensor, axis: int, which: torch.Tensor | None, extent: 
 
 
 def _cut(tensor: torch.Tensor, axis: int, which: torch.Tensor | None, extent: int) -> torch.Tensor:
-    """`kept` with a gradient that is placed in one pass; torch's own would add to zeros."""
+    """`kept` with a gradient written in one pass; torch's own would add to zeros."""
     if which is None:
         return tensor
     found: torch.Tensor = _Kept.apply(tensor, axis, which, extent)

@@ -16,7 +16,6 @@ from mst_scale.benchmarks.gpu_parts import GROUPS, PARTS, correctness, speed
 from mst_scale.benchmarks.gpu_parts.book import Book
 from mst_scale.benchmarks.gpu_parts.page import page
 from mst_scale.benchmarks.gpu_parts.part import Where
-from mst_scale.sparse_linear.tiles import gradient_tiles, product_tiles
 
 from mst_scale.benchmarks import attention, gpu_day
 from mst_scale.hybrid_sparse_attention import tiles
@@ -92,8 +91,14 @@ def test_every_part_runs_with_tiny_shapes(tmp_path):
 
 
 def test_every_tile_of_every_list_is_checked():
+    block = pytest.importorskip("mst_scale.sparse_linear.block")
     lists = [tiles.tiles_of(k, c, torch.bfloat16, d) for k in tiles.KERNELS for c in (80, 90) for d in (64, 128)]
-    lists += [make(c, side) for make in (product_tiles, gradient_tiles) for c in (80, 90) for side in (16, 32, 64, 128)]
+    lists += [
+        make(c, side)
+        for make in (block.product_tiles, block.gradient_tiles)
+        for c in (80, 90)
+        for side in (16, 32, 64, 128)
+    ]
     assert max(map(len, lists)) == correctness.MOST_TILES
 
 

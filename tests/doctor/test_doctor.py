@@ -127,7 +127,7 @@ def test_a_linear_kernel_that_leaves_gradients_where_masked_is_named(monkeypatch
 
         return definition(x, weight, kernels.single_weights(), bias, dense_gradient=True)
 
-    monkeypatch.setattr(kernels.cpp.CompiledIndex, "linear", leaks)
+    monkeypatch.setattr(kernels.cpu.CompiledIndex, "linear", leaks)
     finding = kernels.compiled_linear()
     assert finding.verdict == WRONG and "dW" in finding.said
 

@@ -196,7 +196,7 @@ def test_refusals() -> None:
         assert "the mesh cuts layers over 2 ranks, and Toy has none that is cut" in said["slices of layers"]
         assert "UlyssesSPAttentionHF.register_with_transformers" in said["transformers by a mesh"]
         assert "GPT2LMHeadModel does not work on parts" in said["gpt2 by theirs"]
-        assert "1 heads cannot be dealt to 2 ranks" in said["heads"]
+        assert "1 heads cannot be split over 2 ranks" in said["heads"]
         assert "parts of 8 to 9 tokens: give each of the 2 ranks an equal part" in said["uneven"]
         assert "34 tokens does not fit model.seq_length = 32" in said["long"]
 

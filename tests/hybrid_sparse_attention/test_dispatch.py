@@ -28,7 +28,7 @@ def test_auto_picks_by_device_dtype_and_size() -> None:
 
 
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    dispatch._say.cache_clear()
+    dispatch._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="mst_scale"):
         for _ in range(3):
             attention(*small(), SPARSE)
@@ -40,7 +40,7 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     ("backend", "reason"),
     [
         ("triton", "needs a CUDA device"),
-        ("dense", "leaves some out"),
+        ("dense", "every pair"),
         ("flash", "unknown: choose one of auto, dense, cpp"),
     ],
 )
@@ -55,7 +55,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cap
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("MST_SCALE_CACHE", str(tmp_path))
     cpp.library.cache_clear()
-    dispatch._say.cache_clear()
+    dispatch._log_choice.cache_clear()
     try:
         with caplog.at_level(logging.INFO, logger="mst_scale"):
             for _ in range(2):
@@ -87,7 +87,7 @@ def test_dropout() -> None:
     ("shapes", "message"),
     [
         (((2, 8, 4), (2, 8, 4), (2, 8, 4)), "takes q, k, v of shape"),
-        (((1, 2, 8, 4), (1, 2, 8, 4), (1, 2, 9, 4)), "k and v alike"),
+        (((1, 2, 8, 4), (1, 2, 8, 4), (1, 2, 9, 4)), "k and v of equal shape"),
         (((1, 2, 8, 4), (1, 2, 9, 4), (1, 2, 9, 4)), "differ in batch, length or head_dim"),
         (((1, 3, 8, 4), (1, 2, 8, 4), (1, 2, 8, 4)), "cannot share"),
     ],

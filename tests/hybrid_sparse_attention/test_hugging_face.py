@@ -163,13 +163,13 @@ def test_where_it_cannot_it_says_so():
         assert patterns == [set()] * 12 and losses[-1] < losses[0]
         (line,) = (line for line in said if "attention stays dense" in line)
         assert line.startswith("WARNING ") and "attention stays dense: GPT2Config has attn_pdrop = 0.1" in line
-        assert "build the model with attn_pdrop=0.0 in GPT2Config, or in from_pretrained" in line
+        assert "attn_pdrop=0.0" in line and "from_pretrained" in line
 
 
 @pytest.mark.parametrize("sinks", [torch.ones(2), torch.zeros(1)])
 def test_what_it_does_not_know_is_refused(sinks):
     q = torch.ones(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="asks for s_aux, which sparse attention does not know"):
+    with pytest.raises(ValueError, match="s_aux"):
         hugging_face_attention(torch.nn.Identity(), q, q, q, None, s_aux=sinks)
 
 
@@ -181,5 +181,5 @@ def test_what_is_not_attached_is_left_alone():
     before = model.config._attn_implementation
     assert "sliding window" in attach(model, SPARSE)
     assert model.config._attn_implementation == before and set_pattern(model, SPARSE) == 0
-    assert "no model of transformers" in attach(torch.nn.Linear(2, 2), SPARSE)
+    assert "SelfAttention" in attach(torch.nn.Linear(2, 2), SPARSE)
     assert "cross-attention" in attach(gpt2(add_cross_attention=True), SPARSE)

@@ -164,5 +164,5 @@ def test_the_pattern_is_of_the_whole_sequence_and_what_cannot_be_says_why() -> N
     ranks = pool.run(logits_of_parts, 2)
     assert torch.allclose(torch.cat([rank[0] for rank in ranks], 1), whole, atol=1e-5)
     for _, packed, reason in ranks:
-        assert "position_ids begin again within a sequence" in packed
+        assert "position_ids" in packed
         assert reason is not None and "call attach before register_with_transformers" in reason

@@ -70,7 +70,7 @@ def test_ranks_together_equal_the_definition_on_one(world: int) -> None:
 def _odd_heads(rank: int, world: int) -> str:
     import torch.distributed as dist
 
-    with pytest.raises(ValueError, match="cannot be dealt") as error:
+    with pytest.raises(ValueError, match="heads cannot be split") as error:
         sequence_parallel(SelfAttention(30, 5), dist.group.WORLD)
     return str(error.value)
 

@@ -132,11 +132,11 @@ def test_sparse_kernels_multiply_with_the_slice(mkl: bool, granularity: Any):
 
 
 def with_kernel(rank: int, world: int, cut: Cut, how: Recipe, mkl: bool) -> dict:
-    from mst_scale.sparse_linear import cpp
+    from mst_scale.sparse_linear import cpu
 
     with pytest.MonkeyPatch.context() as patch:
         if mkl:
-            patch.setattr(cpp, "why_not", lambda: "a test wants MKL")
+            patch.setattr(cpu, "why_not_compiled", lambda: "a test wants MKL")
         return auto_tp.trained(rank, world, cut, how)
 
 

@@ -5,12 +5,11 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from mst_scale.sparse_linear.mkl import MKLIndex
 
-from mst_scale.sparse_linear import cpp, cpu
+from mst_scale.sparse_linear import cpu
 from mst_scale.sparse_linear.definition import definition
 
-BACKENDS = {"compiled": cpp.CompiledIndex, "mkl": MKLIndex}
+BACKENDS = {"compiled": cpu.CompiledIndex, "mkl": cpu.MKLIndex}
 # A sum of n products in precision eps is off by at most n·eps times the sum of their sizes: a random walk, so √n·eps in
 # practice. The definition runs in float64; 16-bit types round their output (MKL's twice: its bias is added after), and
 # x, w, dy are exact in both.
@@ -98,7 +97,7 @@ def test_long_sums_cost_no_digits(shape):
     """
     active, *tensors = case(*shape, 0.0)
     x, weight, bias, dy = (t.abs() for t in tensors)
-    index = cpp.CompiledIndex(active)
+    index = cpu.CompiledIndex(active)
     found = results(lambda x, w, b: index.linear(x, w, b, False), x, weight, bias, dy)
     theirs = results(F.linear, x, weight, bias, dy)
     exact = results(F.linear, *(t.double() for t in (x, weight, bias, dy)))
@@ -137,7 +136,7 @@ def test_values_that_are_not_finite_spread_as_in_a_dense_layer(backend, value):
 
 def test_the_same_bits_for_any_number_of_threads():
     active, *tensors = case(300, 260, 300, 0.9)
-    index = cpp.CompiledIndex(active)
+    index = cpu.CompiledIndex(active)
     index.entries *= 1000  # so that even this small call wakes them: what `run` asks is whether they are worth it
     found = []
     for threads in (1, 2, 3, 7):
@@ -160,7 +159,7 @@ class CompiledRun:
 def test_other_processors(another_processor):
     """As exact without this machine's widest vectors."""
     active, *tensors = case(70, 1600, 70, 0.9)
-    found = results(lambda x, w, b: cpp.CompiledIndex(active).linear(x, w, b, False), *tensors)
+    found = results(lambda x, w, b: cpu.CompiledIndex(active).linear(x, w, b, False), *tensors)
     expected = results(lambda x, w, b: definition(x, w, active, b), *(t.double() for t in tensors))
     assert_close(found, expected, torch.float32, 1600)
     float16_is_exact()
@@ -169,7 +168,7 @@ def test_other_processors(another_processor):
 def float16_is_exact():
     """Every float16 there is goes in and comes out, and products of all of them are rounded as torch rounds them."""
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).view(-1, 1)
-    index = cpp.CompiledIndex(torch.ones(1, 1, dtype=torch.bool))
+    index = cpu.CompiledIndex(torch.ones(1, 1, dtype=torch.bool))
     for factor in (1.0, 0.7, 1 / 3000, 30.0):
         weight = torch.tensor([[factor]], dtype=torch.float16)
         y = index.linear(x, weight, None, False)
@@ -183,7 +182,7 @@ def test_float16_is_exact():
 
 def test_index_is_the_mask():
     active = torch.rand(50, 1700, generator=torch.Generator().manual_seed(1)) > 0.9
-    index = cpp.CompiledIndex(active)
+    index = cpu.CompiledIndex(active)
     eye = torch.eye(1700)
     assert torch.equal(index.linear(eye, torch.ones(50, 1700), None, False).T.bool(), active)
 
@@ -195,11 +194,11 @@ def test_index_is_the_mask():
 def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("MST_SCALE_CACHE", str(tmp_path))
-    cpp.library.cache_clear()
-    cpu._notice.cache_clear()
+    cpu.library.cache_clear()
+    cpu._log_mkl.cache_clear()
     yield
-    cpp.library.cache_clear()
-    cpu._notice.cache_clear()
+    cpu.library.cache_clear()
+    cpu._log_mkl.cache_clear()
 
 
 def test_without_a_compiler_mkl_computes_and_one_notice_says_so(no_compiler, caplog):
@@ -207,7 +206,7 @@ def test_without_a_compiler_mkl_computes_and_one_notice_says_so(no_compiler, cap
     with caplog.at_level(logging.INFO, logger="mst_scale"):
         assert [cpu.why_not("cpu", torch.bfloat16) for _ in range(3)] == [None] * 3
     index = cpu.build_index(active)
-    assert isinstance(index, MKLIndex)
+    assert isinstance(index, cpu.MKLIndex)
     found = results(lambda x, w, b: index.linear(x, w, b, False), *tensors)
     expected = results(lambda x, w, b: definition(x, w, active, b), *(t.double() for t in tensors))
     assert_close(found, expected, torch.float32, 50)

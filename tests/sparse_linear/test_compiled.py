@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from mst_scale.benchmarks.ahead import A100, H100, TARGETS, Built, Target
 from mst_scale.benchmarks.compiled import Case, cases
 
-from mst_scale.sparse_linear import block, tiles
+from mst_scale.sparse_linear import block
 
 KERNELS = ("_product", "_weight_gradient", "_add_parts")
 SIDES = (16, 32, 64, 128)
@@ -77,11 +77,11 @@ def test_an_a100_copies_the_next_tile_while_it_multiplies() -> None:
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("side", SIDES)
 def test_every_gpu_has_tiles(capability: int, side: int) -> None:
-    assert tiles.product_tiles(capability, side) and tiles.gradient_tiles(capability, side)
+    assert block.product_tiles(capability, side) and block.gradient_tiles(capability, side)
 
 
 @pytest.mark.parametrize(
-    ("tuned", "sizes"), [(block._tuned_product, tiles.PRODUCT), (block._tuned_gradient, tiles.GRADIENT)]
+    ("tuned", "sizes"), [(block._tuned_product, block.PRODUCT), (block._tuned_gradient, block.GRADIENT)]
 )
 def test_choices_are_kept_by_what_they_depend_on(tuned, sizes):
     """The tuner leaves out names that a kernel does not have, and all shapes and sides would share a choice."""

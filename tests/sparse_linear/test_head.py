@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mst_scale.models.cross_entropy import cross_entropy
-from mst_scale.sparse_linear import cpp
+from mst_scale.sparse_linear import cpu
 from mst_scale.sparse_linear.definition import definition
 
 # float32 sums of up to 1600 products, in random-walk size, then a softmax: some 1e-6; 16-bit types round the gradients
@@ -42,14 +42,14 @@ def results(loss, x, weight):
 )
 @pytest.mark.parametrize("threads", [1, 3])
 def test_loss_and_gradients(shape, dtype, threads, monkeypatch):
-    monkeypatch.setattr(cpp, "PER_THREAD", 1)
+    monkeypatch.setattr(cpu, "PER_THREAD", 1)
     torch.set_num_threads(threads)
     check(shape, dtype)
 
 
 def check(shape, dtype):
     active, weight, x, targets = case(*shape, dtype)
-    index = cpp.CompiledIndex(active)
+    index = cpu.CompiledIndex(active)
     found = results(lambda x, w: index.cross_entropy(x, w, targets), x, weight)
     wide = x.double(), weight.double()
     expected = results(lambda x, w: cross_entropy(definition(x, w, active), targets), *wide)
@@ -69,7 +69,7 @@ def test_many_rows_cost_no_digits(spread):
     active = torch.rand(50304, 64, generator=generator) >= 0.8
     weight = spread * torch.randn(50304, 64, generator=generator)
     x, targets = torch.randn(64, 64, generator=generator), torch.randint(50304, (64,), generator=generator)
-    index = cpp.CompiledIndex(active)
+    index = cpu.CompiledIndex(active)
 
     def by_logits(x, w):
         return cross_entropy(definition(x, w, active), targets)
@@ -91,7 +91,7 @@ def test_other_processors(another_processor, dtype):
 def test_evaluation_computes_no_gradients(without, monkeypatch):
     """Also of a model in training, whose weights want gradients."""
     active, weight, x, targets = case(130, 40, 70)
-    index, given = cpp.CompiledIndex(active), []
+    index, given = cpu.CompiledIndex(active), []
     monkeypatch.setattr(index, "_call", lambda call=index._call, **values: given.append(values) or call(**values))
     with without():
         loss = index.cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets)
@@ -102,7 +102,7 @@ def test_evaluation_computes_no_gradients(without, monkeypatch):
 def test_edges():
     """Large logits, one that is not finite, no token that counts, targets that do not fit."""
     active, weight, x, targets = case(130, 40, 70)
-    index = cpp.CompiledIndex(active)
+    index = cpu.CompiledIndex(active)
     huge = index.cross_entropy(1e4 * x, weight, targets)
     assert torch.allclose(huge, cross_entropy(definition(1e4 * x, weight, active), targets), rtol=1e-5)
     bad = x.clone()
@@ -111,17 +111,17 @@ def test_edges():
     assert loss.isnan() and dx[0].isnan().any() and dx[1:].isfinite().all() and not dw[active].isfinite().any()
     assert index.cross_entropy(x, weight, torch.full_like(targets, -1)).isnan(), "as the mean of nothing"
     for wrong in (targets[:-1], targets.clamp(min=130)):
-        with pytest.raises(ValueError, match="as many targets below 130"):
+        with pytest.raises(ValueError, match="targets below 130"):
             index.cross_entropy(x, weight, wrong)
-    with pytest.raises(ValueError, match="a target is -100: -1 is what does not count"):
+    with pytest.raises(ValueError, match="a target is -100"):
         index.cross_entropy(x, weight, targets.clone().index_fill_(0, torch.tensor([3]), -100))
 
 
 def test_a_heads_threads_share_a_bounded_scratch(monkeypatch):
     active, weight, x, targets = case(130, 40, 70)
-    index = cpp.CompiledIndex(active)
-    monkeypatch.setattr(cpp, "PER_THREAD", 1)
-    monkeypatch.setattr(cpp, "HEAD_SCRATCH", 3 * 4 * (index.entries + 64 * 130))
+    index = cpu.CompiledIndex(active)
+    monkeypatch.setattr(cpu, "PER_THREAD", 1)
+    monkeypatch.setattr(cpu, "HEAD_SCRATCH", 3 * 4 * (index.entries + 64 * 130))
     torch.set_num_threads(7)
     used, inner = [], index._call
     monkeypatch.setattr(index, "_call", lambda **given: used.append(given["threads"]) or inner(**given))

@@ -11,7 +11,7 @@ from torch import nn
 
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.models.gpt import GPT
-from mst_scale.sparse_linear import SparseLayers, cpp, crossovers, dispatch
+from mst_scale.sparse_linear import SparseLayers, cpu, crossovers, dispatch
 
 
 class Other(nn.Module):
@@ -110,7 +110,7 @@ def test_transformers_conv1d_multiplies_with_what_its_mask_keeps(backend, again)
     )
     assert torch.equal(model(x), expected)  # its own product, while no mask is set
     assert found.products["weight"].across and not found.left_dense
-    with pytest.raises(ValueError, match="it is another layer's"):
+    with pytest.raises(ValueError, match="this mask is"):
         found.set_mask("weight", active.T, backend)
     found.set_mask("weight", active, backend)
     for dense in (False, True):
@@ -136,13 +136,13 @@ def test_what_is_no_linear_layer_stays_dense_and_is_named(caplog):
 def test_wrong_shapes_dtypes_and_the_mask_of_another_layer_are_refused():
     model = nn.Linear(8, 6)
     found = sparse(model, ["weight"])
-    with pytest.raises(ValueError, match="it is another layer's"):
+    with pytest.raises(ValueError, match="this mask is"):
         found.set_mask("weight", torch.ones(8, 6, dtype=torch.bool), "cpu")
     with pytest.raises(ValueError, match="the last dimension must be 8"):
         model(torch.randn(3, 7))
-    with pytest.raises(ValueError, match=r"float64.*dtypes and devices alike"):
+    with pytest.raises(ValueError, match="float64"):
         model(torch.randn(3, 8).double())
-    with pytest.raises(ValueError, match=r"the mask is of a \(6, 8\) weight"):
+    with pytest.raises(ValueError, match=r"the mask .*\(6, 8\)"):
         found.products["weight"](torch.randn(3, 8), torch.randn(5, 8))
     x, weight = torch.randn(3, 8), torch.randn(6, 8)
     for bias in (torch.randn(5), torch.randn(6).double(), torch.randn(6, device="meta")):
@@ -150,13 +150,13 @@ def test_wrong_shapes_dtypes_and_the_mask_of_another_layer_are_refused():
             found.products["weight"](x, weight, bias)
     targets = torch.zeros(3, dtype=torch.int64)
     for wrong in ((torch.randn(3, 7), weight), (x.double(), weight), (x.to("meta"), weight), (x, torch.randn(5, 8))):
-        with pytest.raises(ValueError, match=r"dtypes and devices alike|the mask is of a"):
+        with pytest.raises(ValueError, match=r"dtypes and devices|the mask belongs to"):
             found.products["weight"].loss(*wrong, targets)
 
 
 @pytest.mark.parametrize(
     ("backend", "why"),
-    [("block", "topology.granularity"), ("gpu", "there is no such backend: choose one of auto, dense, cpu, block")],
+    [("block", "topology.granularity"), ("gpu", "auto, dense, cpu, block")],
 )
 def test_a_backend_that_cannot_run_is_refused(backend, why):
     with pytest.raises(ValueError, match=why):
@@ -173,29 +173,27 @@ def test_auto_follows_the_measured_crossover_and_says_so_once(monkeypatch, tmp_p
     monkeypatch.setattr(crossovers, "SHIPPED", table)
     monkeypatch.setattr(crossovers, "own", lambda: tmp_path / "own.json")
     crossovers.table.cache_clear()
-    dispatch._say.cache_clear()
+    dispatch._log_choice.cache_clear()
     try:
         with caplog.at_level(logging.INFO, logger="mst_scale"):
             found = [dispatch.select("auto", "cpu", torch.float32, (512, 600), s, 1) for s in (0.5, 0.7, 0.7)]
         assert found == ["dense", "cpu", "cpu"]
-        assert [r.message.split("backend ")[1] for r in caplog.records] == [
-            "dense, cpu is faster from 60% sparsity on",
-            "cpu, measured faster from 60% sparsity on",
-        ]
+        said = [r.message.split("backend ")[1] for r in caplog.records]
+        assert [line.split(",")[0] for line in said] == ["dense", "cpu"] and all("60%" in line for line in said)
         assert dispatch.choose("cpu", torch.float32, (5000, 512), 0.7, 1)[0] == "dense"
         assert dispatch.choose("cpu", torch.bfloat16, (512, 512), 0.99, 1)[0] == "dense"  # nothing measured
         assert dispatch.choose("cpu", torch.float32, (64, 64), 0.99, 1)[0] == "dense"  # too small
         assert dispatch.choose("cuda", torch.float32, (512, 512), 0.99, 1)[0] == "dense"  # unstructured on a GPU
         # without a compiler what was measured of the compiled kernel says nothing
-        monkeypatch.setattr(cpp, "why_not", lambda: "no compiler")
+        monkeypatch.setattr(cpu, "why_not_compiled", lambda: "no compiler")
         chosen, why = dispatch.choose("cpu", torch.float32, (512, 512), 0.99, 1)
-        assert chosen == "dense" and why == "no crossover of mkl is measured for torch.float32 (no compiler)"
+        assert chosen == "dense" and "mkl" in why and "no compiler" in why
         crossovers.keep([{**rows[0], "backend": "mkl", "sparsity": 0.9}])
         found = [dispatch.choose("cpu", torch.float32, (512, 512), s, 1)[0] for s in (0.85, 0.95)]
         assert found == ["dense", "cpu"] and not list(tmp_path.glob("*.new"))
     finally:
         crossovers.table.cache_clear()
-        dispatch._say.cache_clear()
+        dispatch._log_choice.cache_clear()
 
 
 def test_the_table_that_is_shipped_holds_what_dispatch_reads(monkeypatch, tmp_path):

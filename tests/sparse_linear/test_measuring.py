@@ -59,7 +59,7 @@ def test_the_crossover_is_where_the_kernel_is_faster_by_the_margin(clock):
     clock.ours = [20.0, 19.0, 18.0, 17.0, 16.0]
     row = measuring.measure("cpu", "float32", SHAPE, 1.0)
     assert row["sparsity"] > measuring.GRID[-1]
-    assert "not faster than dense (0.62 times at 99%)" in measuring.in_words([row], 1.0)
+    assert "not faster than dense (0.62 times at 99%)" in measuring.describe([row], 1.0)
 
 
 def test_what_was_measured_is_kept_for_the_same_machine_dtype_and_threads(clock, cache, monkeypatch):
@@ -120,7 +120,7 @@ def test_threads_that_wait_for_a_core_are_a_busy_machine(monkeypatch):
 def test_when_time_is_over_the_others_are_left_to_the_tables(clock):
     found, _ = measuring.measured("cpu", "float32", [SHAPE, OTHER], seconds=0.0)
     assert found == {} and clock.asked == []
-    assert "2 more by tables" in measuring.in_words([], 8.0, 2)
+    assert "2 more from tables" in measuring.describe([], 8.0, 2)
 
 
 def test_of_a_large_matrix_a_part_is_measured():

@@ -52,7 +52,7 @@ def test_growth_can_ask_for_the_dense_gradient():
 def test_a_mask_of_single_weights_is_refused():
     active = torch.ones(4, 4, dtype=torch.bool)
     active[1, 2] = False
-    with pytest.raises(ValueError, match="not made of whole rows and columns"):
+    with pytest.raises(ValueError, match="whole rows and columns"):
         NarrowIndex(active)
 
 

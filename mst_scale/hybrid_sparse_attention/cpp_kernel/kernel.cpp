@@ -1,4 +1,4 @@
-// How does a CPU compute attention over a pattern of pairs, paying only for the pairs?
+// Computes attention over a pattern of pairs on a CPU, at the cost of the pairs.
 //
 //     out_i = Σ_j p_ij v_j,   p_ij = exp(scale (s_ij - top_i)) / total_i,   s_ij = q_i·k_j     over the pairs (i, j) kept
 //     ds_ij = p_ij (do_i·v_j - do_i·out_i),   dq_i = scale Σ_j ds_ij k_j,   dk_j = scale Σ_i ds_ij q_i,

@@ -16,7 +16,7 @@ from torch import Tensor
 from mst_scale.methods.baselines.top_kast import largest
 from mst_scale.methods.method import Method, WeightFunction
 from mst_scale.methods.presets import NO_HEAD, NO_HSA, STILL, VARIATIONS
-from mst_scale.transforms import refuse_second_derivatives
+from mst_scale.transforms import check_first_derivative
 from mst_scale.validation import Field, StrictFloat, block
 
 HALVINGS = 60
@@ -55,7 +55,7 @@ class SoftlyMasked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        refuse_second_derivatives("method spartan", "choose another mst.method")
+        check_first_derivative("method spartan", "choose another mst.method")
         stored, mask = ctx.saved_tensors
         theta, gradient = stored.double(), gradients[0].double()
         slope = mask * (1 - mask)

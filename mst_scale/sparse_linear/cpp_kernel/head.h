@@ -1,11 +1,11 @@
-// What is the loss of a sparse output matrix, without its logits?
+// Computes the loss of a sparse output matrix without storing its logits.
 //
 //     z = A x,   loss_t = (max_r z_r - z_target) + ln Σ_r exp(z_r - max z),   d = (softmax(z) - onehot(target)) · weight_t
 //     dx = Aᵀ d,   g_i = Σ_t d_row x_column
 //
-// A tile of tokens at a time: its logits (rows × LANES, float) lie in a buffer of one thread, tokens across the lanes, so
-// that the softmax is vertical and nothing is transposed; both gradients are taken in the same pass over the rows, since
-// they need the same d. Each thread takes a contiguous share of the tiles and has a sum of its own for g.
+// It works on a tile of tokens at a time: the logits (rows × LANES, float) lie in a buffer of one thread, with tokens across
+// the lanes, so that the softmax is vertical and nothing is transposed. Both gradients are computed in the same pass over
+// the rows, since they need the same d. Each thread takes a contiguous share of the tiles and has its own sum for g.
 //
 // Sums over the rows are taken in pieces: a term added to a sum of 50,000 is rounded to the last digit of that sum, and
 // many small ones would be lost altogether. The maximum and Σ stay two numbers: at logits of 100 their log-sum-exp would

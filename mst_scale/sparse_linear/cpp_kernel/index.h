@@ -1,4 +1,4 @@
-// Where are the weights that a mask keeps? The structure, built once per topology step.
+// The positions of the weights that a mask keeps, built once per topology step.
 //
 // An output is a sum over the inputs that its row keeps. Inputs are cut into panels, so that the part of the input that
 // one panel reads (PANEL rows of a tile of tokens) stays in the second-level cache. Entries are ordered by (panel, row,

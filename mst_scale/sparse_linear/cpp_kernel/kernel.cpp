@@ -1,8 +1,8 @@
-// How does a CPU multiply with a sparse matrix whose values stand in a dense one, paying only for what the mask keeps?
+// Multiplies with a sparse matrix whose values lie in a dense one, at the cost of the weights that the mask keeps.
 //
 // index.h: the structure; products.h: the two products; head.h: the output matrix with its loss. The values are gathered anew at each forward pass, since they
 // change at each step. Plain C++17 with GCC/Clang vector types and OpenMP, no other dependency; called through C structs
-// (see cpp.py).
+// (see cpu.py).
 #include <type_traits>
 
 #include "head.h"
