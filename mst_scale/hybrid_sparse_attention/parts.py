@@ -41,8 +41,8 @@ class Part:
             self._check_equal_parts(tokens)
         if length * self.parts > context:
             raise UserError(
-                f"a sequence of {length * self.parts} tokens does not fit model.context = {context}: "
-                "cut it, or train with a larger model.context"
+                f"a sequence of {length * self.parts} tokens does not fit model.seq_length = {context}: "
+                "cut it, or train with a larger model.seq_length"
             )
         return torch.arange(self.index * length, (self.index + 1) * length, device=tokens.device)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mst_scale.config import RATE_DURATIONS, Experiment
 from mst_scale.config.check import BATCH_KEYS, largest_micro
-from mst_scale.config.parallel import KEYS, sizes_of, why_not_cut
+from mst_scale.config.parallel import KEYS, describe_conflict, sizes_of
 from mst_scale.costs.flops import dense_step_flops
 from mst_scale.costs.muon import optimizer_flops
 from mst_scale.errors import UserError
@@ -331,7 +331,7 @@ def _validate_layout(experiment: Experiment, own: Setting, machine: Machine, fix
 
 def _problem(experiment: Experiment, s: Setting, machine: Machine) -> str | None:
     """Why a run cannot share its model this way, by its model and by the rules of the run itself."""
-    return layout_problem(experiment.model, s, machine.gpu.per_node) or why_not_cut(experiment, s.sizes)
+    return layout_problem(experiment.model, s, machine.gpu.per_node) or describe_conflict(experiment, s.sizes)
 
 
 def overrides(setting: Setting, given: Setting) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mst_scale.config import Experiment, ModelConfig
-from mst_scale.config.parallel import why_not_cut
+from mst_scale.config.parallel import describe_conflict
 from mst_scale.costs.stretches import stretches
 from mst_scale.plan.gpus import Machine
 from mst_scale.plan.memory import Memory, memory
@@ -118,7 +118,7 @@ def fitting(
 ) -> list[Choice]:
     """Every choice that fits, the fastest first."""
     possible = layouts(experiment.model, setting, machine.gpu.per_node, fixed)
-    shared = [s for s in possible if why_not_cut(experiment, s.sizes) is None]
+    shared = [s for s in possible if describe_conflict(experiment, s.sizes) is None]
     if not fixed and setting.batch % setting.data == 0 and all(s.sizes != setting.sizes for s in shared):
         shared.append(setting)
     found = []

@@ -86,7 +86,7 @@ class StepTimes:
         if self.told or found is None or not found.slower:
             return None
         self.told = True
-        return found.describe()
+        return found.in_words()
 
     def _ms(self, kind: str) -> float | None:
         times = self.seconds[kind]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mst_scale.config import load
-from mst_scale.config.parallel import KEYS, refuse_untried
+from mst_scale.config.parallel import KEYS, check_parallel
 from mst_scale.errors import UserError
 from mst_scale.plan.answer import plan
 from mst_scale.plan.gpus import machine
@@ -85,7 +85,7 @@ def test_what_the_run_refuses_is_neither_proposed_nor_planned(method, override, 
         with pytest.raises(UserError, match=said) as planned:
             plan(load(file, [override], method), 16, target, fixed={axis: 2})
         with pytest.raises(UserError, match=said) as run:
-            refuse_untried(load(file, [override, f"{KEYS[axis]}=2"], method))
+            check_parallel(load(file, [override, f"{KEYS[axis]}=2"], method))
         assert str(planned.value) == str(run.value), "one rule"
 
 
