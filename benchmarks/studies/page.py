@@ -10,7 +10,7 @@ from typing import Any
 
 from mst_scale.costs.beside import UPDATE
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
-from mst_scale.report.frontier import HEAD, Method, line, loss_over_flops, worth_of_each
+from mst_scale.report.frontier import HEAD, Method, frontier_chart, line, multipliers_chart
 from mst_scale.report.frontier import rows as method_rows
 
 from ..page import grid, picture
@@ -80,8 +80,8 @@ def _figures(plan: Plan, found: list[Outcome], others: Others, folder: Path) -> 
     methods, elsewhere = [one.method for one in found], [*chain(*others.values())]
     for accounting in ACCOUNTINGS if any(method.dense for method in methods) else ():
         over_flops = "Validation loss over FLOPs: the dense frontier as a line, methods as points"
-        drawings = {f"{plan.name}-{accounting}": (over_flops, loss_over_flops(methods, accounting, elsewhere))}
-        if (each := worth_of_each(methods, accounting, elsewhere)) is not None:
+        drawings = {f"{plan.name}-{accounting}": (over_flops, frontier_chart(methods, accounting, elsewhere))}
+        if (each := multipliers_chart(methods, accounting, elsewhere)) is not None:
             drawings[f"{plan.name}-worth-{accounting}"] = ("What the FLOPs of each method are worth", each)
         for name, (alt, plot) in drawings.items():
             pictures.append(picture(plot, folder / name, f"{alt}, {accounting} accounting"))

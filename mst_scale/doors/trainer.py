@@ -91,7 +91,7 @@ class SparseTraining(TrainerCallback):
             state.log_history[-1] |= ours
             self._beside_the_bar(row)
         elif "eval_loss" in logs and recording.mst.step == recording.step:  # else the best checkpoint is back
-            recording.note(val_loss=float(logs["eval_loss"]))
+            recording.log(val_loss=float(logs["eval_loss"]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         recording = self.door.recording

@@ -14,7 +14,7 @@ from mst_scale.data.tokenizer_files import write_tokenizer
 from mst_scale.errors import UserError
 from mst_scale.evaluation.models import open_model
 from mst_scale.hugging_face.export import export
-from mst_scale.report.reading import Reader
+from mst_scale.report.reader import Reader
 from tests.doors.opened import Words, deepspeed_config, model, opened
 from tests.doors.test_trainer import arguments
 from tests.support import pool
