@@ -15,9 +15,20 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
 from mst_scale.dead_units.kinds import KINDS
-from mst_scale.report import style
 from mst_scale.report.reader import Curve, Group, Run, Spread, planned_sparsity, smoothed, spread
-from mst_scale.report.style import PHASES, Missing, Plot, Theme, format_count, format_rounded, line_look
+from mst_scale.report.style import (
+    HEIGHT,
+    PHASES,
+    Missing,
+    Plot,
+    Theme,
+    format_count,
+    format_rounded,
+    line_look,
+    percent_axis,
+    ratio_axis,
+    steps_axis,
+)
 from mst_scale.runs.progress import flops_unit
 from mst_scale.runs.snapshots import Matrix, Snapshot, kind_of
 
@@ -131,7 +142,7 @@ def gradient_norm(groups: Sequence[Group]) -> Plot:
         if spikes := sum(run.spike_count for group in groups for run in group.runs):
             colour = theme.series[1] if alone else theme.axis
             axes.plot([], [], color=colour, marker="v", lw=0, label=f"spikes ({spikes})")
-        style.ratio_axis(axes.yaxis, float(np.nanmin(np.concatenate(lows))), float(np.nanmax(np.concatenate(highs))))
+        ratio_axis(axes.yaxis, float(np.nanmin(np.concatenate(lows))), float(np.nanmax(np.concatenate(highs))))
         axes.set(title="Gradient norm", ylabel="gradient norm before clipping")
 
     caption = "Norm of the masked gradient. A spike is above 3 times the median of the 100 logged rows before it."
@@ -171,7 +182,7 @@ def _axes(
         raise Missing(f"no row has {column}" if x_axis is STEPS else f"no row with {column} has the FLOPs or time")
     axes, unit = figure.subplots(), 1.0
     if x_axis is STEPS:
-        style.steps_axis(axes)
+        steps_axis(axes)
     else:
         largest = max(float(curve.x.max()) for curve in known)
         unit, name = _time_unit(largest) if x_axis is TIME else flops_unit(largest)
@@ -266,7 +277,7 @@ def _sparsity(run: Run) -> Plot:
         _shade(upper, run, theme)
         upper.plot(planned, target, color=theme.series[1], linestyle=(0, (3, 2)), linewidth=2.2, label="target")
         upper.plot(steps, actual, color=theme.series[0], label="actual")
-        style.percent_axis(upper, "sparsity")
+        percent_axis(upper, "sparsity")
         upper.set(title="Sparsity", ylim=(-0.03, 1.03))
         if strided:
             _shade(lower, run, theme)
@@ -274,10 +285,10 @@ def _sparsity(run: Run) -> Plot:
             lower.stairs(strides, edges, baseline=None, color=theme.series[2], linewidth=2)
             lower.set(ylabel="attention\nstride", ylim=(0, 1.2 * max(strides)))
             lower.yaxis.set_major_locator(FixedLocator([1, max(strides)]))
-        style.steps_axis(lower)
+        steps_axis(lower)
 
     caption = "Share of the weights of the sparse matrices that are masked. Attention of stride 1 is dense."
-    return Plot("sparsity", caption, draw, style.HEIGHT + 0.9 * strided)
+    return Plot("sparsity", caption, draw, HEIGHT + 0.9 * strided)
 
 
 def _over_steps(run: Run, key: str, title: str, caption: str, draw_lines: Callable[[Axes, Theme], None]) -> Plot:
@@ -287,7 +298,7 @@ def _over_steps(run: Run, key: str, title: str, caption: str, draw_lines: Callab
         axes = figure.subplots()
         _shade(axes, run, theme)
         draw_lines(axes, theme)
-        style.steps_axis(axes)
+        steps_axis(axes)
         axes.set_title(title)
 
     return Plot(key, caption, draw)
@@ -299,7 +310,7 @@ def _update_fraction(run: Run) -> Plot:
         if not _varies(fraction):
             raise Missing(f"the update fraction is {_percent(np.nanmax(fraction))} throughout")
         axes.plot(steps, fraction, color=theme.series[0])
-        style.percent_axis(axes, "update fraction")
+        percent_axis(axes, "update fraction")
         axes.set_ylim(bottom=0)
 
     caption = "Largest share of the active weights that a topology step replaces."
@@ -319,7 +330,7 @@ def _prune_and_grow(run: Run) -> Plot:
             there = count > 0
             look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3.5, "linewidth": 0.8}
             axes.plot(steps[there], count[there], label=label, **look)
-        style.ratio_axis(axes.yaxis, float(positive.min()), float(positive.max()))
+        ratio_axis(axes.yaxis, float(positive.min()), float(positive.max()))
         axes.set_ylabel("weights between two rows")
 
     caption = "Sums over all layers and the topology steps between two logged rows; the mean where rows are merged."
@@ -337,7 +348,7 @@ def _dead_units(run: Run) -> Plot:
             raise Missing(f"they are constant, {values}")
         for i, (kind, share) in enumerate(shares.items()):
             axes.plot(run.series.last("step"), share, label=KINDS[kind], **line_look(theme, i))
-        style.percent_axis(axes, "dead units")
+        percent_axis(axes, "dead units")
         axes.set_ylim(0, max(0.01, 1.1 * max(float(np.nanmax(share)) for share in shares.values())))
 
     caption = (
@@ -414,7 +425,7 @@ def _densities(run: Run) -> Plot:
         axes.set_xticks(ticks, labels)
         axes.tick_params(axis="x", length=0)
         axes.grid(visible=False, axis="x")
-        style.percent_axis(axes, "density")
+        percent_axis(axes, "density")
         title = f"Density of each layer at {run.sparsest:.1%} sparsity"
         axes.set(title=title, xlabel="block", ylim=(0, min(1.0, 1.25 * max(found.values()))))
 
@@ -467,12 +478,12 @@ def _draw_map(
     axes.invert_yaxis()
     axes.grid(visible=False)
     axes.tick_params(axis="y", length=0)
-    style.steps_axis(axes)
+    steps_axis(axes)
 
 
 def _map_height(run: Run) -> float:
     rows = 0 if run.layers is None else min(LABELS, len(run.layers.names))
-    return max(style.HEIGHT - 0.6, 1.1 + 0.17 * rows)
+    return max(HEIGHT - 0.6, 1.1 + 0.17 * rows)
 
 
 def _columns(run: Run, *columns: str) -> list[np.ndarray]:

@@ -58,7 +58,7 @@ def answers(source: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> d
         "eval": said(capsys, "eval", where, *of_eval)["tasks"]["wikitext2"]["metrics"],
         "report": dataclasses.asdict(snapshot_of_checkpoint(store.locate(source))),
     }
-    for what in ("weights", "alive"):
+    for what in ("weights", "active"):
         found["report"][what] = {name: cells.tolist() for name, cells in found["report"][what].items()}
     found = {command: {k: v for k, v in said.items() if k not in PLACES} for command, said in found.items()}
     return {**found, "bytes": [path.read_bytes() for path in (masks, exported / "model.safetensors")]}
