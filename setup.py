@@ -59,7 +59,7 @@ setup(
     packages=[*find_packages(include=["mst_scale", "mst_scale.*"], exclude=list(INSIDE)), *INSIDE],
     package_dir=INSIDE,
     package_data={
-        "mst_scale": ["py.typed", "**/*.cpp", "**/*.h", "**/*.json"],
+        "mst_scale": ["py.typed", "**/*.cpp", "**/*.h", "**/*.json", "report/*.jinja"],
         "mst_scale.benchmarks.studies": ["*.json"],
         "mst_scale.ds_configs": ["*.json"],
         "mst_scale.launchers": ["*.sh"],
@@ -80,6 +80,7 @@ setup(
         "pyarrow>=15",
         "tensorboard>=2.16",
         "matplotlib>=3.9",
+        "jinja2>=3.1",
         "tqdm>=4.66",
         "ninja>=1.11",
     ],

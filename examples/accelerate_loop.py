@@ -62,7 +62,7 @@ def main() -> None:
         optimizer.zero_grad()
         if step + 1 == STEPS:
             break
-    recording.note(val_loss=float(loss.detach()))
+    recording.log(val_loss=float(loss.detach()))
     accelerator.save_state(f"{out}/state")
     accelerator.print(f"loss {loss.item():.4f}, {engine.mst.sparsity:.0%} sparse at the end")
 

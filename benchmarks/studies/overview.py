@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from mst_scale.comm.parser import Parser
 from mst_scale.costs.frontier import AT_LEAST, AT_MOST, Multiplier
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
-from mst_scale.report.frontier import marker_of, worth
+from mst_scale.report.frontier import flop_multiplier, marker_of
 from mst_scale.report.style import Plot, Theme, legend, ratio_axis
 
 from ..page import grid, picture
@@ -98,7 +98,7 @@ def settings(results: Path) -> list[Setting]:
                 continue
             experiment = job(plan, one.cell, one.rate, plan.seeds_of(one.cell)[0], data).experiment
             read = {
-                (accounting, baselines): worth(one.method, methods, accounting, same)
+                (accounting, baselines): flop_multiplier(one.method, methods, accounting, same)
                 for accounting in ACCOUNTINGS
                 for baselines, same in AGAINST.items()
             }

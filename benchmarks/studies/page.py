@@ -10,7 +10,7 @@ from typing import Any
 
 from mst_scale.costs.beside import UPDATE
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
-from mst_scale.report.frontier import HEAD, Method, line, loss_over_flops, worth_of_each
+from mst_scale.report.frontier import HEAD, Method, frontier_chart, line, multipliers_chart
 from mst_scale.report.frontier import rows as method_rows
 from mst_scale.report.style import Plot
 
@@ -100,8 +100,8 @@ def _plots(plan: Plan, found: list[Outcome], others: Others) -> dict[str, tuple[
     methods, elsewhere = [one.method for one in found], [*chain(*others.values())]
     for accounting in ACCOUNTINGS if any(method.dense for method in methods) else ():
         alt = f"Validation loss over FLOPs: the dense frontier as a line, methods as points, {accounting} accounting"
-        plots[f"{plan.name}-{accounting}"] = (alt, loss_over_flops(methods, accounting, elsewhere))
-        if (each := worth_of_each(methods, accounting, elsewhere)) is not None:
+        plots[f"{plan.name}-{accounting}"] = (alt, frontier_chart(methods, accounting, elsewhere))
+        if (each := multipliers_chart(methods, accounting, elsewhere)) is not None:
             alt = f"What the FLOPs of each method are worth, {accounting} accounting"
             plots[f"{plan.name}-worth-{accounting}"] = (alt, each)
     return plots

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.every < 1:
         raise UserError(f"--every {args.every}: give at least 1 second")
     try:
-        from mst_scale.report.build import Report
+        from mst_scale.report import Report
     except ModuleNotFoundError as error:
         raise UserError(f"reports are drawn with matplotlib ({error}): pip install matplotlib") from None
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.watch:
         _watch(report, args.every)
     report.read()
-    found = report.write_frontier(say=_progress) if args.frontier else report.write(say=_progress)
+    found = report.write_frontier(progress=_progress) if args.frontier else report.write(progress=_progress)
     _progress("")
     print(json.dumps(found) if args.json else _words(found))
     return 0

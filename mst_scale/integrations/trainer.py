@@ -93,7 +93,7 @@ class SparseTraining(TrainerCallback):
         elif (
             "eval_loss" in logs and recording.mst.step == recording.step
         ):  # otherwise Trainer has loaded its best checkpoint
-            recording.note(val_loss=float(logs["eval_loss"]))
+            recording.log(val_loss=float(logs["eval_loss"]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         recording = self.integration.recording

@@ -33,7 +33,7 @@ from mst_scale.pretrain import branch, growing, lengthen, refusals, resume
 from mst_scale.pretrain.adam import refuse_another, with_adam
 from mst_scale.pretrain.learning_rate import MASKED
 from mst_scale.runs import run_file
-from mst_scale.runs.optional_writes import OptionalWrites
+from mst_scale.runs.metrics import OptionalWrites
 from mst_scale.runs.run_file import RunFile
 from mst_scale.tensor_parallel import TensorGroup
 

@@ -20,7 +20,7 @@ from mst_scale.compiled import build_locks
 from mst_scale.pretrain import resume
 from mst_scale.pretrain.options import arguments, experiment_of, out_of
 from mst_scale.runs.out_lock import OutLock
-from mst_scale.runs.starting import Starting
+from mst_scale.runs.progress import Starting
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -34,12 +34,10 @@ from mst_scale.pretrain.learning_rate import learning_rate, set_groups
 from mst_scale.pretrain.prepare import Prepared, load, prepare
 from mst_scale.pretrain.spikes import Spikes, batch_number
 from mst_scale.randomness import counter_hash
-from mst_scale.runs import rival
 from mst_scale.runs.observer import Observer
-from mst_scale.runs.record import Record, state_of
+from mst_scale.runs.progress import Starting, kind_of
+from mst_scale.runs.record import Record, compare_with_baseline, state_of
 from mst_scale.runs.run_file import DIVERGED, FINISHED, STOPPED
-from mst_scale.runs.starting import Starting
-from mst_scale.runs.step_times import kind_of
 
 FAILED_SAVES = 3  # in a row, after which a run stops
 FURTHER = 0.05  # from a target than rounding to whole weights, or blocks, explains
@@ -336,7 +334,11 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
         more = beside(run.experiment, run.step * run.batch)
         corpora = [start.get("corpus") for start in run.run_file.starts]
         told = functools.partial(
-            rival.beside, run.training.baseline, more=more, corpora=corpora, eval_sequences=run.training.eval_sequences
+            compare_with_baseline,
+            run.training.baseline,
+            more=more,
+            corpora=corpora,
+            eval_sequences=run.training.eval_sequences,
         )
         run.record.say(run.record.summary(run.step, time.monotonic() - begun, first, told))
     ranks.leave()

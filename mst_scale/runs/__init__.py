@@ -1,15 +1,11 @@
-"""Writes and reads the files that a run leaves for people and for its next start.
+"""Run logging: the files that a run writes for people and for its next start.
 
-metrics           metrics.jsonl, a row a logged step
-record            a row into metrics.jsonl, TensorBoard and the progress line; the table at the end
-recording         an engine in a loop of somebody else's
-starting          what a start is busy with
-step_times        whether sparse steps are faster than dense ones here
-rival             how a run that has ended stands to a recorded one
-progress          the line on the terminal
-observer          looks at weights and masks while a model trains: histograms, pictures, snapshots
-snapshots         small pictures of weights at the ends of phases
-run_file          run.json: versions, hosts, every start and what happened
-out_lock          one run at a time in a folder
-optional_writes   what a full disk may cost
+metrics     metrics.jsonl, one row per logged step; a full disk does not end a run
+record      rows into metrics.jsonl, TensorBoard and the progress line; the table at the end, compared with a baseline
+recording   records an engine in a custom loop
+progress    the parts of a start, the progress line, and whether sparse steps are faster than dense ones here
+observer    observes weights and masks during training: histograms, pictures, snapshots
+snapshots   small pictures of weights at the ends of phases
+run_file    run.json: versions, hosts, every start, and events
+out_lock    one run at a time in a folder
 """

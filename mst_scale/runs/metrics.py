@@ -1,71 +1,64 @@
-"""Writes and reads `metrics.jsonl`: one JSON object for each logged step.
+"""Writes and reads `metrics.jsonl`, one JSON object per logged step, and keeps a run going when the disk is full.
 
-`metrics.jsonl`: one object a logged step, written line by line. A resumed run cuts the lines that lie after its
-checkpoint, so that the file reads like that of a run that was never stopped. A torn last line (of a killed run, or a
-full disk) is cut off too, and lines that a full disk refuses wait in memory for the next write. A line that a disk has
-damaged stays where it is, and is not read.
+The file is written line by line. A resumed run removes the lines after its checkpoint, so that the file reads like that
+of a run that was never stopped. An incomplete last line (of a killed run, or on a full disk) is removed too, and lines
+that a full disk rejects wait in memory for the next write. A line damaged by the disk stays, but is not read.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from mst_scale.comm import logger
 
 LARGEST_STEP = 1 << 53  # below, every integer is a float too
 
 
 class MetricsFile:
-    """The `metrics.jsonl` of a run that stands at `step`; nothing of it needs space before a row is written."""
+    """The `metrics.jsonl` of a run at step `step`. Until a row is written, it needs no disk space."""
 
     def __init__(self, path: Path, step: int):
         self.path = path
-        self.seconds: float = 0.0  # wall-clock, of the last row
-        self.length = 0  # bytes of whole lines
-        self.waiting: list[bytes] = []
+        self.seconds: float = 0.0  # wall-clock time of the last row
+        self._length = 0  # bytes of complete lines
+        self._waiting: list[bytes] = []
         if path.exists():
             with path.open("rb+") as file:
                 for line in file:
-                    row = _row(line)
+                    row = _parse(line)
                     if not line.endswith(b"\n") or (row is not None and row["step"] > step):
                         break
-                    self.length += len(line)
+                    self._length += len(line)
                     self.seconds = self.seconds if row is None else row.get("seconds", 0.0)
-                file.truncate(self.length)
+                file.truncate(self._length)
 
     def write(self, row: dict[str, Any]) -> None:
-        """An OSError leaves the row, and those before it, to the next call."""
-        self.waiting.append(_line(row).encode())
+        """Append a row. After an OSError, it and those before it are written by the next call."""
+        # JSON has no NaN: a loss that is not finite is null
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self._waiting.append(json.dumps(finite).encode() + b"\n")
         with self.path.open("ab", buffering=0) as file:
-            self.length = min(self.length, file.seek(0, 2))
-            file.truncate(self.length)
-            while self.waiting:
-                line = self.waiting[0]
+            self._length = min(self._length, file.seek(0, 2))
+            file.truncate(self._length)
+            while self._waiting:
+                line = self._waiting[0]
                 if file.write(line) < len(line):
                     raise OSError(f"{self.path} has room for half a line only")
-                self.length += len(self.waiting.pop(0))
+                self._length += len(self._waiting.pop(0))
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file, one at a time; a last line without its end is left out."""
+    """Yield the rows of a metrics file, without an incomplete last line."""
     with path.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
                 return
-            if (row := _row(line)) is not None:
+            if (row := _parse(line)) is not None:
                 yield row
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """None where the line is no row."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    sane = isinstance(row, dict) and is_step(row.get("step")) and type(row.get("seconds", 0.0)) in (int, float)
-    return row if sane else None
 
 
 def is_step(value: Any) -> bool:
@@ -73,7 +66,30 @@ def is_step(value: Any) -> bool:
     return type(value) is int and 0 <= value < LARGEST_STEP
 
 
-def _line(row: dict[str, Any]) -> str:
-    # JSON has no NaN: a loss that is not a number is null
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    return json.dumps(finite) + "\n"
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    valid = isinstance(row, dict) and is_step(row.get("step")) and type(row.get("seconds", 0.0)) in (int, float)
+    return row if valid else None
+
+
+class OptionalWrites:
+    """Writes that may fail without ending the run, each identified by what it writes."""
+
+    def __init__(self) -> None:
+        self._failing: set[str] = set()
+
+    def attempt(self, what: str, write: Callable[[], object]) -> None:
+        """Call `write`; log an OSError once, and the first success after it."""
+        try:
+            write()
+        except OSError as error:
+            if what not in self._failing:
+                logger.error("cannot write %s (%s): the run goes on", what, error)
+            self._failing.add(what)
+        else:
+            if what in self._failing:
+                self._failing.remove(what)
+                logger.info("%s can be written again", what)

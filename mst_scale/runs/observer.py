@@ -1,11 +1,11 @@
-"""Looks at the weights of a sharded model while it trains, for the report and for TensorBoard.
+"""Observes the weights of a sharded model while it trains, for the report and for TensorBoard.
 
-Each rank reduces its own slices to a few sums (moments, picture cells, histogram bins) and one small all-reduce a kind
-adds them up: no weight leaves its rank, whatever the ZeRO stage. Nothing is written to the model and no random number
-is drawn, so a run that is looked at trains bit for bit like one that is not.
+Each rank reduces its own slices to a few sums (moments, picture cells, histogram bins), and one small all-reduce per
+kind adds them up: no weight leaves its rank, at any ZeRO stage. Nothing is written to the model and no random number is
+drawn, so an observed run trains bit for bit like one that is not.
 
-Phase ends are kept (`snapshots.py`). TensorBoard gets pictures and histograms every `training.histogram_every` steps,
-but only while all looks together have taken less than 1 % of the time.
+The ends of phases are kept as snapshots (`snapshots.py`). TensorBoard gets pictures and histograms every
+`training.histogram_every` steps, as long as they have taken less than 1 % of the time.
 """
 
 from __future__ import annotations
@@ -20,24 +20,31 @@ import torch
 from torch import Tensor
 
 from mst_scale import zero_shards
+from mst_scale.checkpoints import mask_files, store
+from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.comm import Ranks, logger
 from mst_scale.comm.exchange import Exchanges, Stages
 from mst_scale.config import Experiment
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
+from mst_scale.mixed_growing.masks import assemble
 from mst_scale.runs import snapshots
-from mst_scale.runs.optional_writes import OptionalWrites
+from mst_scale.runs.metrics import OptionalWrites
 from mst_scale.runs.snapshots import Matrix, Snapshot
 from mst_scale.shard import Shard
 from mst_scale.sparsity_variation import Schedule
 
-SHARE = 0.01  # of the training time, for what TensorBoard sees
-BINS = 65  # odd: zeros fall into the middle one, from which the dead are taken out
+SHARE = 0.01  # of the training time that TensorBoard's pictures and histograms may take
+EMBEDDINGS = ("wte.", "wpe.", "embeddings.")  # of a dense run, whose checkpoint does not state its targets
+BINS = 65  # odd: zeros fall into the middle bin, from which inactive weights are subtracted
 
 
 class Observer:
-    """Looks at the weights of one run; every method is called on all ranks alike."""
+    """Observes the weights of one run. All methods are called on all ranks."""
+
+    shards: zero_shards.Shards
+    exchange: Exchanges
 
     def __init__(self, engine: Any, experiment: Experiment, out: Path, ranks: Ranks, step: int):
         self.engine, self.out, self.ranks = engine, out, ranks
@@ -46,70 +53,65 @@ class Observer:
         self.keep_at = phase_ends(self.schedule)
         self.disk = OptionalWrites()
         self.started, self.spent = time.monotonic(), 0.0
-        self.exchange: Exchanges
         self.stages = Stages(zero_shards.groups_of(engine).stages)
         named = zero_shards.named_parameters(engine.module)
         sizes = self.stages.joined({name: math.prod(zero_shards.shape_of(p)) for name, p in named})
         self.parameters = sum(sizes.values())
-        self.shards = self._shards(experiment)
-        ranks.on_first(lambda: snapshots.cut(out, step))
-        if step == 0:
+        self.enabled = self._find_shards(experiment)
+        self.rewind(step)
+        if step == 0 and self.enabled:
             self._keep(0)
 
-    def _shards(self, experiment: Experiment) -> zero_shards.Shards | None:
+    def _find_shards(self, experiment: Experiment) -> bool:
         mst = self.engine.mst
         if mst.masks_weights:
-            self.exchange = mst.state.exchange
-            return mst.store
+            self.shards, self.exchange = mst.store, mst.state.exchange
+            return True
         try:
-            shards = zero_shards.shards_of(self.engine, choose_targets(self.engine.module, experiment.mst.targets))
+            self.shards = zero_shards.shards_of(self.engine, choose_targets(self.engine.module, experiment.mst.targets))
         except UserError as error:
             logger.info("no snapshots of weights are kept: %s", error)
-            return None
-        groups = zero_shards.groups_of(self.engine)
-        self.exchange = zero_shards.exchanges_of(shards.parameters, groups, self.engine.device)
-        return shards
+            return False
+        self.exchange = zero_shards.exchanges_of(
+            self.shards.parameters, zero_shards.groups_of(self.engine), self.engine.device
+        )
+        return True
 
     def rewind(self, step: int) -> None:
-        """The run goes back to `step`: what was kept after it goes."""
+        """Remove the snapshots after `step`, to which the run goes back."""
         self.ranks.on_first(lambda: snapshots.cut(self.out, step))
 
     def after(self, step: int, samples: int) -> None:
-        """What is due after this finished step."""
-        if step in self.keep_at:
+        """Keep a snapshot and write to TensorBoard if they are due after this step."""
+        if self.enabled and step in self.keep_at:
             self._keep(step)
-        if self.every and step % self.every == 0:
+        if self.enabled and self.every and step % self.every == 0:
             self._show(samples)
 
     def _keep(self, step: int) -> None:
-        if self.shards is None:
-            return
         phase = self.schedule.at(max(0, step - 1)).phase
         snapshot = self.look(step, phase)
         if self.ranks.first:
             self.disk.attempt("snapshots of the weights", lambda: snapshots.save(self.out, snapshot))
 
     def _show(self, samples: int) -> None:
-        """Pictures and histograms in TensorBoard, through the writer of DeepSpeed's monitor."""
+        """Write pictures and histograms to TensorBoard, through the writer of DeepSpeed's monitor."""
         tensorboard = getattr(self.engine.monitor, "tb_monitor", None)
         writer = getattr(tensorboard, "summary_writer", None)
         start = time.monotonic()
         affordable = self.spent <= SHARE * (start - self.started)
-        if self.shards is None or not self.ranks.any(writer is not None and affordable):
+        if not self.ranks.any(writer is not None and affordable):
             return
         snapshot = self.look(0, "")
         histograms = self._histograms({m.name: m.largest for m in snapshot.matrices})
         if writer is not None:
-            self.disk.attempt("TensorBoard's pictures", lambda: draw(writer, snapshot, histograms, samples))
+            self.disk.attempt("TensorBoard's pictures", lambda: _write_images(writer, snapshot, histograms, samples))
         self.spent += time.monotonic() - start
 
-    # --- looking ---
-
     def look(self, step: int, phase: str) -> Snapshot:
-        """The weights as they are, the same on every rank."""
-        assert self.shards is not None
+        """Return a snapshot of the weights as they are, the same on every rank."""
         slices = self.shards.slices
-        alive = [self._alive(i) for i in range(len(slices))]
+        active = [self._active(i) for i in range(len(slices))]
         moments = torch.zeros(len(slices), 2, dtype=torch.float64)
         largest = torch.zeros(len(slices), dtype=torch.float64)
         for i, part in enumerate(slices):
@@ -122,39 +124,36 @@ class Observer:
         moments = self.exchange.sum(moments)
         largest = self.exchange.max(largest)
         matrices = {
-            part.name: describe(part.name, part.cut.matrix, alive[i], moments[i].tolist(), float(largest[i]))
+            part.name: _describe(part.name, part.cut.matrix, active[i], moments[i].tolist(), float(largest[i]))
             for i, part in enumerate(slices)
         }
-        weights, living = (self.stages.joined(pictures) for pictures in self._pictures())
+        weights, shares = (self.stages.joined(pictures) for pictures in self._pictures())
         found = list(self.stages.joined(matrices).values())
-        return Snapshot(step, phase, self.engine.mst.sparsity, self.parameters, found, weights, living)
+        return Snapshot(step, phase, self.engine.mst.sparsity, self.parameters, found, weights, shares)
 
     def _pictures(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Mean |weight|, and share of living weights, in the cells of each matrix that is pictured."""
-        assert self.shards is not None
+        """Return mean |weight| and the share of active weights in the cells of each pictured matrix."""
         slices, drawn = self.shards.slices, self._drawn()
         cells = {}
         for i in drawn:
             magnitudes = cell_sums(self.shards.weight(i), slices[i], magnitude=True)
             cells[i] = torch.stack([magnitudes, cell_sums(self._flags(i), slices[i])])
-        weights, living = {}, {}
+        weights, shares = {}, {}
         for exchange, here in self.exchange.grouped(drawn):
             summed = exchange.sum(torch.cat([cells[i].flatten() for i in here]))
             for i, found in zip(here, summed.split([cells[i].numel() for i in here]), strict=True):
-                sizes = cell_sizes(slices[i].cut.matrix)
-                weights[slices[i].name], living[slices[i].name] = found.view(cells[i].shape).numpy() / sizes
-        return weights, living
+                sizes = _cell_sizes(slices[i].cut.matrix)
+                weights[slices[i].name], shares[slices[i].name] = found.view(cells[i].shape).numpy() / sizes
+        return weights, shares
 
     def _drawn(self) -> list[int]:
-        """This rank's matrices that are pictured."""
-        assert self.shards is not None
+        """Return this rank's pictured matrices."""
         names = [part.name for part in self.shards.slices]
         shown = set(snapshots.pictured(list(self.stages.joined(dict.fromkeys(names)))))
         return [i for i, name in enumerate(names) if name in shown]
 
     def _histograms(self, largest: dict[str, float]) -> dict[str, tuple[list[float], list[float]]]:
-        """(edges, counts) of the living weights of each pictured matrix."""
-        assert self.shards is not None
+        """Return (edges, counts) of the active weights of each pictured matrix."""
         slices = self.shards.slices
         drawn = self._drawn()
         counts = torch.zeros(len(slices), BINS, dtype=torch.float64)
@@ -166,31 +165,30 @@ class Observer:
         found = {}
         for i in drawn:
             name, top = slices[i].name, largest[slices[i].name] or 1.0
-            counts[i, BINS // 2] -= slices[i].numel - self._alive(i)
+            counts[i, BINS // 2] -= slices[i].numel - self._active(i)
             found[name] = (np.linspace(-top, top, BINS + 1).tolist(), counts[i].tolist())
         return self.stages.joined(found)
 
-    def _alive(self, i: int) -> int:
-        """Living weights of the whole parameter."""
-        assert self.shards is not None
+    def _active(self, i: int) -> int:
+        """Return the number of active weights of the whole parameter."""
         masks = self.engine.mst.masks
         part = self.shards.slices[i]
         return int(masks[part.name].active) if len(masks) else math.prod(part.shape)
 
     def _flags(self, i: int) -> Tensor:
-        """This rank's slice of the mask; one byte a weight, for as long as one picture is made."""
-        assert self.shards is not None
+        """Return this rank's slice of the mask, one byte per weight."""
         masks, part = self.engine.mst.masks, self.shards.slices[i]
         if len(masks) and not masks[part.name].dense:
             return masks[part.name].flags()
         return torch.ones(part.length, dtype=torch.bool, device=self.shards.weight(i).device)
 
 
-def draw(writer: Any, snapshot: Snapshot, histograms: dict[str, tuple[list[float], list[float]]], at: int) -> None:
-    """What `_show` has found, into TensorBoard's file."""
+def _write_images(
+    writer: Any, snapshot: Snapshot, histograms: dict[str, tuple[list[float], list[float]]], at: int
+) -> None:
     for name, cells in snapshot.weights.items():
         top = float(cells.max()) or 1.0
-        sides = np.concatenate([cells / top, np.ones((cells.shape[0], 2)), snapshot.alive[name]], axis=1)
+        sides = np.concatenate([cells / top, np.ones((cells.shape[0], 2)), snapshot.active[name]], axis=1)
         writer.add_image(f"mst_weights_and_mask/{name}", sides[None], at)
     moments = {m.name: m for m in snapshot.matrices}
     for name, (edges, counts) in histograms.items():
@@ -205,13 +203,12 @@ def draw(writer: Any, snapshot: Snapshot, histograms: dict[str, tuple[list[float
 
 
 def phase_ends(schedule: Schedule) -> set[int]:
-    """Finished steps whose weights are kept: the last of each phase, before the topology moves on to the next."""
+    """Return the steps after which weights are kept: the last of each phase, before the topology moves on."""
     return {phase.stop - 1 for phase in schedule.phases[:-1]} | {schedule.total_steps}
 
 
-def describe(name: str, shape: tuple[int, int], active: int, sums: list[float], largest: float) -> Matrix:
-    """`sums`: of the weights, and of their squares."""
-    total, squares = sums
+def _describe(name: str, shape: tuple[int, int], active: int, sums: list[float], largest: float) -> Matrix:
+    total, squares = sums  # of the weights, and of their squares
 
     def std(count: int) -> float:
         return math.sqrt(max(0.0, squares / count - (total / count) ** 2)) if count else 0.0
@@ -221,10 +218,10 @@ def describe(name: str, shape: tuple[int, int], active: int, sums: list[float], 
 
 
 def cell_sums(flat: Tensor, shard: Shard, magnitude: bool = False) -> Tensor:
-    """Sums over the cells of a matrix's picture of what a shard of it, flat, holds.
+    """Return the sums of a flat shard over the cells of the matrix's picture, of absolute values if `magnitude`.
 
-    Cell (a, b) covers the rows r with ⌊r·R/rows⌋ = a and the columns with ⌊c·C/cols⌋ = b. Two products with 0/1
-    matrices, a span of rows at a time: a few MB of temporaries on a CPU.
+    Cell (a, b) covers the rows r with ⌊r·R/rows⌋ = a and the columns c with ⌊c·C/cols⌋ = b. These are two products with
+    0/1 matrices, a span of rows at a time, with temporaries of a few MB on a CPU.
     """
     (rows, columns), start = shard.cut.matrix, shard.start
     high, wide = snapshots.grid(shard.cut.matrix)
@@ -251,13 +248,43 @@ def cell_sums(flat: Tensor, shard: Shard, magnitude: bool = False) -> Tensor:
 
 
 def _belongs(lines: Tensor, extent: int, cells: int) -> Tensor:
-    """(lines, cells): 1 where a line of the `extent` there are lies in the cell."""
+    """Return (lines, cells): 1 where a line, of `extent` lines, belongs to the cell."""
     return torch.nn.functional.one_hot(lines * cells // extent, cells).to(torch.float32)
 
 
-def cell_sizes(shape: tuple[int, int]) -> np.ndarray:
-    """Weights in each cell."""
+def _cell_sizes(shape: tuple[int, int]) -> np.ndarray:
+    """Return the number of weights in each cell."""
     high, wide = snapshots.grid(shape)
     down = np.bincount(np.arange(shape[0]) * high // shape[0], minlength=high)
     across = np.bincount(np.arange(shape[1]) * wide // shape[1], minlength=wide)
     return np.outer(down, across)
+
+
+def snapshot_of_checkpoint(checkpoint: Path) -> Snapshot:
+    """Return the weights of a checkpoint as a snapshot, reading one matrix at a time."""
+    weights = multiplied_weights_of(checkpoint)
+    masks = mask_files.read_all(checkpoint) if (checkpoint / mask_files.FOLDER).is_dir() else None
+    targets = [name for name, s in weights.shapes.items() if len(s) > 1 and not name.startswith(EMBEDDINGS)]
+    head: dict[str, Any] = {"names": targets, "step": 0, "phase": "dense"} if masks is None else masks.head
+    drawn, matrices = snapshots.pictured(head["names"]), []
+    pictures: dict[str, np.ndarray] = {}
+    shares: dict[str, np.ndarray] = {}
+    total = active = 0
+    for name in head["names"]:
+        values = weights.read(name).detach().flatten()
+        shard = Shard.whole(name, weights.shapes[name])
+        shape = shard.cut.matrix
+        flags = torch.ones(values.numel(), dtype=torch.bool)
+        if masks is not None:
+            flags = packed_bits.unpack(assemble(masks.shards(name), name), values.numel())
+        count = int(flags.sum())
+        total, active = total + values.numel(), active + count
+        sums = [float(values.sum(dtype=torch.float64)), float(values.double().square().sum())]
+        matrices.append(_describe(name, shape, count, sums, float(values.abs().max())))
+        if name in drawn:
+            pictures[name] = cell_sums(values, shard, magnitude=True).numpy() / _cell_sizes(shape)
+            shares[name] = cell_sums(flags, shard).numpy() / _cell_sizes(shape)
+    step = int((store.head(checkpoint) or {}).get("step") or head["step"])
+    parameters = sum(math.prod(shape) for shape in weights.shapes.values())
+    sparsity = 1 - active / total if total else 0.0
+    return Snapshot(step, head["phase"], sparsity, parameters, matrices, pictures, shares)

@@ -1,11 +1,11 @@
-"""Refuses a second run that would write into the same folder.
+"""Allows one run at a time in a folder.
 
 Two runs would destroy each other's rows and checkpoints. The first rank holds a lock on `OUT/run.lock`, which the
 system releases when the process ends, however it ends. Some network file systems have no locks, or locks that other
 machines do not see. So the holder also writes its name into that file, with a number that it raises every few seconds:
 
-- A run that finds the name of another machine, or gets no lock, waits a moment: if the number rises, it is refused.
-- A run that finds another name in place of its own (it was frozen, and another has taken the folder over; or both have
+- A run that finds the name of another machine, or gets no lock, waits a moment: if the number rises, it is rejected.
+- A run that finds another name in place of its own (it was frozen and another has taken over the folder, or both
   started at the same moment) ends at once.
 """
 
@@ -23,39 +23,40 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from mst_scale import comm
+from mst_scale import distributed
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
 
 NAME = "run.lock"
 HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-BRIEFLY = 3.0  # seconds for one that is just ending
-PATIENCE = 120.0  # seconds after a restart: a killed rank may take some to go, a dead machine's lock on NFS 90
+BRIEFLY = 3.0  # seconds to wait for a run that is just ending
+PATIENCE = 120.0  # seconds after a restart: a killed rank may take some to end, a dead machine's lock on NFS 90
 BEAT = 5.0  # seconds from one number to the next
-STILL = 3 * BEAT  # seconds after which a run whose number has not risen is gone
+STILL = 3 * BEAT  # seconds without a new number after which a run is considered dead
 WIDTH = 250  # bytes of the line, always the same, so that it is replaced in place
 LINE = re.compile(r"(process \d+ on (\S+)), (\w+), sign of life \d+")
 
 
 class OutLock:
-    """`take` on the first rank, `release` on any."""
+    """The lock of a run's folder."""
 
     def __init__(self, out: Path):
         self.path = out / NAME
+        self.machine, self.token = machine(), secrets.token_hex(8)
         self.file: TextIO | None = None
-        self.machine = machine()
-        self.token = secrets.token_hex(8)
         self.over = threading.Event()
         self.beats: threading.Thread | None = None
 
     def take(self, restarted: bool, patience: float = PATIENCE) -> None:
-        """Take the folder, and keep it until `release`.
+        """Take the folder and keep it until `release`.
 
-        Raises UserError where another run holds it; after a launcher's restart OSError, and only when it stays so.
+        Raises:
+            UserError: if another run holds it.
+            OSError: the same after a launcher's restart, if the other run stays for `patience` seconds.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + (patience if restarted else BRIEFLY)
-        while not self._taken():
+        while not self._try():
             if time.monotonic() >= deadline:
                 kind = OSError if restarted else UserError
                 raise kind(
@@ -65,6 +66,7 @@ class OutLock:
             time.sleep(0.5)
 
     def release(self) -> None:
+        """Release the folder, if it was taken."""
         self.over.set()
         if self.beats is not None:
             self.beats.join()
@@ -76,12 +78,12 @@ class OutLock:
             self.file.close()
             self.file = None
 
-    def _taken(self) -> bool:
-        """Whether the folder is ours; also true where the file cannot even be opened."""
+    def _try(self) -> bool:
+        """Whether the folder is ours now; also true if the file cannot even be opened."""
         try:
             file = self.path.open("a+")
         except OSError as error:
-            self._unlocked(error)
+            self._log_unlocked(error)
             return True
         locked = True
         try:
@@ -91,7 +93,7 @@ class OutLock:
                 file.close()
                 return False
             locked = False
-            self._unlocked(error)
+            self._log_unlocked(error)
         if self._lives_elsewhere(locked):
             file.close()
             return False
@@ -103,7 +105,7 @@ class OutLock:
         return True
 
     def _lives_elsewhere(self, locked: bool) -> bool:
-        """Whether a run that our lock does not tell us of holds the folder."""
+        """Whether a run that the file system's lock does not show holds the folder."""
         before = self._line()
         found = LINE.match(before)
         if found is None or (locked and found[2] == self.machine):
@@ -112,11 +114,9 @@ class OutLock:
         deadline = time.monotonic() + STILL
         while time.monotonic() < deadline:
             time.sleep(min(0.2, BEAT / 2))
-            if self._line() != before:
-                return LINE.match(self._line()) is not None  # else it has released the folder
+            if (line := self._line()) != before:
+                return LINE.match(line) is not None  # otherwise it has released the folder
         return False
-
-    # --- while it is ours ---
 
     def _keep(self) -> None:
         number, wait = 0, BEAT / 5  # soon at first: another run may have started at the same moment
@@ -124,18 +124,18 @@ class OutLock:
             number, wait = number + 1, BEAT
             line = self._line()
             if LINE.match(line) and self.token not in line:
-                said = f"another run has taken over {self.path.parent} ({self._holder()}): this one ends"
-                comm.end(UserError(said))
+                message = f"another run has taken over {self.path.parent} ({self._holder()}): this one ends"
+                distributed.end(UserError(message))
             self._beat(number)
 
     def _beat(self, number: int) -> None:
         line = f"process {os.getpid()} on {self.machine}, {self.token}, sign of life {number}"
         with contextlib.suppress(OSError):  # on a full disk: then another run may come, and this one notices
-            where = os.open(self.path, os.O_WRONLY)  # opened each time, which makes NFS hand it on
+            descriptor = os.open(self.path, os.O_WRONLY)  # opened each time, so that NFS passes it on
             try:
-                os.pwrite(where, line.ljust(WIDTH - 1).encode() + b"\n", 0)
+                os.pwrite(descriptor, line.ljust(WIDTH - 1).encode() + b"\n", 0)
             finally:
-                os.close(where)
+                os.close(descriptor)
 
     def _line(self) -> str:
         try:
@@ -143,7 +143,7 @@ class OutLock:
         except OSError:
             return ""
 
-    def _unlocked(self, error: OSError) -> None:
+    def _log_unlocked(self, error: OSError) -> None:
         logger.info("%s cannot be locked (%s): other runs in it are noticed by their signs of life", self.path, error)
 
     def _holder(self) -> str:
@@ -152,7 +152,7 @@ class OutLock:
 
 
 def machine() -> str:
-    """Return the name of this machine, and of its kernel's present run: machines of one name are told apart."""
+    """Return the name of this machine and of its kernel's boot, which distinguishes machines of one name."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = "/" + Path("/proc/sys/kernel/random/boot_id").read_text()[:8]

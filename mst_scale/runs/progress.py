@@ -1,4 +1,18 @@
-"""Shows how far a run has come: one line that is rewritten on a terminal, plain lines elsewhere."""
+"""Shows what a run is doing: the parts of its start, its progress, and whether sparse steps save time here.
+
+Saving FLOPs does not always save time: kernels for sparse weights need wide layers, and topology steps take time of
+their own. Sparse steps are compared with the dense steps that the run takes anyway, in its warm-up and its dense end:
+no step is added, and nothing that training computes depends on a time. A run that is never dense has none; `mst bench
+step` measures both for any config.
+
+    dense       every weight is active and attention is dense; until there are enough of these steps, those with dense
+                weights under sparse attention stand in for them
+    sparse      the network has the highest sparsity of the run, and the topology stays
+    topology    the same, with a topology step
+
+All times are medians of the last steps of their kind; the mean sparse step contains topology steps as often as they
+occurred.
+"""
 
 from __future__ import annotations
 
@@ -6,77 +20,187 @@ import contextlib
 import shutil
 import sys
 import time
-from typing import Any, TextIO
+from collections import Counter, deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any, NamedTuple, TextIO
 
-from mst_scale.comm import may_rewrite
+from mst_scale.comm import launched_rank, may_rewrite
 
-
-class ProgressLine:
-    """The progress of a run, as rank 0 prints it."""
-
-    def __init__(self, total: int, step: int, out: TextIO | None = None):
-        self.out = out or sys.stdout
-        self.total, self.first_step, self.start = total, step, time.monotonic()
-        self.live = may_rewrite(self.out)
-
-    def show(self, row: dict[str, Any], dense_ms: float | None = None) -> None:
-        """`dense_ms`: what a dense step takes here, if it is known."""
-        elapsed = time.monotonic() - self.start
-        left = elapsed / max(1, row["step"] - self.first_step) * (self.total - row["step"])
-        parts = [
-            f"step {row['step']:>{len(str(self.total))}}/{self.total}",
-            "no loss" if row["loss"] is None else f"loss {row['loss']:.4f}",
-            f"{row['tokens_per_s']:,.0f} tokens/s",
-            f"ETA {clock(left)}",
-        ]
-        if row["flops"] < row["flops_dense"] or row["sparsity"]:
-            saved = row["flops_dense"] - row["flops"]
-            size, unit = flops_unit(saved)
-            parts.insert(2, f"{row['phase']}, sparsity {row['sparsity']:.0%} of {row['target_sparsity']:.0%}")
-            parts.insert(3, f"FLOPs ÷{row['flops_dense'] / row['flops']:.2f}, {saved / size:.3g} {unit} saved")
-            beside = "" if dense_ms is None else f" (dense {dense_ms:.3g} ms)"
-            parts.insert(4, f"step {row['step_ms']:.3g} ms{beside}")
-        line = " · ".join(parts)
-        if self.live:
-            width = shutil.get_terminal_size().columns - 1
-            self._put("\r" + line[:width].ljust(width))
-        else:
-            self._put(line + "\n")
-
-    def say(self, message: str) -> None:
-        """A line of its own, without tearing the progress line."""
-        self.close()
-        self._put(message + "\n")
-
-    def close(self) -> None:
-        if self.live:
-            self._put("\r\x1b[K")
-
-    def _put(self, text: str) -> None:
-        """A terminal that was closed, or a log on a full disk, does not end the run."""
-        with contextlib.suppress(OSError):
-            self.out.write(text)
-            self.out.flush()
-
-
+MIN_SECONDS = 0.5  # of a part of the start that is worth a mention
+WINDOW = 64  # steps in a median
+FEWEST = {"dense": 8, "dense weights": 8, "sparse": 20}  # steps from which a median counts
+FIRST = 2  # steps of each kind that are left out, because they allocate memory and compile kernels
+NOISE = 1.05  # a smaller ratio of two medians is no reason for a warning
 UNITS = (
     (1e24, "YFLOP"), (1e21, "ZFLOP"), (1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"),
 )  # fmt: skip
 
 
+class Starting:
+    """Prints on the first rank what a start is doing, and at its end how long each part took."""
+
+    def __init__(self) -> None:
+        self._first = launched_rank() == 0
+        self._began = self._since = time.monotonic()
+        self._part = ""
+        self._took: list[tuple[str, float]] = []
+
+    def begins(self, part: str, about: str = "") -> None:
+        """Name the next part; `about` is printed after it."""
+        self._ends()
+        self._part = part
+        self._print(f"starting: {part}{about}")
+
+    def done(self) -> None:
+        """End the last part."""
+        self._ends()
+        parts = [f"{part} {seconds:.0f} s" for part, seconds in self._took if seconds >= MIN_SECONDS]
+        self._print(f"started in {time.monotonic() - self._began:.0f} s{': ' * bool(parts)}{', '.join(parts)}")
+
+    def _ends(self) -> None:
+        now = time.monotonic()
+        if self._part:
+            self._took.append((self._part, now - self._since))
+        self._since = now
+
+    def _print(self, line: str) -> None:
+        if self._first:
+            with contextlib.suppress(OSError):  # a closed terminal, or a log on a full disk, does not end the run
+                print(line, flush=True)
+
+
+class ProgressLine:
+    """The progress of a run: one line that is rewritten on a terminal, plain lines elsewhere."""
+
+    def __init__(self, total: int, step: int, out: TextIO | None = None):
+        self.out = out or sys.stdout
+        self._total, self._first_step, self._start = total, step, time.monotonic()
+        self._live = may_rewrite(self.out)
+
+    def show(self, row: dict[str, Any], dense_ms: float | None = None) -> None:
+        """Show a row of the metrics, with the time of a dense step if it is known."""
+        elapsed = time.monotonic() - self._start
+        left = elapsed / max(1, row["step"] - self._first_step) * (self._total - row["step"])
+        saved = []
+        if row["flops"] < row["flops_dense"] or row["sparsity"]:
+            size, unit = flops_unit(row["flops_dense"] - row["flops"])
+            flops = f"{(row['flops_dense'] - row['flops']) / size:.3g} {unit} saved"
+            saved = [
+                f"{row['phase']}, sparsity {row['sparsity']:.0%} of {row['target_sparsity']:.0%}",
+                f"FLOPs ÷{row['flops_dense'] / row['flops']:.2f}, {flops}",
+                f"step {row['step_ms']:.3g} ms" + ("" if dense_ms is None else f" (dense {dense_ms:.3g} ms)"),
+            ]
+        parts = [
+            f"step {row['step']:>{len(str(self._total))}}/{self._total}",
+            "no loss" if row["loss"] is None else f"loss {row['loss']:.4f}",
+            *saved,
+            f"{row['tokens_per_s']:,.0f} tokens/s",
+            f"ETA {clock(left)}",
+        ]
+        line = " · ".join(parts)
+        width = shutil.get_terminal_size().columns - 1
+        self._put("\r" + line[:width].ljust(width) if self._live else line + "\n")
+
+    def say(self, message: str) -> None:
+        """Print a line of its own, without tearing the progress line."""
+        self.close()
+        self._put(message + "\n")
+
+    def close(self) -> None:
+        """Remove the line from a terminal."""
+        if self._live:
+            self._put("\r\x1b[K")
+
+    def _put(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a closed terminal, or a log on a full disk, does not end the run
+            self.out.write(text)
+            self.out.flush()
+
+
+class Comparison(NamedTuple):
+    """Milliseconds of a mean sparse step, including topology steps, and of a dense one."""
+
+    sparse_ms: float
+    dense_ms: float
+
+    @property
+    def slower(self) -> bool:
+        """Whether sparse steps are slower than dense ones by more than noise."""
+        return self.sparse_ms > NOISE * self.dense_ms
+
+
+class StepTimes:
+    """The step times of one start of a run."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+        self._seconds = {kind: deque[float](maxlen=WINDOW) for kind in (*FEWEST, "topology")}
+        self._warned = False
+
+    def add(self, kind: str | None, seconds: float, *, moved: bool) -> None:
+        """Add a step of this kind (see `kind_of`); `moved` if it ended with a topology step."""
+        if moved:
+            kind = "topology" if kind == "sparse" else None
+        if kind is not None:
+            self._seen[kind] += 1
+            if self._seen[kind] > FIRST or kind == "topology":
+                self._seconds[kind].append(seconds)
+
+    @property
+    def dense_ms(self) -> float | None:
+        """The time of a dense step; None while there were too few."""
+        return self._ms("dense") or self._ms("dense weights")
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Sparse and dense steps compared; None while there were too few of either."""
+        dense, quiet = self.dense_ms, self._ms("sparse")
+        if dense is None or quiet is None:
+            return None
+        share = self._seen["topology"] / (self._seen["topology"] + self._seen["sparse"])
+        topology = 1e3 * median(self._seconds["topology"]) if self._seconds["topology"] else quiet
+        return Comparison(quiet + share * (topology - quiet), dense)
+
+    def warning(self) -> str | None:
+        """Return a warning if sparse steps are slower, once."""
+        found = self.comparison
+        if self._warned or found is None or not found.slower:
+            return None
+        self._warned = True
+        return (
+            f"sparse steps are slower than dense steps here: {found.sparse_ms:.1f} ms, including topology steps, "
+            f"versus {found.dense_ms:.1f} ms. The FLOPs saved save no time: use wider layers, a larger micro-batch, a "
+            "longer mst.topology.interval, or mst.topology.granularity (blocks, channels). `mst bench step` measures "
+            "a config."
+        )
+
+    def _ms(self, kind: str) -> float | None:
+        times = self._seconds[kind]
+        return 1e3 * median(times) if len(times) >= FEWEST[kind] else None
+
+
+def kind_of(mst: Any, densities: Mapping[str, float]) -> str | None:
+    """Return the kind of the next step, whose layers compute with these densities; None if it is not compared."""
+    if all(density == 1 for density in densities.values()):
+        return "dense" if mst.pattern.kind == "dense" or not mst.attended else "dense weights"
+    return "sparse" if mst.point.sparsity == mst.schedule.max_sparsity else None
+
+
 def flops_unit(largest: float) -> tuple[float, str]:
-    """(divide by, unit), so that small numbers are shown."""
+    """Return (divisor, unit) that make the largest value a small number."""
     return next(((size, name) for size, name in UNITS if largest >= size), (1.0, "FLOP"))
 
 
 def clock(seconds: float) -> str:
+    """Format a duration: `1:02:03`, or `2:03` below an hour."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def table(rows: list[tuple[str, str]]) -> str:
-    """Two aligned columns under a rule."""
+    """Return two aligned columns between rules."""
     width = max(len(name) for name, _ in rows)
     body = [f"  {name:<{width}}  {value}" for name, value in rows]
     rule = "─" * max(len(line) for line in body)

@@ -1,7 +1,7 @@
 """Records a run for people: metrics, TensorBoard, the progress line, and the table at the end.
 
-A row a logged step in `metrics.jsonl`, the same numbers in TensorBoard, one line on the terminal, a table at the end.
-What topology steps do to each layer between two rows is added up and written with the next row.
+Each logged step is a row in `metrics.jsonl`, with the same numbers in TensorBoard and one line on the terminal. The
+effects of topology steps on each layer between two rows are added up and written with the next row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,92 +18,84 @@ import torch
 
 from mst_scale.checkpoints import store
 from mst_scale.comm import logger
-from mst_scale.dead_units import Tally, total
-from mst_scale.mixed_growing.evolve import Change
-from mst_scale.runs.metrics import MetricsFile, read
-from mst_scale.runs.optional_writes import OptionalWrites
-from mst_scale.runs.progress import ProgressLine, clock, table
-from mst_scale.runs.step_times import StepTimes
+from mst_scale.config.blocks import BaselineConfig
+from mst_scale.dead_units import total
+from mst_scale.runs.metrics import MetricsFile, OptionalWrites, read
+from mst_scale.runs.progress import ProgressLine, StepTimes, clock, table
 
+SAME_FLOPS = 0.02  # relative difference up to which a run can be compared with a baseline
 Row = dict[str, Any]
-Beside = Callable[[Row], list[tuple[str, str]]]
-"""From the last row of a run to lines about runs beside it."""
+Compare = Callable[[Row], list[tuple[str, str]]]
 
 
 class Record:
-    """Every rank has one and gathers; the first rank writes."""
+    """The record of a run of `steps` steps of `batch` sequences, at `step`. Every rank gathers, the first one writes.
+
+    Args:
+        tokens: The tokens seen before `step`.
+        monitor: DeepSpeed's monitor, or an object with its `enabled` and `write_events`.
+        layers: The effects of topology steps since the last row, from a checkpoint.
+        shows: Whether to show the progress line.
+    """
 
     def __init__(
-        self,
-        out: Path,
-        steps: int,
-        *,
-        batch: int,
-        step: int,
-        tokens: int,
-        monitor: Any,
-        first: bool,
-        layers: dict[str, Row],
-        shows: bool = True,
-    ):
-        """A run of `steps` steps of `batch` sequences, at `step`, where it has seen so many tokens; the progress line
-        is there if `shows`."""
-        self.out, self.batch = out, batch
-        self.monitor, self.first = monitor, first
-        self.layers = layers
-        self.disk = OptionalWrites()
-        self.times = StepTimes()
+        self, out: Path, steps: int, *, batch: int, step: int, tokens: int, monitor: Any, first: bool,
+        layers: dict[str, Row], shows: bool = True,
+    ):  # fmt: skip
+        self.out, self.layers, self.times = out, layers, StepTimes()
+        self._batch, self._monitor, self._first = batch, monitor, first
+        self._disk = OptionalWrites()
         self.restart(step, tokens)
         if first:
-            self.metrics = MetricsFile(out / "metrics.jsonl", step)
-            self.started = time.monotonic() - self.metrics.seconds
+            self._metrics = MetricsFile(out / "metrics.jsonl", step)
+            self._started = time.monotonic() - self._metrics.seconds
         self.line = ProgressLine(steps, step, sys.stdout if first and shows else io.StringIO())
 
     def gather(self, mst: Any) -> None:
-        """Add up what topology steps do to each layer between two rows."""
-        if mst.changed_at != mst.step:
-            return
-        for change in mst.changes:
-            now, before = describe(change), self.layers.get(change.name, {})
-            for count in ("pruned", "grown", "regrown", "churn"):
-                now[count] += before.get(count, 0)
-            self.layers[change.name] = now
+        """Add up the effects of a topology step on each layer until the next row."""
+        for change in mst.changes if mst.changed_at == mst.step else ():
+            before = self.layers.get(change.name, {})
+            self.layers[change.name] = {
+                "density": change.active / change.numel,
+                **{key: getattr(change, key) + before.get(key, 0) for key in ("pruned", "grown", "regrown", "churn")},
+                "ever_active": None if change.ever_active is None else change.ever_active / change.numel,
+            }
 
     def restart(self, step: int, tokens: int, since: float | None = None) -> None:
-        """The next `pace` counts from this step on, which ended at `since` (now, if None)."""
+        """Measure the next `pace` from this step on, which ended at `since` (default: now)."""
         self.window, self.window_tokens = step, tokens
-        self.window_start = time.monotonic() if since is None else since
+        self._window_start = time.monotonic() if since is None else since
 
     def pace(self, step: int, tokens: int, until: float | None = None) -> Row:
-        """Tokens so far, time a step since the last `restart`, and memory; the step ended at `until` (now, if None)."""
-        seconds = (time.monotonic() if until is None else until) - self.window_start
+        """Return tokens so far, times since the last `restart`, and memory; the step ended at `until` (now)."""
+        seconds = (time.monotonic() if until is None else until) - self._window_start
         return {
             "tokens": tokens,
             "tokens_per_s": (tokens - self.window_tokens) / seconds,
             "step_ms": 1e3 * seconds / (step - self.window),
-            "peak_memory_bytes": peak_memory(),
+            "peak_memory_bytes": _peak_memory(),
         }
 
     def write(self, row: Row) -> None:
-        """Write the row of the step just taken; the next pace counts from now on."""
+        """Write the row of the last step, and measure the next pace from now on."""
         self.put(row)
         self.restart(row["step"], row["tokens"])
 
     def put(self, row: Row) -> None:
-        """Write a row, with the sums over the topology steps since the last row."""
+        """Write a row, with the effects of topology steps since the last row."""
         if self.layers:
             row["layers"], self.layers = self.layers, {}
-        if self.first:
-            row["seconds"] = round(time.monotonic() - self.started, 3)  # evaluations and saves too, not stops
-            self.disk.attempt("metrics.jsonl", lambda: self.metrics.write(row))
-            self.disk.attempt("TensorBoard's numbers", lambda: self._monitor(row))
+        if self._first:
+            row["seconds"] = round(time.monotonic() - self._started, 3)  # with evaluations and saves, without stops
+            self._disk.attempt("metrics.jsonl", lambda: self._metrics.write(row))
+            self._disk.attempt("TensorBoard's numbers", lambda: self._write_events(row))
             self.line.show(row, self.times.dense_ms)
-            if (slow := self.times.warning()) is not None:
+            if (warning := self.times.warning()) is not None:
                 self.line.close()
-                logger.info("%s", slow)
+                logger.info("%s", warning)
 
-    def _monitor(self, row: Row) -> None:
-        samples = row["step"] * self.batch
+    def _write_events(self, row: Row) -> None:
+        samples = row["step"] * self._batch
         events = [
             (f"mst/{name}", value, samples)
             for name, value in row.items()
@@ -113,61 +105,56 @@ class Record:
             events.append((f"mst_dead_units/{kind}", counts["dead"], samples))
         for layer, values in row.get("layers", {}).items():
             events += [(f"mst_{name}/{layer}", value, samples) for name, value in values.items() if value is not None]
-        if self.monitor.enabled:
-            self.monitor.write_events(events)
+        if self._monitor.enabled:
+            self._monitor.write_events(events)
 
     def rewind(self, step: int, tokens: int) -> None:
-        """The run goes back to `step`: what was written after it goes."""
-        if self.first:
-            self.metrics = MetricsFile(self.out / "metrics.jsonl", step)
+        """Remove the rows after `step`, to which the run goes back."""
+        if self._first:
+            self._metrics = MetricsFile(self.out / "metrics.jsonl", step)
         self.restart(step, tokens)
 
     def say(self, message: str) -> None:
+        """Print a line without tearing the progress line."""
         self.line.say(message)
 
     def close(self) -> None:
+        """Remove the progress line from a terminal."""
         self.line.close()
 
-    def summary(self, step: int, seconds: float, first_step: int, beside: Beside) -> str:
-        """The table at the end, from what stands in metrics.jsonl; `beside` says how its last row stands to others."""
+    def summary(self, step: int, seconds: float, first_step: int, compare: Compare) -> str:
+        """Return the table at the end; `compare` compares the last row with a baseline."""
         last: Row = {}
         validated: Row = {}
         path = self.out / "metrics.jsonl"
         for row in read(path) if path.exists() else ():
             last, validated = row, row if "val_loss" in row else validated
         rows = [
-            ("train loss", _told(last.get("loss"))),
-            ("validation loss", _told(validated.get("val_loss"))),
+            ("train loss", _format_loss(last.get("loss"))),
+            ("validation loss", _format_loss(validated.get("val_loss"))),
+            *(compare(last) if "val_loss" in last else []),
             ("tokens", f"{last.get('tokens', 0):,} in {step:,} steps"),
             ("time", clock(seconds) + (f" (since step {first_step})" if first_step else "")),
+        ]
+        if (times := self.times.comparison) is not None:
+            rows.append(("step time", f"{times.sparse_ms:.1f} ms sparse, {times.dense_ms:.1f} ms dense"))
+        rows += [
             ("metrics", str(path)),
             ("report", f"mst report {self.out}"),
             ("tensorboard", f"tensorboard --logdir {self.out / 'tensorboard'}"),
             ("checkpoint", str(self.out / "checkpoints" / store.tag_of(step))),
         ]
-        if (times := self.times.comparison) is not None:
-            rows.insert(4, ("step time", f"{times.sparse_ms:.1f} ms sparse, {times.dense_ms:.1f} ms dense"))
-        rows[2:2] = beside(last) if "val_loss" in last else []
         return table(rows)
 
 
-def _told(loss: float | None) -> str:
-    """A loss for people; a row has None where it was not finite."""
-    return "–" if loss is None else f"{loss:.4f}"
-
-
-def peak_memory() -> int:
-    """Bytes that this rank has held at most: tensors on its GPU, or the whole process where there is none."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def state_of(mst: Any) -> Row:
-    """Where a run stands in its schedule."""
+    """Return where a run stands in its schedule, and its dead units if they are known."""
+    row: Row = {}
+    if counts := mst.dead_units():
+        row["dead_units"] = total(counts)[0]
+        row["units"] = {kind: {"dead": dead, "all": count} for kind, (dead, count) in counts.items()}
     return {
-        **units_row(mst.dead_units()),
+        **row,
         "phase": mst.point.phase,
         "target_sparsity": mst.point.sparsity,
         "sparsity": mst.sparsity,
@@ -177,21 +164,45 @@ def state_of(mst: Any) -> Row:
     }
 
 
-def units_row(counts: Tally) -> Row:
-    """Units whose weights are all zero, in sum and by kind; nothing where none are known."""
-    if not counts:
-        return {}
-    parts = {kind: {"dead": dead, "all": count} for kind, (dead, count) in counts.items()}
-    return {"dead_units": total(counts)[0], "units": parts}
+def compare_with_baseline(
+    baseline: BaselineConfig, last: Mapping[str, Any], more: float, corpora: Sequence[str | None], eval_sequences: int
+) -> list[tuple[str, str]]:
+    """Compare a finished run with a recorded run of equal FLOPs on the same corpus, for the table at the end.
+
+    Args:
+        baseline: The recorded run; without a name, nothing is returned.
+        last: The last row of the run.
+        more: FLOPs that the row leaves out.
+        corpora: The corpus of each start.
+        eval_sequences: Over how many sequences the validation loss is the mean.
+    """
+    if baseline.name is None:
+        return []
+    loss, flops = last["val_loss"], last["flops"] + more
+    other = [corpus or "one without meta.json" for corpus in corpora if baseline.corpus not in (None, corpus)]
+    if other:
+        text = f" on corpus {baseline.corpus}; this run read {other[0]}: not comparable"
+    elif baseline.eval_sequences not in (None, eval_sequences):
+        text = f" over {baseline.eval_sequences} sequences; this run took {eval_sequences}: not comparable"
+    elif abs(flops / baseline.flops - 1) > SAME_FLOPS:
+        text = f" with {baseline.flops:.4g} FLOPs; this run spent {flops:.4g}: not comparable"
+    elif loss is None:
+        text = f" with as many FLOPs ({baseline.flops:.4g}); this run's last loss is not finite: not comparable"
+    else:
+        difference = baseline.val_loss - loss
+        result = f"{abs(difference):.4f} {'worse' if difference < 0 else 'better'}"
+        result = result if abs(difference) > baseline.spread else "the same within that"
+        text = f" with as many FLOPs ({baseline.flops:.4g}): this run is {result}"
+    return [(f"baseline {baseline.name}", f"{baseline.val_loss:.4f} (seeds ± {baseline.spread:.4f}){text}")]
 
 
-def describe(change: Change) -> Row:
-    """A layer's last topology step."""
-    return {
-        "density": change.active / change.numel,
-        "pruned": change.pruned,
-        "grown": change.grown,
-        "regrown": change.regrown,
-        "churn": change.churn,
-        "ever_active": None if change.ever_active is None else change.ever_active / change.numel,
-    }
+def _format_loss(loss: float | None) -> str:
+    return "–" if loss is None else f"{loss:.4f}"
+
+
+def _peak_memory() -> int:
+    """Return the most bytes that this rank has held: tensors on its GPU, or the whole process without one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,12 +1,12 @@
-"""Records an engine that trains in a loop of somebody else's, so that `mst report` works for it.
+"""Records an engine that trains in a custom loop, so that `mst report` works for it.
 
     recording = mst_scale.record(engine, "runs/mine")        after initialize, on every rank
     …
-    recording.note(val_loss=…)                               what only the loop knows, beside the step just taken
+    recording.log(val_loss=…)                                values that only the loop knows, for the step just taken
 
-`OUT/metrics.jsonl`, `run.json` and TensorBoard are those of `mst_scale.pretrain`. The loss is what goes backward, the
-FLOPs are counted from what the model multiplies (`costs.any_model`); what is spent and the rows of the metrics follow
-the engine's checkpoints, so that a resumed run reads like one that was never stopped.
+`OUT/metrics.jsonl`, `run.json` and TensorBoard are those of `mst_scale.pretrain`. The loss is the one that goes
+backward, and FLOPs are counted from the matrices that the model multiplies (`costs.any_model`). The FLOPs spent and the
+rows follow the engine's checkpoints, so that a resumed run reads like one that was never stopped.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import atexit
 import math
 import socket
 import time
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -32,25 +33,25 @@ from mst_scale.engine.types import MST, Engine
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.runs import run_file
+from mst_scale.runs.progress import kind_of
 from mst_scale.runs.record import Record, Row, state_of
 from mst_scale.runs.run_file import RunFile
-from mst_scale.runs.step_times import kind_of
 
 STATE = "mst_record"  # its name in a checkpoint's client_state
 DENSE = Pattern("dense")
 
 
 def record(engine: Engine, out: str | Path, *, every: int = 10, tensorboard: bool = True) -> Recording:
-    """Write metrics, `run.json` and TensorBoard files of an engine's run. Call it on every rank after `initialize`.
+    """Record a run from now on. Call it on every rank.
 
     Args:
         engine: The engine that `mst_scale.initialize` returned.
-        out: The folder to write to.
-        every: Number of optimizer steps between rows of `metrics.jsonl`. The last step always has a row.
-        tensorboard: Whether to write TensorBoard files.
+        out: The folder of the run.
+        every: A row is written every so many optimizer steps, and at the last one.
+        tensorboard: Whether to write the same numbers for TensorBoard.
 
-    Returns:
-        The recording; its method `note` adds values that only your loop knows.
+    Raises:
+        UserError: if `every` is below 1, or the engine cannot be recorded.
     """
     if every < 1:
         raise UserError(f"record(every={every}): a row is written every 1 or more steps")
@@ -58,16 +59,16 @@ def record(engine: Engine, out: str | Path, *, every: int = 10, tensorboard: boo
 
 
 class Recording:
-    """The record of a run. Every rank has one, and rank 0 writes.
+    """The recording of one engine. Every rank has one, and the first rank writes.
 
-    With `every` = 0, rows are written only when `row` is called and at the end of the run.
+    With `every` 0, rows are written when `row` is called, and at the last step.
     """
 
     def __init__(self, engine: Any, out: Path, *, every: int, tensorboard: bool, shows: bool):
         if not hasattr(engine, "mst"):
-            raise UserError("record() follows the engine that mst_scale.initialize returns: this one has no .mst")
+            raise UserError("record() needs the engine that mst_scale.initialize returns: this one has no .mst")
         if zero_shards.groups_of(engine).stages is not None:
-            raise UserError("record() follows no pipeline: mst_scale.pretrain keeps the metrics of one")
+            raise UserError("record() does not support pipelines: mst_scale.pretrain records them")
         self.engine, self.out, self.every, self.tensorboard, self.shows = engine, out, every, tensorboard, shows
         self.mst: Any = engine.mst
         self.steps: int = self.mst.schedule.total_steps
@@ -77,26 +78,26 @@ class Recording:
         self.ledger = any_model.ModelLedger(engine.module, self._optimizer_flops(), parts)
         self.before = dict.fromkeys(self.ledger.spent, 0.0)  # by all ranks, in starts before this one
         self.layers: dict[str, Row] = {}
-        self.loss = torch.zeros((), device=engine.device)  # of the step under way
+        self.loss = torch.zeros((), device=engine.device)  # of the current step
         self.losses, self.divided = 0, True
         self.record: Record | None = None  # from the first step on: a checkpoint may be loaded before
         self.run_file: RunFile | None = None
-        self.step = -1  # the one just taken; what is known of it:
+        self.step = -1  # the one just taken, with its loss and rate, norm and end
         self.last: tuple[torch.Tensor | None, float] = (None, 0.0)
         self.norm: float | None = None
         self.ended = 0.0
-        self.paced: Row = {}  # of the newest row
-        self.newest: Row | None = None  # row, which what is noted joins …
-        self.waits = False  # … as long as it is not written
+        self.newest: Row | None = None  # row, which logged values join …
+        self.paced: Row = {}  # … with its pace
+        self.waits = False  # the latest row is not written yet
         self.closed = False  # no step will come that writes it
-        self.saved_row: Row | None = None  # what waited when the loaded checkpoint was saved
+        self.saved_row: Row | None = None  # the row that waited when the loaded checkpoint was saved
         self._compute_with_these()
         zero_shards.watch_losses(engine, self._see)
         zero_shards.carry_state(engine, STATE, self._saved, self._loaded)
         self.mst.on_step(self._after_step)
-        atexit.register(_close, weakref.ref(self))  # who is done with an engine shall have its memory back
+        atexit.register(_close, weakref.ref(self))  # a weak reference, so that the engine can be freed
 
-    # --- what the engine tells ---
+    # --- the engine's steps ---
 
     def _see(self, loss: torch.Tensor, divided: bool) -> None:
         if self.engine.module.training:
@@ -104,7 +105,7 @@ class Recording:
             self.losses, self.divided = self.losses + 1, divided
 
     def _compute_with_these(self) -> None:
-        """Masks, pattern and rate of the next step; when it is over, those of the one after hold."""
+        """Take densities, pattern and rate of the next step; after it, those of the following one are in place."""
         self.densities, self.gradients = self.mst.densities(), self.mst.gradient_densities()
         self.pattern = self.mst.pattern if self.mst.attended else DENSE
         self.kind = kind_of(self.mst, self.densities)
@@ -131,7 +132,7 @@ class Recording:
             self.row()
 
     def _begin(self, step: int) -> None:
-        """Steps begin at `step`: the first of a start, or after a checkpoint was loaded."""
+        """Begin at `step`, for the first step of a start or after a checkpoint was loaded."""
         tokens = int(self.before["tokens"])
         (row, self.saved_row), kept = (self.saved_row, None), step
         if row is not None:
@@ -144,7 +145,7 @@ class Recording:
         if self.first:
             self.out.mkdir(parents=True, exist_ok=True)
             if step == 0 and (self.out / "metrics.jsonl").exists():
-                logger.warning("%s held the metrics of an earlier run: this one's take their place", self.out)
+                logger.warning("%s has the metrics of an earlier run: they are replaced", self.out)
             self.run_file = RunFile(self.out / "run.json", self._config(), self._start(step))
         self.record = Record(
             self.out, self.steps, batch=zero_shards.sequences_a_step(self.engine), step=kept, tokens=tokens,
@@ -156,19 +157,19 @@ class Recording:
     # --- rows ---
 
     def row(self, **known: Any) -> Row:
-        """Return a row for the step just taken, which is written one step later. Call it on every rank.
+        """Return a row for the step just taken, with the values `known` instead of those seen here.
 
-        The values in `known` replace those that were measured. The speed in the next row is measured from here on.
+        Call it on every rank. The row is written a step later, and the next pace is measured from now on.
         """
         return self._row(None, **known)
 
     def _row(self, until: float | None, **known: Any) -> Row:
-        """`until`: when the step ended; None: now."""
+        """Return a row for the step just taken, which ended at `until` (now, if None)."""
         assert self.record is not None, "no optimizer step has been taken"
         loss, rate = self.last
         spent = self._spent()
         mean = None if loss is None else self._mean(loss)  # waits for the device
-        if self.record.window < self.step:  # else it is a second row of this step
+        if self.record.window < self.step:  # otherwise it is a second row of this step
             self.paced = self.record.pace(self.step, int(spent["tokens"]), until)
             self.record.restart(self.step, self.paced["tokens"], until)
         row = {
@@ -184,27 +185,36 @@ class Recording:
         self.newest, self.waits = row, True
         return row
 
-    def note(self, **values: float) -> None:
-        """Add values that only your loop knows (val_loss=…) to the row of the last step. Call it on every rank."""
+    def log(self, **values: float) -> None:
+        """Add values that only the loop knows (val_loss=…) to the step just taken. Call it on every rank.
+
+        Raises:
+            UserError: if no step has been taken, or a checkpoint has been loaded since.
+        """
         if self.record is None:
-            raise UserError("note() speaks of the step just taken, and there has been none")
+            raise UserError("log() adds to the step just taken, but none has been taken")
         if self.mst.step != self.step:
             raise UserError(
-                f"note() speaks of the step just taken, {self.step}, and the engine stands at step {self.mst.step}: a "
-                "checkpoint has been loaded since, or the step's row is not made yet; call it after engine.step()"
+                f"log() adds to the step just taken, {self.step}, but the engine is at step {self.mst.step}: a "
+                "checkpoint has been loaded since, or the step has no row yet; call it after engine.step()"
             )
         row = self.newest
         if row is None or row["step"] != self.step:
             row = self._row(self.ended)
-        elif not self.waits:  # it is written: the one with these takes its place
+        elif not self.waits:  # it is written: replace it
             self.record.rewind(self.step - 1, self.record.window_tokens)
             self.record.restart(self.step, self.record.window_tokens)
             self.waits = True
         row |= values
-        if not self.ledger.inputs:  # since the step it was the loop's own time, an evaluation's say
+        if not self.ledger.inputs:  # the time since the step was the loop's own, such as an evaluation
             self.record.restart(self.step, self.record.window_tokens)
         if self.closed:
             self._flush()
+
+    def note(self, **values: float) -> None:
+        """Do what `log` does, under its old name."""
+        warnings.warn("note() is now log(); the old name goes with mst_scale 0.3", DeprecationWarning, stacklevel=2)
+        self.log(**values)
 
     def _flush(self) -> None:
         if self.waits and self.newest is not None and self.record is not None:
@@ -212,7 +222,7 @@ class Recording:
         self.waits = False
 
     def close(self) -> None:
-        """Write the remaining rows. A run that has taken all its steps counts as finished."""
+        """Write the row that waits, and the end of this start."""
         self._flush()
         self.closed = True
         if self.record is not None:
@@ -222,21 +232,21 @@ class Recording:
             self.run_file = None
 
     def __del__(self) -> None:
-        if hasattr(self, "waits"):  # made to its end
+        if hasattr(self, "waits"):  # __init__ has succeeded
             self.close()
 
     def _rate(self) -> float:
         return float(zero_shards.base_optimizer(self.engine).param_groups[0]["lr"])
 
     def _optimizer(self) -> dict[str, Any]:
-        """What of it the config may not say, since the loop has made it."""
+        """Describe the optimizer, which the config may not, because the loop has made it."""
         optimizer = zero_shards.base_optimizer(self.engine)
         group = optimizer.param_groups[0]
         rate, decay = group.get("initial_lr", group["lr"]), group.get("weight_decay")
         return {"class": type(optimizer).__name__, "lr": float(rate), "weight_decay": decay}
 
     def _optimizer_flops(self) -> float:
-        """This rank's part of each step's."""
+        """Return this rank's part of the optimizer's FLOPs per step."""
         of_muon = zero_shards.muon_shapes(self.engine)
         whole = sum(newton_schulz_flops(shape, method) for shape, method in of_muon)
         return whole / dist.get_world_size(self.group)
@@ -247,7 +257,7 @@ class Recording:
         return float(mean) / dist.get_world_size(self.group)
 
     def _spent(self) -> dict[str, float]:
-        """By all ranks, this start and those before."""
+        """Return what all ranks have spent, in this start and those before."""
         mine = torch.tensor(list(self.ledger.spent.values()), dtype=torch.float64, device=self.engine.device)
         dist.all_reduce(mine, group=self.group)
         return {key: self.before[key] + value for key, value in zip(self.before, mine.tolist(), strict=True)}
@@ -262,7 +272,7 @@ class Recording:
         }
 
     def _loaded(self, state: dict[str, Any] | None) -> None:
-        """Of a checkpoint that was saved without a recording nothing is known."""
+        """Continue from a checkpoint's state, which is None if it was saved without a recording."""
         self._flush()
         spent = state["spent"] if state else {}
         self.before = {key: spent.get(key, 0.0) for key in self.before}
@@ -275,7 +285,7 @@ class Recording:
     # --- run.json ---
 
     def _config(self) -> dict[str, Any]:
-        """What of the config counts in a loop of somebody else's."""
+        """Return the part of the config that has an effect in a custom loop."""
         experiment: Experiment = self.mst.experiment
         full = to_dict(experiment)
         training = {key: full["training"][key] for key in READ}
@@ -284,7 +294,7 @@ class Recording:
     def _start(self, step: int) -> dict[str, Any]:
         engine = self.engine
         parameters = sum(math.prod(zero_shards.shape_of(p)) for p in engine.module.parameters())
-        logger.info("recording into %s: %s", self.out, self.ledger.in_words())
+        logger.info("recording into %s: %s", self.out, self.ledger.describe())
         return run_file.about(
             from_step=step,
             checkpoint=None,
@@ -306,7 +316,7 @@ def _close(recording: weakref.ref[Recording]) -> None:
 
 
 class _Board:
-    """TensorBoard's writer, where there is a folder for it."""
+    """TensorBoard's writer, with the interface of DeepSpeed's monitor; disabled without a folder."""
 
     def __init__(self, out: Path | None):
         self.enabled = out is not None

@@ -1,8 +1,8 @@
-"""Writes run.json: what must be known to explain a run later.
+"""Writes run.json, which documents a run.
 
-`run.json` in the run's folder: the resolved config, and for each start the time, command, versions, state of the source
-tree, hosts, ranks, seeds and the step it continued from; how each start ended; what happened on the way (rollbacks,
-failed saves, changes of the number of ranks). Rank 0 writes it whole each time.
+It holds the resolved config; for each start the time, command, versions, state of the source tree, hosts, ranks, seeds,
+the step it continued from, and how it ended; and events such as rollbacks, failed saves and changes of the number of
+ranks. Rank 0 writes the whole file each time.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mst_scale.checkpoints.store import write_if_possible
 
 PACKAGES = ("mst_scale", "torch", "deepspeed", "numpy", "safetensors", "triton", "mpi4py")
 SCHEDULERS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "MST_LAUNCHER", "MST_RESTART", "MST_START")
-# How a start ended, as run.json says it; a start that was killed or crashed has no such word.
+# How a start ended, in run.json; a start that was killed or crashed has no such entry.
 FINISHED, STOPPED = "finished", "asked to stop"
 DIVERGED = ("diverged", "diverged again at the same step")
 
 
 class RunFile:
-    """The run.json of a run, with the entry of the present start."""
+    """The run.json of a run, with an entry for this start."""
 
     def __init__(self, path: Path, config: dict[str, Any], start: dict[str, Any]):
         self.path = path
@@ -38,15 +38,17 @@ class RunFile:
         self.write()
 
     def happened(self, what: str, **more: Any) -> None:
+        """Add an event."""
         self.events.append({"time": now(), "start": len(self.starts) - 1, "what": what, **more})
         self.write()
 
     def ended(self, how: str, step: int) -> None:
+        """Write how this start ended, and at which step."""
         self.starts[-1].update(ended=now(), how=how, last_step=step)
         self.write()
 
     def write(self) -> None:
-        """Never stops the run: the next write holds what a full disk has refused."""
+        """Write the file; if the disk is full, the next write catches up."""
         content = {
             "restarts": len(self.starts) - 1,
             "starts": self.starts,
@@ -57,7 +59,7 @@ class RunFile:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the content of run.json, or an empty dict if there is no such file or it is not one that we wrote."""
+    """Return the content of run.json, or an empty dict if there is no such file or it is not a valid one."""
     try:
         found = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
@@ -66,18 +68,18 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def rollbacks(path: Path) -> list[list[int]]:
-    """The batches that each rollback has left out."""
+    """Return the batches that each rollback has skipped."""
     return [event["skipped"] for event in read(path).get("events", []) if event.get("what") == "rolled back"]
 
 
 def about(**more: Any) -> dict[str, Any]:
-    """This start, as the first rank sees it."""
+    """Describe this start, as the first rank sees it; `more` are further entries."""
     return {
         "time": now(),
         "command": command(),
         "folder": os.getcwd(),
         "device": device(),
-        "versions": versions(),
+        "versions": _versions(),
         "git": git_state(Path(__file__).resolve().parents[2]),
         "job": {name: os.environ[name] for name in SCHEDULERS if name in os.environ},
         **more,
@@ -85,10 +87,11 @@ def about(**more: Any) -> dict[str, Any]:
 
 
 def command() -> list[str]:
+    """Return the command line of this process."""
     return [sys.executable, *sys.orig_argv[1:]]
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "system": platform.platform()}
     for name in PACKAGES:
         try:
@@ -99,7 +102,7 @@ def versions() -> dict[str, str]:
 
 
 def device() -> str:
-    """The GPU's name, or the processor's and its number of cores."""
+    """Return the GPU's name, or the processor's with its number of cores."""
     import torch
 
     if torch.cuda.is_available():
@@ -111,7 +114,7 @@ def device() -> str:
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """Commit and changed files of the source tree; None where it is not a checkout of its own."""
+    """Return the commit and the changed files of a source tree, or None if it is not a git checkout."""
     if not (root / ".git").exists():
         return None
     try:
@@ -128,4 +131,5 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def now() -> str:
+    """Return the time, as run.json holds it."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

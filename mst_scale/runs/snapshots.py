@@ -1,8 +1,8 @@
-"""Keeps a small summary of the weights at the end of each phase, for checkpoints do not last.
+"""Keeps a small summary of the weights at the end of each phase, because checkpoints are deleted.
 
-`RUN/snapshots/step00003000.npz`, a few hundred kB whatever the model's size: mean, standard deviation and count of
-living weights of every matrix that can be sparse, and of a few of them a picture of at most CELLS × CELLS cells (mean
-magnitude, share alive). Only arrays and JSON: nothing is run by reading one.
+`RUN/snapshots/step00003000.npz` takes a few hundred kB at any model size. It holds mean, standard deviation and number
+of active weights of every matrix that can be sparse, and pictures of a few of them, of at most CELLS × CELLS cells
+(mean magnitude, share of active weights). It contains only arrays and JSON, so that reading one runs no code.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mst_scale.errors import Damaged
 
 FOLDER = "snapshots"
 CELLS = 96
-PICTURES = 12  # at most so many matrices are pictured
+PICTURES = 12  # at most
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One parameter as a matrix of `shape`; its standard deviations are over all weights, and over the living."""
+    """One parameter as a matrix of `shape`; `std` is over all weights, `std_active` over the active ones."""
 
     name: str
     shape: tuple[int, int]
@@ -41,27 +41,24 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The weights after `step` optimizer steps, in the phase that the last of them ran in."""
+    """The weights after `step` optimizer steps, in the phase of the last of them."""
 
     step: int
     phase: str
     sparsity: float
-    parameters: int
-    """Parameters of the whole model."""
+    parameters: int  # of the whole model
     matrices: list[Matrix]
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
-    """Mean |w| of each cell, by parameter name."""
-    alive: dict[str, np.ndarray] = field(default_factory=dict)
-    """Share of living weights of each cell."""
+    weights: dict[str, np.ndarray] = field(default_factory=dict)  # mean |w| of each cell, by parameter name
+    active: dict[str, np.ndarray] = field(default_factory=dict)  # share of active weights of each cell
 
 
 def kind_of(name: str) -> str:
-    """`blocks.3.mlp.up.weight` → `blocks.*.mlp.up.weight`: the same matrix in every block."""
+    """Return the name of the same matrix in every block: `blocks.3.mlp.up.weight` → `blocks.*.mlp.up.weight`."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def pictured(names: list[str]) -> list[str]:
-    """Whose pictures are kept: each kind of matrix in the first block and in the middle one."""
+    """Return the matrices whose pictures are kept: each kind, in the first block and in the middle one."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(kind_of(name), []).append(name)
@@ -73,24 +70,20 @@ def pictured(names: list[str]) -> list[str]:
 
 
 def grid(shape: tuple[int, int]) -> tuple[int, int]:
-    """Cells of a matrix's picture."""
+    """Return the (rows, columns) of cells in a matrix's picture."""
     return min(CELLS, shape[0]), min(CELLS, shape[1])
 
 
-def path_of(run: Path, step: int) -> Path:
-    return run / FOLDER / f"step{step:08d}.npz"
-
-
 def save(run: Path, snapshot: Snapshot) -> None:
-    """Written whole or not at all. Half precision holds a magnitude to 0.1 %, a byte a share to 0.4 %."""
-    about = {k: v for k, v in asdict(snapshot).items() if k not in ("weights", "alive")}
+    """Write a snapshot entirely or not at all, with magnitudes to 0.1 % (fp16) and shares to 0.4 % (a byte)."""
+    about = {k: v for k, v in asdict(snapshot).items() if k not in ("weights", "active")}
     arrays: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)}
     for name, cells in snapshot.weights.items():
         arrays[f"weights:{name}"] = cells.astype(np.float16)
-        arrays[f"alive:{name}"] = np.round(255 * snapshot.alive[name]).astype(np.uint8)
+        arrays[f"alive:{name}"] = np.round(255 * snapshot.active[name]).astype(np.uint8)
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
-    path = path_of(run, snapshot.step)
+    path = run / FOLDER / f"step{snapshot.step:08d}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".partial")
     try:
@@ -102,26 +95,30 @@ def save(run: Path, snapshot: Snapshot) -> None:
 
 
 def load(path: Path) -> Snapshot:
-    """Read one snapshot; a file that cannot be parsed is Damaged."""
+    """Read a snapshot.
+
+    Raises:
+        Damaged: if the file cannot be parsed.
+    """
     try:
         with np.load(path, allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
             names = [key.partition(":")[2] for key in arrays.files if key.startswith("weights:")]
             weights = {name: arrays[f"weights:{name}"].astype(np.float32) for name in names}
-            alive = {name: arrays[f"alive:{name}"].astype(np.float32) / 255 for name in names}
+            active = {name: arrays[f"alive:{name}"].astype(np.float32) / 255 for name in names}
         matrices = [Matrix(**{**entry, "shape": tuple(entry["shape"])}) for entry in about.pop("matrices")]
-        return Snapshot(**about, matrices=matrices, weights=weights, alive=alive)
+        return Snapshot(**about, matrices=matrices, weights=weights, active=active)
     except (ValueError, KeyError, TypeError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error) as error:
         raise Damaged(f"{path} cannot be read ({type(error).__name__}: {error})") from None
 
 
 def paths(run: Path) -> list[Path]:
-    """All snapshots of a run, oldest first."""
+    """Return all snapshots of a run, the oldest first."""
     return sorted((run / FOLDER).glob("step????????.npz"))
 
 
 def cut(run: Path, step: int) -> None:
-    """Remove what lies after a run's present step: it was set back to a checkpoint, or begins anew."""
+    """Remove the snapshots after `step`, to which a run goes back."""
     for path in paths(run):
         if int(path.stem.removeprefix("step")) > step:
             path.unlink()

@@ -147,7 +147,14 @@ def _put(dw, output, column, there, sums, outputs, inputs):
 Sizes = list[tuple[int, ...]]
 
 # inputs, tokens, warps, stages
-PRODUCT: Sizes = [(64, 128, 4, 5), (32, 128, 4, 5), (64, 64, 4, 5), (128, 64, 4, 5), (64, 128, 8, 5), (64, 256, 8, 5)]
+PRODUCT: Sizes = [
+    (64, 128, 4, 5),
+    (32, 128, 4, 5),
+    (64, 64, 4, 5),
+    (128, 64, 4, 5),
+    (64, 128, 8, 5),
+    (64, 256, 8, 5),
+]
 WIDE_PRODUCT: Sizes = [(64, 64, 4, 5), (64, 128, 8, 5), (128, 128, 8, 5), (32, 256, 8, 5)]
 # tokens, warps, stages
 GRADIENT: Sizes = [(32, 4, 4), (64, 4, 3), (64, 4, 4), (128, 4, 3), (64, 8, 4)]

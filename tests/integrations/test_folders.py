@@ -14,7 +14,7 @@ from mst_scale.data.tokenizer import write_tokenizer
 from mst_scale.errors import UserError
 from mst_scale.evaluation.models import open_model
 from mst_scale.hugging_face.export import export
-from mst_scale.report.reading import Reader
+from mst_scale.report.reader import Reader
 from tests.integrations.integrated import Words, deepspeed_config, model, opened
 from tests.integrations.test_trainer import arguments
 from tests.support import pool

@@ -14,7 +14,7 @@ from mst_scale.cli import main
 from mst_scale.config.parallel import KEYS
 from mst_scale.data.sampler import open_sampler
 from mst_scale.hugging_face.export import open_source, validation_loss
-from mst_scale.report import from_checkpoint
+from mst_scale.runs.observer import snapshot_of_checkpoint
 from tests.evaluation.calls import TEXT
 from tests.support import tiny_run
 from tests.support.layouts import Layout
@@ -56,9 +56,9 @@ def answers(source: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> d
         "masks": said(capsys, "masks", where, str(masks)),
         "export": said(capsys, "export", where, str(exported), "--prune", "0.9"),
         "eval": said(capsys, "eval", where, *of_eval)["tasks"]["wikitext2"]["metrics"],
-        "report": dataclasses.asdict(from_checkpoint.look(store.locate(source))),
+        "report": dataclasses.asdict(snapshot_of_checkpoint(store.locate(source))),
     }
-    for what in ("weights", "alive"):
+    for what in ("weights", "active"):
         found["report"][what] = {name: cells.tolist() for name, cells in found["report"][what].items()}
     found = {command: {k: v for k, v in said.items() if k not in PLACES} for command, said in found.items()}
     return {**found, "bytes": [path.read_bytes() for path in (masks, exported / "model.safetensors")]}

@@ -244,7 +244,7 @@ def test_command_lines(tmp_path, monkeypatch, cases):
 LIBRARIES = (
     "datasets", "lm_eval", "matplotlib.pyplot", "tiktoken", "transformers.models.gpt2.modeling_gpt2",
     "mst_scale.checkpoints.reshape", "mst_scale.data.prepare", "mst_scale.evaluation.evaluate",
-    "mst_scale.evaluation.harness", "mst_scale.hugging_face.export", "mst_scale.report.build",
+    "mst_scale.evaluation.harness", "mst_scale.hugging_face.export", "mst_scale.report",
 )  # fmt: skip
 
 

@@ -12,8 +12,7 @@ from mst_scale.config import load
 from mst_scale.costs.frontier import Point
 from mst_scale.costs.ledger import topology_flops
 from mst_scale.report import frontier
-from mst_scale.report.groups import grouped
-from mst_scale.report.reading import Reader
+from mst_scale.report.reader import Reader, group_runs
 from mst_scale.report.style import LIGHT, render
 from tests.report import runs
 
@@ -44,12 +43,12 @@ def test_no_two_methods_look_alike_and_others_than_dense_are_not_dense(tmp_path)
     looks = [(i % 8, frontier.marker_of(i, 8)) for i in range(40)]
     assert len(set(looks)) == 40
     points = {a: {1: Point(1e12, 2.0)} for a in frontier.KEYS}
-    assert frontier.worth_of_each([frontier.Method("d", "dense", "m", True, points)], "paper") is None
+    assert frontier.multipliers_chart([frontier.Method("d", "dense", "m", True, points)], "paper") is None
     made = [ending(runs.write(tmp_path / name, name, steps=100, seed=1), 0.1) for name in ("dense", "powerprop")]
     readers = [Reader(path) for path in made]
     for reader in readers:
         reader.update()
-    found = frontier.compared(grouped([reader.run for reader in readers]))
+    found = frontier.compare(group_runs([reader.run for reader in readers]))
     methods = {method.kind: method.dense for method in found}
     assert methods == {"dense": True, "powerprop": False}
     for setting in (
@@ -62,9 +61,9 @@ def test_no_two_methods_look_alike_and_others_than_dense_are_not_dense(tmp_path)
     del readers[0].run.config["model"]
     (told,) = frontier.notes([reader.run for reader in readers])
     assert told == (
-        "without FLOPs of the optimizer and of topology steps, as their config or rows do not tell them: dense"
+        "without FLOPs of the optimizer and of topology steps, because their config or rows do not state them: dense"
     )
-    (dense,) = frontier.compared(grouped([readers[0].run]))
+    (dense,) = frontier.compare(group_runs([readers[0].run]))
     assert dense.points["paper"][1].flops == readers[0].run.last["flops"] < whole
 
 
@@ -76,7 +75,7 @@ def test_what_cannot_be_compared_is_refused_or_told(tmp_path, capsys):
         (folder / "run.json").write_text(json.dumps(told))
     words = ["report", "--frontier", *map(str, made), "--out", str(tmp_path / "out")]
     assert main(words) == 2
-    assert "dense-100 read corpus 0a and dense-200 0b: losses on two texts do not compare" in capsys.readouterr().err
+    assert "dense-100 read corpus 0a and dense-200 0b" in capsys.readouterr().err
     for folder in made:
         (folder / "run.json").unlink()
     again = ending(runs.write(tmp_path / "again", "dense", steps=100, seed=1), 0.1)
@@ -88,7 +87,7 @@ def test_what_cannot_be_compared_is_refused_or_told(tmp_path, capsys):
     (silent / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in without))
     assert main([*words[:2], *map(str, [*made, silent]), *words[4:], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notes"] == [
-        "left out, as they do not tell their validation loss or FLOPs: silent"
+        "left out, because their validation loss or FLOPs are missing: silent"
     ]
 
 
@@ -100,7 +99,7 @@ def test_many_methods_are_named_beside_their_points(tmp_path):
                         for a in frontier.KEYS})
         for i, loss in enumerate(losses)
     ]  # fmt: skip
-    figure = render(frontier.loss_over_flops(methods, "paper"), LIGHT)
+    figure = render(frontier.frontier_chart(methods, "paper"), LIGHT)
     (axes,) = figure.axes
     figure.draw_without_rendering()
     corner, *beside = axes.texts
@@ -111,11 +110,11 @@ def test_many_methods_are_named_beside_their_points(tmp_path):
     assert all(box.x0 > axes.bbox.x1 and box.x1 < figure.bbox.x1 for box in boxes)
     assert legend_of(figure) == ["dense frontier", "dense runs"] and len(axes.lines) == 2 + 23
 
-    few = render(frontier.loss_over_flops(methods[:5], "paper"), LIGHT)
+    few = render(frontier.frontier_chart(methods[:5], "paper"), LIGHT)
     assert legend_of(few) == ["dense frontier", "dense runs", "m1", "m2", "m3", "m4"]
     assert len(few.axes[0].texts) == 1 and len(few.axes[0].lines) == 2 + 2 * 4
     other = [*methods[:1], replace(methods[1], name="m1, large"), *methods[2:]]
-    assert render(frontier.loss_over_flops(other, "paper"), LIGHT).axes[0].texts[1].get_text().startswith("m1, large")
+    assert render(frontier.frontier_chart(other, "paper"), LIGHT).axes[0].texts[1].get_text().startswith("m1, large")
 
 
 def legend_of(figure):

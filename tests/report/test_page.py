@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mst_scale.report.build import Report
+from mst_scale.report import Report
 from tests.report import runs
 from tests.report.chromium import Browser, executable
 

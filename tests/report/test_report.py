@@ -16,16 +16,22 @@ from matplotlib.figure import Figure as Canvas
 from PIL import Image
 
 from mst_scale.cli import main
-from mst_scale.report import table
-from mst_scale.report.build import Report
-from mst_scale.report.curves import FLOPS, STEPS, TIME, comparing, gradient_norm, loss, throughput
-from mst_scale.report.groups import grouped
-from mst_scale.report.page import Figure, Section, page
-from mst_scale.report.reading import Reader
+from mst_scale.report import Figure, Report, Section, render_page
+from mst_scale.report.charts import (
+    FLOPS,
+    STEPS,
+    TIME,
+    comparison_charts,
+    gradient_norm,
+    loss,
+    run_charts,
+    throughput,
+    weight_charts,
+)  # fmt: skip
+from mst_scale.report.reader import Reader, group_runs
 from mst_scale.report.style import DARK, LIGHT, Missing, Plot, render
-from mst_scale.report.table import results
-from mst_scale.report.topology import one_run
-from mst_scale.report.weights import heat_maps
+from mst_scale.report.summary import headline, results
+from mst_scale.report.summary import rows as table_rows
 from mst_scale.runs import snapshots
 from tests.report import runs
 from tests.support import pool, tiny_run
@@ -52,7 +58,7 @@ def test_a_real_run_draws_every_figure_as_page_png_and_svg(tmp_path, capsys):
     names = [figure["name"] for figure in found["figures"]]
     left_out = [name for name in ONE_RUN if name not in names]
     assert set(left_out) <= {"loss-flops-causal", "dead-units"} and names == [n for n in ONE_RUN if n not in left_out]
-    assert "no figure of exploration: 100 % of the weights of every layer were ever alive" in found["notes"]
+    assert "no figure of exploration: 100 % of the weights of every layer were ever active" in found["notes"]
     folder = tmp_path / "out" / "report"
     assert found["page"] == str(folder / "index.html")
     text = (folder / "index.html").read_text()
@@ -120,7 +126,7 @@ def test_runs_of_other_lengths_methods_and_sizes_are_compared(compared):
     assert row_of(text, "method") == ["mst", "dense", "rigl"] and row_of(text, "seed") == ["1, 2, 3", "1", "1"]
     assert row_of(text, "precision") == ["fp32"], "said once where all runs agree"
     assert "rigl: not finished: step 700 of 900" in found["notes"]
-    assert "rigl: no figure of sparsity: the sparsity is 80 % all along" in found["notes"]
+    assert "rigl: no figure of sparsity: the sparsity is 80 % throughout" in found["notes"]
     assert all(note.partition(":")[0] in {run.name for run in both.runs} for note in found["notes"]), "each names a run"
 
 
@@ -161,7 +167,7 @@ def test_a_single_run_stands_upright_with_its_recipe_and_its_machine(tmp_path):
         "versions": "python 3.11, torch 2.8", "system": "Linux", "command": "python -m m 'a b'",
     }.items():  # fmt: skip
         assert row_of(text, name) == [said]
-    assert "What happened" not in text and "started again" not in text, "a start that took no step is no event"
+    assert "Events" not in text and "started again" not in text, "a start that took no step is no event"
     assert "<thead>" not in text, "a single run's tables have no head"
 
 
@@ -169,7 +175,7 @@ def test_phases_are_shaded_behind_the_curves_over_steps_flops_and_time(tmp_path)
     folder = runs.write(tmp_path / "run")
     run = Reader(folder)
     run.update()
-    (group,) = grouped([run.run])
+    (group,) = group_runs([run.run])
     spent = run.run.series.last("flops")
     for against, unit in ((STEPS, 1.0), (FLOPS, 1e12), (TIME, 1.0)):
         axes = render(loss([group], against), LIGHT).axes[0]
@@ -188,7 +194,7 @@ def test_training_and_validation_loss_share_their_axes(tmp_path):
     one, other = (Reader(runs.write(tmp_path / name, name)) for name in ("mst", "dense"))
     one.update(), other.update()
     for readers, names in (([one], {"training", "validation"}), ([one, other], {"mst", "dense"})):
-        figure = render(loss(grouped([reader.run for reader in readers]), STEPS), LIGHT)
+        figure = render(loss(group_runs([reader.run for reader in readers]), STEPS), LIGHT)
         (axes,) = figure.axes
         dotted = [line for line in axes.lines if line.get_marker() == "o"]
         np.testing.assert_allclose(dotted[0].get_ydata(), one.run.validation.mean("val_loss"))
@@ -198,7 +204,7 @@ def test_training_and_validation_loss_share_their_axes(tmp_path):
         )
         (told,) = figure.legends
         assert names <= {text.get_text() for text in told.get_texts()}
-    assert "Shaded are the phases of mst." in loss(grouped([other.run, one.run]), STEPS).caption
+    assert "Shaded are the phases of mst." in loss(group_runs([other.run, one.run]), STEPS).caption
 
 
 def test_a_comparison_goes_into_a_folder_of_its_own(tmp_path, monkeypatch, capsys):
@@ -219,7 +225,7 @@ def test_a_run_of_which_much_is_missing_is_drawn_as_far_as_it_goes(tmp_path, cap
     notes = "\n".join(found["notes"])
     for name in ("loss-flops, loss-flops-causal, loss-time", "gradient-norm", "throughput", "std-layers, std-phases"):
         assert f"no figure of {name}" in notes
-    assert "metrics.jsonl tells of no sparsity" in notes
+    assert "metrics.jsonl has no sparsity" in notes
     assert '<p class="lead">at step 2</p>' in (folder / "report" / "index.html").read_text()
     (folder / "metrics.jsonl").write_text("")
     assert report(capsys, str(folder))["figures"] == []
@@ -260,8 +266,8 @@ def test_rows_of_other_loops_may_lack_any_key(tmp_path, absent):
     """What does not need the key is drawn all the same, and stands in the table."""
     reader = Reader(lacking(tmp_path / "run", absent))
     reader.update()
-    groups = grouped([reader.run])
-    drawn = {plot.key for plot in (*comparing(groups), *one_run(reader.run)) if drawable(plot)}
+    groups = group_runs([reader.run])
+    drawn = {plot.key for plot in (*comparison_charts(groups), *run_charts(reader.run)) if drawable(plot)}
     assert "loss-steps" in drawn, "training or validation"
     assert {figure for figure in NEEDED if figure not in drawn} == {f for f, key in NEEDED.items() if key in absent}
     told = [row[0] for row in results(groups).rows]
@@ -293,7 +299,7 @@ def test_what_only_some_rows_tell_is_known_at_the_end(tmp_path):
 
 
 def test_a_panel_that_would_say_nothing_is_a_note(tmp_path):
-    """What is constant, and how many weights were ever alive in a run that starts dense."""
+    """What is constant, and how many weights were ever active in a run that starts dense."""
 
     def same(row):
         for layer in row.get("layers", {}).values():
@@ -308,11 +314,11 @@ def test_a_panel_that_would_say_nothing_is_a_note(tmp_path):
     found = made.write(pictures=False)
     assert {"prune-grow", "churn"} <= {figure["name"] for figure in found["figures"]}
     assert [note for note in found["notes"] if "no figure" in note] == [
-        "no figure of sparsity: the sparsity is 80 % all along",
-        "no figure of update-fraction: the update fraction is 30 % all along",
+        "no figure of sparsity: the sparsity is 80 % throughout",
+        "no figure of update-fraction: the update fraction is 30 % throughout",
         "no figure of dead-units: they are constant, 0 % of MLP neurons",
-        "no figure of exploration: 100 % of the weights of every layer were ever alive",
-        "no figure of densities: every layer is as dense as the others",
+        "no figure of exploration: 100 % of the weights of every layer were ever active",
+        "no figure of densities: all layers have the same density",
     ]
 
 
@@ -421,14 +427,14 @@ def test_the_page_begins_with_the_result_in_a_sentence(tmp_path):
     both = [tmp_path / "run", runs.write(tmp_path / "dense", "dense", steps=600)]
     compared = Report(both, tmp_path / "compared")
     compared.read()
-    groups = grouped(compared.runs)
-    best = min(table.rows(groups), key=lambda row: row["val_loss"])
-    said = table.headline(groups)
+    groups = group_runs(compared.runs)
+    best = min(table_rows(groups), key=lambda row: row["val_loss"])
+    said = headline(groups)
     assert said.startswith(f"{best['name']} reached the lowest validation loss of these runs, {best['val_loss']:.4f}")
 
     half = Report([runs.write(tmp_path / "half", steps=600, until=300)], tmp_path / "page-half")
     half.read()
-    assert table.headline(grouped(half.runs)).startswith("At step 300 of 600: a validation loss of")
+    assert headline(group_runs(half.runs)).startswith("At step 300 of 600: a validation loss of")
 
 
 def test_losses_of_events_are_rounded(tmp_path):
@@ -448,7 +454,7 @@ def test_no_panel_of_a_heat_map_is_empty(tmp_path, count):
         path.unlink()
     reader = Reader(folder)
     reader.update()
-    for plot in heat_maps(reader.run, all_blocks=True):
+    for plot in weight_charts(reader.run, all_blocks=True)[2:]:  # the heat maps
         figure = Canvas(layout="constrained")
         plot.draw(figure, LIGHT)
         panels = [axes for axes in figure.axes if axes.images]
@@ -457,5 +463,5 @@ def test_no_panel_of_a_heat_map_is_empty(tmp_path, count):
 
 def test_an_odd_number_of_figures_leaves_no_place_empty():
     figures = [Figure(f"f{i}", "", "<svg></svg>") for i in range(3)]
-    assert 'class="figures odd"' in page("t", "", [Section("three", figures)])
-    assert 'class="figures"' in page("t", "", [Section("two", figures[:2])])
+    assert 'class="figures odd"' in render_page("t", "", [Section("three", figures=figures)])
+    assert 'class="figures"' in render_page("t", "", [Section("two", figures=figures[:2])])

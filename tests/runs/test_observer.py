@@ -12,9 +12,8 @@ import mst_scale
 from mst_scale.comm import Ranks
 from mst_scale.config import load
 from mst_scale.mixed_growing.config import TopologyConfig
-from mst_scale.report import from_checkpoint
 from mst_scale.runs import snapshots
-from mst_scale.runs.observer import Observer, cell_sums, phase_ends
+from mst_scale.runs.observer import Observer, cell_sums, phase_ends, snapshot_of_checkpoint
 from mst_scale.shard import Shard
 from mst_scale.sparsity_variation import SparsityConfig
 from tests.support import pool, tiny_run
@@ -75,7 +74,7 @@ def test_moments_pictures_and_histograms_are_those_of_the_whole_weights(tmp_path
         assert m.std_active == pytest.approx(w[alive > 0].std(), rel=1e-6)
         assert m.largest == np.abs(w).max()
         np.testing.assert_allclose(seen.weights[m.name], cells_by_hand(np.abs(w), 6), rtol=1e-5)
-        np.testing.assert_allclose(seen.alive[m.name], cells_by_hand(alive, 6), rtol=1e-6)
+        np.testing.assert_allclose(seen.active[m.name], cells_by_hand(alive, 6), rtol=1e-6)
         edges, counts = histograms[m.name]
         assert sum(counts) == m.active and min(counts) >= 0
         expected, _ = np.histogram(w[alive > 0].astype(np.float32), np.float32(edges))
@@ -83,7 +82,7 @@ def test_moments_pictures_and_histograms_are_those_of_the_whole_weights(tmp_path
     for other in results[1:]:
         assert other[0].matrices == seen.matrices, "every rank sees the same"
     monkeypatch.setattr(snapshots, "CELLS", 6)
-    at_rest = from_checkpoint.look(tmp_path / "saved")
+    at_rest = snapshot_of_checkpoint(tmp_path / "saved")
     assert (at_rest.step, at_rest.parameters) == (24, seen.parameters) and at_rest.sparsity == pytest.approx(
         seen.sparsity
     )
@@ -91,7 +90,7 @@ def test_moments_pictures_and_histograms_are_those_of_the_whole_weights(tmp_path
         assert (there.name, there.shape, there.active, there.largest) == (m.name, m.shape, m.active, m.largest)
         assert (there.mean, there.std, there.std_active) == pytest.approx((m.mean, m.std, m.std_active), abs=1e-7)
         np.testing.assert_allclose(at_rest.weights[m.name], seen.weights[m.name], rtol=1e-5)
-        np.testing.assert_allclose(at_rest.alive[m.name], seen.alive[m.name], rtol=1e-6)
+        np.testing.assert_allclose(at_rest.active[m.name], seen.active[m.name], rtol=1e-6)
 
 
 def test_a_dense_run_is_looked_at_too(tmp_path):
@@ -175,7 +174,7 @@ def test_a_snapshot_comes_back_from_disk_and_a_damaged_one_is_named(tmp_path):
     back = snapshots.load(path)
     assert (back.step, back.phase, back.parameters, back.matrices) == (7, "ultra", 123, [matrix])
     np.testing.assert_allclose(back.weights["a.0.b"], cells["a.0.b"], rtol=1e-3)  # half precision
-    np.testing.assert_allclose(back.alive["a.0.b"], cells["a.0.b"], atol=1 / 500)  # a byte
+    np.testing.assert_allclose(back.active["a.0.b"], cells["a.0.b"], atol=1 / 500)  # a byte
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ValueError, match=f"{path} cannot be read"):
         snapshots.load(path)

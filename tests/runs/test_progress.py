@@ -1,8 +1,15 @@
+"""The progress line, and the comparison of sparse steps with the dense steps of the same run."""
+
 import io
+import re
+from types import SimpleNamespace
 
 import pytest
 
-from mst_scale.runs.progress import ProgressLine, clock, table
+from mst_scale.hybrid_sparse_attention.pattern import Pattern
+from mst_scale.runs.progress import FEWEST, FIRST, ProgressLine, StepTimes, clock, kind_of, table
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import arguments, attempt
 
 ROW = {
     "step": 20, "loss": 2.5, "tokens_per_s": 12345.6, "phase": "ultra", "sparsity": 0.8, "target_sparsity": 0.8,
@@ -71,3 +78,92 @@ def test_the_table_is_aligned():
     lines = table([("loss", "1"), ("tokens", "22")]).splitlines()
     assert lines[1:3] == ["  loss    1", "  tokens  22"]
     assert lines[0] == lines[3] == "─" * len(lines[2])
+
+
+# --- step times ---
+
+
+def filled(**steps):
+    """Steps of each kind, in ms: (how many, how long)."""
+    times = StepTimes()
+    for name, (count, ms) in steps.items():
+        for _ in range(count):
+            kind = "sparse" if name == "topology" else name.replace("_", " ")
+            times.add(kind, ms / 1e3, moved=name == "topology")
+    return times
+
+
+def test_topology_steps_count_as_often_as_they_came():
+    found = filled(dense=(20, 10.0), sparse=(75, 6.0), topology=(25, 30.0)).comparison
+    assert found.dense_ms == pytest.approx(10.0) and found.sparse_ms == pytest.approx(0.75 * 6 + 0.25 * 30)
+    assert found.slower
+
+
+def test_a_run_says_once_that_its_sparse_steps_are_slower():
+    times = filled(dense=(20, 10.0), sparse=(40, 12.0))
+    said = times.warning()
+    assert re.search(r"12\.0 ms.* 10\.0 ms", said) and times.warning() is None
+    assert filled(dense=(20, 10.0), sparse=(40, 9.0)).warning() is None
+    assert filled(dense=(20, 10.0), sparse=(40, 10.2)).warning() is None, "within the noise of two medians"
+
+
+def test_too_few_steps_say_nothing():
+    assert filled(sparse=(40, 12.0)).comparison is None, "a run that is never dense"
+    assert filled(dense=(FEWEST["dense"] + FIRST - 1, 1.0), sparse=(40, 12.0)).comparison is None
+    assert filled(dense=(20, 1.0), sparse=(FEWEST["sparse"] + FIRST - 1, 12.0)).comparison is None
+
+
+def test_the_first_steps_of_a_kind_and_single_long_ones_do_not_count():
+    times = filled(dense=(20, 10.0))
+    for ms in [60_000.0] * FIRST + [6.0] * 30 + [5_000.0] * 3:  # a kernel is compiled; the machine was busy
+        times.add("sparse", ms / 1e3, moved=False)
+    assert times.comparison.sparse_ms == pytest.approx(6.0)
+
+
+def test_dense_weights_under_sparse_attention_stand_for_dense_steps_until_there_are_some():
+    assert filled(dense_weights=(20, 8.0), sparse=(40, 6.0)).comparison.dense_ms == pytest.approx(8.0)
+    both = filled(dense_weights=(20, 8.0), sparse=(40, 6.0), dense=(20, 10.0))
+    assert both.comparison.dense_ms == pytest.approx(10.0)
+
+
+def test_the_kind_of_a_step():
+    def of(sparsity, density, pattern="dense", attended=2):
+        mst = SimpleNamespace(
+            pattern=Pattern(pattern, 4 if pattern == "strided" else 1),
+            attended=attended,
+            point=SimpleNamespace(sparsity=sparsity),
+            schedule=SimpleNamespace(max_sparsity=0.8),
+        )
+        return kind_of(mst, {"a": density, "b": 1.0})
+
+    assert of(0.0, 1.0) == "dense"
+    assert of(0.0, 1.0, "strided") == "dense weights"
+    assert of(0.0, 1.0, "strided", attended=0) == "dense"
+    assert of(0.8, 0.2) == "sparse"
+    assert of(0.4, 0.6) is None, "on the way"
+
+
+def shown_by(rank, world, argv):
+    """A run, and what its progress line showed."""
+    lines, put = [], ProgressLine._put
+    ProgressLine._put = lambda self, text: lines.append(text)
+    try:
+        return attempt(rank, world, argv), "".join(lines)
+    finally:
+        ProgressLine._put = put
+
+
+def test_a_whole_run_shows_step_times_beside_its_flops(tmp_path):
+    block = {
+        "training": {"steps": 100, "log_every": 50, "eval_every": 0, "save_every": 0},
+        "mst": {
+            "method": "mst",
+            "sparsity": {"warmup": 20, "ultra": 40, "restore": 5},
+            "attention": {"pattern": "dense"},
+        },
+    }
+    ((code, shown),) = pool.run(shown_by, 1, arguments(tmp_path, **block))
+    assert code == (0, "")
+    assert all("dense_step_ms" not in row for row in tiny_run.rows(tmp_path / "out")), "metrics stay reproducible"
+    assert re.search(r"FLOPs ÷[\d.]+, .* saved · step [\d.e+]+ ms \(dense [\d.e+]+ ms\)", shown)
+    assert re.search(r"step time +[\d.]+ ms sparse, [\d.]+ ms dense", shown)

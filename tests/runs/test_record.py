@@ -1,4 +1,4 @@
-"""What a run's record says for people."""
+"""The table at the end of a run, and its comparison with a recorded baseline."""
 
 import json
 import math
@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mst_scale.config.blocks import BaselineConfig
-from mst_scale.runs import rival
-from mst_scale.runs.record import Record
+from mst_scale.runs.record import Record, compare_with_baseline
 
 ROW = {"flops": 1e12, "flops_dense": 1e12, "sparsity": 0.0, "tokens_per_s": 1.0, "tokens": 16}
 
@@ -21,10 +20,59 @@ def test_the_table_at_the_end_tells_a_loss_that_is_not_finite(tmp_path, loss, sa
     record.write({"step": 2, "loss": loss, "val_loss": loss, **ROW})
 
     def beside(last):
-        return rival.beside(BaselineConfig("dense-short", 1e12, 1.8, 0.01), last, 0.0, ["0a"], 256)
+        return compare_with_baseline(BaselineConfig("dense-short", 1e12, 1.8, 0.01), last, 0.0, ["0a"], 256)
 
     lines = [line.split("  ") for line in record.summary(2, 1.0, 0, beside).splitlines()]
     told = {line[1]: line[-1] for line in lines if len(line) > 2}
     assert told["train loss"].strip() == told["validation loss"].strip() == said
-    assert told["beside dense-short"].endswith("0.5500 better" if said != "–" else "not comparable")
+    assert told["baseline dense-short"].endswith("0.5500 better" if said != "–" else "not comparable")
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])["step"] == 2
+
+
+# --- baseline ---
+
+BASELINE = BaselineConfig("dense-short", 1e12, 1.8, 0.01, "0a")
+
+
+@pytest.mark.parametrize(
+    ("val_loss", "flops", "said"),
+    [
+        (1.7, 0.91e12, "1.8000 (seeds ± 0.0100) with as many FLOPs (1e+12): this run is 0.1000 better"),
+        (1.9, 0.89e12, "1.8000 (seeds ± 0.0100) with as many FLOPs (1e+12): this run is 0.1000 worse"),
+        (1.805, 0.9e12, "1.8000 (seeds ± 0.0100) with as many FLOPs (1e+12): this run is the same within that"),
+        (1.7, 1e12, "1.8000 (seeds ± 0.0100) with 1e+12 FLOPs; this run spent 1.1e+12: not comparable"),
+    ],
+)
+def test_a_run_is_compared_with_a_recorded_one(val_loss, flops, said):
+    """A tenth more is spent than its rows say."""
+    assert compare_with_baseline(BASELINE, {"val_loss": val_loss, "flops": flops}, 0.1e12, ["0a"], 256) == [
+        ("baseline dense-short", said)
+    ]
+
+
+def test_a_baseline_on_another_corpus_is_not_compared():
+    last = {"val_loss": 1.7, "flops": 1e12}
+    for corpora in (["0b"], ["0a", "0b"], [None]):
+        ((_, said),) = compare_with_baseline(BASELINE, last, 0.0, corpora, 256)
+        assert said.startswith("1.8000 (seeds ± 0.0100) on corpus 0a; this run read ") and "not comparable" in said
+    assert compare_with_baseline(BaselineConfig(), last, 0.0, ["0a"], 256) == []
+
+
+def test_a_loss_over_other_sequences_is_not_compared():
+    baseline = BaselineConfig("dense-short", 1e12, 1.8, 0.01, eval_sequences=256)
+    last = {"val_loss": 1.7, "flops": 1e12}
+    ((_, said),) = compare_with_baseline(baseline, last, 0.0, ["0a"], 64)
+    assert said == "1.8000 (seeds ± 0.0100) over 256 sequences; this run took 64: not comparable"
+    assert compare_with_baseline(baseline, last, 0.0, ["0a"], 256)[0][1].endswith("0.1000 better")
+
+
+def test_a_loss_that_is_not_finite_is_not_compared():
+    ((_, said),) = compare_with_baseline(BASELINE, {"val_loss": None, "flops": 1e12}, 0.0, ["0a"], 256)
+    assert said == (
+        "1.8000 (seeds ± 0.0100) with as many FLOPs (1e+12); this run's last loss is not finite: not comparable"
+    )
+
+
+def test_a_baseline_has_flops_and_a_loss():
+    with pytest.raises(ValueError, match=r"training\.rival\.flops must be above 0"):
+        BaselineConfig("dense-short", val_loss=1.8)

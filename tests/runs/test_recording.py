@@ -16,8 +16,7 @@ from mst_scale.costs.ledger import Ledger
 from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.models import BERT, GPT
-from mst_scale.report.groups import grouped, model_of
-from mst_scale.report.reading import Reader
+from mst_scale.report.reader import Reader, group_runs, model_of
 from mst_scale.runs import record, recording
 from mst_scale.tensor_parallel import TensorGroup
 from tests.support import cut_sequences, pool
@@ -42,7 +41,7 @@ def recorded(rank, world, folder, method, stage):
         engine.step()
         losses.append(float(loss.detach()))
         if step == 3:
-            recording.note(val_loss=1.5)
+            recording.log(val_loss=1.5)
     recording.close()
     return losses, happened, engine.mst.step
 
@@ -252,7 +251,7 @@ def refused(rank, world, folder):
 def test_wrong_use_is_one_line(tmp_path):
     (found,) = pool.run(refused, 1, str(tmp_path))
     assert (
-        "this one has no .mst" in found[0] and "every 1 or more steps" in found[1] and "there has been none" in found[2]
+        "this one has no .mst" in found[0] and "every 1 or more steps" in found[1] and "none has been taken" in found[2]
     )
 
 
@@ -283,7 +282,7 @@ def noted_at_the_end(rank, world, folder):
     following.close()
     following.note(val_loss=2.5)
     engine.load_checkpoint(f"{folder}/saved")
-    with pytest.raises(ValueError, match="the step just taken, 8, and the engine stands at step 5"):
+    with pytest.raises(ValueError, match="the step just taken, 8, but the engine is at step 5"):
         following.note(val_loss=9.0)
     optimizer = json.loads((Path(folder) / "run.json").read_text())["starts"][0]["optimizer"]
     return rows(folder), optimizer["lr"]
@@ -313,5 +312,5 @@ def test_recorded_runs_of_two_models_are_two_groups(tmp_path):
     readers = [Reader(tmp_path / name) for name in ("small", "large")]
     for reader in readers:
         reader.update()
-    groups = grouped([reader.run for reader in readers])
+    groups = group_runs([reader.run for reader in readers])
     assert len(groups) == 2 and len({str(model_of(group.first)) for group in groups}) == 2

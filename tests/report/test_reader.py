@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mst_scale.report.build import Report
-from mst_scale.report.groups import grouped, smoothed, spread
-from mst_scale.report.reading import Reader
-from mst_scale.report.table import rows as table_rows
+from mst_scale.report import Report
+from mst_scale.report.reader import Reader, Thinned, group_runs, smoothed, spread
+from mst_scale.report.summary import rows as table_rows
 from tests.report import runs
 from tests.support import tiny_run
 
@@ -159,7 +158,7 @@ def test_an_empty_run_and_no_run(tmp_path):
 BIG = """
 import json, sys, time, resource
 from pathlib import Path
-from mst_scale.report.reading import Reader
+from mst_scale.report.reader import Reader
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.process_time()
 reader = Reader(Path(sys.argv[1])); reader.update(); run = reader.run
@@ -204,10 +203,10 @@ def test_runs_that_differ_in_their_seed_alone_are_one_group(tmp_path):
     folders = [runs.write(tmp_path / f"mst-{seed}", seed=seed) for seed in (1, 2, 3)]
     folders += [runs.write(tmp_path / "long", steps=900), runs.write(tmp_path / "dense", "dense", steps=400)]
     found = [read(folder) for folder in folders]
-    groups = grouped(found)
+    groups = group_runs(found)
     assert [len(group.runs) for group in groups] == [3, 1, 1]
     assert [group.name for group in groups] == ["mst, steps 600", "mst, steps 900", "dense"]
-    curve = spread(groups[0], lambda run: (run.series.last("step"), run.series.mean("loss")))
+    curve = spread([(run.series.last("step"), run.series.mean("loss")) for run in groups[0].runs])
     by_hand = np.array([run.series.mean("loss") for run in found[:3]])
     np.testing.assert_allclose(curve.mean, by_hand.mean(axis=0), rtol=1e-9)
     np.testing.assert_allclose(curve.high, by_hand.max(axis=0), rtol=1e-9)
@@ -221,8 +220,8 @@ def test_runs_that_differ_in_their_seed_alone_are_one_group(tmp_path):
 
 def test_seeds_of_different_length_are_averaged_where_they_are(tmp_path):
     folders = [runs.write(tmp_path / "a", seed=1), runs.write(tmp_path / "b", seed=2, until=300)]
-    (group,) = grouped([read(folder) for folder in folders])
-    curve = spread(group, lambda run: (run.series.last("step"), run.series.mean("loss")))
+    (group,) = group_runs([read(folder) for folder in folders])
+    curve = spread([(run.series.last("step"), run.series.mean("loss")) for run in group.runs])
     assert curve.x[-1] == 600 and np.isfinite(curve.mean).all() and curve.runs == 2
     assert (curve.high[curve.x > 300] == curve.low[curve.x > 300]).all()
 
@@ -233,3 +232,48 @@ def test_smoothing_keeps_a_line_and_its_ends():
     np.testing.assert_allclose(y, 3 * x + 1)
     noisy = np.where(np.arange(101) % 2 == 0, 1.0, -1.0)
     assert np.abs(smoothed((x, noisy), share=0.1)[1][10:90]).max() < 0.2
+
+
+# --- thinned series ---
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 65, 5_000, 20_001])
+def test_buckets_are_means_and_extremes_of_neighbours(rows):
+    rng = np.random.default_rng(rows)
+    whole = np.stack([np.arange(1.0, rows + 1), rng.standard_normal(rows)], axis=1)
+    whole[rng.random(rows) < 0.2, 1] = np.nan
+    table = Thinned(["step", "loss"], limit=64)
+    for row in whole:
+        table.add(row.tolist())
+    ends = table.last("step").astype(int)
+    assert len(ends) <= 64 and ends[-1] == rows and table.rows == rows
+    for begin, end, mean, low, high in zip(
+        [0, *ends[:-1]], ends, table.mean("loss"), table.low("loss"), table.high("loss"), strict=True
+    ):
+        values = whole[begin:end, 1]
+        values = values[np.isfinite(values)]
+        if values.size:
+            assert mean == pytest.approx(values.mean(), rel=1e-12, abs=1e-12)
+            assert (low, high) == (values.min(), values.max())
+        else:
+            assert np.isnan(mean) and np.isnan(low)
+    last = [whole[begin:end, 1] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+    expected = [part[np.isfinite(part)][-1] if np.isfinite(part).any() else np.nan for part in last]
+    np.testing.assert_array_equal(table.last("loss"), expected)
+
+
+def test_reading_on_the_way_changes_nothing():
+    once, often = Thinned(["x"], 8), Thinned(["x"], 8)
+    for i in range(10_000):
+        once.add([float(i)])
+        often.add([float(i)])
+        if i % 997 == 0:
+            often.mean("x")
+    np.testing.assert_array_equal(once.mean("x"), often.mean("x"))
+
+
+def test_what_is_not_finite_is_missing():
+    table = Thinned(["x"], 4)
+    for value in (1.0, np.inf, np.nan, 3.0):
+        table.add([value])
+    np.testing.assert_array_equal(table.mean("x"), [1.0, np.nan, np.nan, 3.0])
