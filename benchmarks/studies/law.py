@@ -17,7 +17,7 @@ import numpy as np
 
 from mst_scale.config import Experiment
 from mst_scale.config.check import global_batch
-from mst_scale.costs.stretches import sparse_matrices, stretches
+from mst_scale.costs.ledger import sparse_matrices, stretches
 
 EXPONENTS = [round(0.05 * i, 2) for i in range(1, 21)]
 FEWEST = 6  # points, for five numbers

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mst_scale.costs.beside import UPDATE
 from mst_scale.costs.flops import KEYS
 from mst_scale.costs.frontier import Point
+from mst_scale.costs.ledger import UPDATE_FLOPS
 from mst_scale.report.frontier import Method
 
 from . import facts
@@ -120,4 +120,4 @@ def _is_dense(variant: Variant) -> bool:
 
 def spent(row: Row, key: str) -> float:
     """All FLOPs of a run: what the ledger counts by an accounting, topology steps, and what is done to each weight."""
-    return float(row[key] + row["flops_topology"] + UPDATE * row.get("updates", row["weights"] * row["steps"]))
+    return float(row[key] + row["flops_topology"] + UPDATE_FLOPS * row.get("updates", row["weights"] * row["steps"]))

@@ -18,8 +18,8 @@ from mst_scale.checkpoints import store
 from mst_scale.config import DataConfig, Experiment, to_dict
 from mst_scale.config.check import batch_shape
 from mst_scale.config.parallel import sizes_of, without_sizes
+from mst_scale.costs.flops import optimizer_flops
 from mst_scale.costs.ledger import Ledger
-from mst_scale.costs.muon import optimizer_flops
 from mst_scale.data.corpus import fingerprint, identity
 from mst_scale.data.masking import open_sampler
 from mst_scale.data.prepare import ensure

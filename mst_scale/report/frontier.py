@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
 
-from mst_scale.costs.beside import beside
 from mst_scale.costs.flops import KEYS
 from mst_scale.costs.frontier import AT_LEAST, AT_MOST, Multiplier, Point, frontier, interval, mean, multiplier
+from mst_scale.costs.ledger import uncounted_flops
 from mst_scale.errors import UserError
 from mst_scale.methods import METHODS
 from mst_scale.report.groups import Group, model_of
@@ -97,7 +97,7 @@ def _beside(run: Run) -> float | None:
     """What the run's FLOPs leave out; None where that cannot be told."""
     if "model" not in run.config or run.experiment is None or "tokens" not in run.last:
         return None
-    return beside(run.experiment, run.last["tokens"] / run.experiment.model.context)
+    return uncounted_flops(run.experiment, run.last["tokens"] / run.experiment.model.context)
 
 
 def _counted(run: Run) -> bool:

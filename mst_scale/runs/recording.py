@@ -25,7 +25,7 @@ import torch.distributed as dist
 from mst_scale import zero_shards
 from mst_scale.config import Experiment, to_dict
 from mst_scale.costs import any_model
-from mst_scale.costs.muon import newton_schulz_flops
+from mst_scale.costs.flops import newton_schulz_flops
 from mst_scale.distributed import logger
 from mst_scale.engine.api import READ
 from mst_scale.engine.types import MST, Engine
@@ -269,7 +269,7 @@ class Recording:
     def _start(self, step: int) -> dict[str, Any]:
         engine = self.engine
         parameters = sum(math.prod(zero_shards.shape_of(p)) for p in engine.module.parameters())
-        logger.info("recording into %s: %s", self.out, self.ledger.in_words())
+        logger.info("recording into %s: %s", self.out, self.ledger.describe())
         return run_file.about(
             from_step=step,
             checkpoint=None,
