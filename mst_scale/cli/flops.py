@@ -28,8 +28,8 @@ two accountings:
 Otherwise they are the same: sparse attention counts its own pairs in both."""
 
 IGNORED = (
-    "Not counted: norms, GELU, softmax, biases, embedding look-ups, the optimizer (except Muon's Newton-Schulz) and what "
-    "activation checkpointing recomputes; topology steps are counted separately, with --topology."
+    "Not counted: norms, GELU, softmax, biases, embedding look-ups, the optimizer (except Muon's Newton-Schulz) and "
+    "what activation checkpointing recomputes; topology steps are counted separately, with --topology."
 )
 EXAMPLES = """\
 examples:
