@@ -315,7 +315,8 @@ def _validate_layout(experiment: Experiment, own: Setting, machine: Machine, fix
     """Raise an error if the model cannot be shared in the config's own way, or with the fixed sizes."""
     wanted = own
     if fixed:
-        wanted = replace(own, **{axis: fixed.get(axis, 1) for axis in OPTIONS})
+        sizes: dict[str, Any] = {axis: fixed.get(axis, 1) for axis in OPTIONS}
+        wanted = replace(own, **sizes)
         if wanted.pipeline > 1:
             wanted = wanted.at_stage(min(1, own.stage))
     problem = _problem(experiment, wanted, machine)
