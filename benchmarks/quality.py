@@ -64,7 +64,7 @@ VARIANTS: dict[str, list[str]] = {
 
 def one_run(words: Sequence[str], ranks: Any) -> Row:
     """A run of `mst_scale.pretrain` with these arguments, in this process; its folder is gone afterwards."""
-    from mst_scale.costs.dense_short import shortened
+    from mst_scale.costs.budgets import shortened
     from mst_scale.pretrain import training_loop
     from mst_scale.pretrain.options import arguments, experiment_of
     from mst_scale.pretrain.prepare import prepare

@@ -19,8 +19,8 @@ import torch
 
 from mst_scale import tile_choice
 from mst_scale.comm.exchange import Exchange
-from mst_scale.doctor import kernels as checks
-from mst_scale.doctor.finding import SKIP, WRONG, Finding
+from mst_scale.doctor import full as checks
+from mst_scale.doctor.findings import SKIP, WRONG, Finding
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.hybrid_sparse_attention import dispatch as attention_dispatch
 from mst_scale.hybrid_sparse_attention.definition import definition
@@ -57,9 +57,9 @@ def kernels(where: Where) -> Iterator[Case]:
             name = f"blocks of {side}, tile {tile}"
             yield Case(name, functools.partial(block_case, where, half, shape, side, tile))
     if not where.tiny:  # a minute in the interpreter
-        yield Case("doctor: attention", lambda: of_finding(checks.attention("triton", where.device)))
-    yield Case("doctor: blocks", lambda: of_finding(checks.block_linear(where.device)))
-    yield Case("doctor: 2:4", lambda: of_finding(checks.two_of_four(where.device)))
+        yield Case("doctor: attention", lambda: of_finding(checks.check_attention("triton", where.device)))
+    yield Case("doctor: blocks", lambda: of_finding(checks.check_blocks(where.device)))
+    yield Case("doctor: 2:4", lambda: of_finding(checks.check_two_of_four(where.device)))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         yield Case(f"masking, {short(dtype)}", functools.partial(masking_case, where, dtype))
     types = (half,) if where.tiny else (torch.bfloat16, torch.float16, torch.float32)
@@ -110,7 +110,7 @@ def attention_case(where: Where, how: Attention) -> Row:
     truth = checks.both_ways(exact, [x.double() for x in (q, k, v)], dout.double())
     bounds = checks.ATTENTION_BOUNDS[dtype]
     names = dict(zip(("out", "dq", "dk", "dv"), (bounds[0], *[bounds[1]] * 3), strict=True))
-    return of_error(checks.compared(dtype, names, result, [x.cpu() for x in truth]))
+    return of_error(checks.compare(dtype, names, result, [x.cpu() for x in truth]))
 
 
 def block_case(where: Where, dtype: torch.dtype, shape: tuple[int, int], side: int, tile: int) -> Row:

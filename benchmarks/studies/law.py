@@ -17,7 +17,7 @@ import numpy as np
 
 from mst_scale.config import Experiment
 from mst_scale.config.check import global_batch
-from mst_scale.costs.stretches import sparse_matrices, stretches
+from mst_scale.costs.ledger import sparse_matrices, stretches
 from mst_scale.errors import UserError
 
 try:

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mst_scale.costs.beside import UPDATE
 from mst_scale.costs.flops import KEYS
 from mst_scale.costs.frontier import Point
+from mst_scale.costs.ledger import UPDATE_FLOPS
 from mst_scale.report.frontier import Method
 
 from .plan import FOLDER, Cell, Job, Plan, Variant, job, model_of, read_plan
@@ -202,4 +202,4 @@ def _is_dense(variant: Variant) -> bool:
 
 def spent(row: Row, key: str) -> float:
     """All FLOPs of a run: those of its steps in the accounting of `key`, of topology steps, and of weight updates."""
-    return float(row[key] + row["flops_topology"] + UPDATE * row.get("updates", row["weights"] * row["steps"]))
+    return float(row[key] + row["flops_topology"] + UPDATE_FLOPS * row.get("updates", row["weights"] * row["steps"]))

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mst_scale.costs.beside import UPDATE
+from mst_scale.costs.ledger import UPDATE_FLOPS
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 from mst_scale.report.frontier import HEAD, Method, frontier_chart, line, multipliers_chart
 from mst_scale.report.frontier import rows as method_rows
@@ -128,8 +128,8 @@ def _line(one: Outcome, methods: list[Method]) -> list[str]:
 def _notes(found: list[Outcome], others: Others) -> str:
     said = [
         "± and intervals are Student's t at 95 % over seeds (with one seed there is none). FLOPs are all of a run's, "
-        f"the optimizer's {UPDATE} a weight and step too, but for what functions of weights compute of themselves (the "
-        "search for the largest weights, say)."
+        f"the optimizer's {UPDATE_FLOPS} a weight and step too, but for what functions of weights compute of "
+        "themselves (the search for the largest weights, say)."
     ]
     if any(one.method.dense for one in found):
         said.append(

@@ -1,4 +1,4 @@
-"""`mst doctor`: checks whether this machine, or these ranks, can train, and says how to fix what is wrong."""
+"""Runs `mst doctor`, which checks whether this machine, or a job's ranks, can train, and says how to fix problems."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import argparse
 from typing import Any
 
 ABOUT = """\
-Print one line for each check, with how to fix what it finds. The quick check takes seconds; it compiles and trains
-nothing: versions against those supported and tested, memory and disk, locks of killed builds, ranks that disagree, and
-the network between them. --full adds what takes minutes when kernels and operators are compiled for the first time:
-each kernel against its definition in float64, a few sparse training steps whose masks must be the same on all ranks,
-and what "auto" would choose.
+Prints one line per check, with a fix for each problem that it finds. The quick check takes seconds and compiles and
+trains nothing: it compares versions with those supported and tested, and checks memory and disk, locks of killed
+builds, ranks that disagree, and the network between them. --full adds checks that take minutes when kernels and
+operators are compiled for the first time: each kernel against its definition in float64, a few sparse training steps
+whose masks must be the same on all ranks, and what "auto" chooses.
 
-  ok      it is as it should be
+  ok      no problem
   look    it works, and could be better
-  wrong   runs would fail or go wrong
-  skip    there is nothing to look at here
+  wrong   runs would fail or give wrong results
+  skip    there is nothing to check here
 
-Under a launcher all ranks take part and rank 0 speaks. A stale lock is removed, as at the start of every run. Exit
-codes: 0, or 1 where something is wrong. --json prints [{"name", "verdict", "said", "cure", "numbers"} …]."""
+Under a launcher all ranks take part and rank 0 prints. A stale lock is removed, as at the start of every run. The exit
+code is 0, or 1 if something is wrong. --json prints [{"name", "verdict", "said", "cure", "numbers"} …]."""
 
 EXAMPLES = """\
 examples:
   mst doctor
   mst doctor --full --json > doctor.json
-  mst doctor --tune                                      # minutes: from which sparsity on kernels are faster here
+  mst doctor --tune                                      # minutes: measures from which sparsity on kernels are faster
   torchrun --nproc_per_node 2 -m mst_scale doctor --full
   deepspeed --num_accelerators 2 --no_local_rank --module mst_scale doctor
   mpirun -n 2 mst doctor
@@ -33,9 +33,10 @@ examples:
 
 
 def add(subparsers: Any) -> None:
+    """Add the command to the parser."""
     verb = subparsers.add_parser(
         "doctor",
-        help="whether this machine, or a whole job, can train",
+        help="check whether this machine, or a whole job, can train",
         description=ABOUT,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -47,7 +48,8 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mst_scale.doctor import command
+    """Run the checks and end the process, with all other ranks."""
+    from mst_scale.doctor import examine
 
-    fine, group = command.examination(args.json, args.full, args.tune)
-    command.leave(fine, group)
+    fine, group = examine.run(args.json, args.full, args.tune)
+    examine.leave(fine, group)

@@ -1,4 +1,4 @@
-"""`mst flops`: says how many FLOPs a run will cost and save, and what is counted."""
+"""Runs `mst flops`, which counts the FLOPs that a run will cost and save, and prints the paper's tables."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
 ABOUT = """\
-FLOPs of a run by its config, before it is started: per phase and on average, per component, against a dense run and
-against the paper's tiny model. Figures are GFLOPs of one sequence, forward and backward (3 × forward), in two
-accountings:
+Counts the FLOPs of a run from its config, before it is started: per phase and on average, by component, compared with
+a dense run and with the paper's tiny model. Figures are GFLOPs of one sequence, forward and backward (3 × forward), in
+two accountings:
 
   paper    dense attention counts as the full L × L square, as in the paper
   causal   dense attention counts the L (L + 1) / 2 pairs that a causal kernel computes
 
-They differ in nothing else: sparse attention counts its own pairs in both."""
+Otherwise they are the same: sparse attention counts its own pairs in both."""
 
 IGNORED = (
-    "Not counted: norms, GELU, softmax, biases, embedding look-ups, the optimizer (but for Muon's Newton-Schulz), "
-    "what activation checkpointing computes twice; topology steps are counted apart, with --topology."
+    "Not counted: norms, GELU, softmax, biases, embedding look-ups, the optimizer (except Muon's Newton-Schulz) and "
+    "what activation checkpointing recomputes; topology steps are counted separately, with --topology."
 )
 EXAMPLES = """\
 examples:
@@ -42,6 +42,7 @@ examples:
 
 
 def add(subparsers: Any) -> None:
+    """Add the command to the parser."""
     verb = subparsers.add_parser(
         "flops",
         help="count the FLOPs of a run, and print the paper's table",
@@ -50,30 +51,33 @@ def add(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = verb.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config", metavar="C", help="the experiment: a file, or a ready config by name")
-    what.add_argument("--paper", action="store_true", help="the paper's table beside ours")
+    what.add_argument("--config", metavar="C", help="a file, or the name of a ready-made config")
+    what.add_argument("--paper", action="store_true", help="the paper's tables, with our count")
     verb.add_argument("--method", metavar="M", help="overrides mst.method")
     verb.add_argument("--like", metavar="C", help="for dense-short: the run (config or folder) whose FLOPs it spends")
     verb.add_argument(
         "--from", dest="grow_from", metavar="RUN", help="for ligo and stack: the smaller run, whose FLOPs are counted"
     )
-    verb.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
-    verb.add_argument("--ranks", type=int, default=1, help="processes, where the config states the batch of one (1)")
-    verb.add_argument("--topology", action="store_true", help="count the topology steps too, on a line of their own")
+    verb.add_argument("--set", action="append", default=[], metavar="K=V", help="override any config key; repeatable")
+    verb.add_argument(
+        "--ranks", type=int, default=1, help="processes, if the config has the batch size of one (default 1)"
+    )
+    verb.add_argument("--topology", action="store_true", help="also count topology steps, on a line of their own")
     verb.add_argument("--json", action="store_true", help="print one JSON object")
     verb.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the count."""
     if args.paper:
         if args.method or args.like or args.grow_from or args.set or args.topology:
             others = "--method, --like, --from, --set and --topology"
-            raise UserError(f"--paper prints the paper's own runs: leave out {others}")
-        found = paper()
-        print(json.dumps(found) if args.json else paper_table(found))
+            raise UserError(f"--paper prints the paper's own runs: omit {others}")
+        found = _paper()
+        print(json.dumps(found) if args.json else _format_paper(found))
         return 0
     from mst_scale.config import load
-    from mst_scale.costs.dense_short import shortened
+    from mst_scale.costs.budgets import shortened
     from mst_scale.costs.ledger import forecast
 
     if args.ranks < 1:
@@ -85,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
         m = experiment.model
         default = f"GPT-2 small ({m.n_layer} layers of width {m.n_embd}, context {m.seq_length:,})"
         print(f"mst: {args.config} has no model block: this counts the default, {default}", file=sys.stderr)
-    found = report(experiment, forecast(experiment, ranks=args.ranks), args)
-    print(json.dumps(found) if args.json else table(found))
+    found = _count(experiment, forecast(experiment, ranks=args.ranks), args)
+    print(json.dumps(found) if args.json else _format_count(found))
     return 0
 
 
@@ -100,12 +104,10 @@ def _names_a_model(args: argparse.Namespace) -> bool:
 # --- one config ---
 
 
-def report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> dict[str, Any]:
+def _count(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> dict[str, Any]:
     from mst_scale.config.check import batch_shape
-    from mst_scale.costs.flops import head_name
-    from mst_scale.costs.ledger import forecast, tiny_flops, topology_flops
-    from mst_scale.costs.muon import optimizer_flops
-    from mst_scale.costs.stretches import sparse_matrices
+    from mst_scale.costs.flops import head_name, optimizer_flops
+    from mst_scale.costs.ledger import forecast, sparse_matrices, tiny_flops, topology_flops
 
     sequences = batch_shape(experiment.deepspeed, args.ranks)[0]
     tiny = tiny_flops(experiment, args.ranks)
@@ -135,7 +137,7 @@ def report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> d
         "dense_steps": {a: run.dense_steps(a) for a in run.mean},
         "dense_head": None,
         "topology": None,
-        "grown": grown(experiment, sequences),
+        "grown": _grown(experiment, sequences),
         "ignored": IGNORED,
     }
     if head_name(experiment.model) in {m.name for m in sparse_matrices(experiment)}:
@@ -150,10 +152,9 @@ def report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> d
     return found
 
 
-def grown(experiment: Experiment, sequences: int) -> dict[str, Any] | None:
-    """What a grown model has cost before its first step; its figures are missing where no smaller run is named."""
-    from mst_scale.config.growth import check_growth
-    from mst_scale.costs.grown import before
+def _grown(experiment: Experiment, sequences: int) -> dict[str, Any] | None:
+    """The cost of a grown model before its first step, without figures if no smaller run is given."""
+    from mst_scale.costs.budgets import before
 
     mst = experiment.mst
     if mst.growth is None:
@@ -162,8 +163,8 @@ def grown(experiment: Experiment, sequences: int) -> dict[str, Any] | None:
         return {"from": None, "steps": mst.growth.steps}
     check_growth(experiment, begun=False)
     cost = before(experiment, sequences)
-    told = {"run": cost.run, "growth": cost.growth, "total": cost.total}
-    return {"from": str(cost.checkpoint), "step": cost.step, "steps": mst.growth.steps, **told}
+    flops = {"run": cost.run, "growth": cost.growth, "total": cost.total}
+    return {"from": str(cost.checkpoint), "step": cost.step, "steps": mst.growth.steps, **flops}
 
 
 def _both(flops: dict[str, Flops], dense: dict[str, Flops]) -> dict[str, Any]:
@@ -179,10 +180,10 @@ def _name(pattern: Pattern) -> str:
 
 
 COMPONENTS = ("qkv", "scores", "reduce", "proj", "ffw1", "ffw2", "head")
-OPTIMIZER = "optimizer"  # a column where it is counted
+OPTIMIZER = "optimizer"  # a column if it is counted
 
 
-def table(found: dict[str, Any]) -> str:
+def _format_count(found: dict[str, Any]) -> str:
     shown = COMPONENTS + ((OPTIMIZER,) if found["optimizer_flops"] else ())
     lines = [["phase", "steps", "sparsity", "attention", *shown, "paper", "÷", "causal", "÷"]]
     for phase in found["phases"]:
@@ -199,7 +200,7 @@ def table(found: dict[str, Any]) -> str:
         f"{found['config']}, method {found['method']}: GFLOPs of one sequence of {found['context']:,} tokens, "
         "forward and backward",
         "",
-        *aligned(lines, left=(0, 3)),
+        *_aligned(lines, left=(0, 3)),
         "",
         f"{mean['paper']:.2f}× fewer FLOPs than dense (causal: {mean['causal']:.2f}×); "
         f"{tiny['paper']:.3g} times those of the tiny model (causal: {tiny['causal']:.3g}).",
@@ -210,12 +211,12 @@ def table(found: dict[str, Any]) -> str:
     text += [
         f"The whole run: {found['steps']:,} steps × {found['sequences']:,} sequences = {total['paper']:.3g} FLOPs "
         f"(causal: {total['causal']:.3g}).",
-        f"The same FLOPs buy {dense_steps['paper']:,.0f} dense steps (causal: {dense_steps['causal']:,.0f}); "
-        "--method dense-short --like C trains the former.",
+        f"The same FLOPs pay for {dense_steps['paper']:,.0f} dense steps (causal: {dense_steps['causal']:,.0f}); "
+        "--method dense-short --like C trains the first number.",
     ]
     if found["optimizer_flops"]:
         text.append(
-            f"Of them {found['optimizer_flops']:.3g} are Muon's Newton-Schulz, on whole matrices once a step, the same "
+            f"Of these, {found['optimizer_flops']:.3g} are Muon's Newton-Schulz, on whole matrices once per step, as "
             f"in a dense run: {found['optimizer_flops'] / total['paper']:.1%}."
         )
     if found["topology"]:
@@ -225,20 +226,20 @@ def table(found: dict[str, Any]) -> str:
             f"mean step; the reduction is then {then['paper']:.2f}× (causal: {then['causal']:.2f}×)."
         )
     if found["grown"]:
-        text.append(_of_growth(found["grown"], total))
+        text.append(_format_growth(found["grown"], total))
     return "\n".join([*text, found["ignored"]])
 
 
-def _of_growth(grown: dict[str, Any], total: dict[str, float]) -> str:
+def _format_growth(grown: dict[str, Any], total: dict[str, float]) -> str:
     steps = f"{grown['steps']:,} steps that train the growth"
     if grown["from"] is None:
         more = f" and of {steps}" if grown["steps"] else ""
-        return f"Not in them: the FLOPs of the smaller run{more}; --from RUN counts them."
+        return f"Not included: the FLOPs of the smaller run{more}; --from RUN counts them."
     more = f" and {grown['growth']['paper']:.3g} for {steps}" if grown["steps"] else ""
     sums = {a: total[a] + grown["total"][a] for a in total}
     return (
-        f"Before its first step: {grown['run']['paper']:.3g} FLOPs of {grown['from']}{more}, which a run's ledger "
-        f"begins with; with them {sums['paper']:.3g} (causal: {sums['causal']:.3g})."
+        f"Before its first step: {grown['run']['paper']:.3g} FLOPs of {grown['from']}{more}, with which a run's ledger "
+        f"begins; with them {sums['paper']:.3g} (causal: {sums['causal']:.3g})."
     )
 
 
@@ -251,14 +252,14 @@ def _figures(cost: dict[str, Any], shown: Sequence[str]) -> list[str]:
 
 
 def _three_digits(gflops: float) -> str:
-    """Two decimals, or three digits of what is smaller than 1."""
+    """Two decimals, or three digits below 1."""
     return f"{gflops:,.2f}" if gflops >= 1 else f"{gflops:.3g}"
 
 
-# --- the paper's table ---
+# --- the paper's tables ---
 
 
-def paper() -> dict[str, Any]:
+def _paper() -> dict[str, Any]:
     from mst_scale.costs import paper_table
 
     bert = paper_table.bert()
@@ -299,18 +300,18 @@ def paper() -> dict[str, Any]:
     }
 
 
-def _row(run: Forecast, rival: Forecast) -> dict[str, float]:
-    """Against the dense model of `rival`."""
+def _row(run: Forecast, baseline: Forecast) -> dict[str, float]:
+    """Compare with the dense model of `baseline`."""
     paper, causal = (run.mean[a].total for a in ("paper", "causal"))
     return {
         "gflops": paper / 1e9,
         "causal_gflops": causal / 1e9,
-        "reduction": rival.dense["paper"].total / paper,
-        "reduction_causal": rival.dense["causal"].total / causal,
+        "reduction": baseline.dense["paper"].total / paper,
+        "reduction_causal": baseline.dense["causal"].total / causal,
     }
 
 
-def paper_table(found: dict[str, Any]) -> str:
+def _format_paper(found: dict[str, Any]) -> str:
     from mst_scale.costs.paper_table import PRINTED
 
     lines = [["method", "in the paper", "ours", "÷", "causal", "÷"]]
@@ -320,9 +321,9 @@ def paper_table(found: dict[str, Any]) -> str:
     for row in found["readings"]:
         mark = " (preset)" if row["preset"] else ""
         readings.append([row["warmup"], row["restore"], row["attention_dense_from"] + mark, *_cells(row)])
-    others = [["table 1", "as quoted", "counted", "causal", "of GPT-2 small", "counted of", ""]]
+    others = [["table 1", "as quoted", "counted", "causal", "GPT-2 small", "counted for", ""]]
     for row in found["related"]:
-        keys = (*REDUCTIONS, "reduction_gpt2")
+        keys = ("reduction", "reduction_causal", "reduction_gpt2")
         counted = ["–"] * len(keys) if row["reduction"] is None else [f"{row[key]:.2f}" for key in keys]
         others.append([row["name"], f"{row['quoted']:.1f}", *counted, row["model"], row["why"]])
     head, bert = found["dense_head"], found["bert_base"]
@@ -330,26 +331,23 @@ def paper_table(found: dict[str, Any]) -> str:
         [
             "GFLOPs of one 1024-token sequence, forward and backward, averaged over 140,000 steps",
             "",
-            *aligned(lines, left=(0,)),
+            *_aligned(lines, left=(0,)),
             "",
             found["misprint"],
             "",
-            "What the paper quotes of others, in times fewer FLOPs than dense, and what their runs count:",
-            *aligned(others, left=(0, 5, 6)),
+            "Times fewer FLOPs than dense, as the paper quotes them for other methods and as we count their runs:",
+            *_aligned(others, left=(0, 5, 6)),
             "",
-            "MST under other readings of the schedule:",
-            *aligned(readings, left=(0, 1, 2)),
+            "MST under other interpretations of the schedule:",
+            *_aligned(readings, left=(0, 1, 2)),
             "",
-            f"With a dense LM head MST takes {head['gflops']:.1f} G: {head['reduction']:.2f}× fewer than dense, not "
+            f"With a dense LM head, MST needs {head['gflops']:.1f} G: {head['reduction']:.2f}× fewer than dense, not "
             f"{found['rows'][-1]['reduction']:.2f}× (causal: {head['reduction_causal']:.2f}×).",
-            f"BERT-base under the same recipe: {bert['gflops']:.1f} of {bert['dense_gflops']:.1f} G a 512-token "
+            f"BERT-base under the same recipe: {bert['gflops']:.1f} of {bert['dense_gflops']:.1f} G per 512-token "
             f"sequence, {bert['reduction']:.2f}× fewer.",
             found["ignored"],
         ]
     )
-
-
-REDUCTIONS = ("reduction", "reduction_causal")
 
 
 def _cells(row: dict[str, float]) -> list[str]:
@@ -357,8 +355,8 @@ def _cells(row: dict[str, float]) -> list[str]:
     return [f"{row[key]:.2f}" for key in keys]
 
 
-def aligned(rows: Sequence[Sequence[str]], left: tuple[int, ...]) -> list[str]:
-    """Columns: words to the left, numbers to the right."""
+def _aligned(rows: Sequence[Sequence[str]], left: tuple[int, ...]) -> list[str]:
+    """Align the `left` columns left, and the others, which hold numbers, right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

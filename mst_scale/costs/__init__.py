@@ -1,13 +1,9 @@
-"""Counts what a run costs in FLOPs, before it starts and while it goes.
+"""Counts what a run costs in FLOPs, before it starts and while it trains.
 
-flops         the formulas, in two accountings
-muon          what Muon's Newton-Schulz adds to a step
-stretches     a run by its config: stretches of steps that cost the same
-ledger        a forecast from stretches; what a run has really spent
-grown         what a run has cost that a smaller one has grown into
-any_model     FLOPs of models that are not ours
-dense_short   the steps of dense training that another run's FLOPs pay for
-beside        what is spent beside the products of a run's steps
-frontier      how many times its FLOPs a method is worth, measured on dense runs
-paper_table   the paper's table
+flops         the formulas, in two accountings, and those of Muon's Newton-Schulz
+ledger        a forecast of a run from its config, and a ledger of what it has really spent
+budgets       the FLOPs of a run that another has grown out of, or whose FLOPs it may spend
+any_model     a ledger for models that are not ours
+frontier      the FLOP multiplier of a method, measured on dense runs
+paper_table   the paper's tables
 """

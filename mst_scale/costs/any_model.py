@@ -1,9 +1,9 @@
-"""Adds up the FLOPs of training any `nn.Module`, from what its matrices multiply and what its attention compares.
+"""Adds up the FLOPs of training any `nn.Module`, by the shapes that its matrices and its attention see.
 
-`ledger` knows our models by their config. Of another model the first training forward tells how many rows each matrix
-multiplies for a token of the input, and every later one how many tokens there were. Formulas and accountings are those
-of `flops`. Attention is counted where it is ours or reached by transformers' attention interface; the head of our
-models, which may be a product without a module (a tied one's weight is the embedding's), by what their last norm gives.
+`ledger` knows our models by their config. For another model, the first training forward tells how many rows each matrix
+multiplies per token of the input, and every later one the number of tokens. Formulas and accountings are those of
+`flops`. Attention is counted if it is ours or uses transformers' attention interface. The head of our models may be a
+product without a module (a tied one's weight is the embedding's), so it is counted by the output of their last norm.
 Convolutions are not counted.
 """
 
@@ -21,7 +21,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from mst_scale.costs.flops import DENSE, DENSE_KEYS, KEYS
-from mst_scale.costs.ledger import OPTIMIZER_KEY
+from mst_scale.costs.ledger import OPTIMIZER_KEY, with_reductions
 from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.hybrid_sparse_attention.hugging_face import is_attention
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
@@ -30,29 +30,37 @@ from mst_scale.zero_shards import TABLES, cut_of, named_parameters, shape_of
 
 @dataclass
 class Product:
-    """One matrix in the first training forward."""
+    """A matrix, as the first training forward uses it."""
 
     name: str
     outputs: int = 0
     inputs: int = 0
-    rows: float = 0.0
-    """How many it multiplied for a token of the model's input."""
+    rows: float = 0.0  # that it multiplies per token of the model's input
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the dense matrix per token of the input in a forward pass."""
+        return self.rows * (2 * self.inputs - 1) * self.outputs
 
 
 class ModelLedger:
     """Follows a model's training forwards on this rank; `add` ends a step."""
 
     def __init__(self, model: nn.Module, optimizer: float = 0.0, parts: int = 1):
-        """`optimizer`: this rank's part of the FLOPs that it adds to every step. `parts`: of how many a sequence is
-        made, of which a forward here has one."""
+        """Register hooks on the model.
+
+        Args:
+            optimizer: this rank's part of the FLOPs that the optimizer adds to every step.
+            parts: the number of parts of a sequence, of which a forward on this rank has one.
+        """
         self.optimizer, self.parts = optimizer, parts
         self.attention = [found for layer in model.modules() if (found := _attention(layer)) is not None]
         self.products: dict[int, Product] = {}
-        self.inputs: list[tuple[int, int]] = []  # (tokens, their sequences' length) of each micro-batch of the step
-        self.begun: float | None = None  # when the first of them went forward, by time.monotonic()
+        self.inputs: list[tuple[int, int]] = []  # (tokens, length of their sequences) of each micro-batch of the step
+        self.begun: float | None = None  # when the first of them started, by time.monotonic()
         keys = ("tokens", *KEYS.values(), *DENSE_KEYS.values(), *((OPTIMIZER_KEY,) if optimizer else ()))
         self.spent = dict.fromkeys(keys, 0.0)
-        self.training = False  # a training forward is under way
+        self.training = False  # whether a training forward is running
         names = {id(p): name for name, p in named_parameters(model)}
         heads = {id(head[0]): head for module in model.modules() if (head := _head(module)) is not None}
         self.convolutions = sum(isinstance(module, _ConvNd) for module in model.modules())  # which are not counted
@@ -69,7 +77,7 @@ class ModelLedger:
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 
-    # --- what forwards tell ---
+    # --- hooks of forwards ---
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.training = model.training and torch.is_grad_enabled()
@@ -81,7 +89,7 @@ class ModelLedger:
 
     def _measure(self, product: Product) -> Any:
         def look(module: Any, args: tuple[Any, ...], output: Any) -> None:
-            if self.training and torch.is_tensor(output):  # what checkpointing computes again comes after the forward
+            if self.training and torch.is_tensor(output):  # recomputation comes after the forward
                 cut = cut_of(module.weight)
                 sliced = output.shape[-1] == cut.local_matrix[0]
                 product.outputs = cut.matrix[0] if sliced else output.shape[-1]
@@ -98,7 +106,7 @@ class ModelLedger:
         return look
 
     def _rows(self, output: torch.Tensor) -> float:
-        """How many a token of the input has."""
+        """Rows per token of the input."""
         return output.numel() / output.shape[-1] / max(1, self.inputs[-1][0])
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -107,20 +115,20 @@ class ModelLedger:
                 self.measuring.pop().remove()
         self.training = False
 
-    # --- what a step has cost ---
-
     def add(
         self, pattern: Pattern, densities: Mapping[str, float], gradients: Mapping[str, float] | None = None
     ) -> None:
-        """An optimizer step with these shares of active weights and this attention, on what forwards have held since
-        the one before. `gradients`: `gradient_density` of `flops.step_flops`."""
+        """Add an optimizer step with these shares of active weights and this attention, on the forwards since the last.
+
+        `gradients` is the `gradient_density` of `flops.step_flops`.
+        """
         inputs, self.inputs = self.inputs, []
         tokens = sum(count for count, _ in inputs)
         self.spent["tokens"] += tokens
         of_weights = densities if gradients is None else gradients
         for shares, last, keys, seen in ((densities, of_weights, KEYS, pattern), ({}, {}, DENSE_KEYS, DENSE)):
             matrices = tokens * sum(
-                _row(product) * (2 * shares.get(product.name, 1.0) + last.get(product.name, 1.0))
+                product.flops * (2 * shares.get(product.name, 1.0) + last.get(product.name, 1.0))
                 for product in self.products.values()
             )
             for accounting in ACCOUNTINGS:
@@ -130,7 +138,7 @@ class ModelLedger:
             self.spent[OPTIMIZER_KEY] += self.optimizer
 
     def _pairs(self, pattern: Pattern, accounting: str, tokens: int, length: int) -> float:
-        """Forward FLOPs of scores and of what they weigh, as `flops.forward_flops` counts them."""
+        """Forward FLOPs of the two products of attention, as `flops.forward_flops` counts them."""
         total = 0.0
         for width, causal in self.attention:
             half = accounting == "causal" and causal
@@ -138,40 +146,29 @@ class ModelLedger:
             total += pattern.share(length, accounting, causal) * 4 * pairs * tokens * width
         return total
 
-    def in_words(self) -> str:
-        """What is counted."""
-        attention = f"{len(self.attention)} attention layers" if self.attention else "no attention layer that is known"
+    def describe(self) -> str:
+        """Describe what is counted."""
+        attention = f"{len(self.attention)} attention layers" if self.attention else "no known attention layer"
         optimizer = " and of Muon's Newton-Schulz" if self.optimizer else ""
         count = sum(p.rows > 0 for p in self.products.values())
         without = f"; {self.convolutions} convolutions are not counted" if self.convolutions else ""
-        return f"FLOPs are those of {count} matrices and of {attention}{optimizer}{without}"
+        return f"FLOPs are those of {count} matrices and {attention}{optimizer}{without}"
 
 
 def row(spent: Mapping[str, float]) -> dict[str, float]:
-    """For the metrics, as `ledger.Ledger.row`; of what all ranks have spent."""
-    flops = {key: spent[key] for a in ACCOUNTINGS for key in (KEYS[a], DENSE_KEYS[a])}
-    return {
-        **flops,
-        **({OPTIMIZER_KEY: spent[OPTIMIZER_KEY]} if OPTIMIZER_KEY in spent else {}),
-        "reduction": spent["flops_dense"] / spent["flops"] if spent["flops"] else 1.0,
-        "reduction_causal": spent["flops_dense_causal"] / spent["flops_causal"] if spent["flops_causal"] else 1.0,
-    }
-
-
-def _row(product: Product) -> float:
-    """FLOPs that its dense matrix costs a token of the input in a forward pass."""
-    return product.rows * (2 * product.inputs - 1) * product.outputs
+    """Return the metrics, as `ledger.Ledger.row`, for the sums of all ranks."""
+    keys = [key for a in ACCOUNTINGS for key in (KEYS[a], DENSE_KEYS[a])]
+    return with_reductions({key: spent[key] for key in (*keys, OPTIMIZER_KEY) if key in spent})
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a module's `weight` is a matrix that is multiplied with what comes in, once a row."""
+    """Whether a module's `weight` is a matrix that multiplies each row of the input once."""
     other = isinstance(module, (*TABLES, _ConvNd))
     return not other and sum(side > 1 for side in shape_of(module.weight)) == 2  # type: ignore[arg-type]
 
 
 def _head(module: Any) -> tuple[nn.Parameter, nn.Module] | None:
-    """(weight, what gives the rows that it multiplies) of the head of one of our models; of a pipeline's stage nothing
-    is known."""
+    """(weight, norm whose output it multiplies) of the head of one of our models; None for a pipeline's stage."""
     norm = getattr(module, "ln_h", getattr(module, "ln_f", None))
     if norm is None or not hasattr(module, "head_product"):
         return None
@@ -179,7 +176,7 @@ def _head(module: Any) -> tuple[nn.Parameter, nn.Module] | None:
 
 
 def _size(inputs: Iterable[Any]) -> tuple[int, int]:
-    """(tokens, length) of a micro-batch: the first tensor of integers holds tokens; else the last side is features."""
+    """(tokens, length) of a micro-batch: the first integer tensor holds tokens; else the last dimension is features."""
     tensors = [value for value in inputs if torch.is_tensor(value) and value.dim()]
     for tensor in tensors:
         if not tensor.is_floating_point() and tensor.dtype != torch.bool:

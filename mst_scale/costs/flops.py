@@ -1,41 +1,52 @@
 """Counts the FLOPs of training on one sequence.
 
 The paper's appendix on FLOP calculation, with S_l the sparsity of a matrix of I inputs and O outputs, L the sequence
-length, Q the share of dense attention that is left:
+length, Q the share of dense attention that remains:
 
     matrix       (1 - S_l) · L · (2I - 1) · O          qkv, proj, ffw1, ffw2 of every layer, and the head
     scores       Q · 2 · pairs · N_embd                 q·k
-    reduce       Q · 2 · pairs · N_embd                 attention · v (N_embd = heads · D_head: the paper's misprint)
+    reduce       Q · 2 · pairs · N_embd                 attention · v (N_embd = heads · D_head; misprinted in the paper)
     backward     2 · forward                            so a step is 3 · forward
 
-A third of the step is the products that give the weights' gradients. Where a method counts these otherwise, they have
+A third of the step is the products that give the weights' gradients. If a method counts them differently, they have
 densities of their own.
 
 Two accountings differ in `pairs`: "paper" counts dense attention as the full square L², "causal" as the L(L+1)/2
-pairs that a causal kernel needs. Sparse attention costs its own pairs in both. BERT sees both sides and needs the
-square: there the two agree. Its head (transform and decoder) computes the masked positions only, `model.predicted`
-of them in a sequence of the model's context.
+pairs that a causal kernel needs. Sparse attention costs its own pairs in both. BERT attends in both directions
+and needs the square, so there the two agree. Its head (transform and decoder) computes only the masked positions,
+`model.predicted` of them in a sequence of the model's context.
 
-Not counted, as in the paper: norms, GELU, softmax, biases, embedding look-ups, the optimizer (but for Muon's matrix
-products: `muon`), topology steps, and what activation checkpointing computes twice.
+Not counted, as in the paper: norms, GELU, softmax, biases, embedding look-ups, the optimizer (except Muon's matrix
+products), topology steps, and the recomputation of activation checkpointing.
+
+Muon adds Newton-Schulz to an optimizer step, on each of its matrices, sparse or not:
+
+    standard    5 · (4 n² m + 2 n³)      n ≤ m, the sides of the matrix: X Xᵀ, its square, and their product with X
+    gram        8 n² m + 28 n³           m > n: the iteration runs on n × n, with one restart; n = m is standard
+
+These are the FLOPs of the whole job: ranks take turns, and where each repeats them (stage 0) they count once. Work that
+is linear in the weights (momentum, masks, the update itself) is not counted, for any optimizer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
 
 DENSE = Pattern("dense")
+NOT_MUONS = ("embed", "lm_head")  # DeepSpeed optimizes matrices with such names with Adam
+TOKEN_TYPES = 2  # of BERT
 KEYS = {"paper": "flops", "causal": "flops_causal"}
-"""Under which metrics and checkpoints hold what was spent, by accounting …"""
+"""The keys of the FLOPs spent in metrics and checkpoints, by accounting …"""
 DENSE_KEYS = {"paper": "flops_dense", "causal": "flops_dense_causal"}
-"""… and what dense training would have."""
+"""… and of the FLOPs that dense training would have spent."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +64,17 @@ class Flops:
 
     @property
     def total(self) -> float:
+        """All FLOPs."""
         return self.attention + self.matrices + self.optimizer
 
     @property
     def attention(self) -> float:
-        """What the pattern of attention changes."""
+        """The part that depends on the attention pattern."""
         return self.scores + self.reduce
 
     @property
     def matrices(self) -> float:
-        """What the sparsity of the weights changes."""
+        """The part that depends on the sparsity of the weights."""
         return self.qkv + self.proj + self.ffw1 + self.ffw2 + self.head
 
     def __add__(self, other: Flops) -> Flops:
@@ -75,7 +87,7 @@ class Flops:
 
 
 class Matrix(NamedTuple):
-    """One weight that is multiplied with every token, or with a share of them."""
+    """A weight that is multiplied with every token, or with a share of them."""
 
     name: str  # as in the model's `named_parameters()`
     component: str  # the field of Flops that it adds to
@@ -85,7 +97,7 @@ class Matrix(NamedTuple):
 
 
 def matrices(model: ModelConfig) -> list[Matrix]:
-    """Every matrix product of a forward pass that has a weight. A tied head has its embedding's name."""
+    """Return every weight that a forward pass multiplies with. A tied head has its embedding's name."""
     d, f = model.n_embd, model.ffw
     found = []
     for layer in range(model.n_layer):
@@ -103,6 +115,7 @@ def matrices(model: ModelConfig) -> list[Matrix]:
 
 
 def head_name(model: ModelConfig) -> str:
+    """Return the name of the head's weight."""
     return "wte.weight" if model.tied_head else "lm_head.weight"
 
 
@@ -113,11 +126,13 @@ def forward_flops(
     accounting: str = "paper",
     length: int | None = None,
 ) -> Flops:
-    """One forward pass of one sequence of `length` tokens (None: the model's context).
+    """Count a forward pass of one sequence.
 
-    `density` is 1 - S: one number for every matrix and the head, or {parameter name: share of active weights}, where
-    what is not named is dense. `attention_share` is Q in the same accounting:
-    `Pattern.share(length, accounting, model.causal)`.
+    Args:
+        density: 1 - S: one number for every matrix and the head, or {parameter name: share of active weights}, where
+            parameters that are not named are dense.
+        attention_share: Q in the same accounting: `Pattern.share(length, accounting, model.causal)`.
+        length: tokens of the sequence; None: the model's context.
     """
     tokens = model.seq_length if length is None else length
     if accounting not in ACCOUNTINGS:
@@ -148,9 +163,10 @@ def step_flops(
     *,
     gradient_density: Mapping[str, float] | None = None,
 ) -> Flops:
-    """Forward and backward of one sequence: 3 · forward. A step on a batch costs `batch * step_flops(…)`.
+    """Count forward and backward of one sequence: 3 · forward. A step on a batch costs `batch * step_flops(…)`.
 
-    `gradient_density`: that of the products that give the weights' gradients; None: as the others'.
+    Args:
+        gradient_density: the density of the products that give the weights' gradients; None: that of the others.
     """
     tokens = model.seq_length if length is None else length
     share = pattern.share(tokens, accounting, model.causal)
@@ -161,5 +177,38 @@ def step_flops(
 
 
 def dense_step_flops(model: ModelConfig, accounting: str = "paper", length: int | None = None) -> Flops:
-    """What the same step costs dense: the denominator of every reduction that is shown."""
+    """Count the same step of a dense model: every reduction is relative to it."""
     return step_flops(model, accounting=accounting, length=length)
+
+
+# --- Muon ---
+
+
+def newton_schulz_flops(shape: Sequence[int], method: str = "gram") -> float:
+    """Count Newton-Schulz on a matrix, or on a stack of them; a convolution's filters are one matrix."""
+    if len(shape) == 4:
+        shape = (shape[0], shape[1] * shape[2] * shape[3])
+    count = math.prod(shape[:-2])
+    n, m = sorted(shape[-2:])
+    if method == "gram" and m > n:
+        return float(count * (8 * n**2 * m + 28 * n**3))
+    return float(count * 5 * (4 * n**2 * m + 2 * n**3))
+
+
+def muon_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return the matrices of our own models that DeepSpeed optimizes with Muon: all except those with certain names."""
+    d = model.n_embd
+    found = {"wte.weight": (model.padded_vocab, d), "wpe.weight": (model.seq_length, d)}
+    if model.arch == "bert":
+        found["wtt.weight"] = (TOKEN_TYPES, d)
+    found |= {m.name: (m.outputs, m.inputs) for m in matrices(model)}
+    return {name: shape for name, shape in found.items() if not any(word in name.lower() for word in NOT_MUONS)}
+
+
+def optimizer_flops(model: ModelConfig, deepspeed: Mapping[str, Any]) -> float:
+    """Count the FLOPs that the config's optimizer adds to each step: 0 unless it is Muon."""
+    block = dict(deepspeed.get("optimizer") or {})
+    if str(block.get("type")).lower() != "muon":
+        return 0.0
+    method = dict(block.get("params") or {}).get("ns_method", "gram")
+    return sum(newton_schulz_flops(shape, method) for shape in muon_shapes(model).values())

@@ -1,17 +1,17 @@
-"""Says how many times its FLOPs a method is worth, measured on dense runs.
+"""Computes the FLOP multiplier of a method, measured on dense runs.
 
     multiplier = FLOPs that dense training needs for the loss that the method reached / FLOPs that the method spent
 
 Dense runs of several lengths (and sizes) give points of FLOPs and loss. The frontier is their lower convex hull in the
 logarithms of both: between two of its points log loss is linear in log FLOPs, as for a power law, and a dense run above
-it (a length, a size or a seed that was no good choice) does not make dense training look costlier. Of points whose
-FLOPs are within 1 % the best stands for all: a line between them would be as steep as chance has it. Outside of the
-points nothing is extrapolated: the answer is a bound then, at least (≥) or at most (≤). A convex curve lies below its
-chords, so dense is still read a little too costly between points far apart: budgets a factor of two apart keep that
-small.
+it (a bad choice of length, size or seed) does not make dense training look costlier. Of points whose FLOPs are within
+1 % only the best counts, because the slope of a line between them would be chance. Outside of the points nothing is
+extrapolated: the result is then a bound, at least (≥) or at most (≤). A convex curve lies below its chords, so the cost
+of dense training is slightly overestimated between points far apart; budgets a factor of two apart keep that small.
 
-With several seeds each seed's method is read on the dense runs of the same seed; the interval is Student's t at 95 %
-over the logarithms of those multipliers, and the value their geometric mean. A dense run of one seed is read by all.
+With several seeds, each seed of the method is compared with the dense runs of the same seed; the interval is Student's
+t at 95 % over the logarithms of those multipliers, and the value their geometric mean. A dense run of one seed is
+compared with all.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from statistics import fmean, stdev
 from mst_scale.errors import UserError
 
 AT_LEAST, AT_MOST = "≥", "≤"
-ALIKE = 1.01  # FLOPs that differ by less are the same
+SAME = 1.01  # FLOPs that differ by less are the same
 
 
 @dataclass(frozen=True)
 class Point:
-    """What a run spent, and the validation loss it reached."""
+    """The FLOPs that a run spent, and the validation loss that it reached."""
 
     flops: float
     loss: float
@@ -42,7 +42,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Needed:
-    """FLOPs that dense training needs for a loss; with a bound where no dense run is on that side of it."""
+    """FLOPs that dense training needs for a loss; a bound if no dense run lies on one side of that loss."""
 
     flops: float
     bound: str = ""
@@ -50,7 +50,7 @@ class Needed:
 
 @dataclass(frozen=True)
 class Multiplier:
-    """`low` and `high` are None where there is one seed, or where some seeds lie outside of the dense runs."""
+    """A FLOP multiplier; `low` and `high` are None for one seed, or if some seeds lie outside of the dense runs."""
 
     value: float
     bound: str = ""
@@ -59,17 +59,17 @@ class Multiplier:
     seeds: int = 1
 
     def __str__(self) -> str:
-        said = f"{self.bound}{' ' if self.bound else ''}{self.value:.2f}"
-        return said if self.low is None or self.high is None else f"{said} ({self.low:.2f} to {self.high:.2f})"
+        value = f"{self.bound}{' ' if self.bound else ''}{self.value:.2f}"
+        return value if self.low is None or self.high is None else f"{value} ({self.low:.2f} to {self.high:.2f})"
 
 
 def frontier(points: Iterable[Point]) -> list[Point]:
-    """The corners of the hull, in the order of their FLOPs: from the cheapest point down to the lowest loss."""
+    """Return the corners of the hull by increasing FLOPs: from the cheapest point to the lowest loss."""
     kept: list[Point] = []
     for point in sorted(points, key=lambda p: (p.flops, p.loss)):
         if kept and point.loss >= kept[-1].loss:
             continue
-        if kept and point.flops <= ALIKE * kept[-1].flops:
+        if kept and point.flops <= SAME * kept[-1].flops:
             kept.pop()
         while len(kept) > 1 and _slope(kept[-2], point) <= _slope(kept[-2], kept[-1]):
             kept.pop()
@@ -82,7 +82,7 @@ def _slope(left: Point, right: Point) -> float:
 
 
 def needed(loss: float, points: Iterable[Point]) -> Needed:
-    """What the frontier of these points spends on a loss."""
+    """Return the FLOPs that the frontier of these points needs for a loss."""
     best = frontier(points)
     if not best:
         raise UserError("no dense run to compare with")
@@ -96,16 +96,19 @@ def needed(loss: float, points: Iterable[Point]) -> Needed:
 
 
 def multiplier(method: Mapping[int, Point], dense: Sequence[Mapping[int, Point]]) -> Multiplier:
-    """`method` and each of the dense runs by seed. Seeds that all have are compared one by one (of dense runs those
-    that have several, and the one of another is read by all; where none has several, those that all of them have);
-    where there are none, or one of them lies outside of its dense runs, the means over seeds are."""
+    """Compute the multiplier of a method.
+
+    `method` and each of the dense runs map seeds to points. Seeds that the method shares with all dense runs of several
+    seeds are compared one by one, and a dense run of one seed counts for all of them. Without shared seeds, or if one
+    of them lies outside of its dense runs, the means over seeds are compared.
+    """
     means = [mean(run.values()) for run in dense]
     several = [run for run in dense if len(run) > 1]
     shared = set(method).intersection(*(several or dense)) if dense else set()
     each = []
     for seed in sorted(shared):
-        rivals = [run.get(seed, its_mean) for run, its_mean in zip(dense, means, strict=True)]
-        each.append((method[seed].flops, needed(method[seed].loss, rivals)))
+        baselines = [run.get(seed, its_mean) for run, its_mean in zip(dense, means, strict=True)]
+        each.append((method[seed].flops, needed(method[seed].loss, baselines)))
     if not each or any(found.bound for _, found in each):
         mine = mean(method.values())
         found = needed(mine.loss, means)
@@ -118,6 +121,7 @@ def multiplier(method: Mapping[int, Point], dense: Sequence[Mapping[int, Point]]
 
 
 def mean(points: Iterable[Point]) -> Point:
+    """Average the FLOPs and the losses."""
     found = list(points)
     return Point(fmean(p.flops for p in found), fmean(p.loss for p in found))
 

@@ -1,34 +1,138 @@
 """Adds up the FLOPs of a run: a forecast before it starts, a ledger while it trains.
 
-`forecast` adds up a config's run beforehand, stretch by stretch; `Ledger` adds up, step by step, what a run has really
-used: the active weights of each matrix and the attention pattern. Both count in two accountings (`flops`)
-and stand beside the same number of dense steps, so that
+`forecast` adds up a config's run in advance, stretch by stretch; `Ledger` adds up, step by step, what a run has really
+spent, by the active weights of each matrix and the attention pattern. Both count in two accountings (`flops`), and next
+to the same number of dense steps:
 
     reduction = FLOPs of dense steps / FLOPs of these steps
+
+A stretch has one phase, one attention pattern, and one share of active weights for each sparse matrix. No model is
+built and DeepSpeed is not needed; in training the engine does what is predicted here. Blocks of weights count as whole
+blocks, also at a matrix's edges, and `min_blocks` counts as the smallest number of blocks that it guarantees.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from mst_scale.config import METHODS, Experiment, ModelConfig
-from mst_scale.costs.flops import DENSE_KEYS, KEYS, Flops, dense_step_flops, step_flops
-from mst_scale.costs.muon import share_of_a_sequence
-from mst_scale.costs.stretches import Stretch, stretches
+from mst_scale.config.check import global_batch
+from mst_scale.costs.flops import (
+    DENSE_KEYS,
+    KEYS,
+    Flops,
+    Matrix,
+    dense_step_flops,
+    head_name,
+    matrices,
+    optimizer_flops,
+    step_flops,
+)
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
+from mst_scale.mixed_growing.config import TopologyConfig, fewest, grid_shape
+from mst_scale.mixed_growing.distribution import active_counts
+
+OPTIMIZER_KEY = "flops_optimizer"  # the same in both accountings; only present if the optimizer's FLOPs are counted
+UPDATE_FLOPS = 17  # of the optimizer, per weight and step: AdamW 14, the gradient's share of the norm and of clipping 3
 
 Both = dict[str, Flops]
 """FLOPs of one sequence, forward and backward, with its share of the optimizer's; by accounting."""
 
 
+# --- stretches of steps that cost the same ---
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps [start, stop) that cost the same: one phase, one sparsity, one attention pattern."""
+
+    start: int
+    stop: int
+    phase: str
+    sparsity: float  # the target over all sparse matrices together
+    pattern: Pattern
+    density: dict[str, float]  # share of active weights of every sparse matrix
+    gradient_density: dict[str, float] | None = None  # of the products that give their gradients, if it differs
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return self.stop - self.start
+
+
+def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[Stretch]:
+    """Divide the whole run, in order: the forward pass after s optimizer steps belongs to the stretch that contains s.
+
+    `dense_head` leaves the head out of the sparse matrices.
+    """
+    schedule = experiment.schedule
+    sparse = [m for m in sparse_matrices(experiment) if not (dense_head and m.name == head_name(experiment.model))]
+    attention = experiment.attention_schedule
+    changes = [start for start, _ in attention.pieces]
+    for segment in schedule.segments():
+        density = densities(experiment, sparse, segment.sparsity)
+        gradient = None
+        if (function := experiment.mst.function) is not None and segment.phase != "dense":
+            of = {m.name: (m.outputs, m.inputs) for m in sparse}
+            gradient = {name: function.gradient_density(of[name], share) for name, share in density.items()}
+            density = {name: function.density(of[name], share) for name, share in density.items()}
+        inside = [change for change in changes if segment.start < change < segment.stop]
+        for start, stop in zip([segment.start, *inside], [*inside, segment.stop], strict=True):
+            yield Stretch(start, stop, segment.phase, segment.sparsity, attention.pattern_at(start), density, gradient)
+
+
+def densities(experiment: Experiment, sparse: Sequence[Matrix], sparsity: float) -> dict[str, float]:
+    """Return the share of active weights of each of these matrices, at a sparsity of all of them together."""
+    grids = [grid_of((m.outputs, m.inputs), experiment.mst.topology) for m in sparse]
+    counts = _counts(tuple(grid.shape for grid in grids), sparsity, experiment.mst.sparsity.distribution)
+    return {
+        matrix.name: max(count, grid.least) / (grid.shape[0] * grid.shape[1])
+        for matrix, grid, count in zip(sparse, grids, counts, strict=True)
+    }
+
+
+@lru_cache(maxsize=512)  # a plan asks for those of the forecast again
+def _counts(shapes: tuple[tuple[int, ...], ...], sparsity: float, distribution: str) -> tuple[int, ...]:
+    return tuple(active_counts(shapes, sparsity, distribution)) if shapes else ()
+
+
+class Grid(NamedTuple):
+    """A matrix counted in the elements that are pruned (weights or blocks), and the number that is always active."""
+
+    shape: tuple[int, ...]
+    least: int
+
+
+def grid_of(shape: tuple[int, ...], topology: TopologyConfig) -> Grid:
+    """Return the grid of a matrix of this shape."""
+    if isinstance(topology.granularity, str):
+        return Grid(shape, 0)
+    grid = grid_shape(shape, topology.granularity.block)
+    return Grid(grid, fewest(grid, topology.granularity.min_blocks))
+
+
+def sparse_matrices(experiment: Experiment) -> list[Matrix]:
+    """Return the matrices of our own model that become sparse: those that `targets.choose_targets` picks from it."""
+    if experiment.mst.stays_dense and (experiment.mst.function is None or experiment.mst.sparsity.max == 0):
+        return []
+    targets = experiment.mst.targets
+    able = [m for m in matrices(experiment.model) if m.name != head_name(experiment.model) or targets.lm_head]
+    chosen = set(targets.choose([m.name for m in able]))
+    return [m for m in able if m.name in chosen]
+
+
+# --- before a run ---
+
+
 @dataclass(frozen=True)
 class Phase:
-    """Neighbouring stretches of one phase; sparsity and FLOPs are means over its steps."""
+    """Consecutive stretches of one phase; sparsity and FLOPs are means over its steps."""
 
     name: str
     start: int
@@ -39,6 +143,7 @@ class Phase:
 
     @property
     def steps(self) -> int:
+        """The number of steps."""
         return self.stop - self.start
 
 
@@ -52,20 +157,24 @@ class Forecast:
     dense: Both
 
     def reduction(self, accounting: str = "paper") -> float:
+        """How many times more FLOPs a dense run takes."""
         return self.dense[accounting].total / self.mean[accounting].total
 
     def dense_steps(self, accounting: str = "paper") -> float:
-        """How many dense steps of the same model and batch cost as much as the whole run."""
+        """The number of dense steps, of the same model and batch, that cost as much as the whole run."""
         return self.steps / self.reduction(accounting)
 
 
 def forecast(experiment: Experiment, *, dense_head: bool = False, ranks: int = 1) -> Forecast:
-    """The run of a config. `dense_head` asks what it would be if the head were left out of the sparse matrices."""
+    """Forecast the run of a config; with `dense_head`, as if the head were not one of its sparse matrices."""
     model, parts, dense = experiment.model, [], _dense(experiment.model, experiment, ranks)
     optimizer = Flops(optimizer=dense["paper"].optimizer)
-    for stretch in stretches(experiment, dense_head=dense_head):
-        cost = {a: _of(model, stretch, a) + optimizer for a in ACCOUNTINGS}
-        parts.append((stretch, cost))
+    for s in stretches(experiment, dense_head=dense_head):
+        cost = {
+            a: step_flops(model, s.density, s.pattern, a, gradient_density=s.gradient_density) + optimizer
+            for a in ACCOUNTINGS
+        }
+        parts.append((s, cost))
     phases = [_phase(list(group)) for _, group in groupby(parts, key=lambda part: part[0].phase)]
     return Forecast(
         steps=experiment.training.steps,
@@ -73,10 +182,6 @@ def forecast(experiment: Experiment, *, dense_head: bool = False, ranks: int = 1
         mean=_mean([(phase.steps, phase.flops) for phase in phases]),
         dense=dense,
     )
-
-
-def _of(model: ModelConfig, stretch: Stretch, accounting: str) -> Flops:
-    return step_flops(model, stretch.density, stretch.pattern, accounting, gradient_density=stretch.gradient_density)
 
 
 def _phase(parts: Sequence[tuple[Stretch, Both]]) -> Phase:
@@ -97,32 +202,32 @@ def _mean(parts: Sequence[tuple[int, Both]]) -> Both:
 
 
 def tiny_flops(experiment: Experiment, ranks: int = 1) -> Both:
-    """The paper's small dense model in this model's place: what `--method tiny` trains."""
+    """Count a step of the paper's small dense model, which `--method tiny` trains in place of this model."""
     shape: dict[str, Any] = {**asdict(experiment.model), **METHODS["tiny"].model}
     return _dense(ModelConfig(**shape), experiment, ranks)
 
 
 def _dense(model: ModelConfig, experiment: Experiment, ranks: int) -> Both:
     """A dense step of a model with this experiment's optimizer and batch."""
-    optimizer = Flops(optimizer=share_of_a_sequence(model, experiment.deepspeed, ranks))
+    whole = optimizer_flops(model, experiment.deepspeed)
+    optimizer = Flops(optimizer=whole / global_batch(experiment.deepspeed, ranks) if whole else 0.0)
     return {a: dense_step_flops(model, a) + optimizer for a in ACCOUNTINGS}
 
 
 def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
-    """(how many, what they add to the mean step): a dense backward pass of the matrices in place of the sparse one.
+    """Count the steps that need dense gradients, and the FLOPs that they add to the mean step.
 
-    Growth by gradient and seeded moments need the gradient of every weight: 2 · forward of what is masked, on each
-    topology step, or on each sparse step where growth follows a running mean of gradients. (A prune score that reads
-    gradients wants those of active weights alone, which every step has.) An upper bound: the gradient of the
-    activations, half of it, is sparse on those steps too. The selection itself is not counted.
+    Growth by gradient and seeded moments need the gradient of every weight: 2 · forward of the inactive weights, on
+    each topology step, or on each sparse step if growth follows a running mean of gradients. (A prune score that reads
+    gradients needs those of active weights alone, which every step computes.) The FLOPs are an upper bound: the
+    gradient of the activations, half of it, is sparse on those steps too. The selection itself is not counted.
     """
     topology, model = experiment.mst.topology, experiment.model
-    if experiment.mst.stays_dense:  # a function of weights that are all there
+    if experiment.mst.stays_dense:  # a function of weights that are all stored
         return 0, Flops()
-    chosen = topology.chosen
     schedule = experiment.schedule
-    every = "momentum" in chosen.reads
-    if not every and not topology.grows_by_dense_gradients:  # growth at random: no step has to be looked at
+    every = "momentum" in topology.chosen.reads
+    if not every and not topology.grows_by_dense_gradients:  # growth at random
         return 0, Flops()
     due = set()
     for step in () if every else schedule.topology_steps():
@@ -139,18 +244,33 @@ def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
     return count, 1 / schedule.total_steps * extra
 
 
-OPTIMIZER_KEY = "flops_optimizer"  # in both accountings alike; stated where the optimizer's FLOPs are counted
+def uncounted_flops(experiment: Experiment, sequences: float) -> float:
+    """Count the dense gradients and optimizer updates of a run of this many sequences, the same in both accountings.
+
+    `flops` and `flops_causal` in the metrics leave both out, as the paper does: for a wide model they are negligible.
+    Comparisons of methods on all their FLOPs include them. What the run has grown out of is left out.
+    """
+    updates = UPDATE_FLOPS * experiment.training.steps * experiment.model.weights
+    return sequences * topology_flops(experiment)[1].total + updates
+
+
+# --- during a run ---
 
 
 class Ledger:
-    """What a run has spent so far, in both accountings, and what as many dense steps would have cost.
+    """What a run has spent so far, in both accountings, and what the same number of dense steps would have cost.
 
-    `state` goes into the checkpoint and `load` takes it back: sums are of the same numbers in the same order, so that a
-    resumed run's are those of one that was never stopped, to the bit.
+    `state` goes into the checkpoint and `load` restores it: the same numbers are added in the same order, so a resumed
+    run has bit-identical sums.
     """
 
     def __init__(self, model: ModelConfig, sequences: int, optimizer: float = 0.0):
-        """`optimizer`: FLOPs that it adds to every step, dense or not; they are also added up apart."""
+        """Begin at zero.
+
+        Args:
+            sequences: per step.
+            optimizer: FLOPs that the optimizer adds to every step, dense or not; they are also summed separately.
+        """
         self.model, self.sequences, self.optimizer = model, sequences, optimizer
         self.spent_by_optimizer = 0.0
         self.spent = dict.fromkeys(ACCOUNTINGS, 0.0)
@@ -160,12 +280,14 @@ class Ledger:
         self._of: tuple[Pattern, dict[str, float], dict[str, float] | None] | None = None
 
     def begin(self, before: Mapping[str, float]) -> None:
-        """What was spent before the first step, by accounting, on a model that this one has grown out of. No dense
-        step of this run's stands against it."""
+        """Add FLOPs, by accounting, that were spent before the first step on a model that this one has grown out of.
+
+        They do not add to the dense FLOPs of this run.
+        """
         self.spent = {a: self.spent[a] + before[a] for a in ACCOUNTINGS}
 
     def add(self, pattern: Pattern, densities: dict[str, float], gradients: dict[str, float] | None = None) -> None:
-        """One step with these shares of active weights and this attention; `gradients`: see `step_flops`."""
+        """Add a step with these shares of active weights and this attention; `gradients`: see `step_flops`."""
         if self._of != (pattern, densities, gradients):  # the same from one topology step to the next: counted once
             self._of = (pattern, densities, gradients)
             costs = {
@@ -179,27 +301,33 @@ class Ledger:
 
     @property
     def seen(self) -> int:
-        """Sequences so far, also where a run has gone on with another batch: what dense steps of them would have cost
-        says how many there were."""
+        """The number of sequences so far, which follows from the dense FLOPs even if the batch size has changed."""
         return round((self.dense["paper"] - self.spent_by_optimizer) / dense_step_flops(self.model).total)
 
     def row(self) -> dict[str, float]:
-        """For the metrics: FLOPs spent, their dense equivalent, and the reduction so far."""
-        return {
-            **self.state(),
-            "reduction": self.dense["paper"] / self.spent["paper"],
-            "reduction_causal": self.dense["causal"] / self.spent["causal"],
-        }
+        """Return the metrics: FLOPs spent, their dense equivalent, and the reduction so far."""
+        return with_reductions(self.state())
 
     def state(self) -> dict[str, float]:
+        """Return the sums for a checkpoint."""
         return {
             **{key: of[a] for a in ACCOUNTINGS for key, of in ((KEYS[a], self.spent), (DENSE_KEYS[a], self.dense))},
             **({OPTIMIZER_KEY: self.spent_by_optimizer} if self.optimizer else {}),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
+        """Restore the sums of a checkpoint."""
         if missing := self.state().keys() - state.keys() - {OPTIMIZER_KEY}:
-            raise UserError(f"the checkpoint does not say {', '.join(sorted(missing))}: an older version has saved it")
+            keys = ", ".join(sorted(missing))
+            raise UserError(f"the checkpoint lacks {keys}: it was saved by an older version, so it cannot be resumed")
         self.spent = {a: state[key] for a, key in KEYS.items()}
         self.dense = {a: state[key] for a, key in DENSE_KEYS.items()}
         self.spent_by_optimizer = state.get(OPTIMIZER_KEY, 0.0)
+
+
+def with_reductions(state: Mapping[str, float]) -> dict[str, float]:
+    """Add the reductions to the sums of a ledger; they are 1 while nothing has been spent."""
+    pairs = {"reduction": "paper", "reduction_causal": "causal"}
+    return dict(state) | {
+        name: state[DENSE_KEYS[a]] / state[KEYS[a]] if state[KEYS[a]] else 1.0 for name, a in pairs.items()
+    }

@@ -1,7 +1,7 @@
 """Computes the paper's tables of FLOPs from our own count, and what its "4×" depends on.
 
-The rows are forecasts of the paper's own runs (`recipe: paper`), nothing else: GFLOPs of one 1024-token sequence,
-forward and backward, averaged over 140,000 steps.
+The rows are forecasts of the paper's own runs (`recipe: paper`): GFLOPs of one 1024-token sequence, forward and
+backward, averaged over 140,000 steps.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MISPRINT = (
 
 @dataclass(frozen=True)
 class Related:
-    """A row of the paper's table 1: what others save, as it quotes them, beside what a run of theirs counts here."""
+    """A row of the paper's table 1: the saving that it quotes for another method, and the run that we count for it."""
 
     name: str
     quoted: float
     model: str
-    method: str | None  # None: what it saves is no matter of counting
+    method: str | None  # None: its saving cannot be counted
     overrides: tuple[str, ...]
     why: str
 
@@ -64,44 +64,44 @@ RELATED = (
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read the schedule: how each gradual phase moves, and when attention turns dense."""
+    """One interpretation of the schedule: how each gradual phase moves, and when attention becomes dense."""
 
     warmup: str
     restore: str
     dense_from: str
     forecast: Forecast
-    preset: bool  # the one that the paper's 219.4 comes from
+    preset: bool  # the one that gives the paper's 219.4
 
 
-def run_of(method: str, *overrides: str) -> Experiment:
+def _run(method: str, *overrides: str) -> Experiment:
     return load(RUN, overrides, method)
 
 
 def related() -> list[tuple[Related, Forecast | None, Forecast | None]]:
-    """The rows of table 1, each with the run that is counted for it, and with the same of GPT-2 small."""
-    return [(one, _of(one, one.model), _of(one, "gpt2")) for one in RELATED]
+    """Return the rows of table 1, each with the forecast of its run, and with that of GPT-2 small."""
+    return [(one, _forecast(one, one.model), _forecast(one, "gpt2")) for one in RELATED]
 
 
-def _of(one: Related, model: str) -> Forecast | None:
+def _forecast(one: Related, model: str) -> Forecast | None:
     if one.method is None:
         return None
     return forecast(load({**RUN, "model": {"preset": model}}, one.overrides, one.method))
 
 
 def rows() -> dict[str, Forecast]:
-    """The five rows, by method."""
-    return {method: forecast(run_of(method)) for method in PRINTED}
+    """Return the forecasts of the paper's main table, by method."""
+    return {method: forecast(_run(method)) for method in PRINTED}
 
 
 def readings() -> list[Reading]:
-    """MST under every reading of the schedule that the text allows."""
-    default = run_of("mst").mst
+    """Return MST under every interpretation of the schedule that the paper's text allows."""
+    default = _run("mst").mst
     preset = (default.sparsity.warmup_moves, default.sparsity.restore_moves, default.attention.dense_from)
     found = []
     for warmup, restore, dense_from in product(
         ("continuous", "staged"), ("continuous", "staged"), ("restore_end", "ultra_end", "100000")
     ):
-        run = run_of(
+        run = _run(
             "mst",
             f"mst.sparsity.warmup_moves={warmup}",
             f"mst.sparsity.restore_moves={restore}",
@@ -112,10 +112,10 @@ def readings() -> list[Reading]:
 
 
 def dense_head() -> Forecast:
-    """MST with the head left dense."""
-    return forecast(run_of("mst"), dense_head=True)
+    """Return MST with a dense head."""
+    return forecast(_run("mst"), dense_head=True)
 
 
 def bert() -> Forecast:
-    """BERT-base under MST with the same recipe (512 tokens; its head computes the masked positions alone)."""
+    """Return BERT-base under MST with the same recipe (512 tokens; its head computes only the masked positions)."""
     return forecast(load({**RUN, "model": {"preset": "bert-base"}}, method="mst"))

@@ -30,8 +30,7 @@ from typing import Literal
 
 from mst_scale.config import Experiment, ModelConfig, load
 from mst_scale.costs.flops import Flops, forward_flops
-from mst_scale.costs.ledger import forecast
-from mst_scale.costs.stretches import densities, sparse_matrices, stretches
+from mst_scale.costs.ledger import densities, forecast, sparse_matrices, stretches
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.mixed_growing.config import BlockGranularity
 from mst_scale.plan.gpus import Machine, machine

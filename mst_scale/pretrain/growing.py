@@ -21,8 +21,8 @@ from torch import Tensor
 from mst_scale.comm import Ranks, logger
 from mst_scale.config import Experiment, ModelConfig
 from mst_scale.config.growth import smaller_model
+from mst_scale.costs.budgets import Before, before
 from mst_scale.costs.flops import KEYS
-from mst_scale.costs.grown import Before, before
 from mst_scale.data.sampler import Sampler
 from mst_scale.errors import UserError
 from mst_scale.hugging_face import start_from

@@ -19,8 +19,8 @@ from mst_scale.comm import Mesh, Ranks, logger
 from mst_scale.config import DataConfig, Experiment, to_dict
 from mst_scale.config.check import batch_shape
 from mst_scale.config.parallel import sizes_of, without_sizes
+from mst_scale.costs.flops import optimizer_flops
 from mst_scale.costs.ledger import Ledger
-from mst_scale.costs.muon import optimizer_flops
 from mst_scale.data.corpus import fingerprint, identity
 from mst_scale.data.prepare import ensure
 from mst_scale.data.sampler import Sampler, open_sampler

@@ -23,8 +23,8 @@ from mst_scale.comm import ParallelDims, Ranks, Verdict, logger
 from mst_scale.config import Experiment
 from mst_scale.config.check import peak_learning_rate
 from mst_scale.config.parallel import sizes_of
-from mst_scale.costs.beside import beside
-from mst_scale.costs.dense_short import shortened
+from mst_scale.costs.budgets import shortened
+from mst_scale.costs.ledger import uncounted_flops
 from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units import format_counts
 from mst_scale.errors import DivergedError
@@ -331,7 +331,7 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
         run.end_diverged(error)
     if run.run_file is not None:
         run.run_file.ended(FINISHED, run.step)
-        more = beside(run.experiment, run.step * run.batch)
+        more = uncounted_flops(run.experiment, run.step * run.batch)
         corpora = [start.get("corpus") for start in run.run_file.starts]
         told = functools.partial(
             compare_with_baseline,

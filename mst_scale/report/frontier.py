@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from mst_scale.costs.beside import beside
 from mst_scale.costs.flops import KEYS
 from mst_scale.costs.frontier import AT_LEAST, AT_MOST, Multiplier, Point, frontier, interval, mean, multiplier
+from mst_scale.costs.ledger import uncounted_flops
 from mst_scale.errors import UserError
 from mst_scale.methods import METHODS
 from mst_scale.report.reader import Group, Run, model_of
@@ -128,7 +128,7 @@ def _beside(run: Run) -> float | None:
     """Return the FLOPs that the metrics leave out, or None if they are not known."""
     if "model" not in run.config or run.experiment is None or "tokens" not in run.last:
         return None
-    return beside(run.experiment, run.last["tokens"] / run.experiment.model.seq_length)
+    return uncounted_flops(run.experiment, run.last["tokens"] / run.experiment.model.seq_length)
 
 
 # --- table ---

@@ -27,7 +27,7 @@ from mst_scale import zero_shards
 from mst_scale.comm import logger
 from mst_scale.config import Experiment, to_dict
 from mst_scale.costs import any_model
-from mst_scale.costs.muon import newton_schulz_flops
+from mst_scale.costs.flops import newton_schulz_flops
 from mst_scale.engine.api import READ
 from mst_scale.engine.types import MST, Engine
 from mst_scale.errors import UserError

@@ -2,7 +2,7 @@
 
 from mst_scale.benchmarks.studies import outcome, records
 
-from mst_scale.costs.beside import UPDATE
+from mst_scale.costs.ledger import UPDATE_FLOPS
 
 TINY = {
     "question": "Is it quick?",
@@ -31,7 +31,7 @@ TINY = {
 def row(one, loss: float, status: str = records.FINISHED, **more):
     """A run that has spent `one.flops` in all, a tenth of it in topology steps."""
     flops = one.flops
-    counted = 0.9 * flops - UPDATE * one.experiment.model.weights * one.steps
+    counted = 0.9 * flops - UPDATE_FLOPS * one.experiment.model.weights * one.steps
     told = {"val_loss": loss, "flops": counted, "flops_causal": counted - 0.1 * flops, "flops_dense": 2 * flops}
     versions = {"python": "3", "torch": "2", "deepspeed": "0"}
     same = {"corpus": "c", "commit": None, "versions": versions, "flops_topology": 0.1 * flops}

@@ -55,7 +55,7 @@ def test_the_papers_table_to_read(capsys):
     text = ask(capsys, "--paper")
     assert "MST 219.4 219.45 3.99 211.18 3.87" in " ".join(text.split())
     assert sum("847.8" in line for line in text.splitlines()) == 1, "the misprint, in one line"
-    assert "With a dense LM head MST takes 400.1 G: 2.19× fewer" in text and "BERT-base" in text
+    assert "With a dense LM head, MST needs 400.1 G: 2.19× fewer" in text and "BERT-base" in text
     assert "Not counted: norms" in text
 
 
@@ -91,7 +91,7 @@ def test_a_config_to_read(capsys):
     text = ask(capsys, "--config", CONFIG)
     assert "3.99× fewer FLOPs than dense (causal: 3.87×); 1.03 times those of the tiny model" in text
     assert "With a dense LM head it would be 2.19×" in text
-    assert "The same FLOPs buy 35,122 dense steps" in text
+    assert "The same FLOPs pay for 35,122 dense steps" in text
     dense = ask(capsys, "--config", CONFIG, "--method", "dense")
     assert "1.00× fewer FLOPs than dense" in dense and "dense LM head" not in dense
 

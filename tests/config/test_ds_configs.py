@@ -9,8 +9,7 @@ import pytest
 from mst_scale.config import load, ready
 from mst_scale.config.check import batch_shape, check
 from mst_scale.config.parallel import sizes_of
-from mst_scale.costs.beside import beside
-from mst_scale.costs.ledger import forecast
+from mst_scale.costs.ledger import forecast, uncounted_flops
 from mst_scale.plan.answer import Plan, plan
 from mst_scale.plan.gpus import machine
 from mst_scale.plan.setting import setting_of
@@ -58,7 +57,7 @@ def test_it_loads_and_can_run(name):
     if name == "demo":
         rival = experiment.training.baseline  # of equal FLOPs, or the demo's last table would compare nothing
         sequences = experiment.training.steps * 16
-        spent = sequences * forecast(experiment).mean["paper"].total + beside(experiment, sequences)
+        spent = sequences * forecast(experiment).mean["paper"].total + uncounted_flops(experiment, sequences)
         assert rival.flops == pytest.approx(spent, rel=1e-3)
         return
     # the paper's shares of its 140,000 steps, in whole steps

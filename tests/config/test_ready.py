@@ -3,7 +3,7 @@
 import pytest
 
 from mst_scale.config import load, ready
-from mst_scale.costs.dense_short import shortened
+from mst_scale.costs.budgets import shortened
 from mst_scale.pretrain.options import arguments, experiment_of, out_of
 from tests.support import tiny_run
 

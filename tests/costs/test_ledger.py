@@ -6,11 +6,19 @@ import pytest
 import torch
 
 from mst_scale.config import load
-from mst_scale.costs.dense_short import shortened
+from mst_scale.costs.budgets import shortened
 from mst_scale.costs.flops import dense_step_flops, step_flops
-from mst_scale.costs.ledger import Ledger, forecast, tiny_flops, topology_flops
-from mst_scale.costs.stretches import sparse_matrices, stretches
+from mst_scale.costs.ledger import (
+    Ledger,
+    forecast,
+    sparse_matrices,
+    stretches,
+    tiny_flops,
+    topology_flops,
+    uncounted_flops,
+)
 from mst_scale.engine.targets import choose_targets
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.models import GPT
@@ -141,7 +149,7 @@ def test_the_ledger_continues_to_the_bit(tmp_path):
     torch.save(add(first, states[:23]).state(), tmp_path / "state")
     second.load(torch.load(tmp_path / "state"))
     assert add(second, states[23:]).row() == add(whole, states).row()
-    with pytest.raises(ValueError, match="does not say flops_causal, flops_dense_causal"):
+    with pytest.raises(UserError, match="flops_causal, flops_dense_causal"):
         second.load({"flops": 1.0, "flops_dense": 2.0, "step": 3})
 
 
@@ -226,3 +234,27 @@ def test_dense_short_of_dense_short_is_refused(tmp_path):
         shortened(load(path, [f"mst.like={path}"]))
     with pytest.raises(ValueError, match=r"nope\.json: no such config file"):
         shortened(load(path, ["mst.like=nope.json"]))
+
+
+# --- what the metrics do not count ---
+
+SHORT = {
+    "train_batch_size": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "seq_length": 32, "vocab_size": 50, "vocab_multiple": 1},
+    "training": {"steps": 60, "warmup": 6},
+}
+SHORT_WEIGHTS = (50 + 32) * 16 + 2 * 12 * 16 * 16  # embeddings and matrices
+
+
+def test_a_dense_run_has_its_optimizer_alone():
+    assert uncounted_flops(load(SHORT, method="dense"), 240) == 17 * 60 * SHORT_WEIGHTS
+
+
+def test_dense_gradients_of_topology_steps_are_added_for_every_sequence():
+    """RigL at half sparsity reads 5 of them in 60 steps: two thirds of what is masked, of 4 sequences each."""
+    overrides = ["mst.sparsity.max=0.5", "mst.topology.interval=10", "mst.sparsity.distribution=uniform"]
+    experiment = load(SHORT, [*overrides, "mst.targets.lm_head=true"], "rigl")
+    masked = 0.5 * dense_step_flops(experiment.model).matrices
+    by_hand = 5 * 4 * 2 / 3 * masked + 17 * 60 * SHORT_WEIGHTS
+    assert uncounted_flops(experiment, 240) == pytest.approx(by_hand, rel=1e-3)

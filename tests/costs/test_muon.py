@@ -10,10 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import mst_scale
 from mst_scale import cli
 from mst_scale.config import load
-from mst_scale.costs.dense_short import shortened
-from mst_scale.costs.ledger import Ledger, forecast, tiny_flops
-from mst_scale.costs.muon import newton_schulz_flops, optimizer_flops, shapes
-from mst_scale.costs.stretches import stretches
+from mst_scale.costs.budgets import shortened
+from mst_scale.costs.flops import muon_shapes, newton_schulz_flops, optimizer_flops
+from mst_scale.costs.ledger import Ledger, forecast, stretches, tiny_flops
 from mst_scale.models import BERT, GPT
 from mst_scale.zero_shards.muon import orthogonalised
 from tests.costs.test_ledger import RAW
@@ -41,7 +40,7 @@ def test_the_matrices_are_those_that_deepspeed_marks(overrides):
     config = load(RAW, overrides).model
     model = (BERT if config.arch == "bert" else GPT)(config)
     set_optimizer_flags(Named, model)
-    assert shapes(config) == {name: tuple(p.shape) for name, p in model.named_parameters() if p.use_muon}
+    assert muon_shapes(config) == {name: tuple(p.shape) for name, p in model.named_parameters() if p.use_muon}
 
 
 def test_it_is_added_to_what_is_spent_and_to_what_dense_steps_cost():

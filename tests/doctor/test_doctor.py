@@ -18,9 +18,8 @@ import pytest
 
 from mst_scale import compiled
 from mst_scale.compiled import build_locks
-from mst_scale.doctor import choices, command, examine, kernels, ranks, room, training, versions
-from mst_scale.doctor.finding import LOOK, OK, SKIP, WRONG, Finding, merged, ok, wrong
-from mst_scale.doctor.report import Report
+from mst_scale.doctor import examine, full, machine, ranks
+from mst_scale.doctor.findings import LOOK, OK, SKIP, WRONG, Finding, Report, merge, ok, wrong
 from mst_scale.hybrid_sparse_attention import cpp
 from tests.support import pool, tiny_run
 from tests.support.forked import context
@@ -39,7 +38,7 @@ BETWEEN = {"same software", "clocks", "small all-reduce", "all-gather", "reduce-
 TOGETHER = HERE | BETWEEN
 
 
-def examined(rank, world, ill=None, as_json=True, full=True):
+def examined(rank, world, ill=None, as_json=True, everything=True):
     """(nothing is wrong, what was printed) of a rank; `ill(rank)` comes first."""
     levels = {name: logging.getLogger(name).level for name in ("mst_scale", "DeepSpeed")}
     with contextlib.ExitStack() as undone:
@@ -47,7 +46,7 @@ def examined(rank, world, ill=None, as_json=True, full=True):
             undone.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         out = undone.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        fine, _ = command.examination(as_json, full)
+        fine, _ = examine.run(as_json, everything)
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     return fine, out.getvalue()
@@ -103,7 +102,7 @@ def test_two_ranks_on_a_healthy_machine():
     findings = found(said)
     assert fine and too and silence == "" and set(findings) == TOGETHER
     assert findings["small all-reduce"]["numbers"]["ms"] > 0 and findings["all-gather"]["numbers"]["gb_per_s"] > 0
-    assert "masks alike on 2 ranks" in findings["training, ZeRO 3"]["said"]
+    assert "the same masks on 2 ranks" in findings["training, ZeRO 3"]["said"]
     assert findings["same software"]["verdict"] == findings["random numbers"]["verdict"] == OK
 
 
@@ -113,10 +112,10 @@ def test_two_ranks_on_a_healthy_machine():
 def test_a_kernel_that_computes_wrongly_is_named(monkeypatch):
     inner = cpp.attention_cpp
     monkeypatch.setattr(cpp, "attention_cpp", lambda *x, **how: inner(*x, **how) * (1 + 1e-4))
-    finding = kernels.attention("cpp", "cpu")
+    finding = full.check_attention("cpp", "cpu")
     assert finding.verdict == WRONG and "in float32 is off by" in finding.said and "blocked" in finding.cure
     monkeypatch.setattr(cpp, "attention_cpp", lambda *x, **how: inner(*x, **how) * float("nan"))
-    finding = kernels.attention("cpp", "cpu")
+    finding = full.check_attention("cpp", "cpu")
     assert finding.verdict == WRONG, "what is not a number is no small error"
     assert "NaN" not in json.dumps(finding.to_dict())
 
@@ -125,19 +124,19 @@ def test_a_linear_kernel_that_leaves_gradients_where_masked_is_named(monkeypatch
     def leaks(self, x, weight, bias, dense_gradient):
         from mst_scale.sparse_linear.definition import definition
 
-        return definition(x, weight, kernels.single_weights(), bias, dense_gradient=True)
+        return definition(x, weight, full.single_weights(), bias, dense_gradient=True)
 
-    monkeypatch.setattr(kernels.cpu.CompiledIndex, "linear", leaks)
-    finding = kernels.compiled_linear()
+    monkeypatch.setattr(full.cpp.CompiledIndex, "linear", leaks)
+    finding = full.check_compiled_linear()
     assert finding.verdict == WRONG and "dW" in finding.said
 
 
 def test_a_missing_compiler_is_found_and_what_it_costs(monkeypatch):
     monkeypatch.setattr(compiled, "compiler", lambda: None)
-    finding = versions.compiler()
+    finding = machine.check_compiler()
     assert finding.verdict == LOOK and "install g++" in finding.cure
     monkeypatch.setattr(cpp, "library", lambda: "no C++ compiler found")
-    finding = kernels.attention("cpp", "cpu")
+    finding = full.check_attention("cpp", "cpu")
     assert finding.verdict == LOOK and "no C++ compiler found" in finding.said
 
 
@@ -152,16 +151,16 @@ def test_a_missing_compiler_is_found_and_what_it_costs(monkeypatch):
     ],
 )
 def test_unsupported_versions_are_found(monkeypatch, name, version, verdict, said):
-    inner = versions.installed
-    monkeypatch.setattr(versions, "installed", lambda asked: version if asked == name else inner(asked))
-    finding = versions.of_package(name, name)
+    inner = machine.installed
+    monkeypatch.setattr(machine, "installed", lambda asked: version if asked == name else inner(asked))
+    finding = machine.check_package(name, name)
     assert finding.verdict == verdict and finding.said.startswith(said)
     assert verdict == OK or finding.cure.startswith("pip install")
 
 
 def test_a_library_that_cannot_be_imported_is_found(monkeypatch):
-    monkeypatch.setattr(versions, "import_error", lambda name: "ImportError: libcudart.so.12")
-    finding = versions.of_package("torch", "torch")
+    monkeypatch.setattr(machine, "import_error", lambda name: "ImportError: libcudart.so.12")
+    finding = machine.check_package("torch", "torch")
     assert finding.verdict == WRONG and "libcudart" in finding.said
 
 
@@ -170,32 +169,32 @@ def test_a_stale_lock_is_removed_and_told_and_a_young_one_is_left(monkeypatch, t
     lock = tmp_path / "op" / "lock"
     lock.parent.mkdir()
     lock.touch()
-    assert room.locks().verdict == LOOK and lock.exists()
+    assert machine.locks().verdict == LOOK and lock.exists()
     for path in (lock, lock.parent):
         os.utime(path, (time.time() - 10_000,) * 2)
-    finding = room.locks()
+    finding = machine.locks()
     assert finding.verdict == LOOK and str(lock) in finding.said and not lock.exists()
-    assert room.locks().verdict == OK
+    assert machine.locks().verdict == OK
 
 
 def test_a_full_disk_and_little_memory_are_found(monkeypatch, tmp_path):
-    full = SimpleNamespace(free=5_000_000, used=0, total=0)
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: full)
-    monkeypatch.setattr(room, "free_memory", lambda: (300_000_000, 8_000_000_000))
-    found = verdicts(room.found())
+    disk = SimpleNamespace(free=5_000_000, used=0, total=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: disk)
+    monkeypatch.setattr(machine, "free_memory", lambda: (300_000_000, 8_000_000_000))
+    found = verdicts(machine.check_room())
     assert found["disk, this folder"] == found["disk, kernels"] == found["memory"] == WRONG
     assert found["shared memory"] == LOOK
-    full.free = 2_000_000_000
-    assert verdicts(room.found())["disk, this folder"] == LOOK
+    disk.free = 2_000_000_000
+    assert verdicts(machine.check_room())["disk, this folder"] == LOOK
 
 
 def test_memory_of_a_container_counts(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text("4000000\n")
     (tmp_path / "memory.current").write_text("1000000\n")
-    monkeypatch.setattr(room, "CGROUP", tmp_path)
-    assert room.free_memory() == (3_000_000, 4_000_000)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    assert machine.free_memory() == (3_000_000, 4_000_000)
     (tmp_path / "memory.max").write_text("max\n")
-    assert room.free_memory()[1] > 4_000_000
+    assert machine.free_memory()[1] > 4_000_000
 
 
 def test_a_check_that_raises_or_never_ends_does_not_stop_the_others():
@@ -208,8 +207,7 @@ def test_a_check_that_raises_or_never_ends_does_not_stop_the_others():
         examine.Check("third", lambda _: [ok("third", "fine")]),
     ]
     told: list[Finding] = []
-    quiet = examine.Progress(quiet=True)
-    assert not examine.examine(None, todo, told.extend, quiet)
+    assert not examine.examine(None, todo, told.extend, quiet=True)
     assert verdicts(told) == {"first": WRONG, "second": WRONG, "third": OK}
     assert told[0].said == "RuntimeError: it is broken" and "no end within" in told[1].said
 
@@ -218,12 +216,12 @@ def test_ranks_that_cannot_meet_are_told_and_the_rest_is_looked_at(monkeypatch):
     def alone():
         raise OSError("cannot meet the other ranks")
 
-    group, finding = examine.meeting(alone)
+    group, finding = examine.meet(alone)
     assert group is None and finding.verdict == WRONG and "cannot meet" in finding.said
     together = examine.Check("together", lambda group: group.rank, together=True)
     told: list[Finding] = []
     todo = [together, examine.Check("here", lambda _: [ok("here", "fine")])]
-    assert examine.examine(None, todo, told.extend, examine.Progress(quiet=True)) and verdicts(told) == {"here": OK}
+    assert examine.examine(None, todo, told.extend, quiet=True) and verdicts(told) == {"here": OK}
 
 
 # --- lines ---
@@ -243,9 +241,9 @@ def test_lines_are_plain_where_nobody_looks_and_coloured_on_a_terminal(monkeypat
 
 def test_the_worst_of_all_ranks_is_told_with_its_ranks():
     fine, bad = ok("disk", "much"), wrong("disk", "full", "make room")
-    told = merged([[fine], [bad], [fine], [bad]], ["a", "a", "b", "b"])
+    told = merge([[fine], [bad], [fine], [bad]], ["a", "a", "b", "b"])
     assert [one.said for one in told] == ["ranks 1, 3 (a, b): full"] and told[0].numbers["ranks"] == [1, 3]
-    assert merged([[fine], [fine]], ["a", "b"]) == [fine] and merged([[bad], [bad]], ["a", "b"]) == [bad]
+    assert merge([[fine], [fine]], ["a", "b"]) == [fine] and merge([[bad], [bad]], ["a", "b"]) == [bad]
 
 
 # --- ranks that disagree ---
@@ -254,19 +252,19 @@ def test_the_worst_of_all_ranks_is_told_with_its_ranks():
 def test_a_rank_with_other_software_clock_threads_or_device_is_named():
     one = ranks.Facts("a", {"torch": "2.13.0"}, "code", ranks.KNOWN_HASH, 1, 4, "CPU", ("bf16",))
     two = replace(one, host="b")
-    assert ranks.versions([one, two]).verdict == ranks.threads([one, two]).verdict == OK
-    other = ranks.versions([one, replace(two, versions={"torch": "2.9.0"})])
+    assert ranks.compare_software([one, two]).verdict == ranks.check_threads([one, two]).verdict == OK
+    other = ranks.compare_software([one, replace(two, versions={"torch": "2.9.0"})])
     assert other.verdict == WRONG and "rank 1 (b): torch 2.9.0, and rank 0 2.13.0" in other.said
-    assert "other sources" in ranks.versions([one, replace(two, code="older")]).said
-    late = ranks.clock([[0.0, 30.0], [0.0, 7.5]], [one, two])
+    assert "other sources" in ranks.compare_software([one, replace(two, code="older")]).said
+    late = ranks.compare_clocks([[0.0, 30.0], [0.0, 7.5]], [one, two])
     assert late.verdict == LOOK and late.said.startswith("7.5 s apart")
-    assert ranks.threads([one, replace(two, threads=8)]).verdict == LOOK
+    assert ranks.check_threads([one, replace(two, threads=8)]).verdict == LOOK
     crowded = [replace(one, threads=4), replace(one, threads=4)]
-    assert ranks.threads(crowded).verdict == LOOK
-    assert ranks.devices([one, replace(two, types=())]).verdict == WRONG
-    assert ranks.devices([replace(one, device="H100"), two]).verdict == WRONG
-    assert ranks.devices([replace(one, device="H100"), replace(two, device="A100")]).verdict == LOOK
-    assert ranks.hashes([one, replace(two, hash=1)]).verdict == WRONG
+    assert ranks.check_threads(crowded).verdict == LOOK
+    assert ranks.compare_devices([one, replace(two, types=())]).verdict == WRONG
+    assert ranks.compare_devices([replace(one, device="H100"), two]).verdict == WRONG
+    assert ranks.compare_devices([replace(one, device="H100"), replace(two, device="A100")]).verdict == LOOK
+    assert ranks.check_hashes([one, replace(two, hash=1)]).verdict == WRONG
 
 
 def ills(rank):
@@ -280,10 +278,10 @@ def ills(rank):
 
     return [
         (ranks, "installed", lambda name: "2.9.0" if name == "torch" else inner(name)),
-        (ranks, "time", SimpleNamespace(time=lambda: real() - 3600)),
-        (room, "shutil", SimpleNamespace(disk_usage=lambda place: SimpleNamespace(free=0))),
+        (ranks, "time", SimpleNamespace(time=lambda: real() - 3600, perf_counter=time.perf_counter)),
+        (machine, "shutil", SimpleNamespace(disk_usage=lambda place: SimpleNamespace(free=0), which=shutil.which)),
         (cpp, "attention_cpp", lambda *x, **how: attention(*x, **how) + 1),
-        (choices, "found", breaks),
+        (full, "check_choices", breaks),
     ]
 
 
@@ -303,16 +301,16 @@ def fails_between_collectives(rank: int, port: str, log: str) -> None:
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     )  # fmt: skip
-    inner, examine.GRACE = training.step, 1.0
+    inner, examine.GRACE = full.train_step, 1.0
 
     def step(engine, number, group):
         if rank == 1 and number == 1:
             raise RuntimeError("this GPU has fallen off the bus")
         return inner(engine, number, group)
 
-    training.step = step
+    full.train_step = step
     sys.stdout = open(log, "w")  # noqa: SIM115
-    command.leave(*command.examination(True, full=True))
+    examine.leave(*examine.run(True, full=True))
 
 
 def test_a_rank_that_fails_between_collectives_ends_as_a_finding_and_nobody_hangs(tmp_path):
@@ -332,7 +330,7 @@ def test_a_rank_that_fails_between_collectives_ends_as_a_finding_and_nobody_hang
     findings = found(logs[0].read_text())
     assert "fallen off the bus" in findings["training, ZeRO 0"]["said"]
     assert findings["training, ZeRO 0"]["said"].startswith("rank 1 (")
-    assert findings["training, ZeRO 3"]["verdict"] == LOOK and "not looked at" in findings["training, ZeRO 3"]["said"]
+    assert findings["training, ZeRO 3"]["verdict"] == LOOK and "not checked" in findings["training, ZeRO 3"]["said"]
     assert findings["auto, attention"]["verdict"] == OK, "the others go on"
 
 
@@ -347,7 +345,7 @@ def test_tune_runs_the_benchmark_and_says_where_it_wrote(monkeypatch, tmp_path):
     row = {"backend": "cpu", "dtype": "float32", "threads": 1, "shape": [8, 8], "sparsity": 0.5}
     asked = []
     monkeypatch.setattr(linear, "main", lambda words: (asked.append(words), crossovers.keep([row])))
-    (finding,) = choices.tuned(None)
+    (finding,) = full.tune(None)
     assert asked == [["--tune"]] and str(Path(tmp_path) / "crossover.json") in finding.said
     assert finding.numbers["crossovers"] == [row]
     crossovers.table.cache_clear()
@@ -356,9 +354,9 @@ def test_tune_runs_the_benchmark_and_says_where_it_wrote(monkeypatch, tmp_path):
 def test_tune_lets_attention_choose_its_tiles_by_using_it(monkeypatch):
 
     used = []
-    monkeypatch.setattr(choices, "HEADS_AND_LENGTHS", ((64, 96), (128, 80)))
+    monkeypatch.setattr(full, "HEADS_AND_LENGTHS", ((64, 96), (128, 80)))
     monkeypatch.setattr(
-        choices, "sparse_attention", lambda q, k, v, pattern: used.append((q.shape[-1], pattern)) or q + k + v
+        full, "sparse_attention", lambda q, k, v, pattern: used.append((q.shape[-1], pattern)) or q + k + v
     )
-    assert "Triton's cache" in choices.tiles("cpu").said
+    assert "Triton's cache" in full.tune_attention("cpu").said
     assert [(size, pattern.stride) for size, pattern in used] == [(64, 256), (128, 256)]

@@ -14,7 +14,7 @@ from mst_scale import cli
 from mst_scale.checkpoints import store
 from mst_scale.config import load
 from mst_scale.config.growth import smaller_model
-from mst_scale.costs.dense_short import shortened
+from mst_scale.costs.budgets import shortened
 from mst_scale.costs.flops import dense_step_flops
 from mst_scale.data.corpus import open_tokens
 from mst_scale.data.sampler import Sampler
@@ -190,7 +190,7 @@ def test_flops_are_told_beforehand(tmp_path, small, capsys):
     said = capsys.readouterr().out
     assert f"FLOPs of {small}/checkpoints/step00000012 and " in said and "for 4 steps that train the growth" in said
     assert cli.main(words) == 0
-    assert "Not in them: the FLOPs of the smaller run and of 4 steps that train the growth" in capsys.readouterr().out
+    assert "Not included: the FLOPs of the smaller run and of 4 steps that train the growth" in capsys.readouterr().out
 
     raw = json.loads(config.read_text())
     (tmp_path / "like.json").write_text(json.dumps({**raw, "mst": {**LIGO, "grow_from": str(small)}}))
@@ -244,7 +244,7 @@ def test_what_rank_0_alone_finds_is_refused_on_all(tmp_path, small):
     rate = ["--set", "mst.options.rate=1e30"]
     for run, more, mst, told in (
         (empty, [], STACK, "holds no checkpoint"),
-        (silent, [], STACK, "it does not say flops"),
+        (silent, [], STACK, "lacks flops"),
         (small, rate, LIGO, "of the growth is no finite number: lower mst.options.rate"),
     ):
         argv = larger(tmp_path, small, "out", *more, model=DEEP, mst=mst)

@@ -261,7 +261,7 @@ def test_convolutions_are_left_out():
     ledger = ModelLedger(convolutions)
     convolutions(torch.ones(2, 16, 2, 2)).sum().backward()
     assert [product.name for product in ledger.products.values()] == ["2.weight"]
-    assert ledger.in_words().endswith("; 1 convolutions are not counted")
+    assert ledger.describe().endswith("; 1 convolutions are not counted")
 
 
 def test_a_rank_with_some_of_the_heads_counts_the_attention_of_all():

@@ -1,0 +1,102 @@
+"""Counts FLOPs that relate two runs: the run that a model has grown out of, and the run whose FLOPs another may spend.
+
+A grown model has cost, before its first step,
+
+    the FLOPs of the smaller run up to the checkpoint that is grown, including what that one has grown out of
+    + the steps that train the growth: those of the larger model, dense, and the growth's own products
+
+A run with method `dense-short` gets as many dense steps as the FLOPs of the run `mst.like` pay for. FLOPs are those of
+the metrics, in the paper's accounting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mst_scale.checkpoints import store
+from mst_scale.comm import logger
+from mst_scale.config import RATE_DURATIONS, Experiment, ModelConfig, TrainingConfig, load
+from mst_scale.config.check import global_batch
+from mst_scale.config.growth import OPTION, folder_of, smaller_model
+from mst_scale.costs.flops import KEYS, dense_step_flops
+from mst_scale.costs.ledger import forecast
+from mst_scale.errors import UserError
+from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
+
+
+@dataclass(frozen=True)
+class Before:
+    """FLOPs that were spent before the first step of a grown model, by accounting."""
+
+    checkpoint: Path
+    step: int  # of the smaller run
+    run: dict[str, float]
+    growth: dict[str, float]
+
+    @property
+    def total(self) -> dict[str, float]:
+        """FLOPs of the smaller run and of the growth."""
+        return {a: self.run[a] + self.growth[a] for a in ACCOUNTINGS}
+
+
+def before(experiment: Experiment, sequences: int) -> Before:
+    """Count what a run that grows out of another has cost before its first step, with this many sequences per batch."""
+    assert experiment.mst.grow_from is not None
+    checkpoint = store.locate(folder_of(experiment.mst.grow_from))
+    step, run = _spent(checkpoint)
+    return Before(checkpoint, step, run, of_growth(experiment, smaller_model(experiment.mst.grow_from), sequences))
+
+
+def of_growth(experiment: Experiment, small: ModelConfig, sequences: int) -> dict[str, float]:
+    """Count the growth itself, by accounting, with batches as large as the run's."""
+    mst, model = experiment.mst, experiment.model
+    assert mst.growth is not None
+    own, batches = mst.growth.flops(small, model), mst.growth.steps * sequences
+    return {a: own + batches * dense_step_flops(model, a).total for a in ACCOUNTINGS}
+
+
+def _spent(checkpoint: Path) -> tuple[int, dict[str, float]]:
+    """(step, FLOPs by accounting) of the run that wrote a checkpoint."""
+    from mst_scale.zero_shards.weight_files import untrained_of  # imports torch, which a forecast does without
+
+    state = untrained_of(checkpoint)[0]
+    if missing := [key for key in ("step", *KEYS.values()) if key not in state]:
+        raise UserError(
+            f"{OPTION} {checkpoint} lacks {missing[0]}, without which its cost is not known: give a run of "
+            "mst_scale.pretrain"
+        )
+    return int(state["step"]), {a: float(state[key]) for a, key in KEYS.items()}
+
+
+def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
+    """Return a `dense-short` experiment with the number of dense steps that costs as much as the run `mst.like`.
+
+    Durations of the learning rate that are stated in steps keep their share of the run. Other experiments are
+    returned unchanged.
+    """
+    if experiment.mst.like is None:
+        return experiment
+    path = Path(experiment.mst.like)
+    like = load(path / "config.json" if path.is_dir() else path)
+    if like.mst.like is not None:
+        raise UserError(f"{path} is a dense-short run itself: give the sparse run's config")
+    sequences = global_batch(like.deepspeed, ranks)
+    budget = like.training.steps * sequences * forecast(like, ranks=ranks).mean["paper"].total
+    if like.mst.growth is not None and like.mst.grow_from is not None:
+        budget += before(like, sequences).total["paper"]
+    step = global_batch(experiment.deepspeed, ranks) * forecast(experiment, ranks=ranks).dense["paper"].total
+    steps = max(1, round(budget / step))
+    logger.info("dense-short: %d dense steps cost as much as the %d steps of %s", steps, like.training.steps, path)
+    return replace(experiment, training=_squeezed(experiment.training, steps))
+
+
+def _squeezed(training: TrainingConfig, steps: int) -> TrainingConfig:
+    def fit(duration: int | float) -> int | float:
+        if isinstance(duration, float) or duration == 0:
+            return duration
+        return max(1, round(duration * steps / training.steps))
+
+    rate: dict[str, Any] = {name: fit(getattr(training, name)) for name in RATE_DURATIONS}
+    return replace(training, steps=steps, **rate)
