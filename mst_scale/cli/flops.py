@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mst_scale.errors import UserError
 
 if TYPE_CHECKING:
-    from mst_scale.config import Experiment
+    from mst_scale.config.growth import check_growth
+from mst_scale.config import Experiment
     from mst_scale.costs.flops import Flops
     from mst_scale.costs.ledger import Forecast
     from mst_scale.hybrid_sparse_attention.pattern import Pattern
