@@ -16,12 +16,12 @@ INSIDE = {
     "mst_scale.launchers": "launchers",
 }
 
+DOCS = ["sphinx>=8.1", "myst-parser>=4", "furo>=2025.7"]
 # The tests run its interpreter; torch's CUDA builds bring their own.
 TRITON = "triton>=3.4; platform_system == 'Linux'"
 WHEEL = "setuptools>=70.1"  # they build a wheel without a network
 LM_EVAL = "lm-eval>=0.4.9"  # the tests run it too
 SCIPY = "scipy>=1.13"  # statistics of studies, and of reports that compare several seeds
-DOCS = ["sphinx>=8.1", "myst-parser>=4", "furo>=2025.7"]
 EXTRAS = {
     "dev": [
         "pytest>=8",

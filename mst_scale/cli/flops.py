@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mst_scale.errors import UserError
 
 if TYPE_CHECKING:
-    from mst_scale.config.growth import check_growth
-from mst_scale.config import Experiment
+    from mst_scale.config import Experiment
     from mst_scale.costs.flops import Flops
     from mst_scale.costs.ledger import Forecast
     from mst_scale.hybrid_sparse_attention.pattern import Pattern
@@ -155,6 +154,7 @@ def _count(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> d
 
 def _grown(experiment: Experiment, sequences: int) -> dict[str, Any] | None:
     """The cost of a grown model before its first step, without figures if no smaller run is given."""
+    from mst_scale.config.growth import check_growth
     from mst_scale.costs.budgets import before
 
     mst = experiment.mst
