@@ -82,7 +82,7 @@ def test_a_policy_of_a_known_name_is_refused():
     from mst_scale.mixed_growing.policies import POLICIES, Policy, register
 
     assert register(POLICIES["rigl"]) is POLICIES["rigl"]
-    with pytest.raises(ValueError, match="there is a policy 'rigl' already"):
+    with pytest.raises(ValueError, match="'rigl'"):
         register(Policy("rigl", random_share=0.5))
 
 
