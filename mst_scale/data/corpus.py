@@ -110,7 +110,7 @@ def open_tokens(
 
 def _check_vocabulary(path: Path, meta: dict[str, Any] | None, ids: np.ndarray, vocab_size: int, reserved: int) -> None:
     """Check that ids are below `vocab_size` - `reserved`; `ids` are looked at if meta.json does not say so."""
-    without = ", the last of which is needed for [MASK], which this corpus lacks" if reserved else ""
+    without = ", the last of them for [MASK], which this corpus lacks" if reserved else ""
     if meta is not None:
         if meta["vocab_size"] > vocab_size - reserved:
             raise UserError(

@@ -36,74 +36,52 @@ def of_ours(
     experiment: Experiment, run: Path | None, exported: dict[str, Any], pattern: Pattern, tokenizer_note: str
 ) -> str:
     """Return the model card of our GPT or BERT, which was trained with this attention pattern."""
-    rows = [f"| {name} | {value} |" for name, value in _figures(experiment, run, exported, pattern)]
-    causal = experiment.model.causal
-    loader = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"
-    architecture = "GPT-2" if causal else "BERT"
-    name = experiment.model.preset or experiment.model.arch.upper()
-    lines = [
-        "---",
-        "library_name: transformers",
-        f"pipeline_tag: {'text-generation' if causal else 'fill-mask'}",
-        f"tags: [mst_scale, {'gpt2' if causal else 'bert'}]",
-        "---",
-        "",
-        f"# {name}, trained with mst_scale ({experiment.mst.method})",
-        "",
-        "| | |",
-        "|---|---|",
-        *rows,
-        "",
-        f"The architecture is {architecture}'s. FLOPs are counted in the paper's accounting, training as it was",
-        "computed against the same steps computed dense."
-        + ("" if experiment.model.bias else " The model has no biases: they are 0."),
-        "",
-        LOADING.format(loader=loader),
-        "",
-    ]
-    if causal and pattern.kind != "dense":
-        lines += [ATTACHING.format(kind=pattern.kind, stride=pattern.stride), ""]
-    if not causal:
-        lines += [f"[MASK] is the tokenizer's, or id {experiment.model.vocab_size - 1} where it has none.", ""]
-    if causal and exported["pruning"].get("pattern"):
-        lines += ["GPT-2's files hold matrices as (inputs, outputs): groups of inputs run down their columns.", ""]
-    if tokenizer_note:
-        lines += [f"This folder has {tokenizer_note}.", ""]
-    return "\n".join(lines)
+    model, method = experiment.model, str(experiment.mst.method)
+    shape = f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, context {model.context}"
+    rows = [("model", f"{shape}, vocabulary {model.vocab_size:,}"), ("method", method)]
+    notes = []
+    if model.causal:
+        tag, loader, task = "gpt2", "AutoModelForCausalLM", "text-generation"
+        architecture = "GPT-2"
+        if pattern.kind != "dense":
+            notes.append(ATTACHING.format(kind=pattern.kind, stride=pattern.stride))
+        if exported["pruning"].get("pattern"):
+            notes.append("GPT-2's files hold matrices as (inputs, outputs): groups of inputs run down their columns.")
+    else:
+        tag, loader, task = "bert", "AutoModelForMaskedLM", "fill-mask"
+        architecture = "BERT"
+        notes.append(f"[MASK] is the tokenizer's, or id {model.vocab_size - 1} where it has none.")
+    biases = "" if model.bias else " The model has no biases: they are 0."
+    accounting = (
+        f"The architecture is {architecture}'s. FLOPs are counted in the paper's accounting, training as it was\n"
+        f"computed against the same steps computed dense.{biases}"
+    )
+    title = f"{model.preset or model.arch.upper()}, trained with mst_scale ({method})"
+    rows += _trained(experiment, run, exported, pattern)
+    text = [accounting, LOADING.format(loader=loader), *notes]
+    return _card([f"pipeline_tag: {task}", f"tags: [mst_scale, {tag}]"], title, rows, text, tokenizer_note)
 
 
 def of_transformers(source: TransformersSource, exported: dict[str, Any], tokenizer_note: str) -> str:
     """Return the model card of a transformers model; a run.json may say how it was trained."""
-    skeleton, pattern = source.skeleton, source.pattern
-    kind = type(skeleton).__name__
-    parameters = f"{kind}, {exported['parameters']:,} parameters"
-    rows = [
-        ("model", parameters),
-        ("method", source.method),
-        *_trained(source.experiment, source.run, exported, pattern),
-    ]
-    lines = [
-        "---", "library_name: transformers", f"tags: [mst_scale, {source.config['model_type']}]", "---", "",
-        f"# {kind}, trained with mst_scale ({source.method})", "",
-        "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), "",
-        "FLOPs are counted in the paper's accounting, training as it was computed against the same steps computed",
-        "dense.", "", LOADING.format(loader=kind), "",
-    ]  # fmt: skip
+    pattern, kind = source.pattern, type(source.skeleton).__name__
+    rows = [("model", f"{kind}, {exported['parameters']:,} parameters"), ("method", source.method)]
+    rows += _trained(source.experiment, source.run, exported, pattern)
+    accounting = (
+        "FLOPs are counted in the paper's accounting, training as it was computed against the same steps computed"
+    )
+    text = [f"{accounting}\ndense.", LOADING.format(loader=kind)]
     if pattern.kind != "dense":
-        lines += [ATTACHING.format(kind=pattern.kind, stride=pattern.stride), ""]
-    if tokenizer_note:
-        lines += [f"This folder has {tokenizer_note}.", ""]
-    return "\n".join(lines)
+        text.append(ATTACHING.format(kind=pattern.kind, stride=pattern.stride))
+    title = f"{kind}, trained with mst_scale ({source.method})"
+    return _card([f"tags: [mst_scale, {source.config['model_type']}]"], title, rows, text, tokenizer_note)
 
 
-def _figures(
-    experiment: Experiment, run: Path | None, exported: dict[str, Any], pattern: Pattern
-) -> list[tuple[str, str]]:
-    """(name, value) pairs, from the run's metrics up to the exported step."""
-    model = experiment.model
-    shape = f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, context {model.seq_length}"
-    table = [("model", f"{shape}, vocabulary {model.vocab_size:,}"), ("method", str(experiment.mst.method))]
-    return table + _trained(experiment, run, exported, pattern)
+def _card(front: list[str], title: str, rows: list[tuple[str, str]], text: list[str], tokenizer_note: str) -> str:
+    front = ["---", "library_name: transformers", *front, "---"]
+    table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+    note = [f"This folder has {tokenizer_note}."] if tokenizer_note else []
+    return "\n\n".join(["\n".join(front), f"# {title}", "\n".join(table), *text, *note]) + "\n"
 
 
 def _trained(
