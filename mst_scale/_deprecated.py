@@ -18,7 +18,13 @@ from typing import Any
 MOVED: dict[str, str] = {}
 RENAMED: dict[tuple[str, str], str] = {}
 CONFIG_KEYS: dict[str, str] = {}  # dotted path of the old key -> of the new one
-FLAGS: dict[str, str] = {}  # --old -> --new, in every command that has --new
+FLAGS: dict[str, str] = {  # --old -> --new, in every command that has --new
+    "--frontier": "--compute-frontier",
+    "--how": "--method",
+    "--like": "--match-flops",
+    "--micro": "--micro-batch-size",
+}
+BENCHMARKS: dict[str, str] = {"observer": "logging_overhead", "rivals": "baselines"}  # `mst bench OLD` -> NEW
 
 
 def _warn(old: str, new: str) -> None:

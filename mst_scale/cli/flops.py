@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from mst_scale.cli import add_command, align
 from mst_scale.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,60 +18,58 @@ if TYPE_CHECKING:
     from mst_scale.costs.ledger import Forecast
     from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
-ABOUT = """\
-FLOPs of a run by its config, before it is started: per phase and on average, per component, against a dense run and
-against the paper's tiny model. Figures are GFLOPs of one sequence, forward and backward (3 × forward), in two
-accountings:
+TEXT = """\
+Count the FLOPs of a run from its config, before it is started: per phase, on average and per component, compared with
+a dense run and with the paper's tiny model. The unit is GFLOPs per sequence, forward and backward (3 × forward). There
+are two accountings:
 
   paper    dense attention counts as the full L × L square, as in the paper
   causal   dense attention counts the L (L + 1) / 2 pairs that a causal kernel computes
 
-They differ in nothing else: sparse attention counts its own pairs in both."""
+Sparse attention counts its own pairs in both.
 
-IGNORED = (
-    "Not counted: norms, GELU, softmax, biases, embedding look-ups, the optimizer (but for Muon's Newton-Schulz), "
-    "what activation checkpointing computes twice; topology steps are counted apart, with --topology."
-)
-EXAMPLES = """\
 examples:
   mst flops --config gpt2_small
   mst flops --config gpt2_small --method rigl --json
-  mst flops --config gpt2_small --method dense-short --like gpt2_small
+  mst flops --config gpt2_small --method dense-short --match-flops gpt2_small
   mst flops --config large.json --method ligo --from runs/small
   mst flops --paper
 """
 
+IGNORED = (
+    "Not counted: norms, GELU, softmax, biases, embedding look-ups, the optimizer (except Muon's Newton-Schulz) and "
+    "the recomputation of activation checkpointing. Topology steps are counted separately, with --topology."
+)
+
 
 def add(subparsers: Any) -> None:
-    verb = subparsers.add_parser(
-        "flops",
-        help="count the FLOPs of a run, and print the paper's table",
-        description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Add the command to the parser."""
+    command = add_command(subparsers, "flops", run, "count the FLOPs of a run, and print the paper's table", TEXT)
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", metavar="C", help="a file, or the name of a ready-made config")
+    source.add_argument("--paper", action="store_true", help="print the paper's table next to our count")
+    option = command.add_argument
+    option("--method", metavar="M", help="overrides mst.method")
+    option(
+        "--match-flops", metavar="C", help="for dense-short: the config or folder of the run whose FLOPs it may spend"
     )
-    what = verb.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config", metavar="C", help="the experiment: a file, or a ready config by name")
-    what.add_argument("--paper", action="store_true", help="the paper's table beside ours")
-    verb.add_argument("--method", metavar="M", help="overrides mst.method")
-    verb.add_argument("--like", metavar="C", help="for dense-short: the run (config or folder) whose FLOPs it spends")
-    verb.add_argument(
-        "--from", dest="grow_from", metavar="RUN", help="for ligo and stack: the smaller run, whose FLOPs are counted"
+    option("--from", dest="grow_from", metavar="RUN", help="for ligo and stack: the smaller run, whose FLOPs count too")
+    option("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
+    option(
+        "--ranks", type=int, default=1, metavar="N", help="ranks, if the config sets the batch per rank (default: 1)"
     )
-    verb.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
-    verb.add_argument("--ranks", type=int, default=1, help="processes, where the config states the batch of one (1)")
-    verb.add_argument("--topology", action="store_true", help="count the topology steps too, on a line of their own")
-    verb.add_argument("--json", action="store_true", help="print one JSON object")
-    verb.set_defaults(run=run)
+    option("--topology", action="store_true", help="also count topology steps, on a separate line")
+    option("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the FLOPs of a config, or the paper's table."""
     if args.paper:
-        if args.method or args.like or args.grow_from or args.set or args.topology:
-            others = "--method, --like, --from, --set and --topology"
+        if args.method or args.match_flops or args.grow_from or args.set or args.topology:
+            others = "--method, --match-flops, --from, --set and --topology"
             raise UserError(f"--paper prints the paper's own runs: leave out {others}")
-        found = paper()
-        print(json.dumps(found) if args.json else paper_table(found))
+        found = _paper()
+        print(json.dumps(found) if args.json else _paper_table(found))
         return 0
     from mst_scale.config import load
     from mst_scale.costs.dense_short import shortened
@@ -78,15 +77,15 @@ def run(args: argparse.Namespace) -> int:
 
     if args.ranks < 1:
         raise UserError(f"--ranks must be at least 1, not {args.ranks}")
-    named = {"mst.like": args.like, "mst.grow_from": args.grow_from}
+    named = {"mst.like": args.match_flops, "mst.grow_from": args.grow_from}
     overrides = [*args.set, *(f"{key}={json.dumps(value)}" for key, value in named.items() if value)]
     experiment = shortened(load(args.config, overrides, args.method), args.ranks)
     if not _names_a_model(args):
         m = experiment.model
         default = f"GPT-2 small ({m.n_layer} layers of width {m.n_embd}, context {m.context:,})"
         print(f"mst: {args.config} has no model block: this counts the default, {default}", file=sys.stderr)
-    found = report(experiment, forecast(experiment, ranks=args.ranks), args)
-    print(json.dumps(found) if args.json else table(found))
+    found = _report(experiment, forecast(experiment, ranks=args.ranks), args)
+    print(json.dumps(found) if args.json else _table(found))
     return 0
 
 
@@ -100,7 +99,7 @@ def _names_a_model(args: argparse.Namespace) -> bool:
 # --- one config ---
 
 
-def report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> dict[str, Any]:
+def _report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> dict[str, Any]:
     from mst_scale.config.check import batch_shape
     from mst_scale.costs.flops import head_name
     from mst_scale.costs.ledger import forecast, tiny_flops, topology_flops
@@ -135,7 +134,7 @@ def report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> d
         "dense_steps": {a: run.dense_steps(a) for a in run.mean},
         "dense_head": None,
         "topology": None,
-        "grown": grown(experiment, sequences),
+        "grown": _grown(experiment, sequences),
         "ignored": IGNORED,
     }
     if head_name(experiment.model) in {m.name for m in sparse_matrices(experiment)}:
@@ -150,8 +149,8 @@ def report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> d
     return found
 
 
-def grown(experiment: Experiment, sequences: int) -> dict[str, Any] | None:
-    """What a grown model has cost before its first step; its figures are missing where no smaller run is named."""
+def _grown(experiment: Experiment, sequences: int) -> dict[str, Any] | None:
+    """Return what a grown model has cost before its first step; there are no figures if no smaller run is named."""
     from mst_scale.config.growth import refuse
     from mst_scale.costs.grown import before
 
@@ -162,8 +161,8 @@ def grown(experiment: Experiment, sequences: int) -> dict[str, Any] | None:
         return {"from": None, "steps": mst.growth.steps}
     refuse(experiment, begun=False)
     cost = before(experiment, sequences)
-    told = {"run": cost.run, "growth": cost.growth, "total": cost.total}
-    return {"from": str(cost.checkpoint), "step": cost.step, "steps": mst.growth.steps, **told}
+    flops = {"run": cost.run, "growth": cost.growth, "total": cost.total}
+    return {"from": str(cost.checkpoint), "step": cost.step, "steps": mst.growth.steps, **flops}
 
 
 def _both(flops: dict[str, Flops], dense: dict[str, Flops]) -> dict[str, Any]:
@@ -182,7 +181,7 @@ COMPONENTS = ("qkv", "scores", "reduce", "proj", "ffw1", "ffw2", "head")
 OPTIMIZER = "optimizer"  # a column where it is counted
 
 
-def table(found: dict[str, Any]) -> str:
+def _table(found: dict[str, Any]) -> str:
     shown = COMPONENTS + ((OPTIMIZER,) if found["optimizer_flops"] else ())
     lines = [["phase", "steps", "sparsity", "attention", *shown, "paper", "÷", "causal", "÷"]]
     for phase in found["phases"]:
@@ -199,7 +198,7 @@ def table(found: dict[str, Any]) -> str:
         f"{found['config']}, method {found['method']}: GFLOPs of one sequence of {found['context']:,} tokens, "
         "forward and backward",
         "",
-        *aligned(lines, left=(0, 3)),
+        *align(lines, left=(0, 3)),
         "",
         f"{mean['paper']:.2f}× fewer FLOPs than dense (causal: {mean['causal']:.2f}×); "
         f"{tiny['paper']:.3g} times those of the tiny model (causal: {tiny['causal']:.3g}).",
@@ -211,11 +210,11 @@ def table(found: dict[str, Any]) -> str:
         f"The whole run: {found['steps']:,} steps × {found['sequences']:,} sequences = {total['paper']:.3g} FLOPs "
         f"(causal: {total['causal']:.3g}).",
         f"The same FLOPs buy {dense_steps['paper']:,.0f} dense steps (causal: {dense_steps['causal']:,.0f}); "
-        "--method dense-short --like C trains the former.",
+        "--method dense-short --match-flops C trains the former.",
     ]
     if found["optimizer_flops"]:
         text.append(
-            f"Of them {found['optimizer_flops']:.3g} are Muon's Newton-Schulz, on whole matrices once a step, the same "
+            f"Of these, {found['optimizer_flops']:.3g} are Muon's Newton-Schulz, on whole matrices once per step, as "
             f"in a dense run: {found['optimizer_flops'] / total['paper']:.1%}."
         )
     if found["topology"]:
@@ -233,12 +232,12 @@ def _of_growth(grown: dict[str, Any], total: dict[str, float]) -> str:
     steps = f"{grown['steps']:,} steps that train the growth"
     if grown["from"] is None:
         more = f" and of {steps}" if grown["steps"] else ""
-        return f"Not in them: the FLOPs of the smaller run{more}; --from RUN counts them."
+        return f"Not included: the FLOPs of the smaller run{more}; count them with --from RUN."
     more = f" and {grown['growth']['paper']:.3g} for {steps}" if grown["steps"] else ""
     sums = {a: total[a] + grown["total"][a] for a in total}
     return (
-        f"Before its first step: {grown['run']['paper']:.3g} FLOPs of {grown['from']}{more}, which a run's ledger "
-        f"begins with; with them {sums['paper']:.3g} (causal: {sums['causal']:.3g})."
+        f"Spent before its first step: {grown['run']['paper']:.3g} FLOPs of {grown['from']}{more}; the ledger of a run "
+        f"starts with them. In total: {sums['paper']:.3g} (causal: {sums['causal']:.3g})."
     )
 
 
@@ -258,7 +257,7 @@ def _three_digits(gflops: float) -> str:
 # --- the paper's table ---
 
 
-def paper() -> dict[str, Any]:
+def _paper() -> dict[str, Any]:
     from mst_scale.costs import paper_table
 
     bert = paper_table.bert()
@@ -299,18 +298,18 @@ def paper() -> dict[str, Any]:
     }
 
 
-def _row(run: Forecast, rival: Forecast) -> dict[str, float]:
-    """Against the dense model of `rival`."""
+def _row(run: Forecast, baseline: Forecast) -> dict[str, float]:
+    """Compare a run with the dense model of `baseline`."""
     paper, causal = (run.mean[a].total for a in ("paper", "causal"))
     return {
         "gflops": paper / 1e9,
         "causal_gflops": causal / 1e9,
-        "reduction": rival.dense["paper"].total / paper,
-        "reduction_causal": rival.dense["causal"].total / causal,
+        "reduction": baseline.dense["paper"].total / paper,
+        "reduction_causal": baseline.dense["causal"].total / causal,
     }
 
 
-def paper_table(found: dict[str, Any]) -> str:
+def _paper_table(found: dict[str, Any]) -> str:
     from mst_scale.costs.paper_table import PRINTED
 
     lines = [["method", "in the paper", "ours", "÷", "causal", "÷"]]
@@ -330,19 +329,19 @@ def paper_table(found: dict[str, Any]) -> str:
         [
             "GFLOPs of one 1024-token sequence, forward and backward, averaged over 140,000 steps",
             "",
-            *aligned(lines, left=(0,)),
+            *align(lines, left=(0,)),
             "",
             found["misprint"],
             "",
-            "What the paper quotes of others, in times fewer FLOPs than dense, and what their runs count:",
-            *aligned(others, left=(0, 5, 6)),
+            "Reductions over dense training that the paper quotes for other methods, and our count of their runs:",
+            *align(others, left=(0, 5, 6)),
             "",
             "MST under other readings of the schedule:",
-            *aligned(readings, left=(0, 1, 2)),
+            *align(readings, left=(0, 1, 2)),
             "",
-            f"With a dense LM head MST takes {head['gflops']:.1f} G: {head['reduction']:.2f}× fewer than dense, not "
+            f"With a dense LM head, MST needs {head['gflops']:.1f} G: {head['reduction']:.2f}× fewer than dense, not "
             f"{found['rows'][-1]['reduction']:.2f}× (causal: {head['reduction_causal']:.2f}×).",
-            f"BERT-base under the same recipe: {bert['gflops']:.1f} of {bert['dense_gflops']:.1f} G a 512-token "
+            f"BERT-base under the same recipe: {bert['gflops']:.1f} of {bert['dense_gflops']:.1f} G per 512-token "
             f"sequence, {bert['reduction']:.2f}× fewer.",
             found["ignored"],
         ]
@@ -355,15 +354,3 @@ REDUCTIONS = ("reduction", "reduction_causal")
 def _cells(row: dict[str, float]) -> list[str]:
     keys = ("gflops", "reduction", "causal_gflops", "reduction_causal")
     return [f"{row[key]:.2f}" for key in keys]
-
-
-def aligned(rows: Sequence[Sequence[str]], left: tuple[int, ...]) -> list[str]:
-    """Columns: words to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if k in left else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -55,7 +55,7 @@ def test_the_papers_table_to_read(capsys):
     text = ask(capsys, "--paper")
     assert "MST 219.4 219.45 3.99 211.18 3.87" in " ".join(text.split())
     assert sum("847.8" in line for line in text.splitlines()) == 1, "the misprint, in one line"
-    assert "With a dense LM head MST takes 400.1 G: 2.19× fewer" in text and "BERT-base" in text
+    assert "With a dense LM head, MST needs 400.1 G: 2.19× fewer" in text and "BERT-base" in text
     assert "Not counted: norms" in text
 
 
@@ -97,7 +97,7 @@ def test_a_config_to_read(capsys):
 
 
 def test_dense_short(capsys):
-    found = json.loads(ask(capsys, "--config", CONFIG, "--method", "dense-short", "--like", CONFIG, "--json"))
+    found = json.loads(ask(capsys, "--config", CONFIG, "--method", "dense-short", "--match-flops", CONFIG, "--json"))
     assert (found["method"], found["steps"]) == ("dense-short", 35_122)
     sparse = json.loads(ask(capsys, "--config", CONFIG, "--json"))
     assert found["total_flops"]["paper"] == pytest.approx(sparse["total_flops"]["paper"], rel=1 / 35_122)
@@ -109,8 +109,11 @@ def test_dense_short(capsys):
         (["--config", "nope.json"], "no such config file"),
         (["--config", CONFIG, "--method", "mts"], "the nearest is 'mst'"),
         (["--config", CONFIG, "--method", "dense-short"], "--like C"),
-        (["--config", CONFIG, "--method", "dense-short", "--like", "nope.json"], "nope.json: no such config file"),
-        (["--config", CONFIG, "--like", CONFIG], "goes with method dense-short"),
+        (
+            ["--config", CONFIG, "--method", "dense-short", "--match-flops", "nope.json"],
+            "nope.json: no such config file",
+        ),
+        (["--config", CONFIG, "--match-flops", CONFIG], "goes with method dense-short"),
         (["--config", CONFIG, "--set", "mst.sparsity.max=1"], "must lie in [0, 1)"),
         (["--config", CONFIG, "--set", "mst.sparsity.warmup=150000"], "do not fit in 140000 steps"),
         (["--config", CONFIG, "--ranks", "0"], "--ranks must be at least 1"),

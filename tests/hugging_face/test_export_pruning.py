@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mst_scale.cli import main
-from mst_scale.cli.export import ABOUT
+from mst_scale.cli.checkpoints import EXPORT
 from mst_scale.data.masking import open_sampler
 from mst_scale.errors import UserError
 from mst_scale.hugging_face.bert_names import from_hugging_face as bert_from_hugging_face
@@ -169,24 +169,17 @@ def _base64(byte: int) -> bytes:
 
 
 def test_the_command_tells_of_every_way():
-    assert all(f"\n  {how} " in ABOUT for how in HOW)
+    assert all(f"\n  {how} " in EXPORT for how in HOW)
 
 
 def test_the_command(run, tmp_path, capsys):
     words = ["export", str(run), str(tmp_path / "hf")]
     assert main([*words, "--pattern", "2:4", "--method", "wanda", "--calibration-sequences", "4"]) == 0
     said = capsys.readouterr().out
-    assert "not pruned, for no linear layer multiplies with it: wte.weight" in said and "before pruning" in said
+    assert "not pruned, as no linear layer multiplies by it: wte.weight" in said and "before pruning" in said
     assert main(["export", str(run), str(tmp_path / "no"), "--prune", "0.5", "--method", "wnada"]) == 2
     refusal = capsys.readouterr().err.splitlines()
     assert refusal == ["mst: --method 'wnada' is unknown: choose one of magnitude, wanda, sparsegpt"]
-
-
-def test_the_old_name_of_the_option_works_with_a_warning(run, tmp_path, caplog):
-    words = ["export", str(run), str(tmp_path / "hf"), "--prune", "0.5", "--how", "magnitude"]
-    assert main(words) == 0
-    assert [record.levelname for record in caplog.records if "--method" in record.getMessage()] == ["WARNING"]
-    assert main([*words[:2], str(tmp_path / "no"), *words[3:], "--method", "magnitude"]) == 2
 
 
 def test_sizes_are_printed_and_that_zeros_save_nothing(run, tmp_path, capsys):

@@ -190,7 +190,7 @@ def test_flops_are_told_beforehand(tmp_path, small, capsys):
     said = capsys.readouterr().out
     assert f"FLOPs of {small}/checkpoints/step00000012 and " in said and "for 4 steps that train the growth" in said
     assert cli.main(words) == 0
-    assert "Not in them: the FLOPs of the smaller run and of 4 steps that train the growth" in capsys.readouterr().out
+    assert "Not included: the FLOPs of the smaller run and of 4 steps that train the growth" in capsys.readouterr().out
 
     raw = json.loads(config.read_text())
     (tmp_path / "like.json").write_text(json.dumps({**raw, "mst": {**LIGO, "grow_from": str(small)}}))
