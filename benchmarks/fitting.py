@@ -21,7 +21,7 @@ def layers_that_fit(ours: Experiment, rival: Experiment, ranks: int, capacity: f
         peak = max(a.peak + b.held + b.gradients for a, b in (sides, sides[::-1]))
         if peak * (1 + FRAGMENTS) + CONTEXT <= capacity:
             return layers
-    raise UserError(f"--layers fit: not one layer fits in {capacity / 1e9:.0f} GB: take a smaller --micro")
+    raise UserError(f"--layers fit: not one layer fits in {capacity / 1e9:.0f} GB: take a smaller --micro-batch-size")
 
 
 def _held(experiment: Experiment, layers: int, ranks: int) -> Memory:

@@ -1,6 +1,6 @@
 """Measures what it costs to look at the weights while they train.
 
-    mst bench observer [--rounds N] [--json | --markdown]
+    mst bench logging_overhead [--rounds N] [--json | --markdown]
 
     look      what TensorBoard gets every `training.histogram_every` steps (default 500): moments of all matrices,
               histograms and pictures of a few, written through DeepSpeed's monitor; against those 500 steps
@@ -93,7 +93,7 @@ def table(rows: list[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and print its results."""
     parser = Parser(
-        prog="mst bench observer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="mst bench logging_overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=at_least(2), default=7, help="measured looks (default: %(default)s)")
     parser.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads")
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     with aside():
         rows = run(options.rounds)
-    command = f"mst bench observer --rounds {options.rounds}"
+    command = f"mst bench logging_overhead --rounds {options.rounds}"
     tell(options, rows, table(rows), about=machine(options.threads), doc=__doc__, command=command)
     return 0
 

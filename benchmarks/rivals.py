@@ -1,12 +1,12 @@
 """Runs every method at one small size on equal FLOPs, with tuned rates and three seeds: the study `rivals`.
 
-    mst bench rivals [--out DIR] [--resume] [--budget HOURS] [--page] [--json]
+    mst bench baselines [--out DIR] [--resume] [--budget HOURS] [--page] [--json]
 
 Loss over FLOPs, every method a point beside the dense line; the rest is as `mst bench study --help` says.
 
 examples:
   python -m mst_scale.benchmarks.studies.corpus --out corpora/study
-  mst bench rivals --out runs/rivals --resume
+  mst bench baselines --out runs/rivals --resume
 """
 
 from __future__ import annotations

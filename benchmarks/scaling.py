@@ -9,7 +9,8 @@
 Each point is `mst bench step` in one phase (--phase ultra), started here on that many processes; `efficiency` is the
 tokens/s per rank against those of the fewest ranks measured. More processes than cores share them: efficiency then says
 as much about the machine as about the program. On a cluster run `deepspeed … --module mst_scale.benchmarks.step
---phases ultra --json > FILE` once for each size (with --micro for strong scaling) and draw the files with --from.
+--phases ultra --json > FILE` once for each size (with --micro-batch-size for strong scaling) and draw the files with
+--from.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
     most = max(options.ranks)
     for kind in options.kinds:
         for ranks in options.ranks:
-            micro = options.micro if kind == "weak" else options.micro * most // ranks
-            arguments = ["--config", options.config, "--ranks", str(ranks), "--micro", str(micro)]
+            micro = options.micro_batch_size if kind == "weak" else options.micro_batch_size * most // ranks
+            arguments = ["--config", options.config, "--ranks", str(ranks), "--micro-batch-size", str(micro)]
             arguments += ["--rounds", str(options.rounds), "--phases", options.phase]
             for override in options.set:
                 arguments += ["--set", override]
@@ -150,7 +151,9 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--from", nargs="+", dest="files", metavar="FILE", help="results of `benchmarks.step`")
     found.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2, 4], help="numbers of processes (1 2 4)")
     found.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="weak strong")
-    found.add_argument("--micro", type=at_least(1), default=1, help="sequences a rank (strong: at the most ranks)")
+    found.add_argument(
+        "--micro-batch-size", type=at_least(1), default=1, help="sequences per rank (strong: at the most ranks)"
+    )
     found.add_argument("--phase", default="ultra", help="of the schedule (ultra)")
     found.add_argument("--method", metavar="M", help="overrides mst.method of our side")
     found.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
@@ -165,9 +168,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and print its results."""
     options = parser().parse_args(arguments)
     for ranks in options.ranks if "strong" in options.kinds and options.config else ():
-        if options.micro * max(options.ranks) % ranks:
-            whole = options.micro * max(options.ranks)
-            raise UserError(f"strong scaling: {whole} sequences do not divide into {ranks} ranks: change --micro")
+        if options.micro_batch_size * max(options.ranks) % ranks:
+            whole = options.micro_batch_size * max(options.ranks)
+            raise UserError(
+                f"strong scaling: {whole} sequences do not divide into {ranks} ranks: change --micro-batch-size"
+            )
     if options.plot and Path(options.plot).suffix not in (".png", ".svg"):
         raise UserError(f"--plot {options.plot}: the name must end in .png or .svg")
     about = machine(options.threads)

@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--config", required=True, metavar="C", help="the experiment: a file, or a ready config by name")
     found.add_argument("--method", metavar="M", help="overrides mst.method of our side")
     found.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
-    found.add_argument("--micro", type=int, metavar="N", help="sequences a rank and step (the config's)")
+    found.add_argument("--micro-batch-size", type=int, metavar="N", help="sequences per rank and step (the config's)")
     found.add_argument(
         "--layers", type=_number_or_fit, metavar="N", help='instead of the config\'s; "fit": as many as fit on the GPU'
     )
@@ -106,13 +106,13 @@ def check_options(options: argparse.Namespace) -> None:
     from mst_scale.config.check import batch_shape, check
     from mst_scale.costs.ledger import forecast
 
-    for name, least in (("rounds", 2), ("ranks", 1), ("micro", 1), ("threads", 1), ("layers", 1)):
-        value = getattr(options, name)
+    for name, least in (("rounds", 2), ("ranks", 1), ("micro-batch-size", 1), ("threads", 1), ("layers", 1)):
+        value = getattr(options, name.replace("-", "_"))
         if isinstance(value, int) and value < least:
             raise UserError(f"--{name} must be at least {least}, not {value}")
     experiment = load(options.config, options.set, options.method)
     check(experiment)
-    if options.micro is None:
+    if options.micro_batch_size is None:
         batch_shape(experiment.deepspeed, int(os.environ["WORLD_SIZE"]) if launched() else options.ranks)
     known = dict.fromkeys(phase.name for phase in forecast(experiment).phases)
     for name in options.phases or ():

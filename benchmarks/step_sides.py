@@ -50,7 +50,7 @@ class Pair:
         self.ranks = ranks
         ours = load(options.config, options.set, options.method)
         theirs = load(options.config, [o for o in options.set if not o.startswith("mst.")], "dense")
-        self.experiment, rival = (self._one_micro_batch(e, options.micro) for e in (ours, theirs))
+        self.experiment, rival = (self._one_micro_batch(e, options.micro_batch_size) for e in (ours, theirs))
         if options.layers is not None:
             layers = options.layers
             if layers == "fit":

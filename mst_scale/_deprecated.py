@@ -32,7 +32,13 @@ CONFIG_KEYS: dict[str, str] = {
 CONFIG_VALUES: dict[tuple[str, str], str] = {
     ("mst.topology.grown_moments", "living"): "active_mean",
 }  # (dotted path of the key as it is called now, old value) -> new value
-FLAGS: dict[str, str] = {}  # --old -> --new, in every command that has --new
+FLAGS: dict[str, str] = {  # --old -> --new, in every command that has --new
+    "--frontier": "--compute-frontier",
+    "--how": "--method",
+    "--like": "--match-flops",
+    "--micro": "--micro-batch-size",
+}
+BENCHMARKS: dict[str, str] = {"observer": "logging_overhead", "rivals": "baselines"}  # `mst bench OLD` -> NEW
 
 
 def _warn(old: str, new: str) -> None:

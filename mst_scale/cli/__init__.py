@@ -1,7 +1,5 @@
 """The `mst` command: what can be done with data, configs and runs.
 
-One file a verb; plan_text is how `mst plan` speaks.
-
 Exit codes: 0 success, 1 failure, 2 usage error, 3 diverged. Usage errors print one line; set MST_TRACEBACK=1 for a full
 traceback.
 """
@@ -12,41 +10,82 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mst_scale
 from mst_scale import comm
 from mst_scale.comm.parser import Parser
 
-VERBS = (
-    "doctor",
-    "data",
-    "flops",
-    "plan",
-    "launch",
-    "inspect",
-    "masks",
-    "report",
-    "reshape",
-    "export",
-    "eval",
-    "bench",
-)
+VERBS = {  # command -> module of this package
+    "doctor": "doctor",
+    "data": "data",
+    "flops": "flops",
+    "plan": "plan",
+    "launch": "launch",
+    "inspect": "checkpoints",
+    "masks": "checkpoints",
+    "reshape": "checkpoints",
+    "export": "checkpoints",
+    "report": "report",
+    "eval": "eval",
+    "bench": "bench",
+}
 
 
 def parser() -> Parser:
+    """Return the parser of `mst` with all its commands."""
     top = Parser(
-        prog="mst", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog="mst VERB --help"
+        prog="mst",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="mst COMMAND --help describes a command and has examples, as mst data --help",
     )
-    top.add_argument("--version", action=Version, nargs=0, help="mst_scale, and what it runs on")
-    subparsers = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in VERBS:
-        importlib.import_module(f"mst_scale.cli.{verb}").add(subparsers)
+    top.add_argument("--version", action=_Version, nargs=0, help="print the versions of mst_scale, torch and DeepSpeed")
+    subparsers = top.add_subparsers(dest="verb", required=True, metavar="COMMAND")
+    for name in dict.fromkeys(VERBS.values()):
+        importlib.import_module(f"mst_scale.cli.{name}").add(subparsers)
     return top
 
 
-class Version(argparse.Action):
-    """Says what is installed, as its metadata tells it: nothing of it is imported."""
+def add_command(
+    subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, text: str
+) -> argparse.ArgumentParser:
+    """Add a command and return its parser.
+
+    Args:
+        subparsers: Those of `mst`.
+        name: The command.
+        run: What it does; returns the exit code.
+        help: One line for `mst --help`.
+        text: Its own help: a description and, after a line "examples:", examples.
+    """
+    about, _, examples = text.partition("\nexamples:\n")
+    command: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=help,
+        description=about,
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def align(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """Return the rows as lines whose columns are aligned: those in `left` to the left, all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if k in left else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+class _Version(argparse.Action):
+    """Prints what is installed, from the packages' metadata: none of them is imported."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(f"mst_scale {mst_scale.__version__} (torch {_installed('torch')}, DeepSpeed {_installed('deepspeed')})")
@@ -63,11 +102,12 @@ def _installed(package: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit code."""
     args = parser().parse_args(argv)
     try:
         return int(args.run(args))
     except KeyboardInterrupt:
-        return _say("stopped", 1)
+        return _fail("stopped", 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has left
         return 1
@@ -76,9 +116,9 @@ def main(argv: list[str] | None = None) -> int:
             comm.end(error)
         if not comm.is_plain(error):
             raise
-        return _say(comm.one_line(error), comm.exit_code(error))
+        return _fail(comm.one_line(error), comm.exit_code(error))
 
 
-def _say(message: str, code: int) -> int:
+def _fail(message: str, code: int) -> int:
     print(f"mst: {message}", file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""`mst data`: turns text into a corpus that a run can read."""
+"""`mst data`: tokenizes text into a corpus that a run can read."""
 
 from __future__ import annotations
 
@@ -7,79 +7,73 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mst_scale.cli import add_command
 from mst_scale.comm import format_value
 from mst_scale.comm.parser import validate_folder
 from mst_scale.errors import UserError
 
-ABOUT = """\
+TEXT = """\
 Tokenize text into a corpus folder: train.bin and val.bin (nanoGPT's layout) and meta.json.
 
 SOURCE is one of
-  stdlib          the sources of the running Python: real text that is on every machine (the default)
-  package:NAME    those of an installed package: the same text on every machine that has its version
+  stdlib          the source code of the running Python: real text that every machine has (the default)
+  package:NAME    the source code of an installed package: the same text on every machine with the same version
   openwebtext     the paper's data set, with nanoGPT's train/validation split; 40 GB of text
-  NAME            any other data set of the Hugging Face hub (--subset, --split, --revision, --stream)
+  NAME            any other data set on the Hugging Face hub (--subset, --split, --revision, --stream)
   PATH...         files, globs and folders: .txt, .jsonl, .parquet, also .json, .csv, .arrow, .jsonl.gz/.zst/.xz/.bz2;
                   or a folder that `datasets` has written with save_to_disk
 
-TOKENIZER is `byte` (256 bytes and an end of text), `gpt2` or another encoding of tiktoken, or the path of a .tiktoken
-rank file, split by GPT-2's pattern: r50k_base.tiktoken gives gpt2's ids without a network. For BERT any of these, as
-[MASK] is the model's last id then, or `bert-base-uncased`, `bert-base-cased` or the path of a vocab.txt: word pieces.
-Masks are drawn during training, so GPTs and BERTs use the same corpora.
+TOKENIZER is `byte` (256 bytes and an end-of-text token), `gpt2` or another encoding of tiktoken, or the path of a
+.tiktoken rank file, which is split by GPT-2's pattern: r50k_base.tiktoken gives the ids of gpt2 without a network. BERT
+can use any of these ([MASK] is then the last id of the model), or word pieces: `bert-base-uncased`, `bert-base-cased`
+or the path of a vocab.txt. Masks are drawn during training, so the corpus is the same for GPT and BERT.
 
-The same command finishes a run that was killed. A finished corpus is used as it is."""
+The same command completes a run that was killed. A complete corpus is used as it is.
 
-EXAMPLES = """\
 examples:
   mst data                                              # corpora/stdlib-byte, in seconds
-  mst data package:sympy                                # corpora/sympy-byte, the demo's
-  mst data openwebtext --out corpora/owt                # what the paper trains on; hours on a few cores
+  mst data package:sympy                                # corpora/sympy-byte, which the demo trains on
+  mst data openwebtext --out corpora/owt                # the paper's corpus; takes hours on a few cores
   mst data 'books/*.txt' --tokenizer gpt2 --out corpora/books --val-fraction 0.02
   mst data 'books/*.txt' --tokenizer vocab.txt --out corpora/books-bert
   mst data crawl.jsonl.zst --text-key content --out corpora/crawl
   mst data HuggingFaceFW/fineweb-edu --subset sample-10BT --out corpora/fineweb
-  mst data HuggingFaceFW/fineweb-edu --stream --max-bytes 2G --out corpora/taste
+  mst data HuggingFaceFW/fineweb-edu --stream --max-bytes 2G --out corpora/sample
   mst data roneneldan/TinyStories --val-split validation --out corpora/stories
-  mst data --verify corpora/owt                         # read it all, compare with meta.json's digests
+  mst data --verify corpora/owt                         # compare the files with the digests in meta.json
 """
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def add(subparsers: Any) -> None:
-    verb = subparsers.add_parser(
-        "data",
-        help="tokenize text into a corpus",
-        description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    option = verb.add_argument
-    option("source", nargs="*", metavar="SOURCE", help="what to read (default: stdlib)")
+    """Add the command to the parser."""
+    option = add_command(subparsers, "data", run, "tokenize text into a corpus", TEXT).add_argument
+    option("source", nargs="*", metavar="SOURCE", help="text to read (default: stdlib)")
     option("--out", metavar="DIR", help="the corpus folder (default: corpora/SOURCE-TOKENIZER)")
     option("--tokenizer", metavar="TOKENIZER", help="default: byte for stdlib and packages, else gpt2")
-    option("--text-key", default="text", metavar="KEY", help="JSON key or column of the text (default: text)")
+    option("--text-key", default="text", metavar="KEY", help="JSON key or column that holds the text (default: text)")
     option(
         "--val-fraction",
         type=float,
         metavar="F",
-        help="share for validation (default: 0.0005 for openwebtext, 0.02 for stdlib and packages, else 0.01)",
+        help="fraction for validation (default: 0.0005 for openwebtext, 0.02 for stdlib and packages, else 0.01)",
     )
-    option("--max-bytes", type=_bytes, metavar="N", help="stop reading after N bytes: 500K, 20M, 3G")
-    option("--seed", type=int, default=2357, metavar="N", help="of the split (default: 2357, nanoGPT's)")
+    option("--max-bytes", type=parse_bytes, metavar="N", help="stop reading after N bytes: 500K, 20M, 3G")
+    option("--seed", type=int, default=2357, metavar="N", help="seed of the split (default: 2357, as in nanoGPT)")
     option("--subset", metavar="NAME", help="hub: the configuration of the data set")
     option("--split", default="train", metavar="NAME", help="hub: the split to read (default: train)")
-    option("--val-split", metavar="NAME", help="hub: a split to validate on, in place of --val-fraction")
+    option("--val-split", metavar="NAME", help="hub: a split to validate on, instead of --val-fraction")
     option("--revision", metavar="REV", help="hub: a commit, tag or branch")
-    option("--stream", action="store_true", help="hub: read while downloading, keep no copy")
-    option("--workers", type=int, metavar="N", help="processes (default: all cores); the result is the same")
-    option("--force", action="store_true", help="make it again, whatever the folder holds")
+    option("--stream", action="store_true", help="hub: read while downloading, without keeping a copy")
+    option("--workers", type=int, metavar="N", help="processes (default: all cores); the result does not depend on it")
+    option("--force", action="store_true", help="build the corpus again, whatever is in the folder")
     option("--verify", metavar="DIR", help="check a corpus against its digests, and do nothing else")
     option("--json", action="store_true", help="print meta.json on one line")
-    verb.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Build or verify a corpus."""
     if args.verify is not None:
         return _verify(args)
     from mst_scale.data.prepare import prepare
@@ -117,7 +111,8 @@ def _verify(args: argparse.Namespace) -> int:
     return 0
 
 
-def _bytes(text: str) -> int:
+def parse_bytes(text: str) -> int:
+    """Return the number of bytes that 500K, 20M or 3G stands for; the type of an option."""
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     try:
         value = int(float(number) * UNITS[unit])
@@ -129,7 +124,7 @@ def _bytes(text: str) -> int:
 
 
 def _plain(name: str) -> str:
-    """The last part of a path or hub name; characters that do not belong in a folder's name become "-"."""
+    """Return the last part of a path or hub name, with "-" for characters that do not belong in a folder's name."""
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in Path(name).stem).strip("-") or "corpus"
 
 

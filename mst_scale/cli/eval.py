@@ -9,34 +9,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mst_scale.cli import add_command
 from mst_scale.comm.parser import validate_folder
 from mst_scale.errors import UserError
 
-ABOUT = """\
-Evaluate a model on the paper's tasks with lm-evaluation-harness (pip install 'mst_scale[eval]'). A model of the paper's
-sizes, with GPT-2's vocabulary and context, is shown beside the paper's rows.
+TEXT = """\
+Evaluate a model on the paper's tasks with lm-evaluation-harness (pip install 'mst_scale[eval]'). If the model has one
+of the paper's sizes, and GPT-2's vocabulary and context, the paper's results are shown next to its own.
 
-MODEL is a run's folder or a checkpoint (also of Trainer, Accelerate or your own loop), a folder of transformers (as
-`mst export` writes it), or a name on the Hugging Face hub: `gpt2` is OpenAI's checkpoint.
+MODEL is the folder of a run or a checkpoint (also one of Trainer, Accelerate or your own loop), a transformers folder
+(as `mst export` writes it), or a name on the Hugging Face hub: `gpt2` is OpenAI's checkpoint.
 
-TASKS: lambada, wikitext2, ptb, wikitext103, 1bw, rte, mrpc, or all. Their documents come from the hub, or from the
-files of --data-dir, named after the task:
+TASKS: lambada, wikitext2, ptb, wikitext103, 1bw, rte, mrpc, or all. Their documents come from the hub, or from files in
+--data-dir, named after the task:
 
-  lambada.jsonl     {"text": "…"} per line, whose last word is predicted; or lambada.txt, a passage per line
-  wikitext2.txt     the text as it stands; or wikitext2.jsonl, {"text": "…"} per line, joined by empty lines
-  rte.jsonl         {"sentence1": "…", "sentence2": "…", "label": 0 or 1} per line, with GLUE's labels
-  rte.train.jsonl   the same, examples for the prompt (--shots)
+  lambada.jsonl     one {"text": "…"} per line, whose last word is predicted; or lambada.txt, one passage per line
+  wikitext2.txt     the plain text; or wikitext2.jsonl, one {"text": "…"} per line, joined by empty lines
+  rte.jsonl         one {"sentence1": "…", "sentence2": "…", "label": 0 or 1} per line, with GLUE's labels
+  rte.train.jsonl   the same, as examples for the prompt (--shots)
 
-Perplexities are given per token (what the paper's rows are taken to be) and per word (between blanks). A text is one
-sequence and is not detokenized; it is read in windows of the model's context that move on by --stride, so that all but
-the first tokens of a text have context - stride tokens before them at least. LAMBADA per word: all tokens of the last
-word must be the most likely ones.
+Perplexities are per token (which we assume the paper's to be) and per word (separated by blanks). A text is one
+sequence and is not detokenized. It is read in windows of the model's context that advance by --stride, so all tokens
+but the first of a text have at least context - stride tokens before them. LAMBADA is scored per word: all tokens of the
+last word must be the most likely ones.
 
-The result is also written to eval.json in the run's or the model's folder (--out names another file). The same command
-finishes an evaluation that was killed; results of another checkpoint or with other settings are kept next to it.
-Several processes: torchrun --nproc_per_node 2 -m mst_scale eval …, or mpirun -n 2 mst eval …; each uses its own GPU."""
+The result is also written to eval.json in the folder of the run or model (or to --out). The same command completes an
+evaluation that was killed; results of other checkpoints or settings in that file are kept. For several processes:
+torchrun --nproc_per_node 2 -m mst_scale eval …, or mpirun -n 2 mst eval …; each uses its own GPU.
 
-EXAMPLES = """\
 examples:
   mst eval runs/gpt2 --tasks lambada,wikitext2
   mst eval exported/gpt2 --tasks all --shots 5 --json
@@ -45,37 +45,31 @@ examples:
 
 
 def add(subparsers: Any) -> None:
-    verb = subparsers.add_parser(
-        "eval",
-        help="evaluate a model on the paper's tasks",
-        description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    option = verb.add_argument
+    """Add the command to the parser."""
+    option = add_command(subparsers, "eval", run, "evaluate a model on the paper's tasks", TEXT).add_argument
     option("model", metavar="MODEL", help="a run, a checkpoint, a folder of transformers, or a name on the hub")
     option("--tasks", required=True, metavar="A,B", help="names separated by commas, or all")
-    option("--data-dir", metavar="DIR", help="read the tasks' documents from files there, not from the hub")
+    option("--data-dir", metavar="DIR", help="folder of the tasks' documents (default: from the hub)")
     option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: the model's own)")
-    option("--config", metavar="FILE", help="the experiment, for a checkpoint that is not in its run's folder")
-    option("--stride", type=int, metavar="N", help="tokens that a window moves on (default: half the context)")
+    option("--config", metavar="FILE", help="the experiment, for a checkpoint outside the folder of its run")
+    option("--stride", type=int, metavar="N", help="tokens by which a window advances (default: half the context)")
     option("--shots", type=int, default=5, metavar="N", help="examples in the prompts of rte and mrpc (default: 5)")
     option("--batch-size", type=int, default=8, metavar="N", help="windows per forward pass (default: 8)")
-    option("--device", metavar="D", help="default: cuda if available, else cpu")
-    option("--out", metavar="FILE", help="where the result is written (default: eval.json in the model's folder)")
+    option("--device", metavar="D", help="cpu, cuda or cuda:N (default: cuda if there is a GPU, else cpu)")
+    option("--out", metavar="FILE", help="file for the result (default: eval.json in the model's folder)")
     option("--json", action="store_true", help="print one JSON object")
-    verb.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Evaluate on one process, or on the ranks that a launcher has started."""
     from mst_scale.evaluation.tasks import choose
 
     tasks = choose(args.tasks)
     if args.batch_size < 1:
-        raise UserError(f"--batch-size {args.batch_size}: it must be at least 1")
+        raise UserError(f"--batch-size {args.batch_size}: give at least 1")
     if args.out:
         if Path(args.out).is_dir():
-            raise UserError(f"--out {args.out!r} is a folder: name a file in it")
+            raise UserError(f"--out {args.out!r} is a folder: name a file")
         validate_folder("--out", Path(args.out).parent)
     if args.json:
         logging.getLogger("mst_scale").setLevel(logging.WARNING)
@@ -106,8 +100,8 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _device_of(asked: str | None, local_rank: int) -> Any:
-    """The device of this rank: each has its own GPU."""
+def device_of(asked: str | None, local_rank: int) -> Any:
+    """Return the device of this rank for --device; every rank gets its own GPU."""
     import torch
 
     asked = asked or ("cuda" if _cuda() else "cpu")
@@ -116,7 +110,7 @@ def _device_of(asked: str | None, local_rank: int) -> Any:
     try:
         return torch.device(f"cuda:{local_rank}" if asked == "cuda" else asked)
     except RuntimeError:
-        raise UserError(f"--device {asked}: there is no such device; say cpu, cuda or cuda:N") from None
+        raise UserError(f"--device {asked}: there is no such device; use cpu, cuda or cuda:N") from None
 
 
 def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
@@ -133,7 +127,7 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
     )
 
     def prepare() -> Any:
-        device = _device_of(args.device, 0 if ranks is None else ranks.local_rank)
+        device = device_of(args.device, 0 if ranks is None else ranks.local_rank)
         harness.load()
         docs = read_documents(tasks, settings)
         model, text = open_model(args.model, args.tokenizer, device, Path(args.config) if args.config else None)
@@ -153,23 +147,23 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
     if first:
         beside_paper = comparable(model.context, model.vocab_size, model.parameters)
         words = table(result["tasks"], beside_paper=beside_paper)
-        print(as_json(result) if args.json else _described(result, words, out, beside_paper))
+        print(as_json(result) if args.json else format_result(result, words, out, beside_paper))
     return 0
 
 
-def _described(result: dict[str, Any], table: str, out: Path | None, beside_paper: bool) -> str:
-    """The result for people: the table, with or without the paper's rows, and how it was computed."""
+def format_result(result: dict[str, Any], table: str, out: Path | None, beside_paper: bool) -> str:
+    """Return the result for people: the table, whether it has the paper's rows, and how it was computed."""
     s = result["settings"]
     step = "" if result["step"] is None else f", step {result['step']:,}"
     lines = [f"{result['model']}{step}, tokenizer {result['tokenizer']}", "", table, ""]
-    how = f"windows of {s['context']} tokens, stride {s['stride']}, not detokenised"
+    how = f"windows of {s['context']} tokens, stride {s['stride']}, not detokenized"
     if any(name in ("rte", "mrpc") for name in result["tasks"]):
         how += f"; rte and mrpc with {s['shots']} examples"
     lines.append(f"{how}.")
     if beside_paper:
         lines.append("The paper's rows: GPT-2 small on OpenWebText, as printed.")
     else:
-        lines.append("The paper's rows are not shown: they are of other models (GPT-2 small and Tiny, context 1024).")
+        lines.append("The paper's rows are not shown: its models are GPT-2 small and Tiny with context 1024.")
     if out is not None:
         lines.append(f"written to {out}")
     return "\n".join(lines)

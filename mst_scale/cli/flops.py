@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from mst_scale.cli import add_command, align
 from mst_scale.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,64 +18,58 @@ if TYPE_CHECKING:
     from mst_scale.costs.ledger import Forecast
     from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
-ABOUT = """\
-Counts the FLOPs of a run from its config, before it is started: per phase and on average, by component, compared with
-a dense run and with the paper's tiny model. Figures are GFLOPs of one sequence, forward and backward (3 × forward), in
-two accountings:
+TEXT = """\
+Count the FLOPs of a run from its config, before it is started: per phase, on average and per component, compared with
+a dense run and with the paper's tiny model. The unit is GFLOPs per sequence, forward and backward (3 × forward). There
+are two accountings:
 
   paper    dense attention counts as the full L × L square, as in the paper
   causal   dense attention counts the L (L + 1) / 2 pairs that a causal kernel computes
 
-Otherwise they are the same: sparse attention counts its own pairs in both."""
+Sparse attention counts its own pairs in both.
 
-IGNORED = (
-    "Not counted: norms, GELU, softmax, biases, embedding look-ups, the optimizer (except Muon's Newton-Schulz) and "
-    "what activation checkpointing recomputes; topology steps are counted separately, with --topology."
-)
-EXAMPLES = """\
 examples:
   mst flops --config gpt2_small
   mst flops --config gpt2_small --method rigl --json
-  mst flops --config gpt2_small --method dense-short --like gpt2_small
+  mst flops --config gpt2_small --method dense-short --match-flops gpt2_small
   mst flops --config large.json --method ligo --from runs/small
   mst flops --paper
 """
 
+IGNORED = (
+    "Not counted: norms, GELU, softmax, biases, embedding look-ups, the optimizer (except Muon's Newton-Schulz) and "
+    "the recomputation of activation checkpointing. Topology steps are counted separately, with --topology."
+)
+
 
 def add(subparsers: Any) -> None:
     """Add the command to the parser."""
-    verb = subparsers.add_parser(
-        "flops",
-        help="count the FLOPs of a run, and print the paper's table",
-        description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    command = add_command(subparsers, "flops", run, "count the FLOPs of a run, and print the paper's table", TEXT)
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", metavar="C", help="a file, or the name of a ready-made config")
+    source.add_argument("--paper", action="store_true", help="print the paper's table next to our count")
+    option = command.add_argument
+    option("--method", metavar="M", help="overrides mst.method")
+    option(
+        "--match-flops", metavar="C", help="for dense-short: the config or folder of the run whose FLOPs it may spend"
     )
-    what = verb.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config", metavar="C", help="a file, or the name of a ready-made config")
-    what.add_argument("--paper", action="store_true", help="the paper's tables, with our count")
-    verb.add_argument("--method", metavar="M", help="overrides mst.method")
-    verb.add_argument("--like", metavar="C", help="for dense-short: the run (config or folder) whose FLOPs it spends")
-    verb.add_argument(
-        "--from", dest="grow_from", metavar="RUN", help="for ligo and stack: the smaller run, whose FLOPs are counted"
+    option("--from", dest="grow_from", metavar="RUN", help="for ligo and stack: the smaller run, whose FLOPs count too")
+    option("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
+    option(
+        "--ranks", type=int, default=1, metavar="N", help="ranks, if the config sets the batch per rank (default: 1)"
     )
-    verb.add_argument("--set", action="append", default=[], metavar="K=V", help="override any config key; repeatable")
-    verb.add_argument(
-        "--ranks", type=int, default=1, help="processes, if the config has the batch size of one (default 1)"
-    )
-    verb.add_argument("--topology", action="store_true", help="also count topology steps, on a line of their own")
-    verb.add_argument("--json", action="store_true", help="print one JSON object")
-    verb.set_defaults(run=run)
+    option("--topology", action="store_true", help="also count topology steps, on a separate line")
+    option("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the count."""
+    """Print the FLOPs of a config, or the paper's table."""
     if args.paper:
-        if args.method or args.like or args.grow_from or args.set or args.topology:
-            others = "--method, --like, --from, --set and --topology"
-            raise UserError(f"--paper prints the paper's own runs: omit {others}")
+        if args.method or args.match_flops or args.grow_from or args.set or args.topology:
+            others = "--method, --match-flops, --from, --set and --topology"
+            raise UserError(f"--paper prints the paper's own runs: leave out {others}")
         found = _paper()
-        print(json.dumps(found) if args.json else _format_paper(found))
+        print(json.dumps(found) if args.json else _paper_table(found))
         return 0
     from mst_scale.config import load
     from mst_scale.costs.budgets import shortened
@@ -82,15 +77,15 @@ def run(args: argparse.Namespace) -> int:
 
     if args.ranks < 1:
         raise UserError(f"--ranks must be at least 1, not {args.ranks}")
-    named = {"mst.like": args.like, "mst.grow_from": args.grow_from}
+    named = {"mst.like": args.match_flops, "mst.grow_from": args.grow_from}
     overrides = [*args.set, *(f"{key}={json.dumps(value)}" for key, value in named.items() if value)]
     experiment = shortened(load(args.config, overrides, args.method), args.ranks)
     if not _names_a_model(args):
         m = experiment.model
         default = f"GPT-2 small ({m.n_layer} layers of width {m.n_embd}, context {m.seq_length:,})"
         print(f"mst: {args.config} has no model block: this counts the default, {default}", file=sys.stderr)
-    found = _count(experiment, forecast(experiment, ranks=args.ranks), args)
-    print(json.dumps(found) if args.json else _format_count(found))
+    found = _report(experiment, forecast(experiment, ranks=args.ranks), args)
+    print(json.dumps(found) if args.json else _table(found))
     return 0
 
 
@@ -104,7 +99,7 @@ def _names_a_model(args: argparse.Namespace) -> bool:
 # --- one config ---
 
 
-def _count(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> dict[str, Any]:
+def _report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> dict[str, Any]:
     from mst_scale.config.check import batch_shape
     from mst_scale.costs.flops import head_name, optimizer_flops
     from mst_scale.costs.ledger import forecast, sparse_matrices, tiny_flops, topology_flops
@@ -153,7 +148,7 @@ def _count(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> d
 
 
 def _grown(experiment: Experiment, sequences: int) -> dict[str, Any] | None:
-    """The cost of a grown model before its first step, without figures if no smaller run is given."""
+    """Return what a grown model has cost before its first step; there are no figures if no smaller run is named."""
     from mst_scale.config.growth import check_growth
     from mst_scale.costs.budgets import before
 
@@ -184,7 +179,7 @@ COMPONENTS = ("qkv", "scores", "reduce", "proj", "ffw1", "ffw2", "head")
 OPTIMIZER = "optimizer"  # a column if it is counted
 
 
-def _format_count(found: dict[str, Any]) -> str:
+def _table(found: dict[str, Any]) -> str:
     shown = COMPONENTS + ((OPTIMIZER,) if found["optimizer_flops"] else ())
     lines = [["phase", "steps", "sparsity", "attention", *shown, "paper", "÷", "causal", "÷"]]
     for phase in found["phases"]:
@@ -201,7 +196,7 @@ def _format_count(found: dict[str, Any]) -> str:
         f"{found['config']}, method {found['method']}: GFLOPs of one sequence of {found['context']:,} tokens, "
         "forward and backward",
         "",
-        *_aligned(lines, left=(0, 3)),
+        *align(lines, left=(0, 3)),
         "",
         f"{mean['paper']:.2f}× fewer FLOPs than dense (causal: {mean['causal']:.2f}×); "
         f"{tiny['paper']:.3g} times those of the tiny model (causal: {tiny['causal']:.3g}).",
@@ -212,8 +207,8 @@ def _format_count(found: dict[str, Any]) -> str:
     text += [
         f"The whole run: {found['steps']:,} steps × {found['sequences']:,} sequences = {total['paper']:.3g} FLOPs "
         f"(causal: {total['causal']:.3g}).",
-        f"The same FLOPs pay for {dense_steps['paper']:,.0f} dense steps (causal: {dense_steps['causal']:,.0f}); "
-        "--method dense-short --like C trains the first number.",
+        f"The same FLOPs buy {dense_steps['paper']:,.0f} dense steps (causal: {dense_steps['causal']:,.0f}); "
+        "--method dense-short --match-flops C trains the former.",
     ]
     if found["optimizer_flops"]:
         text.append(
@@ -235,12 +230,12 @@ def _format_growth(grown: dict[str, Any], total: dict[str, float]) -> str:
     steps = f"{grown['steps']:,} steps that train the growth"
     if grown["from"] is None:
         more = f" and of {steps}" if grown["steps"] else ""
-        return f"Not included: the FLOPs of the smaller run{more}; --from RUN counts them."
+        return f"Not included: the FLOPs of the smaller run{more}; count them with --from RUN."
     more = f" and {grown['growth']['paper']:.3g} for {steps}" if grown["steps"] else ""
     sums = {a: total[a] + grown["total"][a] for a in total}
     return (
-        f"Before its first step: {grown['run']['paper']:.3g} FLOPs of {grown['from']}{more}, with which a run's ledger "
-        f"begins; with them {sums['paper']:.3g} (causal: {sums['causal']:.3g})."
+        f"Spent before its first step: {grown['run']['paper']:.3g} FLOPs of {grown['from']}{more}; the ledger of a run "
+        f"starts with them. In total: {sums['paper']:.3g} (causal: {sums['causal']:.3g})."
     )
 
 
@@ -302,7 +297,7 @@ def _paper() -> dict[str, Any]:
 
 
 def _row(run: Forecast, baseline: Forecast) -> dict[str, float]:
-    """Compare with the dense model of `baseline`."""
+    """Compare a run with the dense model of `baseline`."""
     paper, causal = (run.mean[a].total for a in ("paper", "causal"))
     return {
         "gflops": paper / 1e9,
@@ -312,7 +307,7 @@ def _row(run: Forecast, baseline: Forecast) -> dict[str, float]:
     }
 
 
-def _format_paper(found: dict[str, Any]) -> str:
+def _paper_table(found: dict[str, Any]) -> str:
     from mst_scale.costs.paper_table import PRINTED
 
     lines = [["method", "in the paper", "ours", "÷", "causal", "÷"]]
@@ -332,15 +327,15 @@ def _format_paper(found: dict[str, Any]) -> str:
         [
             "GFLOPs of one 1024-token sequence, forward and backward, averaged over 140,000 steps",
             "",
-            *_aligned(lines, left=(0,)),
+            *align(lines, left=(0,)),
             "",
             found["misprint"],
             "",
-            "Times fewer FLOPs than dense, as the paper quotes them for other methods and as we count their runs:",
-            *_aligned(others, left=(0, 5, 6)),
+            "Reductions over dense training that the paper quotes for other methods, and our count of their runs:",
+            *align(others, left=(0, 5, 6)),
             "",
-            "MST under other interpretations of the schedule:",
-            *_aligned(readings, left=(0, 1, 2)),
+            "MST under other readings of the schedule:",
+            *align(readings, left=(0, 1, 2)),
             "",
             f"With a dense LM head, MST needs {head['gflops']:.1f} G: {head['reduction']:.2f}× fewer than dense, not "
             f"{found['rows'][-1]['reduction']:.2f}× (causal: {head['reduction_causal']:.2f}×).",
@@ -354,15 +349,3 @@ def _format_paper(found: dict[str, Any]) -> str:
 def _cells(row: dict[str, float]) -> list[str]:
     keys = ("gflops", "reduction", "causal_gflops", "reduction_causal")
     return [f"{row[key]:.2f}" for key in keys]
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: tuple[int, ...]) -> list[str]:
-    """Align the `left` columns left, and the others, which hold numbers, right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if k in left else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -5,26 +5,27 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from mst_scale.cli import add_command
 from mst_scale.config import ready
 
-ABOUT = """\
-Pretrain, and keep the run going: what fails starts again from its newest whole checkpoint, what is asked to stop saves.
+TEXT = """\
+Pretrain, and keep the run going: after a failure it restarts from its latest complete checkpoint, and when it is asked
+to stop it saves first.
 
   local      this machine: one process for each GPU, or two on the CPU
-  slurm      one job that saves before its time is up, requeues itself and goes on until the run is finished
+  slurm      one job that saves before its time is up, requeues itself and continues until the run is finished
   mpi        under mpirun of OpenMPI or MPICH
   hostfile   the machines of a hostfile, over ssh or pdsh
-  sweep      methods × seeds, by one of the others, and their table
+  sweep      methods × seeds, by one of the others, and a table of the results
 
-What follows HOW goes to that launcher: its options, then CONFIG, then arguments of mst_scale.pretrain. CONFIG is a
-file, or a ready config by name:
+The words after HOW go to that launcher: its options, then CONFIG, then arguments of mst_scale.pretrain. CONFIG is a
+file, or the name of a ready-made config:
 
   {names}
 
-`mst launch HOW --help` lists the options; each has --dry-run, which shows what would run. They are bash scripts, in a
-clone launchers/*.sh."""
+`mst launch HOW --help` lists the options of a launcher; each has --dry-run, which shows what would run. In a clone the
+same launchers are scripts, launchers/*.sh.
 
-EXAMPLES = """\
 examples:
   mst launch local demo --out runs/demo
   mst launch local --processes 2 my_config.json --method rigl
@@ -36,16 +37,11 @@ LAUNCHERS = ("local", "slurm", "mpi", "hostfile", "sweep")
 
 
 def add(subparsers: Any) -> None:
-    verb = subparsers.add_parser(
-        "launch",
-        help="start a run on this machine or a cluster",
-        description=ABOUT.format(names=", ".join(ready.configs())),
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verb.add_argument("how", choices=LAUNCHERS, metavar="HOW", help=", ".join(LAUNCHERS))
-    verb.add_argument("options", nargs=argparse.REMAINDER, metavar="…", help="options of that launcher, and CONFIG")
-    verb.set_defaults(run=run)
+    """Add the command to the parser."""
+    text = TEXT.format(names=", ".join(ready.configs()))
+    command = add_command(subparsers, "launch", run, "start a run on this machine or a cluster", text)
+    command.add_argument("how", choices=LAUNCHERS, metavar="HOW", help=", ".join(LAUNCHERS))
+    command.add_argument("options", nargs=argparse.REMAINDER, metavar="…", help="options of that launcher, and CONFIG")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,58 +9,49 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mst_scale.cli import add_command
 from mst_scale.comm import may_rewrite
 from mst_scale.comm.parser import validate_folder
 from mst_scale.errors import UserError
 
-ABOUT = """\
-One page of a run, or of several runs compared: what they reached and cost, their recipe, machine and code; training and
-validation loss over steps, FLOPs or time; sparsity, phases and attention; pruning, growing and the layers; weights
-beside their masks.
+TEXT = """\
+Draw one page for a run, or one that compares several runs: results and cost, recipe, machine and code; training and
+validation loss over steps, FLOPs or time; sparsity, phases and attention; pruning and growing per layer; weights next
+to their masks.
 
-RUN is the OUT folder of a training run, finished or not. The page is RUN/report/index.html; beside it lies each figure
-as PNG and SVG, light and dark. Several runs go into ./report or --out; those that differ only in their seed are one
-line, mean and range. Weights are those of the ends of phases (RUN/snapshots), or where there are none of the newest
-checkpoint. What a run does not tell, or what would say nothing, is left out with a note. --json prints {"page",
-"headline", "figures", "notes", "runs"}.
+RUN is the OUT folder of a training run, finished or not. The page is RUN/report/index.html, with each figure next to it
+as PNG and SVG, light and dark. A comparison goes to ./report or --out; runs that differ only in their seed are drawn as
+one line, mean and range. Weights are those at the ends of phases (RUN/snapshots), or else those of the latest
+checkpoint. Figures without data are left out with a note. --json prints {"page", "headline", "figures", "notes",
+"runs"}.
 
---frontier asks one question of finished runs, dense ones of several lengths (and sizes) among them: how many times its
-FLOPs is each method worth? That is the FLOPs that dense training needs for the method's validation loss, read between
-dense runs (log loss over log FLOPs), divided by those that the method spent; against the same model trained shorter and
-against the best of all dense models. Outside of the dense runs it is a bound (≥, ≤). Runs that differ only in their
-seed are one method, with a 95 % interval (Student's t)."""
+--compute-frontier compares finished runs, among them dense ones of several lengths (and sizes), and gives the FLOP
+multiplier of each method: the FLOPs that dense training needs to reach the method's validation loss, interpolated
+between dense runs (log loss over log FLOPs), divided by the FLOPs that the method spent. There is one against the same
+model trained for fewer steps, and one against the best of all dense models. Outside the range of the dense runs it is a
+bound (≥, ≤). Runs that differ only in their seed are one method, with a 95 % interval (Student's t).
 
-EXAMPLES = """\
 examples:
   mst report runs/demo
-  mst report --watch runs/demo                          # anew every 30 s until the run ends; the page reloads itself
+  mst report --watch runs/demo                          # every 30 s until the run ends; the page reloads itself
   mst report runs/mst-* runs/dense-* --out runs/compared
-  mst report --frontier runs/mst-* runs/dense-*         # what is it worth against dense runs of all lengths?
+  mst report --compute-frontier runs/mst-* runs/dense-* # FLOP multiplier over dense runs of all lengths
 """
 
 
 def add(subparsers: Any) -> None:
-    verb = subparsers.add_parser(
-        "report",
-        help="draw a run, or compare several",
-        description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verb.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    verb.add_argument(
-        "--out", type=Path, metavar="DIR", help="where the report goes (default: RUN/report, of several runs ./report)"
-    )
-    verb.add_argument("--watch", action="store_true", help="draw anew while the runs train, until they end")
-    verb.add_argument("--every", type=int, default=30, metavar="S", help="seconds between two drawings (30)")
-    verb.add_argument(
-        "--frontier", action="store_true", help="FLOPs of the runs against the frontier of the dense ones"
-    )
-    verb.add_argument("--json", action="store_true", help="print one JSON object")
-    verb.set_defaults(run=run)
+    """Add the command to the parser."""
+    option = add_command(subparsers, "report", run, "draw a run, or compare several", TEXT).add_argument
+    option("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
+    option("--out", type=Path, metavar="DIR", help="folder of the report (default: RUN/report, or ./report)")
+    option("--watch", action="store_true", help="draw again and again while the runs train, until they end")
+    option("--every", type=int, default=30, metavar="S", help="seconds between two drawings (default: 30)")
+    option("--compute-frontier", action="store_true", help="FLOP multipliers over the frontier of the dense runs")
+    option("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Write the report and print where it is."""
     if args.every < 1:
         raise UserError(f"--every {args.every}: give at least 1 second")
     try:
@@ -72,19 +63,19 @@ def run(args: argparse.Namespace) -> int:
         validate_folder("--out", args.out)
     own = args.runs[0] if len(args.runs) == 1 else Path()  # a comparison belongs to no single run
     report = Report(args.runs, args.out or own / "report")
-    if args.watch and args.frontier:
-        raise UserError("--frontier compares finished runs: leave out --watch")
+    if args.watch and args.compute_frontier:
+        raise UserError("--compute-frontier compares finished runs: leave out --watch")
     if args.watch:
         _watch(report, args.every)
     report.read()
-    found = report.write_frontier(progress=_progress) if args.frontier else report.write(progress=_progress)
+    found = report.write_frontier(say=_progress) if args.compute_frontier else report.write(say=_progress)
     _progress("")
     print(json.dumps(found) if args.json else _words(found))
     return 0
 
 
 def _watch(report: Any, every: int) -> None:
-    """The page alone, as long as a run goes on; the picture files come at the end."""
+    """Write the page alone while a run trains; the picture files are written at the end."""
     print(f"writing {report.out / 'index.html'} every {every} s until the run ends; Ctrl-C stops", file=sys.stderr)
     try:
         while True:

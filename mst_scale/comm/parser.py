@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import stat
+import sys
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mst_scale import _deprecated
 from mst_scale.comm.exits import end, format_value
 from mst_scale.comm.launch import launched_rank, several
+from mst_scale.comm.messages import logger
 from mst_scale.errors import UserError
 
 
@@ -65,7 +68,10 @@ class Parser(argparse.ArgumentParser):
     """An `argparse.ArgumentParser` whose errors are one line, printed by the first of several ranks."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, rest = super().parse_known_args(args, namespace)
+        """Parse as argparse does, with old names of options replaced and unprintable values rejected."""
+        given = list(sys.argv[1:] if args is None else args)
+        words = [self._renamed(word, given) for word in given]
+        found, rest = super().parse_known_args(words, namespace)
         for option, value in vars(found).items():
             for text in value if isinstance(value, list) else [value]:
                 if option != "set" and isinstance(text, str | Path):  # what --set holds, the config looks at
@@ -74,6 +80,17 @@ class Parser(argparse.ArgumentParser):
                     except UserError as error:
                         self.error(str(error))
         return found, rest
+
+    def _renamed(self, word: str, given: list[str]) -> str:
+        """Return the word, with an option's old name replaced by the new one and a warning."""
+        old, equals, value = word.partition("=")
+        new = _deprecated.FLAGS.get(old)
+        if new not in self._option_string_actions or old in self._option_string_actions:
+            return word
+        if new in given:
+            self.error(f"{old} is the old name of {new}: give {new} alone")
+        logger.warning("%s is now called %s; the old name will be removed in mst_scale 0.3", old, new)
+        return f"{new}{equals}{value}"
 
     def print_help(self, file: Any = None) -> None:
         """Print the help on rank 0 only."""

@@ -37,7 +37,7 @@ def of_ours(
 ) -> str:
     """Return the model card of our GPT or BERT, which was trained with this attention pattern."""
     model, method = experiment.model, str(experiment.mst.method)
-    shape = f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, context {model.context}"
+    shape = f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, context {model.seq_length}"
     rows = [("model", f"{shape}, vocabulary {model.vocab_size:,}"), ("method", method)]
     notes = []
     if model.causal:

@@ -153,7 +153,7 @@ def main(words: list[str]) -> int:
     if stopping and supervisor.stopping != signal.SIGUSR1:  # this process itself was told to stop
         _say("the job was asked to stop for good; the same command continues its run")
     elif code != 2 and (stopping or (code == 0 and job.ranks_stopped)):
-        _say("the job was asked to stop; its run continues in the next job")
+        _say("the job was asked to stop; its run goes on in the next job")
         job.requeue(scratch)
     elif code not in (0, 2, 3) and job.failures < int(requeues):
         _say(f"the run failed on these nodes ({job.node_list}); it is queued again")

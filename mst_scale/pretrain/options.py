@@ -17,27 +17,32 @@ from mst_scale.pretrain import branch, resume
 
 
 def arguments(argv: list[str] | None = None, description: str | None = None) -> argparse.Namespace:
+    """Parse the options; `--help` prints `description` and exits."""
     parser = Parser(
         prog="mst_scale.pretrain", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    experiment = "the experiment: a file, or a ready config by name (gpt2_small)"
+    experiment = "a file, or the name of a ready-made config (gpt2_small)"
     parser.add_argument("--deepspeed_config", required=True, metavar="C", help=experiment)
     parser.add_argument("--method", metavar="M", help="dense, mst, rigl, static, …: overrides mst.method")
-    parser.add_argument("--like", metavar="C", help="for dense-short: the run (config or folder) whose FLOPs it spends")
+    parser.add_argument(
+        "--match-flops", metavar="C", help="for dense-short: the config or folder of the run whose FLOPs it may spend"
+    )
     parser.add_argument("--data", metavar="DIR", help="a folder with train.bin and val.bin: overrides data.dir")
-    parser.add_argument("--out", metavar="DIR", help="where the run's files go (default: runs/<config>-<method>)")
-    parser.add_argument("--steps", type=int, metavar="N", help="overrides training.steps; more lengthen a run (wsd)")
-    parser.add_argument("--init", metavar="M", help="start from weights: gpt2, a folder of transformers, or a run")
+    parser.add_argument("--out", metavar="DIR", help="folder of the run's files (default: runs/<config>-<method>)")
+    parser.add_argument("--steps", type=int, metavar="N", help="overrides training.steps; a wsd run can be lengthened")
+    parser.add_argument(
+        "--init", metavar="M", help="start from these weights: gpt2, a folder of transformers, or a run"
+    )
     parser.add_argument(
         "--from", dest="grow_from", metavar="RUN",
-        help="for ligo and stack: the smaller run whose weights this one begins with, grown",
+        help="for ligo and stack: the smaller run whose weights are grown into the initial weights",
     )  # fmt: skip
     parser.add_argument(
         "--branch-decay-from", metavar="RUN[:TAG]",
-        help="begin at a checkpoint of another run, whose learning rate has not decayed yet (lr_schedule wsd), and "
-        "let it decay from there to the last step, which --steps names",
+        help="start at a checkpoint of another run whose learning rate has not decayed yet (lr_schedule wsd), and "
+        "decay it from there to the last step (--steps)",
     )  # fmt: skip
-    parser.add_argument("--eval-tasks", metavar="A,B", help="evaluate these tasks with the validation loss (mst eval)")
+    parser.add_argument("--eval-tasks", metavar="A,B", help="tasks to evaluate (mst eval) with the validation loss")
     parser.add_argument("--eval-every", type=int, metavar="N", help="overrides training.eval_every")
     parser.add_argument("--eval-data", metavar="DIR", help="the tasks' files (default: from the hub)")
     parser.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
@@ -47,11 +52,16 @@ def arguments(argv: list[str] | None = None, description: str | None = None) -> 
 
 
 def experiment_of(args: argparse.Namespace) -> Experiment:
+    """Load the experiment that the options ask for, and check it.
+
+    Raises:
+        UserError: The config or an option cannot be used.
+    """
     overrides = list(args.set)
     if args.steps is not None:
         overrides = [*_fitted(args), *overrides, f"training.steps={args.steps}"]
-    if args.like is not None:
-        overrides.append(f"mst.like={json.dumps(args.like)}")
+    if args.match_flops is not None:
+        overrides.append(f"mst.like={json.dumps(args.match_flops)}")
     if args.grow_from is not None:
         overrides.append(f"mst.grow_from={json.dumps(args.grow_from)}")
     if args.data is not None:
@@ -63,7 +73,7 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
     if changes := overridden_in_recipe(args.deepspeed_config, overrides, args.method):
         logger.info("%s", changes)
     if args.branch_decay_from is not None and experiment.training.init is not None:
-        raise UserError("--branch-decay-from says where the run begins: leave out --init")
+        raise UserError("--branch-decay-from already sets where the run begins: leave out --init")
     begun = args.branch_decay_from is not None or bool(store.list_tags(out_of(args, experiment) / "checkpoints"))
     growth.check_growth(experiment, begun)
     if experiment.training.init is not None:
@@ -81,8 +91,10 @@ def experiment_of(args: argparse.Namespace) -> Experiment:
 
 
 def _fitted(args: argparse.Namespace) -> list[str]:
-    """Durations of the learning rate that the file states in steps, and that --steps leaves no room for: each keeps its
-    share of the run."""
+    """Return overrides for durations of the learning rate that are stated in steps and do not fit into --steps.
+
+    Each keeps its share of the run.
+    """
     training = read(args.deepspeed_config)[1].get("training", {})
     total = training.get("steps") if isinstance(training, dict) else None
     fitted: list[str] = []
@@ -98,4 +110,5 @@ def _fitted(args: argparse.Namespace) -> list[str]:
 
 
 def out_of(args: argparse.Namespace, experiment: Experiment) -> Path:
+    """Return the folder of the run's files."""
     return Path(args.out or f"runs/{config_file(args.deepspeed_config).stem}-{experiment.mst.method}")

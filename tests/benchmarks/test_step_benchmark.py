@@ -39,7 +39,9 @@ def in_the_pool(options):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
     config = tiny_run.config(tmp_path_factory.mktemp("bench"), **BLOCKS)
-    return pool.run(measured, 2, ["--config", str(config), "--rounds", "2", "--micro", "2", "--threads", "1"])[0]
+    return pool.run(
+        measured, 2, ["--config", str(config), "--rounds", "2", "--micro-batch-size", "2", "--threads", "1"]
+    )[0]
 
 
 def test_every_phase_against_dense(found):
@@ -104,7 +106,7 @@ def test_under_the_deepspeed_launcher(tmp_path):
         str(config),
         "--rounds",
         "2",
-        "--micro",
+        "--micro-batch-size",
         "1",
         "--phases",
         "ultra",

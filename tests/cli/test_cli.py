@@ -139,6 +139,32 @@ def test_it_runs_as_a_module_and_answers_machines(tmp_path):
     assert meta["tokenizer"] == "byte" and meta["splits"]["train"]["tokens"] > 100_000
 
 
+@pytest.mark.parametrize(
+    ("words", "new"),
+    [
+        (["export", "nowhere", "{}/a", "--how", "wanda"], "--method"),
+        (["report", "nowhere", "--frontier"], "--compute-frontier"),
+        (["flops", "--config", "gpt2_small", "--method", "dense-short", "--like=nowhere"], "--match-flops"),
+        (["bench", "step", "--config", "nowhere", "--micro", "1"], "--micro-batch-size"),
+        (["bench", "observer", "--nonsense"], "logging_overhead"),
+        (["bench", "rivals", "--nonsense"], "baselines"),
+    ],
+)
+def test_old_names_work_with_a_warning(words, new, tmp_path, caplog):
+    words = [word.format(tmp_path) for word in words]
+    try:
+        assert cli.main(words) == 2, "what else is wrong with this command"
+    except SystemExit as left:
+        assert left.code == 2
+    assert [record.levelname for record in caplog.records if new in record.getMessage()] == ["WARNING"]
+
+
+def test_an_option_is_not_given_by_both_names(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["export", "nowhere", "out", "--how", "wanda", "--method", "wanda"])
+    assert left.value.code == 2 and "--method alone" in capsys.readouterr().err
+
+
 def test_bench_hands_its_options_on(capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(["bench", "topology", "--help"])

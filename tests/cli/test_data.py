@@ -112,9 +112,9 @@ def test_wrong_use_is_one_line_and_code_2(
 
 @pytest.mark.parametrize(("text", "n_bytes"), [("500", 500), ("20M", 20_000_000), ("1.5g", 1_500_000_000)])
 def test_sizes_are_read(text: str, n_bytes: int):
-    from mst_scale.cli.data import _bytes
+    from mst_scale.cli.data import parse_bytes
 
-    assert _bytes(text) == n_bytes
+    assert parse_bytes(text) == n_bytes
 
 
 @pytest.mark.parametrize("size", ["3X", "0", "-5", "nan", "1e400", "0.1", "1e30"])

@@ -97,7 +97,7 @@ def test_a_config_to_read(capsys):
 
 
 def test_dense_short(capsys):
-    found = json.loads(ask(capsys, "--config", CONFIG, "--method", "dense-short", "--like", CONFIG, "--json"))
+    found = json.loads(ask(capsys, "--config", CONFIG, "--method", "dense-short", "--match-flops", CONFIG, "--json"))
     assert (found["method"], found["steps"]) == ("dense-short", 35_122)
     sparse = json.loads(ask(capsys, "--config", CONFIG, "--json"))
     assert found["total_flops"]["paper"] == pytest.approx(sparse["total_flops"]["paper"], rel=1 / 35_122)
@@ -109,8 +109,11 @@ def test_dense_short(capsys):
         (["--config", "nope.json"], "no such config file"),
         (["--config", CONFIG, "--method", "mts"], "the nearest is 'mst'"),
         (["--config", CONFIG, "--method", "dense-short"], "--like C"),
-        (["--config", CONFIG, "--method", "dense-short", "--like", "nope.json"], "nope.json: no such config file"),
-        (["--config", CONFIG, "--like", CONFIG], "goes with method dense-short"),
+        (
+            ["--config", CONFIG, "--method", "dense-short", "--match-flops", "nope.json"],
+            "nope.json: no such config file",
+        ),
+        (["--config", CONFIG, "--match-flops", CONFIG], "goes with method dense-short"),
         (["--config", CONFIG, "--set", "mst.sparsity.max=1"], "mst.sparsity.max must be"),
         (["--config", CONFIG, "--set", "mst.sparsity.warmup=150000"], "do not fit in 140000 steps"),
         (["--config", CONFIG, "--ranks", "0"], "--ranks must be at least 1"),

@@ -268,7 +268,7 @@ def test_a_killed_evaluation_is_finished_and_leaves_no_half_result(run, data, ca
     shown = capsys.readouterr()
     assert "lambada: was evaluated before" in shown.err
     assert "OpenAI GPT-2" not in shown.out and "this model, per word" in shown.out
-    assert "stride 32, not detokenised" in shown.out
+    assert "stride 32, not detokenized" in shown.out
     main([*words, "--stride", "64"])
     assert calls[3:] == ["lambada", "wikitext2"], "other settings, another evaluation"
     changed = tmp_path / "changed"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mst_scale.cli import main
-from mst_scale.cli.export import ABOUT
+from mst_scale.cli.checkpoints import EXPORT
 from mst_scale.data.sampler import open_sampler
 from mst_scale.errors import UserError
 from mst_scale.hugging_face.export import Source, export, open_source, validation_loss
@@ -166,24 +166,17 @@ def _base64(byte: int) -> bytes:
 
 
 def test_the_help_lists_every_method():
-    assert all(f"\n  {name} " in ABOUT for name in METHODS)
+    assert all(f"\n  {name} " in EXPORT for name in METHODS)
 
 
 def test_the_command(run, tmp_path, capsys):
     words = ["export", str(run), str(tmp_path / "hf")]
     assert main([*words, "--pattern", "2:4", "--method", "wanda", "--calibration-sequences", "4"]) == 0
     said = capsys.readouterr().out
-    assert "not pruned, for no linear layer multiplies with it: wte.weight" in said and "before pruning" in said
+    assert "not pruned, as no linear layer multiplies by it: wte.weight" in said and "before pruning" in said
     assert main(["export", str(run), str(tmp_path / "no"), "--prune", "0.5", "--method", "wnada"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("mst: --method 'wnada'")
-
-
-def test_the_old_name_of_the_option_works_with_a_warning(run, tmp_path, caplog):
-    words = ["export", str(run), str(tmp_path / "hf"), "--prune", "0.5", "--how", "magnitude"]
-    assert main(words) == 0
-    assert [record.levelname for record in caplog.records if "--method" in record.getMessage()] == ["WARNING"]
-    assert main([*words[:2], str(tmp_path / "no"), *words[3:], "--method", "magnitude"]) == 2
 
 
 def test_sizes_are_printed_and_that_zeros_save_nothing(run, tmp_path, capsys):

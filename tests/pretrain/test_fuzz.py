@@ -175,17 +175,17 @@ word = st.one_of(
 )
 OPTIONS = {
     "pretrain": [
-        "--deepspeed_config", "--method", "--like", "--data", "--out", "--steps", "--eval-tasks", "--eval-every",
+        "--deepspeed_config", "--method", "--match-flops", "--data", "--out", "--steps", "--eval-tasks", "--eval-every",
         "--set", "--resume", "--nonsense",
     ],
     "data": ["--out", "--tokenizer", "--val-fraction", "--max-bytes", "--seed", "--workers", "--verify", "--json"],
-    "flops": ["--config", "--paper", "--method", "--like", "--set", "--ranks", "--topology", "--json"],
+    "flops": ["--config", "--paper", "--method", "--match-flops", "--set", "--ranks", "--topology", "--json"],
     "plan": ["--config", "--gpus", "--gpu", "--tokens", "--set", "--method", "--json"],
     "inspect": ["--json", "--nonsense"],
     "report": ["--out", "--every", "--json"],
     "reshape": ["--json"],
     "export": [
-        "--prune", "--method", "--how", "--pattern", "--calibration", "--calibration-sequences", "--dtype",
+        "--prune", "--method", "--pattern", "--calibration", "--calibration-sequences", "--dtype",
         "--shard-size", "--tokenizer", "--config", "--json",
     ],
     "eval": ["--tasks", "--data-dir", "--tokenizer", "--stride", "--shots", "--batch-size", "--device", "--out"],

@@ -337,7 +337,7 @@ def test_dropout_resumes_bit_for_bit(tmp_path):
 
 
 def test_dense_short_spends_the_flops_of_the_run_it_is_like(tmp_path, undisturbed):
-    argv = arguments(tmp_path, "out", "--method", "dense-short", "--like", str(undisturbed))
+    argv = arguments(tmp_path, "out", "--method", "dense-short", "--match-flops", str(undisturbed))
     assert pool.run(attempt, 2, argv) == [(0, "")] * 2
     rows, like = tiny_run.rows(tmp_path / "out"), tiny_run.rows(undisturbed)[-1]
     last = rows[-1]

@@ -1,0 +1,279 @@
+"""`mst inspect`, `masks`, `reshape` and `export`: read a checkpoint, and write it in another form."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mst_scale.cli import add_command, align
+from mst_scale.cli.data import parse_bytes
+from mst_scale.comm.parser import at_least, validate_folder
+from mst_scale.dead_units import format_counts
+from mst_scale.errors import UserError
+
+if TYPE_CHECKING:
+    from mst_scale.checkpoints.mask_report import Report
+
+
+def add(subparsers: Any) -> None:
+    """Add the four commands to the parser."""
+    _add_inspect(subparsers)
+    _add_masks(subparsers)
+    _add_reshape(subparsers)
+    _add_export(subparsers)
+
+
+# --- mst inspect ---
+
+INSPECT = """\
+Print the step, phase and sparsity of a checkpoint, and the mask of every sparse parameter.
+
+PATH is the folder of a checkpoint, or of a run: then its latest complete checkpoint. Folders written by Trainer,
+Accelerate or engine.save_checkpoint are read too. The sha256 of a mask depends neither on the number of ranks that
+saved it nor on the ZeRO stage. --json prints
+{"checkpoint", "step", "phase", "sparsity", "target_sparsity", "granularity",
+"layers": [{"name", "shape", "active", "density", "ever_active", "sha256"} …],
+"dead_units": {kind: [dead, all]}}
+where dead units (neurons of an MLP, channels of a head) are those whose weights are all zero. A run trained without
+sparsity has phase "dense" and no layers.
+
+examples:
+  mst inspect runs/demo
+  mst inspect runs/demo/checkpoints/step00000012 --json
+"""
+
+
+def _add_inspect(subparsers: Any) -> None:
+    command = add_command(subparsers, "inspect", _inspect, "show the masks of a checkpoint", INSPECT)
+    command.add_argument("path", metavar="PATH", help="a checkpoint or a run")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from mst_scale.checkpoints.mask_report import inspect
+
+    report = inspect(Path(args.path))
+    print(json.dumps(report.to_dict()) if args.json else _format_masks(report))
+    return 0
+
+
+def _format_masks(report: Report) -> str:
+    head = f"{report.checkpoint}: step {report.step:,}, phase {report.phase}"
+    if not report.layers:
+        return f"{head}, trained without sparsity: no masks"
+    counted = any(layer.ever_active is not None for layer in report.layers)
+    rows = [["parameter", "shape", "active", "density", *(["ever active"] if counted else []), "sha256"]]
+    for layer in report.layers:
+        ever = "–" if layer.ever_active is None else f"{layer.ever_active:.2%}"
+        shape = "×".join(map(str, layer.shape))
+        numbers = [f"{layer.active:,}", f"{layer.density:.2%}", *([ever] if counted else [])]
+        rows.append([layer.name, shape, *numbers, layer.sha256[:12]])
+    sparsity = f"{report.sparsity:.2%} sparse (target {report.target_sparsity:.2%})"
+    granularity = ", in whole channels" if report.granularity == "channel" else ""
+    if isinstance(report.granularity, dict):
+        side = report.granularity["block"]
+        granularity = f", in blocks of {side} × {side}"
+    dead = [f"dead units: {format_counts(report.dead_units)}"] if report.dead_units else []
+    return "\n".join([f"{head}, {sparsity}{granularity}", *dead, "", *align(rows, left=(0, len(rows[0]) - 1))])
+
+
+# --- mst masks ---
+
+MASKS = """\
+Write the masks of SOURCE to OUT, a safetensors file with one bool tensor per parameter, true where a weight is active.
+
+SOURCE is a checkpoint or a run; a folder of transformers, whose zeros are the masks; or a file of masks, to convert.
+--packed writes one bit per weight (uint8, in the order of numpy.packbits; the shapes are in the file's metadata).
+A run uses such a file with "mst": {"method": "fixed", "masks": OUT}; notebooks read it with safetensors' load_file.
+--json prints {"out", "matrices", "weights", "kept"}.
+
+examples:
+  mst masks runs/demo masks.safetensors
+  mst masks pruned-llama masks.safetensors --packed
+"""
+
+
+def _add_masks(subparsers: Any) -> None:
+    command = add_command(subparsers, "masks", _write_masks, "write masks for other tools, and for method fixed", MASKS)
+    option = command.add_argument
+    option("source", metavar="SOURCE", type=Path, help="a checkpoint, a run, a model's folder, a mask file")
+    option("out", metavar="OUT", type=Path, help="file to write, NAME.safetensors")
+    option("--packed", action="store_true", help="write one bit per weight")
+    option("--json", action="store_true", help="print one JSON object")
+
+
+def _write_masks(args: argparse.Namespace) -> int:
+    from mst_scale.checkpoints import open_masks
+
+    if args.out.exists():
+        raise UserError(f"{args.out} is there already: remove it, or name another file")
+    weights = kept = 0
+
+    def counted(masks: open_masks.Named) -> Iterator[Any]:
+        nonlocal weights, kept
+        for name, mask in masks:
+            weights, kept = weights + mask.numel(), kept + int(mask.sum())
+            yield name, mask
+
+    matrices = open_masks.write(args.out, counted(open_masks.of_source(args.source)), args.packed)
+    if not matrices:
+        args.out.unlink()
+        raise UserError(f"{args.source} has no masks: it was trained without sparsity, or none of its weights is 0")
+    found = {"out": str(args.out), "matrices": matrices, "weights": weights, "kept": kept}
+    print(json.dumps(found) if args.json else f"{args.out}: {matrices} matrices, {1 - kept / weights:.2%} sparse")
+    return 0
+
+
+# --- mst reshape ---
+
+RESHAPE = """\
+Copy a checkpoint into a form that any number of ranks and any ZeRO stage can load: DeepSpeed's universal layout, with
+the masks. Weights, optimizer states, step and masks are bit-identical.
+
+PATH is the folder of a checkpoint, or of a run: then its latest complete checkpoint. The copy is the folder `universal`
+in it, which `mst_scale.pretrain --out RUN` finds by itself, or OUT: a new run if PATH is a run, a checkpoint if PATH is
+one. Your own training loop loads it with {"checkpoint": {"load_universal": true}} in its DeepSpeed config and
+engine.load_checkpoint(FOLDER, tag=NAME), where FOLDER/NAME is the copy. It needs 12 bytes per parameter.
+
+It contains the states of Adam and similar optimizers. With other optimizers, or with frozen parameters, call
+mst_scale.warm_start(engine, FOLDER) in your own training loop: weights, masks and step continue, and the optimizer
+starts fresh.
+
+examples:
+  mst reshape runs/demo                             # then start runs/demo again on any number of ranks
+  mst reshape runs/demo runs/demo-1-rank
+  mst reshape out/global_step400 out/universal400 --json
+"""
+
+
+def _add_reshape(subparsers: Any) -> None:
+    command = add_command(
+        subparsers,
+        "reshape",
+        _reshape,
+        "let any number of ranks, at any ZeRO stage, load a checkpoint",
+        RESHAPE,
+    )
+    command.add_argument("path", metavar="PATH", help="a checkpoint or a run")
+    command.add_argument("out", metavar="OUT", nargs="?", help="where the copy goes (default: inside the checkpoint)")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _reshape(args: argparse.Namespace) -> int:
+    _read_files_only()
+    from mst_scale.checkpoints.reshape import reshape
+
+    if args.out is not None:
+        validate_folder("OUT", Path(args.out))
+    done = reshape(Path(args.path), None if args.out is None else Path(args.out))
+    if args.json:
+        print(json.dumps(done.to_dict()))
+        return 0
+    content = f"{done.parameters} parameters, {done.masks} masks, {done.bytes / 1e6:,.1f} MB"
+    print(f"{done.universal}: {content}, {f'made in {done.seconds:.1f} s' if done.seconds else 'was there already'}")
+    print("any number of ranks at any ZeRO stage can continue from it")
+    return 0
+
+
+def _read_files_only() -> None:
+    """Keep DeepSpeed, which unpickling imports, from looking for a GPU, which it would report on stdout."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+# --- mst export ---
+
+EXPORT = """\
+Write a folder that transformers.AutoModelForCausalLM.from_pretrained loads: config.json, model.safetensors (in parts if
+it is large), tokenizer files, and a model card with the run's figures.
+
+CHECKPOINT is the folder of a run (its latest complete checkpoint) or of a checkpoint, of any ZeRO stage and number of
+ranks, during or after sparse training. Folders of Trainer, Accelerate (save_state) and engine.save_checkpoint are read
+too; a transformers model keeps its architecture, configuration and tokenizer, and cannot be pruned.
+
+Weights that are zero stay exactly zero. The weights are the fp32 masters and pass through memory one matrix at a time.
+
+--prune S sets weights to zero until the fraction S of the weights that may be sparse (mst.targets, distributed by
+mst.sparsity.distribution) is zero, and reports the loss on the run's validation corpus before and after; for that the
+model is loaded into memory. Weights that training left at zero count as pruned. Zeros are stored like any other weight,
+so a pruned folder is as large as an unpruned one.
+
+--method selects the weights that become zero:
+  magnitude   the smallest in each layer (the default)
+  wanda       in each row of a matrix, the fraction S with the smallest |weight| · norm of its input (arXiv 2306.11695)
+  sparsegpt   in each block of 128 input columns, the fraction S whose removal is easiest to compensate; the remaining
+              weights are updated accordingly (arXiv 2301.00774)
+The last two read the inputs of layers over 128 sequences of the run's own training corpus, or of --calibration, and
+prune block after block. They skip a head that is the token embedding, as no linear layer multiplies by it. If the run's
+own corpus is gone, the loss is measured on the validation split of --calibration.
+
+--pattern N:M keeps at most N weights in every M consecutive inputs of an output, with any of these methods.
+
+Tokenizer files are written for `byte`, `gpt2` and .tiktoken rank files, if the vocabulary is available.
+
+examples:
+  mst export runs/demo exported/demo
+  mst export runs/gpt2/checkpoints/step00100000 exported/ultra --dtype bfloat16
+  mst export runs/trainer exported/llama          # Trainer's output folder: its latest checkpoint-N
+  mst export runs/demo exported/demo-90 --prune 0.9 --json
+  mst export runs/gpt2 exported/gpt2-half --prune 0.5 --method wanda
+  mst export runs/gpt2 exported/gpt2-24 --pattern 2:4 --method sparsegpt --calibration corpora/openwebtext
+"""
+
+
+def _add_export(subparsers: Any) -> None:
+    command = add_command(subparsers, "export", _export, "write a checkpoint as a Hugging Face model", EXPORT)
+    option = command.add_argument
+    option("checkpoint", metavar="CHECKPOINT", help="a run or a checkpoint")
+    option("out", metavar="OUT", help="folder to write; it must not exist")
+    option("--prune", type=float, metavar="S", help="prune to the sparsity S, and report the loss")
+    option("--method", metavar="M", help="pruning method: magnitude (the default), wanda or sparsegpt")
+    option("--pattern", metavar="N:M", help="prune to N of M consecutive inputs, as in 2:4, instead of --prune")
+    option("--calibration", metavar="DIR", help="corpus for wanda and sparsegpt (default: the run's own)")
+    option("--calibration-sequences", type=at_least(1), metavar="N", help="number of its sequences (default: 128)")
+    option("--dtype", default="float32", metavar="T", help="float32 (the default), bfloat16 or float16")
+    option("--shard-size", type=parse_bytes, default=5 * 10**9, metavar="N", help="largest weight file (default: 5G)")
+    option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: that of the run's corpus)")
+    option("--config", metavar="FILE", help="the experiment, if there is no config.json next to the checkpoint")
+    option("--json", action="store_true", help="print one JSON object")
+
+
+def _export(args: argparse.Namespace) -> int:
+    _read_files_only()
+    from mst_scale.hugging_face.export import export
+
+    validate_folder("OUT", Path(args.out))
+    done = export(
+        Path(args.checkpoint),
+        Path(args.out),
+        prune=args.prune,
+        method=args.method,
+        pattern=args.pattern,
+        calibration=args.calibration,
+        calibration_sequences=args.calibration_sequences,
+        dtype=args.dtype,
+        shard_bytes=args.shard_size,
+        tokenizer=args.tokenizer,
+        config=None if args.config is None else Path(args.config),
+    )
+    if args.json:
+        print(json.dumps(done.to_dict()))
+        return 0
+    step = "" if done.step is None else f", step {done.step:,}"
+    share = f", {done.zeros / done.matrices:.2%} zeros in its sparse matrices" if done.matrices else ""
+    size = f"{done.bytes / 1e6:,.1f} MB in {len(done.files)} file(s)"
+    print(f"{done.out}: {done.parameters:,} parameters, {size}{step}{share}")
+    if done.zeros:
+        print(f"the {done.zeros:,} zeros are stored like any other weight: they make the file no smaller")
+    if done.dead_units:
+        print(f"dead units (all their weights are zero): {format_counts(done.dead_units)}")
+    print(f"tokenizer: {done.tokenizer or 'no files; the model card gives the reason'}")
+    if left := done.pruning.get("left"):
+        print(f"not pruned, as no linear layer multiplies by it: {', '.join(left)}")
+    if done.losses:
+        before, after = done.losses["before"], done.losses["after"]
+        print(f"validation loss: {before:.4f} before pruning, {after:.4f} after ({after - before:+.4f})")
+    return 0
