@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.watch:
         _watch(report, args.every)
     report.read()
-    found = report.write_frontier(say=_progress) if args.compute_frontier else report.write(say=_progress)
+    found = report.write_frontier(progress=_progress) if args.compute_frontier else report.write(progress=_progress)
     _progress("")
     print(json.dumps(found) if args.json else _words(found))
     return 0
