@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mst_scale.integrations.integrate import integrate
     from mst_scale.runs.recording import record
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["MST", "Engine", "initialize", "integrate", "load_weights", "merge_adapters", "record", "warm_start"]
 
 _deprecated.install()
