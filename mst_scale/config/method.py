@@ -72,7 +72,7 @@ class MSTConfig:
     )
     like: str | None = Field(
         default=None,
-        description="`dense-short`: the config or run folder whose FLOPs it spends on dense steps (`--like`).",
+        description="`dense-short`: the config or run folder whose FLOPs it spends on dense steps (`--match-flops`).",
     )
     masks: str | None = Field(
         default=None,
@@ -104,7 +104,7 @@ class MSTConfig:
         if self.method == "dense-short" and self.like is None:
             raise UserError(
                 "method dense-short trains as many dense steps as another run's FLOPs buy: name that run's config or "
-                "folder with --like C, or as mst.like"
+                "folder with --match-flops C, or as mst.like"
             )
         if (self.method == "fixed") != (self.masks is not None):
             raise UserError(
