@@ -75,9 +75,9 @@ def test_overrides_do_not_reach_the_presets():
 
 
 def test_dense_short_needs_the_run_it_is_compared_with():
-    with pytest.raises(ValueError, match="--like C"):
+    with pytest.raises(ValueError, match="--match-flops C"):
         load(MINIMAL, method="dense-short")
-    with pytest.raises(ValueError, match="--like C"):
+    with pytest.raises(ValueError, match="--match-flops C"):
         load({**MINIMAL, "mst": {"method": "dense-short"}})
     with pytest.raises(ValueError, match="goes with method dense-short, not with rigl"):
         load(MINIMAL, ["mst.like=c.json"], method="rigl")
