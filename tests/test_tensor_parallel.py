@@ -139,7 +139,7 @@ def _refused(rank: int, world: int, sizes: dict[str, int], changes: dict[str, An
         ({"tensor": 2}, {"n_head": 1}, "model.n_head = 1"),
         ({"tensor": 2}, {"d_ff": 33}, "model.d_ff = 33"),
         ({"tensor": 2}, {"dropout": 0.1}, "model.dropout = 0.1"),
-        ({"tensor": 4}, {}, "start on a multiple of 4"),
+        ({"tensor": 4}, {}, "start a multiple of 4"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_in_one_line(sizes: dict[str, int], changes: dict[str, Any], words: str):

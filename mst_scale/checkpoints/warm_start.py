@@ -60,7 +60,7 @@ def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> in
     if engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
         zero_shards.place_scheduler(engine, state["lr_scheduler"])
     if masked:
-        engine.mst.masks_replaced(source)
+        engine.mst.masks_replaced()
         engine.mst.weights_taken()
         engine.mst.record.load_state_dict(state.get(CONFIG))
     else:

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,10 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
     """Presets filled in under what the user wrote, then every block checked."""
     deepspeed = {key: value for key, value in raw.items() if key not in BLOCKS and key != "recipe"}
     _check_printable(raw, where)
-    parse(DeepSpeedKeys, deepspeed, "", where)
+    # Accelerate writes infinity, so that DeepSpeed prints no steps: the one value that is no integer and valid
+    never_prints = deepspeed.get("steps_per_print") == math.inf
+    keys = {key: value for key, value in deepspeed.items() if not (key == "steps_per_print" and never_prints)}
+    parse(DeepSpeedKeys, keys, "", where)
     ours_at_top = [*BLOCKS, "recipe"]
     for key in deepspeed:
         if key in known_keys():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from logging import INFO, WARNING
-from pathlib import Path
 from typing import Any
 
 from mst_scale.comm import logger
@@ -59,7 +58,7 @@ class AttentionPattern(Component):
     def after_step(self, updated: bool) -> None:
         self._follow()
 
-    def masks_restored(self, checkpoint: Path) -> None:
+    def masks_restored(self) -> None:
         self._follow()
 
     def weights_replaced(self) -> None:

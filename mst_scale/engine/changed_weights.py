@@ -17,7 +17,6 @@ Freezing or unfreezing weights during a run is rejected: masks, optimizer states
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from mst_scale import zero_shards
@@ -52,7 +51,7 @@ class ChangedWeights(Component):
     def after_step(self, updated: bool) -> None:
         self._accept()
 
-    def masks_restored(self, checkpoint: Path) -> None:
+    def masks_restored(self) -> None:
         """Mask frozen weights; a checkpoint of adapters alone leaves those that the model came with."""
         self._mask_again([i for i in range(len(self.masks)) if self.store.frozen(i)])
         self._accept()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,7 +72,7 @@ class Component:
 
     # --- what happens between steps ---
 
-    def masks_restored(self, checkpoint: Path) -> None:
+    def masks_restored(self) -> None:
         """Check masks and rebuild derived state after masks and step were replaced by those of a checkpoint."""
 
     def weights_replaced(self) -> None:

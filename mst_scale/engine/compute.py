@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ class SparseCompute(Component):
         else:
             self._ask_for_dense_gradients()
 
-    def masks_restored(self, checkpoint: Path) -> None:
+    def masks_restored(self) -> None:
         self._follow()
 
     def _follow(self) -> None:

@@ -98,7 +98,7 @@ class Masking(Component):
 
     # --- between steps ---
 
-    def masks_restored(self, checkpoint: Path) -> None:
+    def masks_restored(self) -> None:
         """Zero moments of inactive weights: with load_optimizer_states=False they are those of the masks before."""
         if self.topology.masks_states:
             for i, mask in enumerate(self.state.masks):

@@ -342,7 +342,7 @@ class SparseTraining:
         """Weights and states are loaded; `state` is what `saving` returned then, None if the checkpoint has none."""
         if self.masks_weights:
             self._restore(checkpoint, state)
-        self.masks_replaced(checkpoint)
+        self.masks_replaced()
 
     def load_weights(self, checkpoint: Path) -> dict[str, Any]:
         """`engine.load_checkpoint(…, load_module_only=True)`: weights without states or step, at every ZeRO stage."""
@@ -364,16 +364,16 @@ class SparseTraining:
         mask_files.restore(checkpoint, self.state, state)
         self.state.everyone.agree(lambda: self.masking.check_given(checkpoint))
 
-    def masks_replaced(self, checkpoint: Path) -> None:
+    def masks_replaced(self) -> None:
         """Rebuild derived state after masks and the step were replaced."""
         for component in self.components:
-            component.masks_restored(checkpoint)
+            component.masks_restored()
 
     def begin_with_these_weights(self) -> None:
         """Weights came without masks: choose those that the schedule asks for at this step."""
         if self.masks_weights:
             self.masking.begin_anew()
-            self.masks_replaced(Path())
+            self.masks_replaced()
         self.weights_taken()
 
     def weights_taken(self) -> None:

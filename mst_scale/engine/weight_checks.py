@@ -8,7 +8,6 @@ momentum where it has pruned), and with each drift check (`mst.topology.check_ev
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,7 +87,7 @@ class WeightChecks(Component):
         if updated and self.checks:
             on_all_stages(self.state, self._check_weights)
 
-    def masks_restored(self, checkpoint: Path) -> None:
+    def masks_restored(self) -> None:
         self.left = FIRST
 
     def _check_weights(self) -> None:

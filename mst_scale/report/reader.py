@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from mst_scale.config import Experiment, load
+from mst_scale.config import read as read_config
 from mst_scale.dead_units import KINDS
 from mst_scale.errors import Damaged, UserError
 from mst_scale.runs import snapshots
@@ -309,7 +310,7 @@ class Reader:
         run.run_file = self._json("run.json") or {}
         # the config is in run.json too; config.json of a Trainer's folder is that of the transformers model
         config = run.run_file.get("config") or self._json("config.json")
-        run.config = config if isinstance(config, dict) else {}
+        run.config = read_config(config)[1] if isinstance(config, dict) else {}
         run.method = str(run.setting("mst", "method") or "?")
         seed, steps = run.setting("training", "seed"), run.setting("training", "steps")
         run.seed, run.steps = seed if isinstance(seed, int) else None, steps if isinstance(steps, int) else 0

@@ -233,7 +233,7 @@ def recipe(run: Run) -> Facts:
         ),
         "data": _join(of("data", "source") or of("data", "dir"), ("tokenizer", of("data", "tokenizer"))),
         "batch": _join(
-            (of("train_batch_size") or batch.get("sequences"), "sequences"), (of("model", "context"), "tokens each")
+            (of("train_batch_size") or batch.get("sequences"), "sequences"), (of("model", "seq_length"), "tokens each")
         ),
         "learning rate": _join(
             of("optimizer", "params", "lr"), of("training", "lr_schedule"),

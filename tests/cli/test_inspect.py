@@ -14,7 +14,7 @@ def test_the_table_is_aligned_and_holds_each_layer(tmp_path, capsys):
     folder = sealed(tmp_path / "step00000040", whole(1))
     assert main(["inspect", str(folder)]) == 0
     head, dead, _, columns, *rows = capsys.readouterr().out.splitlines()
-    assert "step 40, phase ultra" in head and "(target 80.00%)" in head
+    assert "step 40, phase ultra" in head and "(target 96.00%)" in head
     assert dead == "dead units: 2 of 8 MLP neurons, 0 of 4 value channels"
     assert len(rows) == len(SHAPES) and "ever active" in columns
     for row, layer in zip(rows, inspect(folder).layers, strict=True):

@@ -160,9 +160,9 @@ def trained_by(rank: int, world: int, stage: int, name: str) -> list[str]:
     else:
         config["optimizer"] = {"type": kind, "params": {"lr": 1e-2, **arguments}}
     engine, *_ = mst_scale.initialize(model=model, config=config, **given)
-    before = engine.mst.shards.weight(0).clone()
+    before = engine.mst.store.weight(0).clone()
     faults, _ = watched(engine, rank, world, STEPS)
-    assert not before.numel() or not torch.equal(before, engine.mst.shards.weight(0)), "it trains"
+    assert not before.numel() or not torch.equal(before, engine.mst.store.weight(0)), "it trains"
     return faults
 
 

@@ -126,7 +126,7 @@ def test_a_linear_kernel_that_leaves_gradients_where_masked_is_named(monkeypatch
 
         return definition(x, weight, full.single_weights(), bias, dense_gradient=True)
 
-    monkeypatch.setattr(full.cpp.CompiledIndex, "linear", leaks)
+    monkeypatch.setattr(full.cpu.CompiledIndex, "linear", leaks)
     finding = full.check_compiled_linear()
     assert finding.verdict == WRONG and "dW" in finding.said
 

@@ -384,4 +384,4 @@ def test_refusals():
     assert "unknown key 'mst.options.q'" in said["option"] and "mst.options" in said["value"]
     assert "groups of 6" in said["shape"] and "AdamW" in said["muon"]
     assert "is decided by mst.options; it has to say 0.75" in said["max"]
-    assert "they run on CUDA devices, and this is a cpu" in said["products"]
+    assert "mst.options.products" in said["products"]

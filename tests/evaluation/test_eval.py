@@ -242,11 +242,11 @@ def test_mpirun(run, data, tmp_path):
 def test_each_rank_has_a_device(monkeypatch):
     monkeypatch.setattr(verb, "_cuda", lambda: False)
     with pytest.raises(UserError, match="--device cuda"):
-        verb._device_of("cuda", 0)
+        verb.device_of("cuda", 0)
     with pytest.raises(UserError, match="--device gpu"):
-        verb._device_of("gpu", 0)
+        verb.device_of("gpu", 0)
     monkeypatch.setattr(verb, "_cuda", lambda: True)
-    found = [str(verb._device_of(asked, 1)) for asked in (None, "cuda", "cuda:0", "cpu")]
+    found = [str(verb.device_of(asked, 1)) for asked in (None, "cuda", "cuda:0", "cpu")]
     assert found == ["cuda:1", "cuda:1", "cuda:0", "cpu"]
 
 

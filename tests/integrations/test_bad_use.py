@@ -63,7 +63,7 @@ def refusals(rank, world):
 EXPECTED = {
     "again": None,
     "again, otherwise": "call it once",
-    "two models": "integrate() makes one sparse",
+    "two models": "integrate() makes one model sparse",
     "the same model": "SparseController",
     "one after the other": None,
     "no matrices": "no matrix that can become sparse",
@@ -203,4 +203,4 @@ def test_a_mistake_in_a_script_is_one_line_and_an_unused_integration_is_warned_o
         (line,) = (line for line in done.stderr.splitlines() if "mst.sparsity" in line)
         assert line.startswith("mst_scale: ") and done.stderr.count("mst_scale: ") == 1
     done = script("print('nothing')")
-    assert done.returncode == 0 and "integrate() was called and no engine came of it" in done.stderr
+    assert done.returncode == 0 and "integrate() was called, but no engine" in done.stderr

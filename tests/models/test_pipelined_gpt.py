@@ -89,7 +89,7 @@ def _refused(rank: int, world: int, sizes: dict[str, int], changes: dict[str, An
         ({"pipeline": 2}, {"arch": "bert"}, "model.arch"),
         ({"pipeline": 2}, {"n_layer": 1}, "each stage needs a block"),
         ({"pipeline": 2}, {"dropout": 0.1}, "model.dropout = 0.1"),
-        ({"pipeline": 3}, {}, "start on a multiple of 3"),
+        ({"pipeline": 3}, {}, "start a multiple of 3"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_in_one_line(sizes: dict[str, int], changes: dict[str, Any], words: str):

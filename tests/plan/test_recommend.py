@@ -69,7 +69,7 @@ CUT, SHARED = ("tensor", "pipeline"), ("tensor", "pipeline", "sequence")
         ("powerprop", "mst.targets.lm_head=false", CUT, "method powerprop wants every matrix whole"),
         ("sr-ste", "mst.sparsity.max=0.5", CUT, "method sr-ste wants every matrix whole"),
         ("monarch", "mst.sparsity.max=0.5", CUT, "method monarch wants every matrix whole"),
-        ("stack", "mst.grow_from=runs/small", SHARED, "grown weights, and this one is cut by"),
+        ("stack", "mst.grow_from=runs/small", SHARED, "method stack needs the whole model"),
         ("mst", MUON, CUT, "not tested with Muon in layers or models cut over ranks"),
         ("mst", "training.init=weights", SHARED, "training.init fills a model that is whole"),
     ],

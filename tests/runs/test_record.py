@@ -74,5 +74,5 @@ def test_a_loss_that_is_not_finite_is_not_compared():
 
 
 def test_a_baseline_has_flops_and_a_loss():
-    with pytest.raises(ValueError, match=r"training\.rival\.flops must be above 0"):
+    with pytest.raises(ValueError, match=r"training\.baseline\.flops must be above 0"):
         BaselineConfig("dense-short", val_loss=1.8)

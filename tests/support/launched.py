@@ -57,7 +57,7 @@ def what_hangs(child: subprocess.Popen[str]) -> str:
     return "\n".join([seen.stdout.decode(), *signals, said[-6000:]])
 
 
-def format_value(script: str, *words: str, cwd: Path, code: int = 0, **more: str) -> str:
+def shown(script: str, *words: str, cwd: Path, code: int = 0, **more: str) -> str:
     child = launch(script, *words, cwd=cwd, **more)
     text = child.communicate(timeout=PATIENCE)[0]
     assert child.returncode == code, text
