@@ -245,9 +245,9 @@ def test_the_global_batch_stays_on_any_number_of_gpus(capsys):
         (["--gpus", "8", "--sp", "0"], "--sp must be at least 1"),
         (
             ["--gpus", "8", "--tp", "8", "--method", "powerprop", "--set", "mst.targets.lm_head=false"],
-            "ranks hold slices or stages (tensor 8): use data or sequence parallelism, or a method of masks",
+            "method powerprop needs whole matrices",
         ),
-        (["--gpus", "8", "--pp", "2", "--method", "top-kast"], "ranks hold slices or stages (pipeline 2): use data"),
+        (["--gpus", "8", "--pp", "2", "--method", "top-kast"], "method top-kast needs whole matrices"),
         (["--gpus", "8", "--network", "-1"], "--network -1: give the Gb/s"),
         (["--gpus", "8", "--gpu", "a200"], "the nearest is 'h200'"),
         (["--gpus", "8", "--gpu", "A100-80GB "], "the nearest is 'a100-80gb'"),

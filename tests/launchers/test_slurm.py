@@ -195,7 +195,7 @@ def test_a_job_that_begins_with_the_doctor(cluster, tmp_path, starter):
     job = submit(cluster, tmp_path / starter, starter, "--doctor", steps=10)
     wait(lambda: state(cluster, job.number) == "" and job.log.exists(), "it did not end", job.log)
     said = job.log.read_text()
-    assert " 0 wrong; " in said and "masks alike on 2 ranks" in said and hows(job.out) == ["finished"], said
+    assert " 0 wrong; " in said and "the same masks on 2 ranks" in said and hows(job.out) == ["finished"], said
     assert said.count("training, ZeRO 3") == 1, "rank 0 speaks"
 
 

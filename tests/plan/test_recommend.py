@@ -71,7 +71,7 @@ CUT, SHARED = ("tensor", "pipeline"), ("tensor", "pipeline", "sequence")
         ("monarch", "mst.sparsity.max=0.5", CUT, "method monarch wants every matrix whole"),
         ("stack", "mst.grow_from=runs/small", SHARED, "method stack needs the whole model"),
         ("mst", MUON, CUT, "not tested with Muon in layers or models cut over ranks"),
-        ("mst", "training.init=weights", SHARED, "training.init fills a model that is whole"),
+        ("mst", "training.init=weights", SHARED, "training.init needs the whole model"),
     ],
 )
 def test_what_the_run_refuses_is_neither_proposed_nor_planned(method, override, axes, said):
