@@ -66,9 +66,9 @@ CUT, SHARED = ("tensor", "pipeline"), ("tensor", "pipeline", "sequence")
 @pytest.mark.parametrize(
     ("method", "override", "axes", "said"),
     [
-        ("powerprop", "mst.targets.lm_head=false", CUT, "method powerprop wants every matrix whole"),
-        ("sr-ste", "mst.sparsity.max=0.5", CUT, "method sr-ste wants every matrix whole"),
-        ("monarch", "mst.sparsity.max=0.5", CUT, "method monarch wants every matrix whole"),
+        ("powerprop", "mst.targets.lm_head=false", CUT, "method powerprop needs whole matrices"),
+        ("sr-ste", "mst.sparsity.max=0.5", CUT, "method sr-ste needs whole matrices"),
+        ("monarch", "mst.sparsity.max=0.5", CUT, "method monarch needs whole matrices"),
         ("stack", "mst.grow_from=runs/small", SHARED, "method stack needs the whole model"),
         ("mst", MUON, CUT, "not tested with Muon in layers or models cut over ranks"),
         ("mst", "training.init=weights", SHARED, "training.init needs the whole model"),
