@@ -63,14 +63,15 @@ class WeightChecks(Component):
         self.engine, self.store, self.topology, self.drift = engine, store, topology, drift
         self.state, self.same_layers = drift.state, drift.same_layers
         self.left = FIRST  # updates to be checked yet
+        self.followed = self.state.changed_at  # the last topology step whose next update is checked
         self.checks = False  # at the step under way
         self.found: dict[int, int] = {}
         self.nan: set[int] = set()
 
     def before_step(self) -> None:
         step = int(self.engine.global_steps)
-        if step and self.state.changed_at == step:
-            self.left = max(self.left, 1)
+        if self.state.changed_at != self.followed:  # the last step has changed masks
+            self.left, self.followed = max(self.left, 1), self.state.changed_at
         self.checks = not self.state.dense and (self.left > 0 or self.drift.is_due(step + 1))
 
     def after_update(self, tensors: Collection[int]) -> None:

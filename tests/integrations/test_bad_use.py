@@ -64,7 +64,7 @@ EXPECTED = {
     "again": None,
     "again, otherwise": "call it once",
     "two models": "integrate() makes one model sparse",
-    "the same model": "SparseController",
+    "the same model": "SparseTraining",
     "one after the other": None,
     "no matrices": "no matrix that can become sparse",
     "two schedules": "two schedules of the learning rate",
