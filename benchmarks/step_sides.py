@@ -50,17 +50,17 @@ class Pair:
         self.ranks = ranks
         ours = load(options.config, options.set, options.method)
         theirs = load(options.config, [o for o in options.set if not o.startswith("mst.")], "dense")
-        self.experiment, rival = (self._one_micro_batch(e, options.micro_batch_size) for e in (ours, theirs))
+        self.experiment, baseline = (self._one_micro_batch(e, options.micro_batch_size) for e in (ours, theirs))
         if options.layers is not None:
             layers = options.layers
             if layers == "fit":
-                layers = layers_that_fit(self.experiment, rival, ranks.world_size, capacity_here())
-            self.experiment, rival = (
-                replace(e, model=replace(e.model, n_layer=layers)) for e in (self.experiment, rival)
+                layers = layers_that_fit(self.experiment, baseline, ranks.world_size, capacity_here())
+            self.experiment, baseline = (
+                replace(e, model=replace(e.model, n_layer=layers)) for e in (self.experiment, baseline)
             )
         self.micro = self.experiment.deepspeed["train_micro_batch_size_per_gpu"]
         self.memory = "cuda" if torch.cuda.is_available() else "cpu"
-        self.dense, self.mst = (self._built(e) for e in (rival, self.experiment))
+        self.dense, self.mst = (self._built(e) for e in (baseline, self.experiment))
         self.device = self.dense.engine.device
 
     def _one_micro_batch(self, experiment: Any, asked: int | None) -> Any:

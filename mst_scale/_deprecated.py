@@ -43,7 +43,9 @@ BENCHMARKS: dict[str, str] = {"observer": "logging_overhead", "rivals": "baselin
 
 def _warn(old: str, new: str) -> None:
     # the frames between are those of the import system and of this file
-    warnings.warn(f"{old} is now {new}; the old name goes with mst_scale 0.3", DeprecationWarning, stacklevel=4)
+    warnings.warn(
+        f"{old} is now {new}; the old name will be removed in mst_scale 0.3", DeprecationWarning, stacklevel=4
+    )
 
 
 def renamed(module: str, name: str) -> Any:

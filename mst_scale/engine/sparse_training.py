@@ -1,6 +1,6 @@
 """Composes `engine.mst`: Mixed Sparsity Training as an ordered list of components that follow DeepSpeed's steps.
 
-Each component does one thing (see `component.Component`); none of the first eight knows those that stand below it.
+Each component does one thing (see `component.Component`).
 
     Masking           keeps inactive weights at 0: masks gradients and, where the optimizer needs it, updates
     WeightChecks      stops the run if the optimizer has moved an inactive weight
@@ -106,7 +106,7 @@ class SparseTraining:
         self._updated = False  # at the step under way: an overflow leaves it so
 
     def _make_masks(self) -> list[Component]:
-        """The components of a run with masks, which is what `mst_scale` is about."""
+        """Create the components of a run with masks."""
         engine, mst = self.engine, self.experiment.mst
         topology, stated = mst.topology, mst.topology.granularity
         if "momentum" in topology.chosen.reads and not zero_shards.has_moments(engine):
@@ -285,7 +285,7 @@ class SparseTraining:
     def before_step(self) -> None:
         """Gradients are reduced and not yet clipped."""
         self._stepping, self._updated = True, False
-        for component in reversed(self.components):  # those that reject come before those that change
+        for component in reversed(self.components):  # ChangedWeights rejects first, Topology decides before Masking
             component.before_step()
         with self._span():
             for component in self.components:
