@@ -108,7 +108,7 @@ def test_dense_short(capsys):
     [
         (["--config", "nope.json"], "no such config file"),
         (["--config", CONFIG, "--method", "mts"], "the nearest is 'mst'"),
-        (["--config", CONFIG, "--method", "dense-short"], "--like C"),
+        (["--config", CONFIG, "--method", "dense-short"], "--match-flops C"),
         (
             ["--config", CONFIG, "--method", "dense-short", "--match-flops", "nope.json"],
             "nope.json: no such config file",
