@@ -154,7 +154,7 @@ def peak_learning_rate(deepspeed: dict[str, Any]) -> float:
 
 
 def _optimizer(optimizer: dict[str, Any]) -> None:
-    """Check the keys that all optimizers share; mst_scale.pretrain.refusals checks each one's own parameters."""
+    """Check the keys that all optimizers share; mst_scale.pretrain.validation checks each one's own parameters."""
     if not isinstance(optimizer.get("type"), str):
         raise UserError(f'optimizer.type must be a string such as "AdamW", not {format_value(optimizer.get("type"))}')
     params = optimizer.get("params", {})
