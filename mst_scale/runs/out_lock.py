@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from mst_scale import distributed
+from mst_scale import comm
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
 
@@ -125,7 +125,7 @@ class OutLock:
             line = self._line()
             if LINE.match(line) and self.token not in line:
                 message = f"another run has taken over {self.path.parent} ({self._holder()}): this one ends"
-                distributed.end(UserError(message))
+                comm.end(UserError(message))
             self._beat(number)
 
     def _beat(self, number: int) -> None:

@@ -172,9 +172,9 @@ def test_a_rank_that_hangs_is_named_when_collectives_time_out(tmp_path):
 
 
 def short_stop():
-    from mst_scale.comm import peers
+    from mst_scale.comm import watchdog
 
-    peers.STOPPING_SECONDS = 4.0
+    watchdog.STOPPING_SECONDS = 4.0
 
 
 def test_a_run_that_is_asked_to_stop_does_not_wait_long_for_a_frozen_rank(tmp_path):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from mst_scale.dead_units.lines import LineFlags
 from safetensors.torch import load_file
 
 from mst_scale.checkpoints import store
@@ -17,7 +16,7 @@ from mst_scale.checkpoints.mask_files import read_all
 from mst_scale.checkpoints.reshape import reshape
 from mst_scale.config import ModelConfig, load
 from mst_scale.data.tokenizer import load_tokenizer, merges_of, write_tokenizer
-from mst_scale.dead_units.units import find_units
+from mst_scale.dead_units.units import LineFlags, find_units
 from mst_scale.errors import Damaged, UserError
 from mst_scale.hugging_face.export import export, open_source, validation_loss
 from mst_scale.hugging_face.names import entries

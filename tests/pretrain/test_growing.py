@@ -208,7 +208,7 @@ def test_flops_are_told_beforehand(tmp_path, small, capsys):
         (["--init", "gpt2"], "leave out --init"),
         (["--from", "nowhere"], "--from nowhere: there is no nowhere/config.json: give the folder of a run"),
         (["--from", "{corpus}"], "there is no {corpus}/config.json"),
-        (["--set", "model.n_embd=32"], "--from {small}: model.n_embd = 32, and the smaller model has 16: method stack"),
+        (["--set", "model.n_embd=32"], "--from {small}: model.n_embd = 32"),
         (["--set", "model.seq_length=16"], "model.seq_length: it is 16 here and 32 in the smaller model"),
         (["--set", "mst.options.steps=3"], "unknown key 'mst.options.steps': mst.options has none"),
         (["--method", "ligo", "--set", "mst.options.rate=0"], "mst.options.rate must be"),
