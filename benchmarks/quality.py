@@ -66,12 +66,12 @@ def one_run(words: Sequence[str], ranks: Any) -> Row:
     """A run of `mst_scale.pretrain` with these arguments, in this process; its folder is gone afterwards."""
     from mst_scale.costs.budgets import shortened
     from mst_scale.pretrain import training_loop
-    from mst_scale.pretrain.options import arguments, experiment_of
     from mst_scale.pretrain.prepare import prepare
+    from mst_scale.pretrain.start import parse_arguments, read_experiment
 
     with tempfile.TemporaryDirectory(prefix="mst-quality-") as folder, contextlib.redirect_stdout(io.StringIO()):
         out = Path(folder) / "run"
-        experiment = experiment_of(arguments([*words, "--out", str(out)]))
+        experiment = read_experiment(parse_arguments([*words, "--out", str(out)]))
         training_loop.Run(prepare(shortened(experiment, ranks.world_size), out, ranks)).to_the_end()
         return read(out / "metrics.jsonl")
 

@@ -71,7 +71,7 @@ def save(
         if ranks.first:
             shutil.rmtree(draft, ignore_errors=True)
         raise
-    ranks.agree(lambda: refuse_damage(final, ranks))
+    ranks.agree(lambda: check_undamaged(final, ranks))
     ranks.on_first(lambda: _prune(folder, keep, step))
     seconds = time.monotonic() - start
     logger.info("saved %s in %.1f s", final, seconds)
@@ -204,7 +204,7 @@ def layout(world_size: int, stage: int, sizes: ParallelDims = WHOLE) -> dict[str
     return {"ranks": world_size, "stage": stage, **cut}
 
 
-def misfit(checkpoint: Path, here: dict[str, Any]) -> str | None:
+def find_mismatch(checkpoint: Path, here: dict[str, Any]) -> str | None:
     """Why those of this `layout` cannot load it as it is; None where they can."""
     saved = {**here, **WHOLE_KEYS, **(head(checkpoint) or {})}
     here = {**WHOLE_KEYS, **here}
@@ -243,7 +243,7 @@ def damage(checkpoint: Path, ranks: Ranks | None = None, within: str = "") -> li
     return faults
 
 
-def refuse_damage(checkpoint: Path, ranks: Ranks) -> None:
+def check_undamaged(checkpoint: Path, ranks: Ranks) -> None:
     faults = damage(checkpoint, ranks)
     if faults:
         raise OSError(f"checkpoint {checkpoint} is damaged: {faults[0]}")

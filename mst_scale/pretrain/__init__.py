@@ -1,18 +1,11 @@
-"""Pretraining: the loop, and what it needs before its first step.
+"""Pretraining: the training loop, and everything before its first step.
 
 start           from the command line to the loop; __main__ is the command (python -m mst_scale.pretrain)
-training_loop   every step as a list
-options         which experiment the command line asks for
-adam            torch's Adam or DeepSpeed's
-refusals        what DeepSpeed, torch or the machine would refuse later
-prepare         token files, first weights, the engine
-outcome         what a launcher does after a start has ended
-resume          from which checkpoint a run continues, on which batch
-lengthen        more steps than a run was begun with
-growing         a smaller run's weights as this one's first
-branch          a decay from another run's checkpoint
-batches         micro-batches through DeepSpeed's engine, or its pipeline's
-course          up to which step two runs train the same
-learning_rate   the rate of a step
-spikes          spikes of the loss
+training_loop   the training loop, one step after another
+prepare         token files, initial weights, model, engine, checkpoint
+validation      what DeepSpeed, torch or the machine would reject later
+resume          from which checkpoint a run continues, and with which batch
+schedules       the learning rate of a step; longer runs, and branches that decay from another run's checkpoint
+batches         which micro-batches a rank trains on, how an engine takes them, spikes of the loss
+outcome         tells a launcher whether to start the run again
 """

@@ -1,15 +1,19 @@
-"""Takes micro-batches through an engine: DeepSpeed's own, or its pipeline's.
+"""Takes micro-batches through an engine, and detects spikes of the loss and the batches to leave out after them.
 
-    update      one optimizer step on them; their mean loss, still on the device
-    losses      of each of them, without a step
+`Share` says which part of a global batch belongs to this rank, and `functions_for` returns how an engine takes it: the
+engine of a whole model one micro-batch at a time, a pipeline all micro-batches of a step at once.
 
-`of` chooses between the two kinds. A pipeline takes all micro-batches of a step at once, and gives each rank the mean
-over replicas; the engine of a whole model gives this rank's own.
+A loss is a spike if it exceeds the median of the losses before it by more than `deviations` robust standard deviations
+(1.4826 · median |loss - median|) and by more than `rise`. All ranks see the same mean losses, so they reach the same
+result. After a rollback the batch of the spike is left out: the steps then read the remaining batches in order.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,55 +23,70 @@ import torch
 
 from mst_scale import zero_shards
 from mst_scale.comm import Mesh, Ranks
+from mst_scale.config import SpikeConfig
 from mst_scale.errors import UserError
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+Update = Callable[[Any, Batches, int], torch.Tensor]
+Losses = Callable[[Any, Batches, int], Iterable[torch.Tensor]]
+ROBUST = 1.4826  # standard deviation of a normal distribution divided by its median absolute deviation
 
 
 @dataclass(frozen=True)
 class Share:
-    """What of a global batch is this rank's."""
+    """The part of a global batch that belongs to this rank."""
 
     replicas: int
-    """Models among which micro-batches are dealt in turn …"""
+    """Number of replicas of the model; micro-batches are assigned to them in turn."""
     replica: int
-    """… and which of them this rank works on, with others or alone."""
+    """The replica that this rank belongs to."""
     parts: int = 1
-    """Ranks over which a sequence is cut …"""
+    """Number of ranks over which each sequence is split."""
     part: int = 0
-    """… and which of the equal parts is here."""
+    """The part of each sequence that this rank computes."""
     counts: bool = True
-    """Whether no other rank speaks for the same tokens: the slices of a layer all compute the same loss."""
+    """Whether this rank's loss counts: the ranks of a tensor-parallel group all compute the same one."""
 
     @classmethod
     def of(cls, ranks: Ranks, mesh: Mesh | None) -> Share:
+        """Return the share of this rank; `mesh` is None if each rank has a whole model."""
         if mesh is None:
             return cls(ranks.world_size, ranks.rank)
         return cls(mesh.data, mesh.replica, mesh.sizes.sequence, mesh.part, mesh.slice == 0)
 
-    def place(self, turn: int) -> int:
-        """The number in the global batch of this rank's micro-batch of that turn."""
+    def micro_batch(self, turn: int) -> int:
+        """Return the number, within the global batch, of this rank's micro-batch of accumulation step `turn`."""
         return turn * self.replicas + self.replica
 
     def cut(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This rank's part of each sequence, (batch, length / parts)."""
+        """Return this rank's part of each sequence, (batch, length / parts).
+
+        Raises:
+            UserError: if the length is not a multiple of the number of parts.
+        """
         length = tokens.shape[1]
         if length % self.parts:
             raise UserError(
-                f"sequences of {length} tokens cannot be cut over {self.parts} ranks: make model.seq_length a multiple "
-                "of sequence_parallel_size"
+                f"sequences of {length} tokens cannot be split over {self.parts} ranks: make model.seq_length a "
+                "multiple of sequence_parallel_size"
             )
         each = length // self.parts
         return tokens[:, self.part * each : (self.part + 1) * each]
 
 
-def of(engine: Any) -> tuple[Callable[[Any, Batches, int], torch.Tensor], Callable[[Any, Batches, int], Iterable[Any]]]:
-    """(update, losses) of this engine's kind; both take the engine, micro-batches, and how many these are."""
-    pipelined = isinstance(engine.module, deepspeed.PipelineModule)
-    return (update_pipeline, losses_of_pipeline) if pipelined else (update_whole, losses_of_whole)
+def functions_for(engine: Any) -> tuple[Update, Losses]:
+    """Return (update, losses) for this kind of engine.
+
+    Both take the engine, an iterator of micro-batches and their number. `update` takes one optimizer step and returns
+    the mean loss on the device: of this rank's micro-batches, or with a pipeline over all replicas. `losses` returns
+    the loss of each micro-batch without a step; with a pipeline only its last stage has them.
+    """
+    if isinstance(engine.module, deepspeed.PipelineModule):
+        return _update_pipeline, _pipeline_losses
+    return _update_whole_model, _whole_model_losses
 
 
-def update_whole(engine: Any, batches: Batches, count: int) -> torch.Tensor:
+def _update_whole_model(engine: Any, batches: Batches, count: int) -> torch.Tensor:
     total: torch.Tensor | None = None
     for tokens, targets in batches:
         loss = engine(tokens, targets)
@@ -78,20 +97,57 @@ def update_whole(engine: Any, batches: Batches, count: int) -> torch.Tensor:
     return total / count
 
 
-def update_pipeline(engine: Any, batches: Batches, count: int) -> torch.Tensor:
-    with warnings.catch_warnings():  # DeepSpeed broadcasts a loss that still has its graph, which nobody goes through
+def _update_pipeline(engine: Any, batches: Batches, count: int) -> torch.Tensor:
+    with warnings.catch_warnings():  # DeepSpeed broadcasts a loss that requires grad, but nothing differentiates it
         warnings.filterwarnings("ignore", message="c10d::broadcast_: an autograd kernel was not registered")
         loss: torch.Tensor = engine.train_batch(batches)
     return loss
 
 
-def losses_of_whole(engine: Any, batches: Batches, count: int) -> Iterable[torch.Tensor]:
+def _whole_model_losses(engine: Any, batches: Batches, count: int) -> Iterable[torch.Tensor]:
     engine.eval()
     found = [engine(tokens, targets).double().cpu() for tokens, targets in batches]
     engine.train()
     return found
 
 
-def losses_of_pipeline(engine: Any, batches: Batches, count: int) -> Iterable[torch.Tensor]:
-    """On the last stage; the others have none."""
+def _pipeline_losses(engine: Any, batches: Batches, count: int) -> Iterable[torch.Tensor]:
     return [loss.double().cpu() for loss in zero_shards.pipeline_losses(engine, batches, count)]
+
+
+class Spikes:
+    """Detects spikes among the losses of a run. A checkpoint only has to keep `losses`."""
+
+    def __init__(self, config: SpikeConfig, losses: Iterable[float] = ()):
+        self.config = config
+        self.losses: deque[float] = deque(losses, maxlen=config.window)
+        self._in_spike = False
+
+    def threshold(self) -> float:
+        """Return the highest loss that is not a spike: infinity until half of the window is filled."""
+        if self.config.action == "off" or len(self.losses) < max(2, self.config.window // 2):
+            return math.inf
+        median = statistics.median(self.losses)
+        spread = ROBUST * statistics.median(abs(loss - median) for loss in self.losses)
+        return median + max(self.config.rise, self.config.deviations * spread)
+
+    def begins(self, loss: float) -> bool:
+        """Add the loss of the next step, and return whether a spike begins with it.
+
+        A loss that stays high is one spike. Losses that are not finite are ignored; the training loop counts them.
+        """
+        if not math.isfinite(loss):
+            return False
+        was_in_spike, self._in_spike = self._in_spike, loss > self.threshold()
+        self.losses.append(loss)
+        return self._in_spike and not was_in_spike
+
+
+def batch_number(step: int, skipped: Iterable[int]) -> int:
+    """Return the number of the batch that the update from `step` to `step + 1` reads, when some are skipped."""
+    number = step
+    for skip in sorted(skipped):
+        if skip > number:
+            break
+        number += 1
+    return number

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from mst_scale.comm import logger
-from mst_scale.pretrain.options import arguments, experiment_of, out_of
+from mst_scale.pretrain.start import output_folder, parse_arguments, read_experiment
 from mst_scale.runs import run_file
 from mst_scale.runs.run_file import DIVERGED, FINISHED, STOPPED
 
@@ -22,17 +22,17 @@ def outcome(code: int, argv: Sequence[str]) -> Literal["done", "stop", "again"]:
 
     Args:
         code: The exit code of the ranks.
-        argv: The arguments of `mst_scale.pretrain`.
+        argv: The arguments of `mst_scale.pretrain`, which name the folder of the run.
 
     Returns:
         "done" if the run is finished, or was saved because it was asked to stop; "stop" if starting it again would not
         help, because it has diverged twice in a row at the same step; "again" in all other cases.
     """
-    before, logger.disabled = logger.disabled, True  # the ranks have said all that there is to say about the options
+    before, logger.disabled = logger.disabled, True  # the ranks have already logged everything about the options
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            args = arguments(list(argv))
-        out = out_of(args, experiment_of(args))
+            args = parse_arguments(list(argv))
+        out = output_folder(args, read_experiment(args))
     except SystemExit:  # --help
         return "done" if code == 0 else "again"
     except Exception as error:  # somebody is writing the config just now

@@ -1,10 +1,19 @@
-"""Makes all that a run needs before its first step, and refuses there whatever can be refused."""
+"""Prepares everything that a run needs before its first step, and rejects there what can be rejected.
+
+`prepare` shows the order: checkpoint, batch, validation, token files, initial weights, engine, run.json.
+
+With a method that grows (`--from`), the first rank grows the weights of a smaller run, alone and in float32 on its own
+device, while the others wait. It reads the smaller run's latest complete checkpoint. If the growth is trained (ligo),
+it computes the larger model's gradients in plain torch, on batches of the run's own corpus and size, with a separate
+seed. A run that has a checkpoint continues from that, and nothing is grown again.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +21,17 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints import store
 from mst_scale.comm import Mesh, Ranks, logger
-from mst_scale.config import DataConfig, Experiment, to_dict
+from mst_scale.config import DataConfig, Experiment, ModelConfig, to_dict
 from mst_scale.config.check import batch_shape
+from mst_scale.config.growth import smaller_model
 from mst_scale.config.parallel import sizes_of, without_sizes
-from mst_scale.costs.flops import optimizer_flops
+from mst_scale.costs.budgets import Before, before
+from mst_scale.costs.flops import KEYS, optimizer_flops
 from mst_scale.costs.ledger import Ledger
 from mst_scale.data.corpus import fingerprint, identity
 from mst_scale.data.prepare import ensure
@@ -29,9 +41,10 @@ from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.hugging_face import start_from
 from mst_scale.models import build
-from mst_scale.pretrain import branch, growing, lengthen, refusals, resume
-from mst_scale.pretrain.adam import refuse_another, with_adam
-from mst_scale.pretrain.learning_rate import MASKED
+from mst_scale.models.gpt import GPT
+from mst_scale.pretrain import resume, schedules, validation
+from mst_scale.pretrain.schedules import MASKED
+from mst_scale.randomness import counter_hash
 from mst_scale.runs import run_file
 from mst_scale.runs.metrics import OptionalWrites
 from mst_scale.runs.run_file import RunFile
@@ -39,41 +52,42 @@ from mst_scale.tensor_parallel import TensorGroup
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a run stands: what a checkpoint says of it beside weights and states."""
+class Progress:
+    """How far a run has come: what its checkpoint holds besides weights, optimizer states and FLOPs."""
 
     step: int = 0
     losses: tuple[float, ...] = ()
-    """The last ones, which spikes are measured against."""
+    """The latest losses, with which spikes are detected."""
     skipped: tuple[int, ...] = ()
-    """Batches that rollbacks have left out."""
+    """Batches left out by rollbacks."""
     layers: dict[str, Any] = field(default_factory=dict)
-    """What topology steps have come to since the last row of the metrics."""
+    """Changes by topology steps since the last row of the metrics."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run before its next step."""
+    """A run that is ready for its next step."""
 
     experiment: Experiment
     out: Path
     ranks: Ranks
     batch: int
-    """Sequences of an update …"""
+    """Sequences per update."""
     micro: int
-    """… of a micro-batch …"""
+    """Sequences per micro-batch."""
     accumulation: int
-    """… and how many of these a rank takes for one update."""
+    """Micro-batches per rank and update."""
     train: Sampler
     val: Sampler
     tasks: Any
+    """Evaluates training.eval_tasks; None if there are none."""
     engine: Any
     mesh: Mesh | None
-    """Where several ranks share a model."""
+    """Set if several ranks share a model."""
     ledger: Ledger
-    place: Place
+    progress: Progress
     rollbacks: int
-    """Earlier ones of this run."""
+    """Rollbacks by earlier starts of this run."""
     run_file: RunFile | None
     """On the first rank."""
 
@@ -82,96 +96,112 @@ def prepare(
     experiment: Experiment,
     out: Path,
     ranks: Ranks,
-    how: str = "auto",
+    resume_from: str = "auto",
     branch_from: str | None = None,
     *,
     begins: Callable[..., None] = lambda part, about="": None,
 ) -> Prepared:
-    """Data, model, engine, checkpoint; `how` and `branch_from` are the options --resume and --branch-decay-from.
+    """Prepare data, model, engine and checkpoint, on all ranks together.
 
-    `begins` is told what is done next.
+    Args:
+        experiment: what to train.
+        out: the folder of the run.
+        ranks: all ranks.
+        resume_from: the option --resume.
+        branch_from: the option --branch-decay-from.
+        begins: called with the name of each part before it is prepared, for the progress line.
+
+    Raises:
+        UserError: if the experiment cannot run here, or cannot continue the run in `out`.
     """
     sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
     replicas = ranks.agree(lambda: sizes.data(ranks.world_size))
-    own = resume.choose(out, how, ranks)
-    ranks.on_first(lambda: resume.refuse_another_model(out, experiment))
-    source = lengthen.beginning(own, out, experiment, how, ranks) or branch.source(branch_from, experiment, ranks)
+    own = resume.choose_checkpoint(out, resume_from, ranks)
+    ranks.on_first(lambda: resume.validate_same_model(out, experiment))
+    source = schedules.find_extension_start(own, out, experiment, resume_from, ranks)
+    source = source or schedules.find_branch_source(branch_from, experiment, ranks)
     fitted = experiment
     if source is not None:
         fitted = ranks.agree(lambda: resume.with_batch_of(experiment, source, replicas))
     batch, micro, accumulation = ranks.agree(lambda: batch_shape(fitted.deepspeed, replicas))
     mesh = ranks.agree(lambda: Mesh(sizes)) if sizes.model > 1 else None
-    ranks.agree(lambda: refusals.refuse(fitted, ranks.world_size, mesh))
+    ranks.agree(lambda: validation.validate(fitted, ranks.world_size, mesh))
     ledger = Ledger(fitted.model, batch, optimizer_flops(fitted.model, fitted.deepspeed))
-    loadable = None if source is None else resume.loadable(source, ranks, fitted.deepspeed)
+    loadable = None if source is None else resume.find_loadable(source, ranks, fitted.deepspeed)
     begins("corpus", f" {fitted.data.dir or fitted.data.source or ''}")
-    folder = ranks.on_first(lambda: corpus(fitted.data), long=True)
+    folder = ranks.on_first(lambda: prepare_corpus(fitted.data), long=True)
 
-    def opened(split: str, seed: int) -> Sampler:
+    def open_split(split: str, seed: int) -> Sampler:
         return open_sampler(folder, split, fitted.model, seed, check_ids=ranks.first)
 
-    train, val = ranks.agree(lambda: (opened("train", fitted.training.seed), opened("val", fitted.eval_seed)))
+    train, val = ranks.agree(lambda: (open_split("train", fitted.training.seed), open_split("val", fitted.eval_seed)))
     if fitted.training.eval_tasks is not None:
         begins("evaluation tasks")
-    evaluated = tasks(fitted, out, micro, ranks)
-    start, growth = None, None
+    tasks = _load_tasks(fitted, out, micro, ranks)
+    weights, growth = None, None
     if source is None and fitted.mst.growth is not None:
         begins("growth", f" from {fitted.mst.grow_from}")
-        growth = growing.grown(fitted, train, batch, micro, ranks)
-        ledger.begin(growth.before.total)
-        start = growth.weights
+        growth = grow_weights(fitted, train, batch, micro, ranks)
+        ledger.begin(growth.cost.total)
+        weights = growth.weights
     elif source is None:
-        start = initial_weights(fitted, ranks)
+        weights = _read_initial_weights(fitted, ranks)
     begins("model and engine", f" ({fitted.model.weights:,} weights)")
     saved = None if source is None else ranks.on_first(lambda: (store.head(source) or {}).get("optimizer"))
-    chosen = ranks.agree(lambda: with_adam(fitted, source is None, saved))
-    engine = ranks.agree(lambda: built_engine(chosen, out, start, mesh))
+    chosen = ranks.agree(lambda: validation.choose_adam(fitted, source is None, saved))
+    engine = ranks.agree(lambda: _build_engine(chosen, out, weights, mesh))
     if source is not None:
-        ranks.agree(lambda: refuse_another(saved, zero_shards.adam_of(engine), source))
+        ranks.agree(lambda: validation.validate_same_adam(saved, zero_shards.adam_of(engine), source))
     text, engine.mst.record.corpus = ranks.on_first(lambda: (identity(folder), fingerprint(folder)))
-    place, left_out = Place(), []
+    progress, rollbacks = Progress(), []
     if loadable is not None:
         begins("checkpoint", f" {loadable[0]}")
-        left_out = ranks.on_first(lambda: run_file.rollbacks(out / "run.json"))
-        place = load(engine, ledger, out, ranks, loadable)
-        place = replace(place, skipped=tuple(sorted({*place.skipped, *(batch for some in left_out for batch in some)})))
-    shape = (batch, micro, accumulation)
-    story = begin_story(fitted, out, ranks, step=place.step, source=source, shape=shape, text=text)
-    if story is not None and growth is not None:
-        story.happened("grown", **growth.told())
-    if story is not None and engine.mst.record.changes:
-        story.happened("resumed with changes", changes=engine.mst.record.changes)
+        rollbacks = ranks.on_first(lambda: run_file.rollbacks(out / "run.json"))
+        progress = load_checkpoint(engine, ledger, out, ranks, loadable)
+        skipped = {*progress.skipped, *(batch for batches in rollbacks for batch in batches)}
+        progress = replace(progress, skipped=tuple(sorted(skipped)))
+    shape = {"sequences": batch, "micro": micro, "accumulation": accumulation}
+    file = record_start(fitted, out, ranks, step=progress.step, source=source, batch=shape, text=text)
+    if file is not None and growth is not None:
+        file.happened("grown", **growth.to_dict())
+    if file is not None and engine.mst.record.changes:
+        file.happened("resumed with changes", changes=engine.mst.record.changes)
     return Prepared(
         fitted, out, ranks, batch, micro, accumulation,
-        train, val, evaluated, engine, mesh, ledger, place, len(left_out), story,
+        train, val, tasks, engine, mesh, ledger, progress, len(rollbacks), file,
     )  # fmt: skip
 
 
-def load(engine: Any, ledger: Ledger, out: Path, ranks: Ranks, loadable: tuple[Path, bool]) -> Place:
-    """Weights, states and FLOPs of a checkpoint, as `resume.loadable` names it."""
+def load_checkpoint(engine: Any, ledger: Ledger, out: Path, ranks: Ranks, loadable: tuple[Path, bool]) -> Progress:
+    """Load weights, optimizer states, masks and FLOPs of a checkpoint that `resume.find_loadable` has returned."""
     path, universal = loadable
     state = ranks.agree(lambda: zero_shards.load_checkpoint(engine, path, universal))
     ranks.agree(lambda: ledger.load(state))
     step = int(state["step"])
     logger.info("continuing %s from step %d%s", out, step, ", reshaped" if universal else "")
     losses, skipped = tuple(state.get("losses", ())), tuple(state.get("skipped", ()))
-    return Place(step, losses, skipped, dict(state.get("layers", {})))
+    return Progress(step, losses, skipped, dict(state.get("layers", {})))
 
 
-def begin_story(
+def record_start(
     experiment: Experiment, out: Path, ranks: Ranks, *, step: int, source: Path | None,
-    shape: tuple[int, int, int], text: str | None,
+    batch: dict[str, int], text: str | None,
 ) -> RunFile | None:  # fmt: skip
-    """OUT with the resolved config and this start in run.json; checkpoints of later steps are set aside."""
+    """Write the resolved config and this start (run.json) into `out`, and set checkpoints of later steps aside.
+
+    Returns:
+        The run file, on the first rank.
+    """
     hosts: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(hosts, socket.gethostname(), group=ranks.control)
 
-    def describe() -> None:
+    def write() -> RunFile:
         out.mkdir(parents=True, exist_ok=True)
         store.sweep(out / "checkpoints")
         store.set_aside(out / "checkpoints", step)
         config = to_dict(experiment)
-        if step < experiment.training.steps or not (out / "config.json").exists():  # else nothing will be trained
+        # a start that trains nothing, because the run is finished, leaves its config as it is
+        if step < experiment.training.steps or not (out / "config.json").exists():
             store.write_if_possible(out / "config.json", json.dumps(config, indent=2) + "\n")
         seed = experiment.training.seed
         start = run_file.about(
@@ -180,80 +210,164 @@ def begin_story(
             ranks=ranks.world_size,
             replicas=sizes_of(experiment.deepspeed).data(ranks.world_size),
             hosts=hosts,
-            batch=dict(zip(("sequences", "micro", "accumulation"), shape, strict=True)),
+            batch=batch,
             corpus=text,
             seeds={"training": seed, "mst": seed if experiment.mst.seed is None else experiment.mst.seed},
         )
-        made.append(RunFile(out / "run.json", config, start))
+        return RunFile(out / "run.json", config, start)
 
-    made: list[RunFile] = []
-    ranks.on_first(describe)
-    return made[0] if made else None
+    return ranks.agree(lambda: write() if ranks.first else None)
 
 
-def corpus(data: DataConfig) -> str:
-    """The folder of the token files, prepared on first use where the config names a source."""
+def prepare_corpus(data: DataConfig) -> str:
+    """Return the folder of the token files; if the config names a source, they are made at first use.
+
+    Raises:
+        UserError: if the config names neither a folder nor a source.
+    """
     if data.source is not None:
         folder = data.dir or f"corpora/{data.source}"
         ensure(
-            folder,
-            data.source,
-            data.tokenizer,
-            text_key=data.text_key,
-            val_fraction=data.val_fraction,
-            max_bytes=data.max_bytes,
-            seed=data.seed,
-        )
+            folder, data.source, data.tokenizer,
+            text_key=data.text_key, val_fraction=data.val_fraction, max_bytes=data.max_bytes, seed=data.seed,
+        )  # fmt: skip
         return folder
     if data.dir is None:
-        raise UserError("no data: give --data DIR, or data.dir or data.source in the config")
+        raise UserError("no data: give --data DIR, or set data.dir or data.source in the config")
     return data.dir
 
 
-def tasks(experiment: Experiment, out: Path, micro: int, ranks: Ranks) -> Any:
-    """What evaluates the tasks of training.eval_tasks; None where there are none."""
+def _load_tasks(experiment: Experiment, out: Path, micro: int, ranks: Ranks) -> Any:
     if experiment.training.eval_tasks is None:
         return None
-    from mst_scale.evaluation.evaluate import TasksDuringTraining  # seconds to import
+    from mst_scale.evaluation.evaluate import TasksDuringTraining  # takes seconds to import
 
-    found = ranks.agree(lambda: TasksDuringTraining(experiment, out, micro, ranks))
-    found.read()
-    return found
+    tasks = ranks.agree(lambda: TasksDuringTraining(experiment, out, micro, ranks))
+    tasks.read()
+    return tasks
 
 
-def initial_weights(experiment: Experiment, ranks: Ranks) -> Any:
-    """The weights of training.init, on the first rank, empty on the others; None for a start from random ones."""
+# --- initial weights: on the first rank by name, an empty dict on the others ---
+
+
+def _read_initial_weights(experiment: Experiment, ranks: Ranks) -> dict[str, Tensor] | None:
+    """Read the weights of training.init; None if the run starts from random ones."""
     init = experiment.training.init
     if init is None:
         return None
     logger.info("starting from the weights of %s", init)
-    return ranks.agree(lambda: start_from.read(start_from.folder_of(init), experiment.model) if ranks.first else {})
+    weights: dict[str, Tensor] = ranks.agree(
+        lambda: start_from.read(start_from.folder_of(init), experiment.model) if ranks.first else {}
+    )
+    return weights
 
 
-def built_engine(experiment: Experiment, out: Path, start: Any, mesh: Mesh | None = None) -> Any:
-    """DeepSpeed's engine around the experiment's model; `start` are its weights on the first rank, empty on the others,
-    None for random ones."""
+@dataclass(frozen=True)
+class GrownWeights:
+    """The initial weights of a run that grows out of a smaller one."""
+
+    weights: dict[str, Tensor]
+    """By name, on the first rank; empty on the others."""
+    cost: Before
+    """The FLOPs spent on them, and the checkpoint they were grown from."""
+    losses: list[float]
+    """The larger model's loss at each step that trains the growth, on the first rank."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry of run.json."""
+        cost, losses = self.cost, self.losses
+        return {
+            "from": str(cost.checkpoint),
+            "its_step": cost.step,
+            **{f"{KEYS[a]}_of_run": flops for a, flops in cost.run.items()},
+            **{f"{KEYS[a]}_of_growth": flops for a, flops in cost.growth.items()},
+            **({"growth_steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1]} if losses else {}),
+        }
+
+
+class GrowthGradients:
+    """Computes the gradients of a model's mean loss on batches of a sampler, one micro-batch at a time.
+
+    The model is our GPT without dropout and without activation checkpointing. The losses are kept in `losses`.
+    """
+
+    def __init__(self, model: ModelConfig, sampler: Sampler, batch: int, micro: int):
+        with torch.device("meta"):
+            self._model = GPT(replace(model, dropout=0.0, activation_checkpointing=False))
+        self._sampler = Sampler(sampler.file, sampler.context, counter_hash(sampler.seed, "growth"))
+        self._batch, self._micro = batch, micro
+        self.losses: list[float] = []
+
+    def __call__(self, weights: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """Return the gradients at these weights, on the batch of this step.
+
+        Raises:
+            UserError: if the loss is not finite.
+        """
+        leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+        device, total = next(iter(leaves.values())).device, 0.0
+        for first in range(0, self._batch, self._micro):
+            batch = self._sampler.batch(step, range(first, min(first + self._micro, self._batch)))
+            tokens, targets = (each.to(device) for each in batch)
+            loss = torch.func.functional_call(self._model, leaves, (tokens, targets)) * (len(tokens) / self._batch)
+            loss.backward()
+            total += float(loss.detach())
+        if not math.isfinite(total):
+            raise UserError(f"the loss at step {step} of the growth is not finite: lower mst.options.rate")
+        self.losses.append(total)
+        return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def grow_weights(experiment: Experiment, train: Sampler, batch: int, micro: int, ranks: Ranks) -> GrownWeights:
+    """Return the initial weights of a method that grows; `train` reads the run's own corpus."""
+    cost: Before = ranks.on_first(lambda: before(experiment, batch))
+    gradients = GrowthGradients(experiment.model, train, batch, micro)
+
+    def grow() -> dict[str, Tensor]:
+        mst, device = experiment.mst, deepspeed.get_accelerator().current_device_name()
+        assert mst.growth is not None and mst.grow_from is not None
+        small = smaller_model(mst.grow_from)
+        weights = {name: weight.to(device) for name, weight in start_from.of_run(cost.checkpoint, small).items()}
+        large = mst.growth.grow(weights, small, experiment.model, gradients, experiment.training.seed)
+        return {name: weight.cpu() for name, weight in large.items()}
+
+    weights = ranks.agree(lambda: grow() if ranks.first else {})
+    losses = gradients.losses
+    trained = f"; {len(losses)} steps of growth, loss {losses[0]:.4f} to {losses[-1]:.4f}" if losses else ""
+    logger.info("grown from %s, at step %d%s", cost.checkpoint, cost.step, trained)
+    return GrownWeights(weights, cost, losses)
+
+
+# --- model and engine ---
+
+
+def _build_engine(experiment: Experiment, out: Path, weights: dict[str, Tensor] | None, mesh: Mesh | None) -> Any:
+    """Return DeepSpeed's engine around the experiment's model, filled with the initial weights if there are any."""
     experiment = replace(experiment, deepspeed=without_sizes(experiment.deepspeed))
     torch.manual_seed(experiment.training.seed)
-    model = built_model(experiment, mesh)
-    if start is not None:
-        start_from.fill(model, start or None)
+    model = _build_model(experiment, mesh)
+    if weights is not None:
+        start_from.fill(model, weights or None)
     if "activation_checkpointing" in experiment.deepspeed:
         deepspeed.checkpointing.configure(None, deepspeed_config=experiment.deepspeed)
-    monitored = _with_monitors(experiment, out)
-    built: Any = initialize(
+    # TensorBoard's files next to the metrics unless the config decides otherwise; DeepSpeed itself prints nothing
+    tensorboard = {"enabled": True, "output_path": str(out / "tensorboard"), "job_name": ""}
+    defaults = {"tensorboard": tensorboard, "steps_per_print": 2**31}
+    engine: Any = initialize(
         model=model,
         model_parameters=parameter_groups(model, experiment),
-        config=monitored,
+        config=replace(experiment, deepspeed={**defaults, **experiment.deepspeed}),
         # a pipeline brings its own, of the same ranks
         mpu=None if isinstance(model, deepspeed.PipelineModule) else mesh,
     )[0]
-    _spare_the_run(built.monitor)
-    return built
+    # if a monitor cannot write, also DeepSpeed's own numbers of each step, only those numbers are lost
+    write, disk = engine.monitor.write_events, OptionalWrites()
+    engine.monitor.write_events = lambda events: disk.attempt("TensorBoard's numbers", lambda: write(events))
+    return engine
 
 
-def built_model(experiment: Experiment, mesh: Mesh | None) -> torch.nn.Module:
-    """The model with its first weights, or of it what is this rank's."""
+def _build_model(experiment: Experiment, mesh: Mesh | None) -> torch.nn.Module:
+    """Return the model with random weights, or this rank's part of it."""
     if mesh is not None and mesh.sizes.pipeline > 1:
         from mst_scale.models.pipelined_gpt import PipelinedGPT
 
@@ -262,24 +376,11 @@ def built_model(experiment: Experiment, mesh: Mesh | None) -> torch.nn.Module:
         return build(experiment.model, None if mesh is None else TensorGroup.of(mesh))
 
 
-def _spare_the_run(monitor: Any) -> None:
-    """What monitors cannot write, DeepSpeed's own numbers of each step too, costs those numbers alone."""
-    inner, disk = monitor.write_events, OptionalWrites()
-    monitor.write_events = lambda events: disk.attempt("TensorBoard's numbers", lambda: inner(events))
-
-
-def _with_monitors(experiment: Experiment, out: Path) -> Experiment:
-    """TensorBoard beside the metrics, unless the config says otherwise; DeepSpeed prints nothing of its own."""
-    ours = {
-        "tensorboard": {"enabled": True, "output_path": str(out / "tensorboard"), "job_name": ""},
-        "steps_per_print": 2**31,
-    }
-    return replace(experiment, deepspeed={**ours, **experiment.deepspeed})
-
-
 def parameter_groups(model: torch.nn.Module, experiment: Experiment) -> list[dict[str, Any]]:
-    """Weight decay (the optimizer's own) on matrices, none on norms and biases; what can be masked is a group of its
-    own where it is treated apart."""
+    """Return the optimizer's parameter groups: matrices with its weight decay, norms and biases without.
+
+    Matrices that can be masked form a third group if the experiment treats them differently (training.sparse_rate).
+    """
     matrices = [p for p in model.parameters() if zero_shards.is_matrix(p)]
     vectors = [p for p in model.parameters() if not zero_shards.is_matrix(p)]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

@@ -1,8 +1,8 @@
-"""Chooses where a run continues, and fits its batch to the ranks there are.
+"""Chooses the checkpoint from which a run continues, and fits its batch to the current number of ranks.
 
-From the newest whole checkpoint in its folder, with the model it began with. Where other ranks or another ZeRO stage
-have saved it, its universal copy is made (`mst reshape`) and loaded, and the global batch stays what it was: the
-number of accumulation steps changes, and the micro-batch where that is not enough.
+A run continues from the latest complete checkpoint in its folder, with the model it started with. If other ranks or
+another ZeRO stage saved it, its universal copy is made (`mst reshape`) and loaded. The global batch stays the same: the
+number of accumulation steps changes, and the micro-batch if that is not enough.
 """
 
 from __future__ import annotations
@@ -21,94 +21,112 @@ from mst_scale.config import Experiment, read_saved, to_dict
 from mst_scale.config.changes import result_keys
 from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
-from mst_scale.config.support import precision_of
+from mst_scale.config.support import precision_of, stage_of
 from mst_scale.errors import Damaged, UserError
 from mst_scale.runs import run_file
 
-# The blocks in which a resumed run must agree with its checkpoint.
-SAME_ON_RESUME = ("model",)
-# Starts before this one, as shared.sh and Slurm count them.
+# Environment variables in which shared.sh and Slurm count the earlier starts of this command.
 RESTARTS = ("MST_RESTART", "SLURM_RESTART_COUNT")
 
 
-def choose(out: Path, resume: str, ranks: Ranks) -> Path | None:
-    """The checkpoint that `resume` means (auto, never or a tag), None where the run begins."""
+def is_restart() -> bool:
+    """Return whether a launcher, or Slurm, has started this command before."""
+    return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS)
+
+
+def choose_checkpoint(out: Path, resume: str, ranks: Ranks) -> Path | None:
+    """Return the checkpoint that the option --resume selects, or None if the run starts from step 0.
+
+    Args:
+        out: the folder of the run.
+        resume: "auto", "never" or a tag.
+        ranks: all ranks, which call this together.
+
+    Raises:
+        UserError: if there is no such checkpoint, or "never" is given for a folder that has one.
+        OSError: if the checkpoints are damaged.
+    """
     folder = out / "checkpoints"
-    resume = ranks.on_first(lambda: _meant(resume, out))
+    resume = ranks.on_first(lambda: _effective(resume, out))
     existing = ranks.on_first(lambda: store.list_tags(folder))
     if resume == "never":
         if existing:
-            ranks.fail(UserError(f"{out} holds a run already: choose another --out, or --resume auto"))
+            ranks.fail(UserError(f"{out} already holds a run: choose another --out, or --resume auto"))
         return None
     if resume == "auto":
         tag = store.newest(folder, ranks)
         if existing and tag is None:
-            ranks.fail(OSError(f"no checkpoint in {folder} is whole: start anew in another --out"))
+            ranks.fail(OSError(f"every checkpoint in {folder} is damaged: start a new run with another --out"))
         return None if tag is None else folder / tag
     if resume not in existing:
-        found = f"it has {', '.join(existing)}" if existing else "there is none"
-        ranks.fail(UserError(f"no checkpoint {resume!r} in {folder}: {found}"))
-    ranks.agree(lambda: store.refuse_damage(folder / resume, ranks))
+        found = f"it has {', '.join(existing)}" if existing else "it has none"
+        ranks.fail(UserError(f"--resume {resume}: there is no such checkpoint in {folder}: {found}"))
+    ranks.agree(lambda: store.check_undamaged(folder / resume, ranks))
     return folder / resume
 
 
-def restarted() -> bool:
-    """Whether a launcher, or Slurm, has started this command before."""
-    return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS)
-
-
-def _meant(resume: str, out: Path) -> str:
-    """`never` and a tag speak of a command's first start; what it began goes on where that is started again."""
+def _effective(resume: str, out: Path) -> str:
+    """Return --resume, or "auto" if this command is restarted and has begun the run: "never" and tags apply to the
+    first start only."""
     last = run_file.read(out / "run.json").get("starts", [])[-1:]
-    began = bool(last) and last[0].get("command") == run_file.command()
-    return "auto" if restarted() and began else resume
+    has_begun = bool(last) and last[0].get("command") == run_file.command()
+    return "auto" if is_restart() and has_begun else resume
 
 
-def replicas_at_first(out: Path, ranks: Ranks, sizes: ParallelDims) -> int:
-    """On how many copies of the model the run in OUT began, those of now if it begins: what a config says of each rank
-    is of those."""
+def initial_replicas(out: Path, ranks: Ranks, sizes: ParallelDims) -> int:
+    """Return the number of replicas with which the run in `out` started, or the current one if it starts now.
 
-    def look() -> int:
+    Values that a config states per rank refer to that number.
+    """
+
+    def read() -> int:
         starts = run_file.read(out / "run.json").get("starts") if store.list_tags(out / "checkpoints") else None
         now = sizes.data(ranks.world_size)
         return int(starts[0].get("replicas", starts[0].get("ranks", now))) if starts else now
 
-    return ranks.on_first(look)
+    return ranks.on_first(read)
 
 
-def refuse_another_model(out: Path, experiment: Experiment) -> None:
-    """A run goes on with the model and the precision it began with, and to the steps that it was to have with its
-    method too: more may be of another, dense ones after sparse ones say."""
+def validate_same_model(out: Path, experiment: Experiment) -> None:
+    """Check that a run continues with the model, the precision and the method it started with.
+
+    Steps beyond its original number may use another method, for example dense steps after sparse ones.
+
+    Raises:
+        UserError: if one of them differs.
+    """
     path = out / "config.json"
     if not store.list_tags(out / "checkpoints") or not path.exists():
         return
     before, now = read_saved(path), json.loads(json.dumps(to_dict(experiment)))
-    for block in SAME_ON_RESUME:
-        keys = [key for key in result_keys(experiment) if key.startswith(f"{block}.")]
-        told, wanted = before.get(block, {}), now[block]
-        if different := [key for key in keys if told.get(name := key.partition(".")[2]) != wanted[name]]:
-            raise UserError(
-                f"{path}: the run in {out} has another {block!r} block ({different[0]}): choose another --out"
-            )
-    precisions = [precision_of(told) for told in (before, now)]
+    for key in result_keys(experiment):
+        block, _, name = key.partition(".")
+        if block == "model" and before.get("model", {}).get(name) != now["model"][name]:
+            raise UserError(f"{path}: {key} of the run in {out} is another: choose another --out")
+    precisions = [precision_of(config) for config in (before, now)]
     if precisions[0] != precisions[1]:
         raise UserError(
-            f"{path}: the run in {out} trains in {precisions[0]}, not {precisions[1]}: choose another --out"
+            f"{path}: the run in {out} trains in {precisions[0]}, not in {precisions[1]}: choose another --out"
         )
-    methods = [told.get("mst", {}).get("method") or "dense" for told in (before, now)]
+    methods = [config.get("mst", {}).get("method") or "dense" for config in (before, now)]
     more = now["training"]["steps"] > before.get("training", {}).get("steps", 0)
     if methods[0] != methods[1] and not more:
-        raise UserError(f"{path}: the run in {out} is of method {methods[0]}, not {methods[1]}: choose another --out")
+        raise UserError(f"{path}: the run in {out} has mst.method {methods[0]}, not {methods[1]}: choose another --out")
 
 
-def with_shape_of(experiment: Experiment, init: str, out: Path) -> Experiment:
-    """The experiment with the shape of the model whose weights it starts from; what else the block says stays.
+def with_shape_of_init(experiment: Experiment, init: str, out: Path) -> Experiment:
+    """Return the experiment with the model shape of the weights it starts from (training.init).
 
-    A run that has a checkpoint says that itself: the weights it began with need not be there any more.
+    Other keys of the model block stay. If the run has a checkpoint, its own config states the shape, and the initial
+    weights are not needed any more.
+
+    Raises:
+        UserError: if the model is not a GPT.
     """
     if experiment.model.arch != "gpt":
-        raise UserError(f"--init takes a GPT-2's weights, and model.arch is {experiment.model.arch!r}: leave it out")
-    from mst_scale.hugging_face import start_from  # likewise
+        raise UserError(f"--init takes the weights of a GPT-2, but model.arch is {experiment.model.arch!r}: leave it "
+                        "out")  # fmt: skip
+    from mst_scale.hugging_face import start_from  # imports torch
 
     keys = _shape_of_run(out, start_from.SHAPE) or start_from.model_keys(start_from.folder_of(init))
     changed = {key: value for key, value in keys.items() if getattr(experiment.model, key) != value}
@@ -128,75 +146,69 @@ def _shape_of_run(out: Path, keys: Iterable[str]) -> dict[str, Any] | None:
     return {key: before["model"][key] for key in keys}
 
 
-def loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any]) -> tuple[Path, bool]:
-    """Where these ranks load it from by this config, and whether that is a universal copy, made now if need be."""
-    stage = int(deepspeed.get("zero_optimization", {}).get("stage", 0))
-    layout = store.layout(ranks.world_size, stage, sizes_of(deepspeed))
+def find_loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any]) -> tuple[Path, bool]:
+    """Return the folder from which these ranks can load a checkpoint, and whether it is a universal copy.
+
+    The universal copy is made if it is needed and missing or damaged.
+    """
+    layout = store.layout(ranks.world_size, stage_of(deepspeed), sizes_of(deepspeed))
     if ranks.on_first(lambda: bool((store.head(source) or {}).get("universal"))):
         return source, True
-    misfit = ranks.on_first(lambda: store.misfit(source, layout))
-    if misfit is None:
+    mismatch = ranks.on_first(lambda: store.find_mismatch(source, layout))
+    if mismatch is None:
         return source, False
     copy = source / UNIVERSAL
     if ranks.on_first((copy / MANIFEST).is_file):
         faults = ranks.agree(lambda: store.damage(copy, ranks))
         if not ranks.any(bool(faults)):
             return copy, True
-        logger.error("%s is damaged: %s", copy, faults[0] if faults else "on another rank's share")
-    logger.info("%s: making a copy that they can load", misfit)
-    seconds = ranks.on_first(lambda: _reshaped(source, misfit), long=True)
+        logger.error("%s is damaged: %s", copy, faults[0] if faults else "in a file that another rank has checked")
+    logger.info("%s: making a copy that can be loaded here", mismatch)
+    seconds = ranks.on_first(lambda: _make_copy(source, mismatch), long=True)
     logger.info("made %s in %.1f s (mst reshape makes it beforehand)", copy, seconds)
     return copy, True
 
 
-def _reshaped(source: Path, misfit: str) -> float:
-    from mst_scale.checkpoints.reshape import reshape  # and with it torch, which options do without
+def _make_copy(source: Path, mismatch: str) -> float:
+    from mst_scale.checkpoints.reshape import reshape  # imports torch, which reading options must not
 
     try:
         return reshape(source).seconds
     except (UserError, Damaged, OSError) as error:
         kind = UserError if isinstance(error, UserError) else OSError
         raise kind(
-            f"{misfit}, and no copy for them could be made ({error}): start on as many ranks as before, or make one "
+            f"{mismatch}, and making a copy failed ({error}): start on as many ranks as before, or make a copy "
             f"elsewhere with mst reshape {source} OUT"
         ) from None
 
 
-def with_batch_of(experiment: Experiment, source: Path, world_size: int) -> Experiment:
-    """The experiment with the global batch of the checkpoint, on however many ranks there are now (replicas of the
-    model, where several share one).
+def with_batch_of(experiment: Experiment, source: Path, replicas: int) -> Experiment:
+    """Return the experiment with the global batch of a checkpoint, on the current number of replicas.
 
-    A `train_batch_size` that the config states otherwise than the checkpoint is a user's decision and stays. A config
-    that states no micro-batch gets none larger than the checkpoint's, which is known to fit in memory.
+    If the config sets another `train_batch_size` than the checkpoint's, the user has decided so, and it stays. If the
+    config sets no micro-batch, it is at most the checkpoint's, which is known to fit in memory.
     """
     manifest = store.head(source) or {}
     before: int | None = manifest.get("batch")
-    ranks_before: int = manifest.get("replicas", manifest.get("ranks", world_size))
+    replicas_before: int = manifest.get("replicas", manifest.get("ranks", replicas))
     deepspeed = {key: value for key, value in experiment.deepspeed.items() if value != "auto" or key not in BATCH_KEYS}
     total, micro, accumulation = (deepspeed.get(key) for key in BATCH_KEYS)
     if before is None or total not in (None, before):
         return experiment
-    largest = micro or manifest.get("micro") or max(1, before // (ranks_before * (accumulation or 1)))
-    stated = _stated(deepspeed, world_size)
+    largest = micro or manifest.get("micro") or max(1, before // (replicas_before * (accumulation or 1)))
+    try:
+        stated = batch_shape(deepspeed, replicas)
+    except UserError:  # the stated values do not fit this number of replicas
+        stated = None
     if stated is None or stated[0] != before or stated[1] > largest:
         deepspeed["train_batch_size"] = before
         deepspeed.pop("gradient_accumulation_steps", None)
-        deepspeed["train_micro_batch_size_per_gpu"] = largest_micro(before, largest, world_size)
-    elif ranks_before == world_size:
+        deepspeed["train_micro_batch_size_per_gpu"] = largest_micro(before, largest, replicas)
+    elif replicas_before == replicas:
         return experiment
+    micro, accumulation = batch_shape(deepspeed, replicas)[1:]
     logger.info(
         "the global batch stays %d: %d ranks × %d sequences × %d accumulation steps (before: %d ranks)",
-        before,
-        world_size,
-        *batch_shape(deepspeed, world_size)[1:],
-        ranks_before,
-    )
+        before, replicas, micro, accumulation, replicas_before,
+    )  # fmt: skip
     return dataclasses.replace(experiment, deepspeed=deepspeed)
-
-
-def _stated(deepspeed: dict[str, Any], world_size: int) -> tuple[int, int, int] | None:
-    """What the config's own words come to on these ranks; None where they do not go together."""
-    try:
-        return batch_shape(deepspeed, world_size)
-    except UserError:
-        return None

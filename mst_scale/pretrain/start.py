@@ -5,65 +5,178 @@
     mpirun -n 2 python -m mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
     deepspeed --module mst_scale.pretrain --deepspeed_config large.json --method stack --from runs/small
 
-Options and config are read first: a mistake in them, or --help, does not wait for torch and DeepSpeed.
+Options and config are read before torch and DeepSpeed are imported, so --help and usage errors appear at once.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import signal
 import threading
 import warnings
+from pathlib import Path
 
 from mst_scale import comm
-from mst_scale.comm import Watch
+from mst_scale.checkpoints import store
+from mst_scale.comm import Watch, logger
+from mst_scale.comm.parser import Parser, validate_folder
 from mst_scale.compiled import build_locks
-from mst_scale.pretrain import resume
-from mst_scale.pretrain.options import arguments, experiment_of, out_of
+from mst_scale.config import RATE_DURATIONS, Experiment, growth, load, overridden_in_recipe, read
+from mst_scale.config.check import check
+from mst_scale.config.ready import config_file
+from mst_scale.errors import UserError
+from mst_scale.pretrain import resume, schedules
 from mst_scale.runs.out_lock import OutLock
 from mst_scale.runs.progress import Starting
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the training program with these arguments (default: those of the command line).
+
+    Raises:
+        SystemExit: if the run was asked to stop, or if the options are wrong or ask for help. Every other error ends
+            the process with the exit code of its class (`mst_scale.errors`).
+    """
     watch = Watch()
     try:
         _main(argv, watch)
     except SystemExit:
-        _end_quietly(watch)
+        _stop_listening(watch)
         raise
     except BaseException as error:
         watch.explain(error)
         comm.end(error)
-    _end_quietly(watch)
+    _stop_listening(watch)
 
 
-def _end_quietly(watch: Watch) -> None:
-    """What is done is not undone by a second signal, which would find Python without its handlers."""
+def _stop_listening(watch: Watch) -> None:
+    """Ignore further signals: one that arrives while Python shuts down would kill a process that has succeeded."""
     watch.close()
     for name in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(name, signal.SIG_IGN)
 
 
 def _main(argv: list[str] | None, watch: Watch) -> None:
-    # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed: true, and nothing a user can act on
+    # DeepSpeed 0.19 uses names of collectives that torch 2.13 deprecates; users cannot do anything about that
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     threading.excepthook = comm.thread_failed
     comm.end_with_launcher()
-    comm.speak()  # reading the config has something to say, long before the ranks meet
-    args = arguments(argv, __doc__)
-    experiment = experiment_of(args)
-    comm.timeout()  # refused here where it is no number: DeepSpeed's import would fail
+    comm.speak()  # reading the config logs lines, long before the ranks meet
+    args = parse_arguments(argv)
+    experiment = read_experiment(args)
+    comm.timeout()  # rejects a value that is not a number here, because DeepSpeed's import would fail with it
     starting = Starting()
     starting.begins("torch and DeepSpeed")
     from mst_scale.pretrain.training_loop import train
 
     ranks = comm.init()
     watch.start(ranks)
-    # one rank a machine looks, before any rank builds
+    # one rank per machine removes stale locks, before any rank compiles
     ranks.agree(lambda: build_locks.clear(build_locks.extensions_folder()) if ranks.local_rank == 0 else [])
-    out = out_of(args, experiment)
+    out = output_folder(args, experiment)
     lock = OutLock(out)
     try:
-        ranks.on_first(lambda: lock.take(resume.restarted()))
+        ranks.on_first(lambda: lock.take(resume.is_restart()))
         train(args, experiment, out, ranks, starting)
     finally:
         lock.release()
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the options of `mst_scale.pretrain` (default: those of the command line)."""
+    parser = Parser(
+        prog="mst_scale.pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--deepspeed_config", required=True, metavar="C",
+        help="a file, or the name of a ready-made config (gpt2_small)",
+    )  # fmt: skip
+    add("--method", metavar="M", help="dense, mst, rigl, static, …: overrides mst.method")
+    add("--match-flops", metavar="C", help="for dense-short: the config or folder of the run whose FLOPs it may spend")
+    add("--data", metavar="DIR", help="a folder with train.bin and val.bin: overrides data.dir")
+    add("--out", metavar="DIR", help="folder of the run's files (default: runs/<config>-<method>)")
+    add("--steps", type=int, metavar="N", help="overrides training.steps; a wsd run can be lengthened")
+    add("--init", metavar="M", help="start from these weights: gpt2, a folder of transformers, or a run")
+    add(
+        "--from", dest="grow_from", metavar="RUN",
+        help="for ligo and stack: the smaller run whose weights are grown into the initial weights",
+    )  # fmt: skip
+    add(
+        "--branch-decay-from", metavar="RUN[:TAG]",
+        help="start at a checkpoint of another run whose learning rate has not decayed yet (lr_schedule wsd), and "
+        "decay it from there to the last step (--steps)",
+    )  # fmt: skip
+    add("--eval-tasks", metavar="A,B", help="tasks to evaluate (mst eval) with the validation loss")
+    add("--eval-every", type=int, metavar="N", help="overrides training.eval_every")
+    add("--eval-data", metavar="DIR", help="the tasks' files (default: from the hub)")
+    add("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
+    add("--resume", default="auto", metavar="auto|never|TAG", help="continue from a checkpoint of OUT")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    return parser.parse_args(argv)
+
+
+def read_experiment(args: argparse.Namespace) -> Experiment:
+    """Return the experiment that the options ask for, validated.
+
+    Raises:
+        UserError: if the config or an option is wrong, or if options contradict each other.
+    """
+    overrides = list(args.set)
+    if args.steps is not None:
+        overrides = [*_scale_rate_durations(args), *overrides, f"training.steps={args.steps}"]
+    if args.match_flops is not None:
+        overrides.append(f"mst.like={json.dumps(args.match_flops)}")
+    if args.grow_from is not None:
+        overrides.append(f"mst.grow_from={json.dumps(args.grow_from)}")
+    if args.data is not None:
+        overrides += [f"data.dir={json.dumps(args.data)}", "data.source=null"]
+    for key in ("init", "eval_tasks", "eval_every", "eval_data"):
+        if getattr(args, key) is not None:
+            overrides.append(f"training.{key}={json.dumps(getattr(args, key))}")
+    experiment = load(args.deepspeed_config, overrides, args.method)
+    if changes := overridden_in_recipe(args.deepspeed_config, overrides, args.method):
+        logger.info("%s", changes)
+    out = output_folder(args, experiment)
+    branches = args.branch_decay_from is not None
+    if branches and experiment.training.init is not None:
+        raise UserError("--branch-decay-from already sets where the run begins: leave out --init")
+    growth.check_growth(experiment, branches or bool(store.list_tags(out / "checkpoints")))
+    if experiment.training.init is not None:
+        experiment = resume.with_shape_of_init(experiment, experiment.training.init, out)
+    if args.steps is not None and experiment.mst.like is not None:
+        raise UserError(
+            f"the length of method dense-short follows from the FLOPs of {experiment.mst.like}: leave out --steps"
+        )
+    check(experiment)
+    if branches:
+        experiment = schedules.plan_branch(experiment, args.branch_decay_from, out)
+    validate_folder("--out", out)
+    schedule = experiment.attention_schedule  # raises if its phases do not fit
+    if warning := schedule.describe_ineffective_stride(experiment.model.seq_length):
+        logger.warning("%s", warning)
+    return experiment
+
+
+def _scale_rate_durations(args: argparse.Namespace) -> list[str]:
+    """Return overrides for those durations of the learning rate, stated in steps in the file, that are longer than
+    --steps: each keeps its fraction of the run."""
+    training = read(args.deepspeed_config)[1].get("training", {})
+    total = training.get("steps") if isinstance(training, dict) else None
+    if not isinstance(total, int) or args.steps < 1:
+        return []
+    overrides: list[str] = []
+    for name in RATE_DURATIONS:
+        stated = training.get(name)
+        is_set = any(override.startswith(f"training.{name}=") for override in args.set)
+        if type(stated) is int and args.steps < stated <= total and not is_set:
+            scaled = max(1, round(stated * args.steps / total))
+            overrides.append(f"training.{name}={scaled}")
+            logger.warning("training.%s is now %d steps instead of %d, to fit --steps", name, scaled, stated)
+    return overrides
+
+
+def output_folder(args: argparse.Namespace, experiment: Experiment) -> Path:
+    """Return the folder of the run: --out, or runs/<config>-<method>."""
+    return Path(args.out or f"runs/{config_file(args.deepspeed_config).stem}-{experiment.mst.method}")

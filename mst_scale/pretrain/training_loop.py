@@ -1,7 +1,7 @@
-"""Trains step by step: the training loop, readable as one list.
+"""The training loop: one optimizer step after another, and what is due after each.
 
-Each step is a pure function of (weights, optimizer state, seed, step): batches, learning rate, dropout and topology ask
-the step's number, never a generator's state. That is why a killed run continues bit for bit.
+Each step is a pure function of (weights, optimizer state, seed, step): batches, learning rate, dropout and topology
+depend on the number of the step, never on the state of a generator. That is why a killed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ from mst_scale.costs.ledger import uncounted_flops
 from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units import format_counts
 from mst_scale.errors import DivergedError
-from mst_scale.pretrain import batches, lengthen, resume
-from mst_scale.pretrain.batches import Share
-from mst_scale.pretrain.learning_rate import learning_rate, set_groups
-from mst_scale.pretrain.prepare import Prepared, load, prepare
-from mst_scale.pretrain.spikes import Spikes, batch_number
+from mst_scale.pretrain import resume
+from mst_scale.pretrain.batches import Share, Spikes, batch_number, functions_for
+from mst_scale.pretrain.prepare import Prepared, load_checkpoint, prepare
+from mst_scale.pretrain.schedules import describe_extension, learning_rate, set_groups
 from mst_scale.randomness import counter_hash
 from mst_scale.runs.observer import Observer
 from mst_scale.runs.progress import Starting, kind_of
 from mst_scale.runs.record import Record, compare_with_baseline, state_of
 from mst_scale.runs.run_file import DIVERGED, FINISHED, STOPPED
 
-FAILED_SAVES = 3  # in a row, after which a run stops
-FURTHER = 0.05  # from a target than rounding to whole weights, or blocks, explains
+MAX_FAILED_SAVES = 3  # in a row; then the run stops
+MARGIN = 0.05  # deviation from the target sparsity that rounding to whole weights, or blocks, cannot explain
 
 
 class StopRequest:
-    """Whether somebody has asked this rank to save and end: SIGTERM or SIGUSR1, from now on."""
+    """Records whether this process has received SIGTERM or SIGUSR1, which ask the run to save and stop."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -56,7 +55,12 @@ class StopRequest:
 
 
 class Run:
-    """One experiment on its ranks, from its first step or from a checkpoint to its last."""
+    """One experiment on all ranks, from its first step or a checkpoint to its last step.
+
+    Args:
+        prepared: the run as `prepare` returns it.
+        stop: asks the run to save and stop; None if nothing does.
+    """
 
     def __init__(self, prepared: Prepared, stop: StopRequest | None = None):
         self.experiment, self.out, self.ranks = prepared.experiment, prepared.out, prepared.ranks
@@ -65,17 +69,17 @@ class Run:
         self.engine, self.ledger, self.run_file = prepared.engine, prepared.ledger, prepared.run_file
         self.rollbacks, self.mesh = prepared.rollbacks, prepared.mesh
         self.share = Share.of(self.ranks, self.mesh)
-        self.update, self.losses = batches.of(self.engine)
+        self.update, self.losses = functions_for(self.engine)
         self.training = self.experiment.training
         self.peak = peak_learning_rate(self.experiment.deepspeed)
         self.checkpoints = self.out / "checkpoints"
         self.device = next(self.engine.module.parameters()).device
         self.stop = stop
         self.nonfinite = self.failed_saves = 0
-        self.save_seconds: float | None = None  # of a save since the last row
-        self.step = prepared.place.step
-        self.spikes = Spikes(self.training.spike, prepared.place.losses)
-        self.skipped = list(prepared.place.skipped)  # batches that rollbacks have left out
+        self.save_seconds: float | None = None  # of a save since the last row of the metrics
+        self.step = prepared.progress.step
+        self.spikes = Spikes(self.training.spike, prepared.progress.losses)
+        self.skipped = list(prepared.progress.skipped)  # batches left out by rollbacks
         self.votes = comm.Votes(self.ranks)
         self.observer = Observer(self.engine, self.experiment, self.out, self.ranks, self.step)
         self.record = Record(
@@ -86,56 +90,61 @@ class Run:
             tokens=self._tokens(),
             monitor=self.engine.monitor,
             first=self.ranks.first,
-            layers=prepared.place.layers,
+            layers=prepared.progress.layers,
         )
 
-    def _happened(self, what: str, **more: Any) -> None:
-        """Into run.json."""
+    def _record_event(self, what: str, **more: Any) -> None:
+        """Add an event to run.json."""
         if self.run_file is not None:
             self.run_file.happened(what, **more)
 
     # --- the loop ---
 
     def to_the_end(self) -> None:
-        """Every step that is left."""
+        """Train all remaining steps."""
         while self.step < self.training.steps:
             self.advance()
         self.record.close()
-        self._say_if_sparser()
+        self._warn_if_sparser()
 
-    def _say_if_sparser(self) -> None:
-        """A topology step waits for an update that is taken, and where the last ones were skipped none has come."""
+    def _warn_if_sparser(self) -> None:
+        """Warn if masks remain because updates were skipped: a topology step waits for an update that is not."""
         mst = self.engine.mst
         found, target = mst.sparsity, mst.point.sparsity
-        if self.ranks.first and found > target + FURTHER:
+        if self.ranks.first and found > target + MARGIN:
             logger.warning(
-                "the run ends %.0f %% sparse, and its schedule at %.0f %%: %d of %d updates were skipped, as gradients "
-                "were not finite: lower the learning rate, or clip gradients",
+                "the run ends with a sparsity of %.0f %% instead of the scheduled %.0f %%, because %d of %d updates "
+                "were skipped for gradients that were not finite: lower the learning rate, or clip gradients",
                 100 * found, 100 * target, self.engine.skipped_steps, self.step,
             )  # fmt: skip
 
     def advance(self) -> None:
-        """One optimizer step, and what is due after it: a logged row, an evaluation, a checkpoint, the end."""
+        """Take one optimizer step, and do what is due after it: a row of metrics, an evaluation, a checkpoint.
+
+        Raises:
+            SystemExit: if the run was asked to stop; its checkpoint is saved.
+            DivergedError: if the loss has not been finite for too many steps.
+        """
         t = self.training
         mst = self.engine.mst
-        densities = mst.densities()  # of the masks this step computes with
+        densities = mst.densities()  # of the masks with which this step computes
         self.ledger.add(mst.pattern, densities, mst.gradient_densities())
         kind, began = kind_of(mst, densities), time.monotonic()
         loss = self._update()
         self.step += 1
         self.record.gather(mst)
         self.record.times.add(kind, time.monotonic() - began, moved=mst.changed_at == mst.step)
-        if woken := self.engine.mst.woken:
-            self._happened("woke dead units", step=self.step, units=format_counts(woken))
+        if revived := mst.woken:
+            self._record_event("woke dead units", step=self.step, units=format_counts(revived))
         last = self.step == t.steps
         logs, evaluates, saves = (
             last or bool(every and self.step % every == 0) for every in (t.log_every, t.eval_every, t.save_every)
         )
-        # reading the loss waits for the device, which DeepSpeed's gradient norm has just done anyway
+        # reading the loss waits for the device, but DeepSpeed's gradient norm has just done that anyway
         asked = self.stop is not None and self.stop.asked
         verdicts = self.votes.cast(self.step, asked, float(loss), wait=logs or evaluates or saves)
         for verdict in verdicts:
-            if (bad := self._judge(verdict)) is not None and self._roll_back(bad):
+            if (bad := self._find_step_to_undo(verdict)) is not None and self._roll_back(bad):
                 return
         stop = any(verdict.stop for verdict in verdicts)
         if logs or evaluates:
@@ -145,54 +154,57 @@ class Run:
             self.record.close()
             self._save(final=stop or last)
         if self.nonfinite and (stop or last):
-            self._refuse_nonfinite()
+            self._raise_if_nonfinite()
         if stop and not last:
             if self.run_file is not None:
                 self.run_file.ended(STOPPED, self.step)
                 comm.tell_launcher("MST_STOPPED")
-            self.record.say(f"asked to stop: step {self.step} is saved, the same command continues")
+            self.record.say(f"asked to stop: step {self.step} is saved, and the same command continues from there")
             raise SystemExit(0)
 
-    def _judge(self, verdict: Verdict) -> int | None:
-        """What a step's loss says; the step to be undone, if one is."""
+    def _find_step_to_undo(self, verdict: Verdict) -> int | None:
+        """Return the step that a rollback must undo because of this loss, or None."""
         spike, rolls = self.training.spike, self.training.spike.action == "rollback"
         self.nonfinite = self.nonfinite + 1 if verdict.nonfinite else 0
         if self.nonfinite >= self.training.stop_after_nonfinite:
             if not rolls or self.rollbacks >= spike.max_rollbacks:
-                self._refuse_nonfinite()
+                self._raise_if_nonfinite()
             return verdict.step - self.nonfinite + 1
-        bound = self.spikes.bound()
+        threshold = self.spikes.threshold()
         if verdict.nonfinite or not self.spikes.begins(verdict.loss):
             return None
-        self.record.say(f"step {verdict.step}: the loss jumps to {verdict.loss:.4f} (a spike above {bound:.4f})")
-        self._happened("spike", step=verdict.step, loss=verdict.loss, bound=bound)
+        self.record.say(f"step {verdict.step}: the loss is {verdict.loss:.4f}, a spike (above {threshold:.4f})")
+        self._record_event("spike", step=verdict.step, loss=verdict.loss, bound=threshold)
         return verdict.step if rolls and self.rollbacks < spike.max_rollbacks else None
 
     def _roll_back(self, bad: int) -> bool:
-        """Go back to the newest whole checkpoint before step `bad`, and leave out the batch that it read."""
-        self.votes.drain()  # of a step that is undone too
+        """Go back to the latest complete checkpoint before step `bad`, and leave out the batch that this step read.
+
+        Returns whether there was such a checkpoint.
+        """
+        self.votes.drain()  # the vote of a step that is undone, too
         tag = store.newest(self.checkpoints, self.ranks, before=bad)
         if tag is None:
             if self.nonfinite:
-                self._refuse_nonfinite()
-            self.record.say(f"there is no checkpoint from before step {bad} to go back to: the run goes on")
+                self._raise_if_nonfinite()
+            self.record.say(f"there is no checkpoint before step {bad} to roll back to: the run continues")
             return False
         number, here = batch_number(bad - 1, self.skipped), self.step
-        loadable = resume.loadable(self.checkpoints / tag, self.ranks, self.experiment.deepspeed)
-        place = load(self.engine, self.ledger, self.out, self.ranks, loadable)
-        self.step, self.record.layers = place.step, place.layers
-        self.spikes = Spikes(self.training.spike, place.losses)
-        self.skipped = sorted({*self.skipped, *place.skipped})
+        loadable = resume.find_loadable(self.checkpoints / tag, self.ranks, self.experiment.deepspeed)
+        progress = load_checkpoint(self.engine, self.ledger, self.out, self.ranks, loadable)
+        self.step, self.record.layers = progress.step, progress.layers
+        self.spikes = Spikes(self.training.spike, progress.losses)
+        self.skipped = sorted({*self.skipped, *progress.skipped})
         self.ranks.on_first(lambda: store.set_aside(self.checkpoints, self.step))
         first = max(batch_number(self.step, self.skipped), number - self.training.spike.skip + 1)
         left_out = list(range(first, number + 1))
         self.skipped = sorted({*self.skipped, *left_out})
         self.rollbacks += 1
         self.nonfinite = 0
-        self._happened("rolled back", from_step=here, to_step=self.step, skipped=left_out)
+        self._record_event("rolled back", from_step=here, to_step=self.step, skipped=left_out)
         self.record.rewind(self.step, self._tokens())
         self.observer.rewind(self.step)
-        self.record.say(f"back to step {self.step}, without the data of batch {', '.join(map(str, left_out))}")
+        self.record.say(f"rolled back to step {self.step}; left out: batch {', '.join(map(str, left_out))}")
         return True
 
     def _log(self, loss: torch.Tensor, evaluates: bool) -> None:
@@ -221,14 +233,14 @@ class Run:
         return float(mean) / self.ranks.world_size
 
     def _update(self) -> torch.Tensor:
-        """One optimizer step on the global batch; the mean loss of this rank's micro-batches, still on the device."""
+        """Take one optimizer step on the global batch; return this rank's mean loss, on the device."""
         set_groups(self.engine.optimizer.param_groups, self.step, self.peak, self.experiment)
-        return self.update(self.engine, self._of_a_step(batch_number(self.step, self.skipped)), self.accumulation)
+        return self.update(self.engine, self._micro_batches(batch_number(self.step, self.skipped)), self.accumulation)
 
-    def _of_a_step(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's micro-batches of a global batch."""
+    def _micro_batches(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield this rank's micro-batches of a global batch."""
         for turn in range(self.accumulation):
-            micro_batch = self.share.place(turn)
+            micro_batch = self.share.micro_batch(turn)
             tokens, targets = self._micro_batch(self.train, number, micro_batch)
             if self.experiment.model.dropout:
                 torch.manual_seed(counter_hash(self.training.seed, "dropout", self.step, micro_batch))
@@ -237,55 +249,57 @@ class Run:
     def _micro_batch(self, sampler: Sampler, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         whole = sampler.batch(step, range(index * self.micro, (index + 1) * self.micro))
         tokens, targets = (self.share.cut(each) for each in whole)
-        if self.device.type == "cuda":  # a copy from pageable memory may wait for all that the device has yet to do
+        if self.device.type == "cuda":  # a copy from pageable memory may wait for all queued work of the device
             tokens, targets = tokens.pin_memory(), targets.pin_memory()
         return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean validation loss over sequences that stay the same, on any number of ranks with this micro-batch.
+        """Return the mean validation loss over sequences that are always the same, on any number of ranks.
 
-        Micro-batches are dealt out in turn; a rank without one left runs an idle forward, because under ZeRO-3 every
-        forward is a collective.
+        Micro-batches are assigned in turn. A rank that has none left runs an idle forward pass, because under ZeRO-3
+        every forward pass is a collective.
         """
         count = -(-self.training.eval_sequences // self.micro)
-        places = [self.share.place(turn) for turn in range(-(-count // self.share.replicas))]
-        of_each = (self._micro_batch(self.val, 0, min(place, count - 1)) for place in places)
+        mine = [self.share.micro_batch(turn) for turn in range(-(-count // self.share.replicas))]
+        micro_batches = (self._micro_batch(self.val, 0, min(index, count - 1)) for index in mine)
         losses = torch.zeros(count, dtype=torch.float64)
-        # a pipeline's last stage alone has losses
-        for place, loss in zip(places, self.losses(self.engine, of_each, len(places)), strict=False):
-            if place < count and self.share.counts:
-                losses[place] = loss / self.share.parts
-        # each entry has one owner, or the equal parts of a sequence: the sum adds zeros to it
+        # only the last stage of a pipeline has losses
+        for index, loss in zip(mine, self.losses(self.engine, micro_batches, len(mine)), strict=False):
+            if index < count and self.share.counts:
+                losses[index] = loss / self.share.parts
+        # each entry is nonzero on one rank, or on those that share a sequence in equal parts
         dist.all_reduce(losses, group=self.ranks.control)
         return float(losses.mean())
 
-    def _refuse_nonfinite(self) -> None:
+    def _raise_if_nonfinite(self) -> None:
         if self.nonfinite:
             rate = learning_rate(self.step - 1, self.peak, self.training)
             message = (
                 f"the loss was not a finite number in {self.nonfinite} steps in a row up to step {self.step} (learning "
-                f"rate {rate:.3g}); the checkpoints in {self.checkpoints} are from before: lower the learning rate or "
-                "look at the data, then resume"
+                f"rate {rate:.3g}); the checkpoints in {self.checkpoints} are older: lower the learning rate or check "
+                "the data, then resume"
             )
             raise DivergedError(message)
 
     def end_diverged(self, error: DivergedError) -> NoReturn:
-        """End the run on all ranks, each of which has met the same error.
+        """End the run on all ranks, each of which has raised the same error.
 
-        If a launcher has restarted the run and it diverges at the step at which the start before has diverged, run.json
-        says so, and the launcher does not try again.
+        If a launcher has restarted the run and it diverges at the same step as the previous start, run.json records
+        that, and the launcher does not restart it again.
         """
         if self.run_file is not None:
             before = self.run_file.starts[-2] if len(self.run_file.starts) > 1 else {}
-            again = resume.restarted() and before.get("how") in DIVERGED and before.get("last_step") == self.step
+            again = resume.is_restart() and before.get("how") in DIVERGED and before.get("last_step") == self.step
             self.run_file.ended(DIVERGED[again], self.step)
             if again:
-                error = DivergedError(f"{error}. The start before diverged at the same step: restarting does not help")
+                error = DivergedError(
+                    f"{error}. The previous start diverged at the same step: restarting does not help"
+                )
         self.ranks.fail(error)
 
     def _save(self, final: bool) -> None:
-        """A save that fails before the end costs nothing but itself: the run goes on and saves again when it is due."""
+        """Save a checkpoint. If that fails before the end, the run continues and saves again when it is due."""
         state = {
             **self.ledger.state(),
             "losses": list(self.spikes.losses),
@@ -303,19 +317,32 @@ class Run:
             self.failed_saves = 0
         except (OSError, comm.FailedElsewhere) as error:
             self.failed_saves += 1
-            if final or self.failed_saves >= FAILED_SAVES:
+            if final or self.failed_saves >= MAX_FAILED_SAVES:
                 raise
             if isinstance(error, OSError):
                 logger.error("%s", error)
-            logger.error("step %d is not saved: the run goes on and will try again", self.step)
-            self._happened("failed save", step=self.step, why=str(error) if isinstance(error, OSError) else "elsewhere")
+            logger.error("step %d was not saved: the run continues and will try again", self.step)
+            self._record_event(
+                "failed save", step=self.step, why=str(error) if isinstance(error, OSError) else "elsewhere"
+            )
 
 
 def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks, starting: Starting) -> None:
-    """From the options to the table at the end."""
+    """Train an experiment to its last step, and print the summary table.
+
+    Args:
+        args: the options, of which --resume and --branch-decay-from are used here.
+        experiment: what to train.
+        out: the folder of the run.
+        ranks: all ranks, which call this together.
+        starting: the progress line of the start.
+
+    Raises:
+        SystemExit: if the run was asked to stop.
+    """
     stop = StopRequest()
     sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
-    replicas = resume.replicas_at_first(out, ranks, sizes)
+    replicas = resume.initial_replicas(out, ranks, sizes)
     fitted = ranks.agree(lambda: shortened(experiment, replicas))
     run = Run(prepare(fitted, out, ranks, args.resume, args.branch_decay_from, begins=starting.begins), stop)
     begun, first = time.monotonic(), run.step
@@ -325,7 +352,7 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
             run.advance()
             starting.done()
         elif ranks.first:
-            run.record.say(f"{out} is finished, at step {first:,}; {lengthen.advice(out, run.experiment)}")
+            run.record.say(f"{out} is finished, at step {first:,}; {describe_extension(out, run.experiment)}")
         run.to_the_end()
     except DivergedError as error:
         run.end_diverged(error)
@@ -333,12 +360,12 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
         run.run_file.ended(FINISHED, run.step)
         more = uncounted_flops(run.experiment, run.step * run.batch)
         corpora = [start.get("corpus") for start in run.run_file.starts]
-        told = functools.partial(
+        compare = functools.partial(
             compare_with_baseline,
             run.training.baseline,
             more=more,
             corpora=corpora,
             eval_sequences=run.training.eval_sequences,
         )
-        run.record.say(run.record.summary(run.step, time.monotonic() - begun, first, told))
+        run.record.say(run.record.summary(run.step, time.monotonic() - begun, first, compare))
     ranks.leave()

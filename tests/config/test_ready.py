@@ -4,7 +4,7 @@ import pytest
 
 from mst_scale.config import load, ready
 from mst_scale.costs.budgets import shortened
-from mst_scale.pretrain.options import arguments, experiment_of, out_of
+from mst_scale.pretrain.start import output_folder, parse_arguments, read_experiment
 from tests.support import tiny_run
 
 FOLDER = tiny_run.ROOT / "ds_configs"
@@ -37,9 +37,9 @@ def test_a_name_that_means_nothing(name, near, tmp_path, monkeypatch):
 def test_names_are_taken_by_pretrain(tmp_path, monkeypatch):
     """The folder of the run has the whole name, dots and all."""
     monkeypatch.chdir(tmp_path)
-    args = arguments(["--deepspeed_config", "gpt3_1.3b", "--method", "dense-short", "--like", "gpt3_1.3b"])
-    experiment = experiment_of(args)
-    assert str(out_of(args, experiment)) == "runs/gpt3_1.3b-dense-short"
+    args = parse_arguments(["--deepspeed_config", "gpt3_1.3b", "--method", "dense-short", "--like", "gpt3_1.3b"])
+    experiment = read_experiment(args)
+    assert str(output_folder(args, experiment)) == "runs/gpt3_1.3b-dense-short"
     assert 0 < shortened(experiment, 32).training.steps < 280_000
 
 
@@ -54,8 +54,8 @@ def test_a_stride_as_wide_as_the_context_is_warned_of(tmp_path, caplog):
     for stride, warned in (("128", True), ("1.0", True), ("32", False), ("0.25", False)):
         caplog.clear()
         words = ["--deepspeed_config", "demo", "--out", str(tmp_path), "--set", f"mst.attention.stride={stride}"]
-        experiment_of(arguments(words))
+        read_experiment(parse_arguments(words))
         assert (said in caplog.text) == warned, stride
     caplog.clear()
-    experiment_of(arguments([*words[:-1], "mst.attention.stride=256", "--method", "rigl"]))
+    read_experiment(parse_arguments([*words[:-1], "mst.attention.stride=256", "--method", "rigl"]))
     assert "attention is dense" not in caplog.text, "rigl's is dense by name"

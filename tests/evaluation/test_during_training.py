@@ -10,7 +10,7 @@ from mst_scale.cli import main
 from mst_scale.data.prepare import ensure
 from mst_scale.evaluation.evaluate import TasksDuringTraining
 from mst_scale.models.gpt import GPT
-from mst_scale.pretrain import options
+from mst_scale.pretrain import start
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import attempt
 
@@ -52,7 +52,7 @@ def test_a_step_that_is_reached_again_is_evaluated_again(tmp_path):
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "lambada.txt").write_text("return the last word\n")
     (tmp_path / "tasks" / "ptb.txt").write_text("def f(self): return self.x\n")
-    experiment = options.experiment_of(options.arguments(arguments(tmp_path, 1)))
+    experiment = start.read_experiment(start.parse_arguments(arguments(tmp_path, 1)))
     alone = SimpleNamespace(first=True, rank=0, world_size=1, on_first=lambda what: what())
     tasks = TasksDuringTraining(experiment, tmp_path, 2, alone)
     tasks.read()

@@ -15,7 +15,7 @@ from mst_scale.errors import UserError
 from mst_scale.methods import METHODS, Growth
 from mst_scale.methods.baselines.larger_models import SIDES, Operators, widths
 from mst_scale.models.gpt import GPT
-from mst_scale.pretrain.growing import on_batches
+from mst_scale.pretrain.prepare import GrowthGradients
 from tests.support import tiny_run
 
 SMALL = ModelConfig(n_layer=2, n_head=2, n_embd=16, seq_length=12, vocab_size=30, vocab_multiple=4)
@@ -169,19 +169,19 @@ def test_training_lowers_the_loss_of_the_first_operators(tmp_path: Path):
     train, val = (Sampler(open_tokens(folder, split), small.seq_length, 7) for split in ("train", "val"))
     torch.manual_seed(1)
     weights = {name: p.detach() for name, p in GPT(small).named_parameters()}
-    data = on_batches(small, train, 8, 8)
+    data = GrowthGradients(small, train, 8, 8)
     optimizer = torch.optim.Adam(weights.values(), lr=1e-2)
     for step in range(40):
-        for name, gradient in data.gradients(weights, step).items():
+        for name, gradient in data(weights, step).items():
             weights[name].grad = gradient
         optimizer.step()
 
     def loss(method: Growth) -> float:
-        data = on_batches(large, train, 8, 4)
-        grown = method.grow(weights, small, large, data.gradients, 5)
+        data = GrowthGradients(large, train, 8, 4)
+        grown = method.grow(weights, small, large, data, 5)
         assert len(data.losses) == method.steps
-        check = on_batches(large, val, 16, 16)
-        check.gradients(grown, 0)
+        check = GrowthGradients(large, val, 16, 16)
+        check(grown, 0)
         return check.losses[0]
 
     plain, trained = loss(growth("ligo", steps=0)), loss(growth("ligo", steps=30, rate=1e-3))

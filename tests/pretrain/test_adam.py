@@ -9,7 +9,7 @@ import torch
 from mst_scale import zero_shards
 from mst_scale.checkpoints import store
 from mst_scale.config import load
-from mst_scale.pretrain.adam import TORCH, leaves_open, with_adam
+from mst_scale.pretrain.validation import TORCH_ADAM, choose_adam, leaves_adam_open
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, attempt, weights, without_times
 
@@ -25,10 +25,10 @@ def params(experiment):
 
 def test_a_new_run_on_a_cpu_takes_torchs_and_one_on_a_gpu_deepspeeds(monkeypatch):
     experiment = load(BASE)
-    assert params(with_adam(experiment, True, None)) == {**params(experiment), **TORCH}
+    assert params(choose_adam(experiment, True, None)) == {**params(experiment), **TORCH_ADAM}
     assert params(experiment).keys() == {"lr", "betas"}, "the experiment itself stays as the user wrote it"
     monkeypatch.setattr(zero_shards, "on_cpu", lambda: False)
-    assert with_adam(experiment, True, None) == experiment
+    assert choose_adam(experiment, True, None) == experiment
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_new_run_on_a_cpu_takes_torchs_and_one_on_a_gpu_deepspeeds(monkeypatch
 def test_a_resumed_run_keeps_the_one_it_started_with(monkeypatch, saved, torchs):
     for cpu in (True, False):
         monkeypatch.setattr(zero_shards, "on_cpu", lambda cpu=cpu: cpu)
-        assert ("fused" in params(with_adam(load(BASE), False, saved))) == torchs
+        assert ("fused" in params(choose_adam(load(BASE), False, saved))) == torchs
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def test_a_resumed_run_keeps_the_one_it_started_with(monkeypatch, saved, torchs)
 )
 def test_a_config_that_says_more_is_left_alone(stated):
     experiment = load(BASE, stated)
-    assert not leaves_open(experiment)
-    assert with_adam(experiment, True, None) == experiment
+    assert not leaves_adam_open(experiment)
+    assert choose_adam(experiment, True, None) == experiment
 
 
 @pytest.mark.parametrize("stated", [["bf16.enabled=true", "zero_optimization.stage=2"], ["optimizer.type=Adam"]])
 def test_other_settings_leave_the_choice_open(stated):
-    assert leaves_open(load(BASE, stated))
+    assert leaves_adam_open(load(BASE, stated))
 
 
 def optimizers(out):

@@ -22,7 +22,7 @@ from mst_scale.checkpoints import store
 from mst_scale.config import load
 from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
-from mst_scale.pretrain import refusals
+from mst_scale.pretrain import validation
 from mst_scale.runs.metrics import MetricsFile, read
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, attempt
@@ -141,7 +141,7 @@ def test_configs(tmp_path, monkeypatch, cases):
             refused_well(code, text, time.process_time() - start)
             return
         try:
-            refusals.refuse(load(path), 1)
+            validation.validate(load(path), 1)
         except ValueError as error:
             refused_well(2, f"mst: {comm.one_line(error)}", time.process_time() - start)
             assert comm.is_plain(error)

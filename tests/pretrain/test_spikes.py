@@ -8,7 +8,7 @@ import torch
 
 from mst_scale.config import SpikeConfig
 from mst_scale.pretrain import training_loop
-from mst_scale.pretrain.spikes import Spikes, batch_number
+from mst_scale.pretrain.batches import Spikes, batch_number
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, logged_attempt, weights, without_times
 
@@ -26,11 +26,11 @@ def test_a_jump_counts_and_drift_and_noise_do_not():
 
 def test_the_bound_by_hand():
     spikes = Spikes(SpikeConfig(window=4, deviations=2, rise=0.1), [1.0])
-    assert spikes.bound() == math.inf, "half of the window is needed"
+    assert spikes.threshold() == math.inf, "half of the window is needed"
     spikes = Spikes(SpikeConfig(window=8, deviations=2, rise=0.1), [1.0, 2.0, 3.0, 5.0])
-    assert spikes.bound() == pytest.approx(2.5 + 2 * 1.4826 * 1.0)  # median 2.5, deviations 1.5, .5, .5, 2.5
-    assert Spikes(SpikeConfig(window=4, deviations=2, rise=0.7), [1.0] * 4).bound() == 1.7
-    assert Spikes(SpikeConfig(action="off", window=4), [1.0] * 4).bound() == math.inf
+    assert spikes.threshold() == pytest.approx(2.5 + 2 * 1.4826 * 1.0)  # median 2.5, deviations 1.5, .5, .5, 2.5
+    assert Spikes(SpikeConfig(window=4, deviations=2, rise=0.7), [1.0] * 4).threshold() == 1.7
+    assert Spikes(SpikeConfig(action="off", window=4), [1.0] * 4).threshold() == math.inf
 
 
 def test_skipped_batches_are_stepped_over():

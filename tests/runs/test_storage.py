@@ -72,7 +72,7 @@ def test_a_failed_save_costs_nothing_but_itself(tmp_path):
     results = pool.run(troubled, 2, argv, full_disk, (2,))
     assert [code for code, _ in results] == [0, 0], results
     text = "".join(text for _, text in results)
-    assert "cannot save a checkpoint" in text and "step 8 is not saved: the run goes on" in text
+    assert "cannot save a checkpoint" in text and "step 8 was not saved" in text
     assert tags(tmp_path / "out") == ["step00000004", "step00000012"]
     events = json.loads((tmp_path / "out" / "run.json").read_text())["events"]
     assert [event["step"] for event in events if event["what"] == "failed save"] == [8]
@@ -97,17 +97,17 @@ def full_between(rank, world, argv, first, last):
         if rank == 0 and step < last <= run.step:
             limit(resource.RLIM_INFINITY)
 
-    def begin_story(*words, **named):
+    def record_start(*words, **named):
         if rank == 0 and first == 0:  # the process groups that meet at a file are there by now
             limit(100)
         return inner_begin(*words, **named)
 
     inner, training_loop.Run.advance = training_loop.Run.advance, advance
-    inner_begin, prepare.begin_story = prepare.begin_story, begin_story
+    inner_begin, prepare.record_start = prepare.record_start, record_start
     try:
         return logged_attempt(rank, world, argv)
     finally:
-        training_loop.Run.advance, prepare.begin_story = inner, inner_begin
+        training_loop.Run.advance, prepare.record_start = inner, inner_begin
         limit(resource.RLIM_INFINITY)
 
 

@@ -1,0 +1,332 @@
+"""The learning rate of each step, and runs whose schedules have another length: extended runs and decay branches.
+
+The rate is a function of the step alone, so a resumed run needs nothing but its step. After a linear warm-up:
+    cosine  lr = min + (peak - min) · (1 + cos(π x)) / 2, x = progress from the end of the warm-up to the last step
+    wsd     lr = peak, then linearly down to min over the last `decay` steps (warm-up, stable, decay)
+With `training.restart` the schedule, including its warm-up, starts again at that step: each part is a schedule of its
+own. Use `wsd` for sparse training: with `cosine` the rate is already low when the masks are removed. Matrices that can
+be masked may have a higher rate while they are sparse (`training.sparse_rate`).
+
+A run can be given more steps than it was started with (`--steps`), and a run can branch off another one and let its
+learning rate decay from there (`--branch-decay-from`): with WSD one long run (the trunk) is also the beginning of
+shorter ones. Both are bit for bit the run that would have been planned so from its first step; where they would not be,
+they are rejected with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mst_scale.checkpoints import store
+from mst_scale.comm import Ranks, logger
+from mst_scale.config import Experiment, TrainingConfig, in_steps, load, read_saved, resolve, to_dict
+from mst_scale.errors import UserError
+
+MASKED = "can_be_masked"  # key of the parameter group of matrices that can be masked
+BRANCH = "--branch-decay-from"
+# Blocks and keys that determine the steps before a branch; durations are compared one by one.
+SAME_IN_BRANCH = ("model", "data", "mst", "optimizer", "gradient_clipping", "fp16", "bf16")
+IN_STEPS = "state mst.sparsity, mst.topology.interval and mst.attention.dense_from in steps (integers)"
+
+
+# --- the learning rate ---
+
+
+def learning_rate(step: int, peak: float, training: TrainingConfig) -> float:
+    """Return the learning rate of the update from `step` to `step + 1`."""
+    total = training.steps
+    warmup, restart = in_steps(training.warmup, total), in_steps(training.restart, total)
+    if step < restart:
+        total = restart
+    elif restart:
+        step, total = step - restart, total - restart
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if training.lr_schedule == "cosine":
+        left = 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
+    else:
+        left = min(1.0, max(0, total - step) / max(1, in_steps(training.decay, total)))
+    return training.min_lr + (peak - training.min_lr) * left
+
+
+def rate_ratio(group: Mapping[str, Any], params: Mapping[str, Any]) -> float:
+    """Return a group's learning rate divided by optimizer.params.lr; Muon's two kinds of groups may set their own."""
+    if "use_muon" not in group:
+        return 1.0
+    return float(params.get("muon_lr" if group["use_muon"] else "adam_lr", params["lr"]) / params["lr"])
+
+
+def set_groups(groups: Iterable[dict[str, Any]], step: int, peak: float, experiment: Experiment) -> None:
+    """Set learning rate and weight decay of each parameter group for the update from `step` to `step + 1`."""
+    params = experiment.deepspeed["optimizer"].get("params", {})
+    rate = learning_rate(step, peak, experiment.training)
+    rate_factor, decay_factor = sparse_factors(step, experiment)
+    found = False
+    for group in groups:
+        group["lr"] = rate * rate_ratio(group, params)
+        if MASKED in group:
+            found = True
+            group["lr"] *= rate_factor
+            if experiment.training.sparse_decay != 1:
+                group["weight_decay"] = decay_factor * params["weight_decay"]
+    if experiment.treats_masked_apart and not found:
+        raise RuntimeError("the optimizer has lost its parameter group of matrices that can be masked")
+
+
+def sparse_factors(step: int, experiment: Experiment) -> tuple[float, float]:
+    """Return the factors on learning rate and weight decay of matrices that can be masked, at the sparsity of `step`.
+
+    They are density^-training.sparse_rate, and training.sparse_decay while the target density is below 1.
+    """
+    density = 1.0 - experiment.schedule.at(step).sparsity
+    return density**-experiment.training.sparse_rate, experiment.training.sparse_decay if density < 1 else 1.0
+
+
+# --- where two experiments differ ---
+
+
+def first_rate_difference(ours: Experiment, theirs: Experiment, until: int) -> int | None:
+    """Return the first update before step `until` with another fraction of the peak learning rate, or None."""
+    for step in range(until):
+        if learning_rate(step, 1.0, ours.training) != learning_rate(step, 1.0, theirs.training):
+            return step
+    return None
+
+
+def first_mask_difference(ours: Experiment, theirs: Experiment, until: int) -> int | None:
+    """Return the first step up to `until` whose sparsity, topology step or attention pattern differs, or None."""
+    attention = [experiment.attention_schedule for experiment in (ours, theirs)]
+    starts = sorted({start for schedule in attention for start, _ in schedule.pieces if start <= until})
+    pattern = next((s for s in starts if attention[0].pattern_at(s) != attention[1].pattern_at(s)), None)
+    sparsity = ours.schedule.parts_from(theirs.schedule, until)
+    return min((step for step in (pattern, sparsity) if step is not None), default=None)
+
+
+# --- more steps than a run was started with ---
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedSteps:
+    """The steps that a run and a longer one have in common."""
+
+    until: int
+    """Checkpoints up to this step belong to both."""
+    reason: str = ""
+    """Why they differ from there on."""
+    fix: str = ""
+    """What to do so that they do not."""
+
+    @property
+    def missing_checkpoint(self) -> str:
+        """The message for a run that kept no checkpoint of the shared steps."""
+        return f"{self.reason}, and no earlier checkpoint was kept: {self.fix}"
+
+
+def shared_steps(before: Experiment, longer: Experiment, out: Path) -> SharedSteps:
+    """Return up to which step both experiments train identically; `out` is named in the advice."""
+    shared, training = SharedSteps(before.training.steps), before.training
+    if (step := first_rate_difference(longer, before, shared.until)) is not None:
+        restart = f"start another run from these weights (--init {out})"
+        if "cosine" in (training.lr_schedule, longer.training.lr_schedule):
+            reason = "a cosine learning rate depends on the length of the run"
+            shared = SharedSteps(step, reason, f"{restart}, or train with wsd")
+        elif training.restart and step < in_steps(training.restart, training.steps):
+            reason = "the learning rate of the longer run would restart later"
+            shared = SharedSteps(step, reason, f"{restart}, or state training.restart in steps")
+        elif step < training.steps - in_steps(training.decay, training.steps):
+            warmup = in_steps(training.warmup, training.steps)
+            reason = "the longer run would have another warm-up"
+            shared = SharedSteps(step, reason, f"add --set training.warmup={warmup}")
+        else:
+            keep = f"to keep one in the next run, raise training.keep_checkpoints or decay with {BRANCH}"
+            reason = f"the learning rate decays from step {step:,} on"
+            shared = SharedSteps(step, reason, f"{restart}; {keep}")
+    # the work of the next step is prepared at the end of the step before, hence the + 1 and - 2
+    if (step := first_mask_difference(longer, before, shared.until + 1)) is not None:
+        reason = f"sparsity, topology or attention of the longer run differs at step {step:,}"
+        shared = SharedSteps(step - 2, reason, IN_STEPS)
+    return shared
+
+
+def find_extension_start(
+    source: Path | None, out: Path, experiment: Experiment, resume: str, ranks: Ranks
+) -> Path | None:
+    """Return the checkpoint from which the run in `out` continues to its number of steps.
+
+    Args:
+        source: the checkpoint that --resume selects; None if the run has none.
+        out: the folder of the run.
+        experiment: the experiment as it is now.
+        resume: the option --resume.
+        ranks: all ranks, which call this together.
+
+    Returns:
+        `source`, or the latest complete checkpoint before the step at which the longer run differs.
+
+    Raises:
+        UserError: if no such checkpoint was kept, or --resume names a later one.
+    """
+    before = ranks.on_first(lambda: _shorter_run(out, experiment)) if source is not None else None
+    if source is None or before is None:
+        return source
+    shared = shared_steps(before, experiment, out)
+    if _step_of(source) <= shared.until:
+        return source
+    if resume != "auto" and shared.until >= 0:
+        _fail(ranks, f"--resume {resume}: {shared.reason}: name a checkpoint of step {shared.until:,} or earlier")
+    tag = store.newest(source.parent, ranks, before=shared.until + 1)
+    if tag is None:
+        steps = experiment.training.steps
+        _fail(ranks, f"{out} cannot be extended to step {steps:,}: {shared.missing_checkpoint}")
+    logger.info("%s: continuing to step %d from %s", shared.reason, experiment.training.steps, tag)
+    return source.parent / tag
+
+
+def describe_extension(out: Path, experiment: Experiment) -> str:
+    """Describe how a finished run can be given more steps, or why it cannot."""
+    if experiment.mst.like is not None:
+        return f"the length of method dense-short follows from the FLOPs of {experiment.mst.like}"
+    steps = experiment.training.steps
+    longer = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, steps=2 * steps))
+    shared = shared_steps(experiment, longer, out)
+    kept = [_step_of(out / "checkpoints" / tag) for tag in store.list_tags(out / "checkpoints")]
+    if (step := next((step for step in kept if step <= shared.until), None)) is None:
+        return f"it cannot be extended: {shared.missing_checkpoint}"
+    return f"a larger --steps continues it from step {step:,}{shared.reason and f', because {shared.reason}'}"
+
+
+def _fail(ranks: Ranks, message: str) -> NoReturn:
+    ranks.fail(UserError(message))
+
+
+def _shorter_run(out: Path, experiment: Experiment) -> Experiment | None:
+    """Return the run in `out` as it was started, if it had fewer steps and the same method."""
+    path = out / "config.json"
+    if not path.is_file() or read_saved(path).get("training", {}).get("steps", 0) >= experiment.training.steps:
+        return None
+    before = resolve(read_saved(path), str(path))
+    return before if before.mst.method == experiment.mst.method else None
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int((store.head(checkpoint) or {})["step"])
+
+
+# --- a decay from another run's checkpoint ---
+
+
+def plan_branch(experiment: Experiment, origin: str, out: Path) -> Experiment:
+    """Return the experiment with the warm-up of its trunk and a decay from the trunk's checkpoint to the last step.
+
+    If the run in `out` already has a checkpoint, its own config states both, and the trunk is not needed any more.
+
+    Args:
+        experiment: the experiment that the options ask for.
+        origin: the option --branch-decay-from, RUN or RUN:TAG.
+        out: the folder of the run.
+
+    Raises:
+        UserError: if the branch would not be the run that was planned so from its first step.
+    """
+    if experiment.mst.like is not None:
+        raise UserError(f"{BRANCH} ends at the step that --steps sets: it cannot be used with method dense-short")
+    if experiment.training.lr_schedule != "wsd":
+        raise UserError(f'{BRANCH} needs a learning rate that is constant before it decays: set training.lr_schedule '
+                        'to "wsd"')  # fmt: skip
+    if experiment.training.restart:
+        raise UserError(f"{BRANCH} cannot be used with a learning rate that restarts: leave training.restart out")
+    own_config = out / "config.json"
+    if store.list_tags(out / "checkpoints") and own_config.is_file():
+        before = resolve(read_saved(own_config), str(own_config)).training
+        return _with_decay(experiment, before.warmup, before.decay)
+    checkpoint = find_branch_checkpoint(origin)
+    manifest = store.head(checkpoint)
+    if manifest is None:
+        raise UserError(f"{BRANCH} {origin}: {checkpoint} has no manifest: it was not saved by mst_scale.pretrain")
+    step, steps = int(manifest["step"]), experiment.training.steps
+    trunk = load(checkpoint.parents[1] / "config.json")
+    where = f"{BRANCH} {origin}: "
+    _validate_same_keys(where, experiment, trunk)
+    total = trunk.training.steps
+    warmup, decay = in_steps(trunk.training.warmup, total), in_steps(trunk.training.decay, total)
+    if not warmup <= step <= total - decay:
+        raise UserError(
+            f"{where}step {step:,} is not among the steps with a constant learning rate ({warmup:,} to "
+            f"{total - decay:,}): name one of their checkpoints as RUN:TAG, or train the trunk with training.decay=0"
+        )
+    if steps <= step:
+        raise UserError(
+            f"{where}{checkpoint.name} is of step {step:,}, and the run would end at step {steps:,}: use a larger "
+            "--steps, or an earlier checkpoint as RUN:TAG"
+        )
+    branch = _with_decay(experiment, warmup, steps - step)
+    differs = first_mask_difference(branch, trunk, step + 1)  # the work of the next step is prepared before it
+    if differs is not None:
+        raise UserError(
+            f"{where}a run of {steps:,} steps differs from that of {total:,} from step {differs:,} on: {IN_STEPS}, and "
+            "branch before the last step of the trunk"
+        )
+    logger.info("branching off %s: the learning rate decays from step %d to %d", checkpoint, step, steps)
+    return branch
+
+
+def find_branch_source(origin: str | None, experiment: Experiment, ranks: Ranks) -> Path | None:
+    """Return the undamaged checkpoint at which a new run branches off another one; None if `origin` is None.
+
+    Raises:
+        UserError: if there is no such checkpoint, or the config states another batch.
+    """
+    if origin is None:
+        return None
+    checkpoint = ranks.on_first(lambda: find_branch_checkpoint(origin))
+    ranks.agree(lambda: store.check_undamaged(checkpoint, ranks))
+    batch, stated = (store.head(checkpoint) or {}).get("batch"), experiment.deepspeed.get("train_batch_size")
+    if stated not in (None, "auto", batch):
+        _fail(ranks, f"{BRANCH} {origin}: the trunk has train_batch_size = {batch}: set it to that, not to {stated}")
+    return checkpoint
+
+
+def find_branch_checkpoint(origin: str) -> Path:
+    """Return the checkpoint that RUN (its latest one) or RUN:TAG means."""
+    run, _, tag = origin.rpartition(":")
+    if not run or Path(origin).is_dir():
+        run, tag = origin, ""
+    folder = Path(run) / "checkpoints"
+    tags = store.list_tags(folder)
+    if not tags:
+        raise UserError(f"{BRANCH} {origin}: there is no checkpoint in {folder}: give the folder of a run")
+    if tag and tag not in tags:
+        raise UserError(f"{BRANCH} {origin}: {run} has no checkpoint {tag}; it has {', '.join(tags)}")
+    return folder / (tag or tags[0])
+
+
+def _with_decay(experiment: Experiment, warmup: int | float, decay: int | float) -> Experiment:
+    training = dataclasses.replace(experiment.training, warmup=warmup, decay=decay)
+    return dataclasses.replace(experiment, training=training)
+
+
+def _validate_same_keys(where: str, experiment: Experiment, trunk: Experiment) -> None:
+    ours, theirs = (json.loads(json.dumps(to_dict(e))) for e in (experiment, trunk))
+    for key in SAME_IN_BRANCH:
+        if ours.get(key) != theirs.get(key):
+            raise UserError(
+                f"{where}{_format_difference(key, ours.get(key), theirs.get(key))}: a branch must have the values of "
+                "its trunk"
+            )
+    for name in ("seed", "lr_schedule", "restart", "sparse_rate", "sparse_decay"):
+        mine, other = (getattr(e.training, name) for e in (experiment, trunk))
+        if mine != other:
+            raise UserError(f"{where}training.{name} is {other} in the trunk and {mine} here: make them equal")
+
+
+def _format_difference(key: str, ours: Any, theirs: Any) -> str:
+    """Name the first nested key in which two values differ, with both values."""
+    while isinstance(ours, dict) and isinstance(theirs, dict):
+        part = next(name for name in (*ours, *theirs) if ours.get(name) != theirs.get(name))
+        key, ours, theirs = f"{key}.{part}", ours.get(part), theirs.get(part)
+    return f"{key} is {json.dumps(theirs)} in the trunk and {json.dumps(ours)} here"

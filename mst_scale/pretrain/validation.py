@@ -1,0 +1,254 @@
+"""Rejects, before a corpus is prepared or a model is built, what DeepSpeed, torch or the machine would reject later.
+
+DeepSpeed reports such errors on every rank, as tracebacks that do not name the config key. Here each is one line that
+does. This file also chooses between two implementations of Adam on a CPU: DeepSpeed's is compiled at first use, which
+takes minutes; torch's fused kernel is as fast and needs no compilation, so new runs take it. The two round differently,
+so a resumed run keeps the one named in its checkpoints (`zero_shards.adam_of`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import importlib.util
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from pydantic import ValidationError
+
+from mst_scale import zero_shards
+from mst_scale.comm import Mesh, format_value, logger
+from mst_scale.config import Experiment
+from mst_scale.config.parallel import sizes_of, without_sizes
+from mst_scale.config.support import precision_of, stage_of
+from mst_scale.errors import UserError
+
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "csv_monitor": None}
+# Parameters that DeepSpeed removes before it constructs an Adam.
+ADAM_OPTIONS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+FLAGS = (*ADAM_OPTIONS, "bias_correction", "amsgrad", "set_grad_none", "adamw_mode")
+MADE_BY_DEEPSPEED = ("adam", "adamw", "adagrad", "lamb", "lion", "muon")
+MUON_OPTIONS = ("muon_lr", "adam_lr", "momentum", "ns_method", "lr", "betas", "eps", "weight_decay", "adam_w_mode")
+# Parameters that mean the same to torch's Adam; a config with any other one needs DeepSpeed's.
+COMMON_ADAM_PARAMS = {"lr", "betas", "eps", "weight_decay", "adam_w_mode"}
+TORCH_ADAM = {"torch_adam": True, "fused": True}
+
+
+def validate(experiment: Experiment, ranks: int, mesh: Mesh | None = None) -> None:
+    """Run all checks. Each rank calls this for itself, because machines may differ.
+
+    Raises:
+        UserError: if the experiment cannot run on `ranks` processes of this machine.
+    """
+    validate_memory(experiment, ranks)
+    zero_shards.refuse_precision(precision_of(experiment.deepspeed))
+    validate_deepspeed_keys(without_sizes(experiment.deepspeed), mesh)
+    validate_optimizer(experiment)
+    validate_monitors(experiment.deepspeed)
+
+
+# --- DeepSpeed's part of the config ---
+
+
+def validate_deepspeed_keys(config: dict[str, Any], mesh: Mesh | None = None) -> None:
+    """Let DeepSpeed read its part of the config.
+
+    Raises:
+        UserError: if it raises an error; the message names the key.
+    """
+    error = _error_of_deepspeed(config, mesh)
+    if error is None:
+        return
+    for key in config:  # find the key without which there is no error, or another one
+        other = _error_of_deepspeed({name: value for name, value in config.items() if name != key}, mesh)
+        if other is None or _describe(other) != _describe(error):
+            raise UserError(f"{key}{_describe(error, key)} (a key of DeepSpeed: see its documentation)") from None
+    raise UserError(f"the DeepSpeed part of the config{_describe(error)}") from None
+
+
+def _error_of_deepspeed(config: dict[str, Any], mesh: Mesh | None) -> Exception | None:
+    try:
+        deepspeed.DeepSpeedConfig(dict(config), mesh)
+    except Exception as error:  # a wrong value raises whatever reading it leads to: AssertionError, KeyError, TypeError
+        return error
+    return None
+
+
+def _describe(error: Exception, key: str = "") -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        inner = "".join(f".{part}" for part in first["loc"]).removeprefix(f".{key}")
+        unknown = first["type"] == "extra_forbidden"
+        message = "there is no such key" if unknown else f"{first['msg']}, not {format_value(first.get('input'))}"
+        return f"{inner}: {' '.join(message.split())}"
+    message = " ".join(str(error).split())
+    return f": {message if len(message) > 20 else f'{type(error).__name__}: {message}'}"
+
+
+# --- the optimizer ---
+
+
+def validate_optimizer(experiment: Experiment) -> None:
+    """Check that optimizer.type exists, and that it takes every key of optimizer.params.
+
+    Raises:
+        UserError: if it does not.
+    """
+    optimizer = experiment.deepspeed["optimizer"]
+    name, params = optimizer["type"], optimizer.get("params", {})
+    known = _known_params(name, params, experiment.deepspeed)
+    for key in params:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            raise UserError(f"optimizer.params.{key}: {name} has no such parameter; the nearest is {near[0]!r}")
+    for key in known:
+        if key in FLAGS and not isinstance(params.get(key, False), bool):
+            raise UserError(f"optimizer.params.{key} must be true or false, not {format_value(params[key])}")
+    if params.get("amsgrad") and name.lower() in ("adam", "adamw") and not params.get("torch_adam"):
+        raise UserError(f"optimizer.params.amsgrad: DeepSpeed's {name} has no AMSGrad; set torch_adam, or remove it")
+    made_by_torch = getattr(torch.optim, name, None)
+    if made_by_torch is not None and name.lower() not in MADE_BY_DEEPSPEED:
+        if stage_of(experiment.deepspeed) and not experiment.deepspeed.get("zero_allow_untested_optimizer"):
+            raise UserError(
+                f"optimizer.type = {name} is not one that DeepSpeed has tested with ZeRO: set "
+                "zero_allow_untested_optimizer to true, or choose AdamW"
+            )
+        try:
+            made_by_torch([torch.nn.Parameter(torch.zeros(1))], **params)
+        except Exception as error:  # each optimizer rejects wrong values in its own way
+            raise UserError(f"optimizer.params are not valid for {name}{_describe(error)}") from None
+
+
+def _known_params(name: str, params: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """Return the parameters that an optimizer of this type takes."""
+    ops, kind, offload = deepspeed.ops, name.lower(), _offload_device(config) == "cpu"
+    if kind in ("adam", "adamw"):
+        if params.get("torch_adam"):
+            return [*ADAM_OPTIONS, *_keywords(torch.optim.AdamW)]
+        return [*ADAM_OPTIONS, *_keywords(ops.adam.DeepSpeedCPUAdam if offload else ops.adam.FusedAdam)]
+    if kind == "muon":
+        return [*ADAM_OPTIONS, *MUON_OPTIONS]
+    if kind == "lamb":
+        return _keywords(ops.lamb.FusedLamb)
+    if kind == "lion":
+        return _keywords(ops.lion.DeepSpeedCPULion if offload else ops.lion.FusedLion)
+    if kind == "adagrad":
+        return _keywords(ops.adagrad.DeepSpeedCPUAdagrad if offload else torch.optim.Adagrad)
+    found = getattr(torch.optim, name, None)
+    if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
+        of_torch = [other for other, cls in vars(torch.optim).items() if inspect.isclass(cls)]
+        near = difflib.get_close_matches(name, ["AdamW", "Adam", "Lamb", "Lion", "Muon", *of_torch], n=1, cutoff=0.0)
+        raise UserError(f"optimizer.type = {format_value(name)} is not an optimizer; the nearest is {near[0]!r}")
+    return _keywords(found)
+
+
+def _keywords(cls: type) -> list[str]:
+    return [name for name in inspect.signature(cls).parameters if name not in ("params", "model_params")]
+
+
+def _offload_device(config: dict[str, Any]) -> str:
+    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return str(offload.get("device", "none"))
+
+
+def choose_adam(experiment: Experiment, is_new: bool, saved: str | None) -> Experiment:
+    """Return the experiment for the engine: with torch's fused Adam if this run uses it, otherwise unchanged.
+
+    Args:
+        experiment: the experiment as the user wrote it.
+        is_new: whether the run starts from step 0 instead of from a checkpoint.
+        saved: the optimizer named in its checkpoint; None for checkpoints of versions that always used DeepSpeed's.
+    """
+    takes_torch = zero_shards.on_cpu() if is_new else saved in zero_shards.TORCH_FUSED
+    if not takes_torch or not leaves_adam_open(experiment):
+        return experiment
+    if is_new:
+        logger.info(
+            "Adam is torch's fused kernel, which needs no compilation; set optimizer.params.torch_adam to false to use "
+            "DeepSpeed's"
+        )
+    optimizer = experiment.deepspeed["optimizer"]
+    optimizer = {**optimizer, "params": {**optimizer["params"], **TORCH_ADAM}}
+    return dataclasses.replace(experiment, deepspeed={**experiment.deepspeed, "optimizer": optimizer})
+
+
+def leaves_adam_open(experiment: Experiment) -> bool:
+    """Return whether the config asks for Adam without choosing torch's or DeepSpeed's, where both can be used."""
+    config = experiment.deepspeed
+    optimizer = config["optimizer"]
+    is_adam = str(optimizer["type"]).lower() in ("adam", "adamw")
+    has_common_params = optimizer.get("params", {}).keys() <= COMMON_ADAM_PARAMS
+    # offloading needs DeepSpeed's CPU Adam; stage 0 in half precision has its own optimizer around the fused Adam
+    half_at_stage_0 = stage_of(config) == 0 and precision_of(config) != "fp32"
+    return is_adam and has_common_params and _offload_device(config) == "none" and not half_at_stage_0
+
+
+def validate_same_adam(saved: str | None, now: str, source: Path) -> None:
+    """Check that states of torch's Adam are not loaded into DeepSpeed's, or the reverse: their contents differ.
+
+    Args:
+        saved: the optimizer named in the checkpoint.
+        now: the optimizer of the engine.
+        source: the checkpoint, for the message.
+
+    Raises:
+        UserError: if they differ.
+    """
+    both_adam = saved is not None and "Adam" in saved and "Adam" in now
+    if both_adam and str(saved).partition(".")[0] != now.partition(".")[0]:
+        raise UserError(
+            f"{source} was saved with {saved}, and this config trains with {now}: leave optimizer.params.torch_adam "
+            "and zero_optimization.offload_optimizer as they were, or start another run from its weights (--init)"
+        )
+
+
+# --- the machine ---
+
+
+def validate_monitors(config: dict[str, Any]) -> None:
+    """Check that the packages of all enabled monitors are installed, and make their folders.
+
+    Only rank 0 uses the monitors; if one failed there, the other ranks would wait in DeepSpeed's collectives.
+
+    Raises:
+        UserError: if a package is missing.
+        OSError: if a folder cannot be made.
+    """
+    for name, module in MONITORS.items():
+        monitor = config.get(name, {})
+        if not monitor.get("enabled"):
+            continue
+        if module is not None and importlib.util.find_spec(module) is None:
+            raise UserError(f"{name}.enabled is true, but {module} is not installed: pip install {module}")
+        if monitor.get("output_path"):
+            Path(monitor["output_path"]).mkdir(parents=True, exist_ok=True)
+
+
+def validate_memory(experiment: Experiment, ranks: int) -> None:
+    """Check that the float32 weights alone fit in memory, a lower bound for any setting (`mst plan` is exact).
+
+    Raises:
+        UserError: if they do not.
+    """
+    weights, sizes = experiment.model.weights, sizes_of(experiment.deepspeed)
+    shards = ranks if stage_of(experiment.deepspeed) == 3 else sizes.tensor * sizes.pipeline
+    needed, memory = 4 * weights // shards, machine_memory()
+    if needed > memory:
+        raise UserError(
+            f"the model has {weights / 1e9:,.1f} billion weights, which take {needed / 1e9:,.0f} GB per process in "
+            f"float32, but this machine has {memory / 1e9:,.0f} GB: choose a smaller model, or ZeRO stage 3 on more "
+            "machines (see mst plan)"
+        )
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory of this machine, or what its container may use of them."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit ("max")
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory
