@@ -171,7 +171,7 @@ def run(device: str = "all", seconds: float = 20.0, quick: bool = False) -> list
             else:
                 why = "not measured: no CUDA device"
                 case = _case("forward + backward", dtype, length, "cuda")
-                rows += [{**case, **unmeasured(rival, why)} for rival in (SDPA, FLEX, WINDOW, NATTEN)]
+                rows += [{**case, **unmeasured(baseline, why)} for baseline in (SDPA, FLEX, WINDOW, NATTEN)]
     return rows
 
 
@@ -209,10 +209,10 @@ def compare(dtype: str, length: int, device: str, seconds: float, which: Sequenc
             WINDOW: lambda: flash_window,
             NATTEN: lambda: natten_window,
         }
-        for rival, build in others.items():
-            if which and rival not in which:
+        for baseline, build in others.items():
+            if which and baseline not in which:
                 continue
-            rows.append({**case, **against(rival, build, lambda f: both_ways(f, q, k, v, dout), seconds, device)})
+            rows.append({**case, **against(baseline, build, lambda f: both_ways(f, q, k, v, dout), seconds, device)})
     elif length <= 4096:
         case = _case("forward", dtype, length, device)
         sides = [x.detach() for x in (q, k, v)]
@@ -222,19 +222,19 @@ def compare(dtype: str, length: int, device: str, seconds: float, which: Sequenc
 
 
 def against(
-    rival: str, build: Callable[[], Compute], way: Callable[[Compute], Run], seconds: float, device: str
+    baseline: str, build: Callable[[], Compute], way: Callable[[Compute], Run], seconds: float, device: str
 ) -> Row:
-    """Ours against a rival that may not be installed, or not run here."""
+    """Ours against a baseline that may not be installed, or not run here."""
     try:
         mine, theirs = alternate([way(ours), way(build())], seconds, device)
-    except Exception as error:  # whatever stops the rival is reported in its row, and must not stop ours
+    except Exception as error:  # whatever stops the baseline is reported in its row, and must not stop ours
         reason = (str(error).splitlines() or ["no message"])[0]
-        return unmeasured(rival, f"not measured: {type(error).__name__}: {reason[:160]}")
-    return versus(mine, rival, theirs, middle_half)
+        return unmeasured(baseline, f"not measured: {type(error).__name__}: {reason[:160]}")
+    return versus(mine, baseline, theirs, middle_half)
 
 
 def scaling(dtype: str, lengths: Sequence[int], seconds: float, backend: str = "auto") -> list[Row]:
-    """Time per pair from length to length, in turns. The rival is the cost per pair at the first length, so that a
+    """Time per pair from length to length, in turns. The baseline is the cost per pair at the first length, so that a
     `speedup` of 1 / 1.5 or more in every row and between any two is the flatness that is asked for."""
     pattern = Pattern("strided", STRIDE)
 
@@ -267,12 +267,12 @@ def peak_memory(dtype: str, length: int, device: str) -> Row:
     return {
         **_case("peak memory", dtype, length, device),
         "ours_ms": None,
-        "rival": SDPA,
-        "rival_ms": None,
+        "baseline": SDPA,
+        "baseline_ms": None,
         "speedup": None,
         "why": "memory, not time",
         "ours_mib": round(peaks["ours"], 1),
-        "rival_mib": round(peaks["flash"], 1),
+        "baseline_mib": round(peaks["flash"], 1),
         "memory_ratio": round(peaks["ours"] / peaks["flash"], 3),
         "memory_asked": 1.2,
     }
@@ -317,7 +317,7 @@ def _range(value: list[float]) -> str:
 def table(rows: list[Row]) -> str:
     """Return the rows as tables of Markdown."""
     lines = [
-        "| device | dtype | n | what | ours ms (middle half) | rival | rival ms (middle half) "
+        "| device | dtype | n | what | ours ms (middle half) | baseline | baseline ms (middle half) "
         "| speed-up | asked | pair ceiling | ns per pair |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -325,17 +325,17 @@ def table(rows: list[Row]) -> str:
         start = f"| {row['device']} | {row['dtype']} | {row['length']} | {row['what']} |"
         if row["speedup"] is not None:
             lines.append(
-                f"{start} {row['ours_ms']:.1f} ({_range(row['ours_range'])}) | {row['rival']} "
-                f"| {row['rival_ms']:.1f} ({_range(row['rival_range'])}) | **{row['speedup']:.2f}** "
+                f"{start} {row['ours_ms']:.1f} ({_range(row['ours_range'])}) | {row['baseline']} "
+                f"| {row['baseline_ms']:.1f} ({_range(row['baseline_range'])}) | **{row['speedup']:.2f}** "
                 f"| {row.get('asked', '')} | {row['ceiling']} | {row.get('ns_per_pair', '')} |"
             )
         elif "memory_ratio" in row:
             lines.append(
-                f"{start} {row['ours_mib']} MiB | {row['rival']} | {row['rival_mib']} MiB "
+                f"{start} {row['ours_mib']} MiB | {row['baseline']} | {row['baseline_mib']} MiB "
                 f"| ratio **{row['memory_ratio']:.2f}** | ≤ {row['memory_asked']} | | |"
             )
         else:
-            lines.append(f"{start} – | {row['rival']} | – | {row['why']} | | {row['ceiling']} | |")
+            lines.append(f"{start} – | {row['baseline']} | – | {row['why']} | | {row['ceiling']} | |")
     for what, flat in flatness(rows).items():
         words = f"{what.capitalize()}, over the float32 rows on CPU"
         lines += ["", f"{words}: largest / smallest = **{flat:.2f}** (asked: at most 1.5)."]

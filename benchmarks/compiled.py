@@ -28,7 +28,7 @@ from .page import Row, grid, outputs, tell
 
 DIMS, SIDES = (64, 128), (16, 32, 64, 128)
 WINDOW, RESIDUES, BLOCK, LAST = range(4)
-NOT_TIMED: Row = {"ours_ms": None, "rival": None, "rival_ms": None, "speedup": None, "why": "compiled, not run"}
+NOT_TIMED: Row = {"ours_ms": None, "baseline": None, "baseline_ms": None, "speedup": None, "why": "compiled, not run"}
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from mst_scale.plan.memory import CONTEXT, FRAGMENTS, Memory, memory
 from mst_scale.plan.setting import setting_of
 
 
-def layers_that_fit(ours: Experiment, rival: Experiment, ranks: int, capacity: float) -> int:
+def layers_that_fit(ours: Experiment, baseline: Experiment, ranks: int, capacity: float) -> int:
     """At most as many as the config has; a ValueError where not even one fits."""
     for layers in range(ours.model.n_layer, 0, -1):
-        sides = [_held(experiment, layers, ranks) for experiment in (ours, rival)]
+        sides = [_held(experiment, layers, ranks) for experiment in (ours, baseline)]
         peak = max(a.peak + b.held + b.gradients for a, b in (sides, sides[::-1]))
         if peak * (1 + FRAGMENTS) + CONTEXT <= capacity:
             return layers

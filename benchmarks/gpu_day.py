@@ -47,7 +47,7 @@ from pathlib import Path
 
 from mst_scale.comm.parser import Parser, at_least, validate_folder
 from mst_scale.errors import UserError
-from mst_scale.runs.progress import clock as minutes_and_seconds
+from mst_scale.run_logging.progress import clock as minutes_and_seconds
 
 from .gpu_parts import GROUPS, PARTS, Part, Where
 from .gpu_parts.book import Book, said

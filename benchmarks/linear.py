@@ -4,8 +4,8 @@
     mst bench linear --device cuda …         layers in blocks on a GPU: see benchmarks/linear_cuda.py
 
 One layer, forward + gradients of input and weight (zero where masked), everything included: gathering the values,
-transposes, the dense layout of the weight's gradient. The rival is the dense layer of the same dtype, `F.linear` with
-autograd; a second one is torch.sparse (MKL: CSR × dense and `sampled_addmm`) with values gathered at each call, float32
+transposes, the dense layout of the weight's gradient. The baseline is the dense layer of the same dtype, `F.linear`
+with autograd; a second one is torch.sparse (MKL: CSR × dense and `sampled_addmm`) with values gathered at each call, float32
 only. Runs alternate in one process and medians are compared; ranges are the middle half of the runs.
 
 `crossover` rows say from which sparsity on ours is faster: our time is interpolated between the measured sparsities.
@@ -53,7 +53,7 @@ def layer_of(dtype: str, shape: tuple[int, int]) -> Layer:
     return Layer(dtype, shape, TOKENS.get(shape, 2048))
 
 
-def row_of(layer: Layer, sparsity: float, ours: list[float], rival: str, theirs: list[float]) -> Row:
+def row_of(layer: Layer, sparsity: float, ours: list[float], baseline: str, theirs: list[float]) -> Row:
     """Return the row of a comparison."""
     row = {
         "what": "forward + gradients",
@@ -62,9 +62,9 @@ def row_of(layer: Layer, sparsity: float, ours: list[float], rival: str, theirs:
         "tokens": layer.tokens,
         "threads": torch.get_num_threads(),
         "sparsity": sparsity,
-        **versus(ours, rival, theirs, middle_half),
+        **versus(ours, baseline, theirs, middle_half),
     }
-    if rival == DENSE and layer.shape == UP and (layer.dtype, sparsity) in ASKED:
+    if baseline == DENSE and layer.shape == UP and (layer.dtype, sparsity) in ASKED:
         row["asked"] = ASKED[layer.dtype, sparsity]
     return row
 
@@ -86,7 +86,7 @@ def compare(dtype: str, shape: tuple[int, int], sparsities: Sequence[float], sec
 
 
 def _crossover_row(crossed: float | None, least: float) -> Row:
-    nothing: Row = {"ours_ms": None, "ours_range": None, "rival_ms": None, "speedup": None, "asked": None}
+    nothing: Row = {"ours_ms": None, "ours_range": None, "baseline_ms": None, "speedup": None, "asked": None}
     why = f"below {least:.0%}, the least measured" if crossed is None else f"faster from {crossed:.0%} on"
     return {**nothing, "what": "crossover", "sparsity": crossed, "why": why}
 
@@ -134,7 +134,7 @@ def run(dtypes: Sequence[str], seconds: float, quick: bool = False) -> list[Row]
 def table(rows: list[Row]) -> str:
     """Return the rows as tables of Markdown."""
     lines = [
-        "| dtype | layer | tokens | sparsity | ours ms (middle half) | rival | rival ms (middle half) "
+        "| dtype | layer | tokens | sparsity | ours ms (middle half) | baseline | baseline ms (middle half) "
         "| speed-up | asked |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -143,10 +143,10 @@ def table(rows: list[Row]) -> str:
         if row["what"] == "crossover":
             lines.append(f"{start} | crossover with dense | | | {row['why']} | |")
             continue
-        ours, theirs = (f"{a:.1f} – {b:.1f}" for a, b in (row["ours_range"], row["rival_range"]))
+        ours, theirs = (f"{a:.1f} – {b:.1f}" for a, b in (row["ours_range"], row["baseline_range"]))
         lines.append(
-            f"{start} {row['sparsity']:.0%} | {row['ours_ms']:.1f} ({ours}) | {row['rival']} | "
-            f"{row['rival_ms']:.1f} ({theirs}) | **{row['speedup']:.2f}** | {row.get('asked') or ''} |"
+            f"{start} {row['sparsity']:.0%} | {row['ours_ms']:.1f} ({ours}) | {row['baseline']} | "
+            f"{row['baseline_ms']:.1f} ({theirs}) | **{row['speedup']:.2f}** | {row.get('asked') or ''} |"
         )
     return "\n".join(lines)
 

@@ -37,7 +37,7 @@ SPARSITIES = (0.8, 0.9, 0.96)
 WIDTHS = (768, 1600, 4096, 5120)
 TOKENS = 8192
 TUNED_AT = (0.99, 0.96, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)  # from sparse to dense
-RIVAL = "cuBLAS dense bfloat16"
+BASELINE = "cuBLAS dense bfloat16"
 PRODUCTS = ("y", "dx", "dw")
 
 Rates = dict[str, float]
@@ -133,7 +133,7 @@ def describe(layer: tuple[int, int], tokens: int, side: int, sparsity: float, pr
         "tokens": tokens,
         "block": side,
         "sparsity": sparsity,
-        "rival": RIVAL,
+        "baseline": BASELINE,
     }
 
 
@@ -148,7 +148,7 @@ def measure(layer: Layer, blocks: tuple[int, float], rate: Rates, rounds: int, c
         mine, other = map(statistics.median, in_rounds([ours[product], theirs[product]], rounds, clock))
         least = roofline_ms(product, (layer.outputs, layer.inputs, layer.tokens), count, element, rate)
         row = describe((layer.inputs, layer.outputs), layer.tokens, side, sparsity, product)
-        row |= {"ours_ms": round(mine, 4), "rival_ms": round(other, 4), "speedup": round(other / mine, 2)}
+        row |= {"ours_ms": round(mine, 4), "baseline_ms": round(other, 4), "speedup": round(other / mine, 2)}
         rows.append({**row, "roofline": round(least / mine, 3)})
     return rows
 
@@ -160,12 +160,12 @@ def two_of_four(layer: Layer, rounds: int, clock: Any = device_ms) -> Row:
     ours, dense = lambda: torch.nn.functional.linear(layer.x, pruned), layer.dense()["y"]
     mine, other = map(statistics.median, in_rounds([ours, dense], rounds, clock))
     row = describe((layer.inputs, layer.outputs), layer.tokens, 1, 0.5, "2:4")
-    return row | {"ours_ms": round(mine, 4), "rival_ms": round(other, 4), "speedup": round(other / mine, 2)}
+    return row | {"ours_ms": round(mine, 4), "baseline_ms": round(other, 4), "speedup": round(other / mine, 2)}
 
 
 def unmeasured(width: int, side: int, sparsity: float, product: str) -> Row:
     """Return a row without times."""
-    nothing = {"ours_ms": None, "rival_ms": None, "speedup": None, "roofline": None, "why": NO_DEVICE}
+    nothing = {"ours_ms": None, "baseline_ms": None, "speedup": None, "roofline": None, "why": NO_DEVICE}
     return {**describe((width, 4 * width), TOKENS, side, sparsity, product), **nothing}
 
 
@@ -229,7 +229,7 @@ def table(rows: Sequence[Row]) -> str:
             lines.append(f"{start} | | {r['why']} | |")
         else:
             share = f"{r['roofline']:.0%}" if "roofline" in r else ""
-            lines.append(f"{start} {r['ours_ms']:.3f} | {r['rival_ms']:.3f} | **{r['speedup']:.2f}** | {share} |")
+            lines.append(f"{start} {r['ours_ms']:.3f} | {r['baseline_ms']:.3f} | **{r['speedup']:.2f}** | {share} |")
     return "\n".join(lines)
 
 

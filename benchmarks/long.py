@@ -67,8 +67,8 @@ def compare(dtype: str, length: int, device: str, seconds: float, pattern: Patte
         **versus(mine, FLASH, theirs, middle_half),
     }
     row["ours_tokens_per_s"] = round(1e3 * length / row["ours_ms"])
-    row["rival_tokens_per_s"] = round(1e3 * length / row["rival_ms"])
-    for side, which in (("ours", pattern), ("rival", DENSE)):
+    row["baseline_tokens_per_s"] = round(1e3 * length / row["baseline_ms"])
+    for side, which in (("ours", pattern), ("baseline", DENSE)):
         peak = peak_memory(which, dtype, length, device)
         row[f"{side}_mib"] = None if peak is None else round(peak / 2**20)
     return row
@@ -107,9 +107,9 @@ def table(rows: Sequence[Row]) -> str:
     )  # fmt: skip
     lines: list[Sequence[Any]] = [
         (
-            row["device"], row["dtype"], row["length"], row["pattern"], _time(row, "ours"), _time(row, "rival"),
-            f"{row['ours_tokens_per_s']:,}", f"{row['rival_tokens_per_s']:,}", f"**{row['speedup']:.2f}**",
-            row["ceiling"], row["rounds"], _or_dash(row["ours_mib"]), _or_dash(row["rival_mib"]),
+            row["device"], row["dtype"], row["length"], row["pattern"], _time(row, "ours"), _time(row, "baseline"),
+            f"{row['ours_tokens_per_s']:,}", f"{row['baseline_tokens_per_s']:,}", f"**{row['speedup']:.2f}**",
+            row["ceiling"], row["rounds"], _or_dash(row["ours_mib"]), _or_dash(row["baseline_mib"]),
         )
         for row in rows
     ]  # fmt: skip

@@ -18,8 +18,8 @@ Row = dict[str, Any]
 # What every row has, also one that is not about time.
 LOSSES: Row = {
     "ours_ms": None,
-    "rival": None,
-    "rival_ms": None,
+    "baseline": None,
+    "baseline_ms": None,
     "speedup": None,
     "why": "losses are compared, not times",
 }
@@ -54,9 +54,9 @@ def tell(
 NO_DEVICE = "not measured: no CUDA device"
 
 
-def unmeasured(rival: str, why: str = NO_DEVICE) -> Row:
+def unmeasured(baseline: str, why: str = NO_DEVICE) -> Row:
     """What a row has whose times could not be had."""
-    return {"ours_ms": None, "rival": rival, "rival_ms": None, "speedup": None, "why": why}
+    return {"ours_ms": None, "baseline": baseline, "baseline_ms": None, "speedup": None, "why": why}
 
 
 def tell_unmeasured(options: argparse.Namespace, rows: Sequence[Row], about: Row) -> None:

@@ -88,7 +88,7 @@ def steps_to(loss: float, loss_after: Callable[[int], float], longest: int) -> i
 
 def final_loss(run: Path) -> float:
     """Return the last validation loss of a run."""
-    from mst_scale.runs import metrics
+    from mst_scale.run_logging import metrics
 
     return float(list(metrics.read(run / "metrics.jsonl"))[-1]["val_loss"])
 

@@ -64,7 +64,7 @@ VARIANTS: dict[str, list[str]] = {
 
 def one_run(words: Sequence[str], ranks: Any) -> Row:
     """A run of `mst_scale.pretrain` with these arguments, in this process; its folder is gone afterwards."""
-    from mst_scale.costs.budgets import shortened
+    from mst_scale.flops.budgets import shortened
     from mst_scale.pretrain import training_loop
     from mst_scale.pretrain.prepare import prepare
     from mst_scale.pretrain.start import parse_arguments, read_experiment

@@ -30,7 +30,7 @@ from .machine import machine
 from .page import Row, grid, outputs, tell
 
 KINDS = ("weak", "strong")
-SIDES = {"ours": "MST", "rival": "dense"}
+SIDES = {"ours": "MST", "baseline": "dense"}
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
@@ -58,7 +58,9 @@ def measure(options: argparse.Namespace) -> list[Row]:
 def point(kind: str, found: dict[str, Any]) -> Row:
     """A result of `benchmarks.step` as one point of a curve."""
     row, setting = found["rows"][0], found["setting"]
-    ours = {k: row[k] for k in ("phase", "ours_ms", "ours_range", "rival", "rival_ms", "rival_range", "speedup")}
+    ours = {
+        k: row[k] for k in ("phase", "ours_ms", "ours_range", "baseline", "baseline_ms", "baseline_range", "speedup")
+    }
     tokens = {f"{who}_tokens_per_s": row[f"{who}_tokens_per_s"] for who in SIDES}
     communication = {f"{who}_communication_ms": row[f"{who}_parts_ms"]["communication"] for who in SIDES}
     about = {"kind": kind, "ranks": setting["ranks"], "sequences_per_rank": setting["sequences_per_rank"]}

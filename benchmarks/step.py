@@ -6,7 +6,7 @@
 
 Two DeepSpeed engines of the same config stand side by side, method dense and the config's own, and step in turns on the
 same micro-batch of random tokens (one a step, no accumulation). MST's is taken to the middle of each phase of its
-schedule by real topology steps. `ours_ms` and `rival_ms` are medians of whole steps without instruments, ranges the
+schedule by real topology steps. `ours_ms` and `baseline_ms` are medians of whole steps without instruments, ranges the
 middle half; `speedup` is their ratio, `paired_speedup` the median of the ratios of neighbouring steps, `speedup_range`
 the middle half of those. Compute follows mst.compute.backend.
 
@@ -104,7 +104,7 @@ def check_options(options: argparse.Namespace) -> None:
     """Mistakes are found before ranks are started."""
     from mst_scale.config import load
     from mst_scale.config.check import batch_shape, check
-    from mst_scale.costs.ledger import forecast
+    from mst_scale.flops.ledger import forecast
 
     for name, least in (("rounds", 2), ("ranks", 1), ("micro-batch-size", 1), ("threads", 1), ("layers", 1)):
         value = getattr(options, name.replace("-", "_"))

@@ -148,7 +148,7 @@ class Stepper:
 
 def enter_sparse_phase(stepper: Stepper, experiment: Any) -> int:
     """Take the masks to the middle of the sparsest phase by a real topology step. Returns that phase's step."""
-    from mst_scale.costs.ledger import forecast
+    from mst_scale.flops.ledger import forecast
 
     mst = stepper.engine.mst
     phase = max(forecast(experiment).phases, key=lambda phase: mst.schedule.at(phase.start).sparsity)

@@ -34,7 +34,7 @@ class Bench:
 
     def run(self) -> dict[str, Any]:
         """Measure every phase, and compute the whole run."""
-        from mst_scale.costs.ledger import forecast
+        from mst_scale.flops.ledger import forecast
 
         dtype = next(self.dense.engine.module.parameters()).dtype
         one, source = peak_flops(self.device, dtype)
@@ -86,13 +86,13 @@ class Bench:
             row = by_phase[phase.name]
             steps = sum(phase.start < s <= phase.stop for s in topology)
             ours += phase.steps * row["ours_ms"] + steps * (row["topology_ms"] or 0.0)
-            theirs += phase.steps * row["rival_ms"]
+            theirs += phase.steps * row["baseline_ms"]
         return {
             "phase": "whole run",
             "computed": "each phase's share of the steps times its median, topology steps added",
             "ours_ms": round(ours / run.steps, 2),
-            "rival": "the same DeepSpeed run, dense",
-            "rival_ms": round(theirs / run.steps, 2),
+            "baseline": "the same DeepSpeed run, dense",
+            "baseline_ms": round(theirs / run.steps, 2),
             "speedup": round(theirs / ours, 3),
             "flop_reduction": round(run.reduction("causal"), 3),
         }
@@ -101,7 +101,7 @@ class Bench:
 
     def phase(self, phase: Any) -> tuple[Row, list[Row]]:
         """(a row, what each collective took) in the middle of this phase."""
-        from mst_scale.costs.flops import dense_step_flops, step_flops
+        from mst_scale.flops.formulas import dense_step_flops, step_flops
 
         step = self.pair.enter(phase)
 
@@ -116,7 +116,7 @@ class Bench:
         sequences = self.pair.micro * self.ranks.world_size
         needed = {
             "ours": sequences * step_flops(model, mst.densities(), mst.pattern, "causal").total,
-            "rival": sequences * dense_step_flops(model, "causal").total,
+            "baseline": sequences * dense_step_flops(model, "causal").total,
         }
         row: Row = {
             "phase": phase.name,
@@ -125,16 +125,16 @@ class Bench:
             "attention": _name(mst.pattern),
             "ours_ms": _ms(ours),
             "ours_range": [_ms([q]) for q in middle_half(ours)],
-            "rival": "the same DeepSpeed run, dense",
-            "rival_ms": _ms(theirs),
-            "rival_range": [_ms([q]) for q in middle_half(theirs)],
+            "baseline": "the same DeepSpeed run, dense",
+            "baseline_ms": _ms(theirs),
+            "baseline_range": [_ms([q]) for q in middle_half(theirs)],
             "speedup": round(statistics.median(theirs) / statistics.median(ours), 3),
             "paired_speedup": round(statistics.median(ratios), 3),
             "speedup_range": [round(q, 3) for q in middle_half(ratios)],
-            "flop_reduction": round(needed["rival"] / needed["ours"], 3),
+            "flop_reduction": round(needed["baseline"] / needed["ours"], 3),
         }
         collectives = []
-        for who, side, taken in (("ours", self.mst, ours), ("rival", self.dense, theirs)):
+        for who, side, taken in (("ours", self.mst, ours), ("baseline", self.dense, theirs)):
             seconds = statistics.median(taken)
             row[f"{who}_tokens_per_s"] = round(sequences * model.seq_length / seconds)
             row[f"{who}_flops_per_s"] = needed[who] / seconds

@@ -7,7 +7,7 @@ from typing import Any
 
 from .page import Row, facts, grid
 
-SIDES = {"ours": "MST", "rival": "dense"}
+SIDES = {"ours": "MST", "baseline": "dense"}
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -19,7 +19,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = []
     for r in rows:
         if "ours_parts_ms" not in r:
-            figures = [f"{r['ours_ms']:,}", f"{r['rival_ms']:,}", f"{r['speedup']}× (computed)", r["flop_reduction"]]
+            figures = [f"{r['ours_ms']:,}", f"{r['baseline_ms']:,}", f"{r['speedup']}× (computed)", r["flop_reduction"]]
             lines.append([r["phase"], "", "", *figures, "", "", "", ""])
             continue
         lines.append(
@@ -28,13 +28,13 @@ def table(rows: Sequence[Row]) -> str:
                 f"{r['sparsity']:.0%}",
                 r["attention"],
                 f"{r['ours_ms']:,} ({_span(r['ours_range'])})",
-                f"{r['rival_ms']:,} ({_span(r['rival_range'])})",
+                f"{r['baseline_ms']:,} ({_span(r['baseline_range'])})",
                 f"{r['speedup']}× ({_span(r['speedup_range'])})",
                 r["flop_reduction"],
-                f"{r['ours_tokens_per_s']:,} / {r['rival_tokens_per_s']:,}",
-                f"{r['ours_flops_per_s'] / 1e9:,.1f} / {r['rival_flops_per_s'] / 1e9:,.1f}",
-                f"{r['ours_mfu']:.0%} / {r['rival_mfu']:.0%}",
-                f"{_mb(r['ours_peak_bytes'])} / {_mb(r['rival_peak_bytes'])}",
+                f"{r['ours_tokens_per_s']:,} / {r['baseline_tokens_per_s']:,}",
+                f"{r['ours_flops_per_s'] / 1e9:,.1f} / {r['baseline_flops_per_s'] / 1e9:,.1f}",
+                f"{r['ours_mfu']:.0%} / {r['baseline_mfu']:.0%}",
+                f"{_mb(r['ours_peak_bytes'])} / {_mb(r['baseline_peak_bytes'])}",
             ]
         )
     return grid(head, lines)

@@ -2,8 +2,8 @@
 
     mst bench structured [--device cpu|cuda] [--dtype float32 bfloat16] [--seconds S] [--json | --markdown]
 
-One layer, forward + gradients of its input and of what it stores, with the default options of both methods. The rival
-is `F.linear` with autograd, in the same dtype; runs alternate and medians are compared. FLOPs fall by 1 / density.
+One layer, forward + gradients of its input and of what it stores, with the default options of both methods. The
+baseline is `F.linear` with autograd, in the same dtype; runs alternate and medians are compared. FLOPs fall by 1 / density.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def table(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         about = [row["dtype"], row["layer"], row["method"], f"{1 / row['density']:.2f}"]
-        lines.append([*about, times(row, "ours"), times(row, "rival"), f"**{row['speedup']:.2f}**"])
+        lines.append([*about, times(row, "ours"), times(row, "baseline"), f"**{row['speedup']:.2f}**"])
     return grid(heads, lines)
 
 

@@ -35,7 +35,7 @@ from typing import Any
 
 from mst_scale.comm.parser import Parser, at_least, validate_folder
 from mst_scale.errors import UserError
-from mst_scale.runs.out_lock import OutLock
+from mst_scale.run_logging.out_lock import OutLock
 
 from .machine import machine
 from .page import LOSSES

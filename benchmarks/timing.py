@@ -57,15 +57,15 @@ def in_rounds(runs: Sequence[Run], rounds: int, clock: Callable[[Run], float] = 
     return times
 
 
-def versus(ours: Sequence[float], rival: str, theirs: Sequence[float], spread: Callable[..., list[float]]) -> Row:
+def versus(ours: Sequence[float], baseline: str, theirs: Sequence[float], spread: Callable[..., list[float]]) -> Row:
     """The columns of a row that compares two sides, both in milliseconds."""
     mine, other = statistics.median(ours), statistics.median(theirs)
     return {
         "ours_ms": round(mine, 3),
         "ours_range": [round(end, 3) for end in spread(ours)],
-        "rival": rival,
-        "rival_ms": round(other, 3),
-        "rival_range": [round(end, 3) for end in spread(theirs)],
+        "baseline": baseline,
+        "baseline_ms": round(other, 3),
+        "baseline_range": [round(end, 3) for end in spread(theirs)],
         "speedup": round(other / mine, 2),
         "rounds": len(ours),
     }

@@ -41,7 +41,7 @@ from .topology_ways import SHAPES, State, kthvalue, naive, ours
 
 NAIVE, KTHVALUE = "scores all-reduced, full topk per matrix", "kthvalue + compare per matrix"
 MASKED_FILL = "masked_fill_ with a mask of one byte per weight"
-TIMED_AGAINST_RIVALS = ("gpt2",)
+TIMED_AGAINST_BASELINES = ("gpt2",)
 STAGES = {
     "peak_keys": "largest score, NaN check",
     "_sampled_brackets": "sample",
@@ -82,7 +82,7 @@ def measure(rank: int, ranks: int, name: str, rounds: int, threads: int) -> list
     """The rows of one model on one number of ranks."""
     torch.set_num_threads(max(1, threads // ranks))
     group = dist.group.WORLD if ranks > 1 else None
-    compare = name in TIMED_AGAINST_RIVALS
+    compare = name in TIMED_AGAINST_BASELINES
     state = State(SHAPES[name], rank, ranks, shared=not compare)
     exchange = Exchange(group)
     ours(state, exchange)
@@ -91,11 +91,11 @@ def measure(rank: int, ranks: int, name: str, rounds: int, threads: int) -> list
     stages = profile(state, Exchange(group))
     state.restore()
 
-    rivals: dict[str, Callable[[], object]] = {}
+    baselines: dict[str, Callable[[], object]] = {}
     if compare:
-        rivals[NAIVE] = lambda: naive(state, group)
+        baselines[NAIVE] = lambda: naive(state, group)
         if ranks == 1:
-            rivals[KTHVALUE] = lambda: kthvalue(state)
+            baselines[KTHVALUE] = lambda: kthvalue(state)
             for result in (naive(state, group), kthvalue(state)):
                 assert all(abs(int(m.sum()) - t) <= t // 100 for m, t in zip(result, state.targets, strict=True))
     case = {
@@ -111,16 +111,16 @@ def measure(rank: int, ranks: int, name: str, rounds: int, threads: int) -> list
         "mask_bytes_per_rank": sum(bits.numel() for bits in state.bits),
     }
     rows = []
-    for rival, run in rivals.items() or [("", None)]:
+    for baseline, run in baselines.items() or [("", None)]:
         runs: list[Callable[[], object]] = [lambda: ours(state, Exchange(group))]
         few = min(rounds, 2)  # for bytes, mostly
         mine, *theirs = alternate(runs if run is None else [*runs, run], state.restore, rounds if run else few, ranks)
         if theirs:
-            rows.append({**case, **versus(mine, rival, theirs[0], ends)})
+            rows.append({**case, **versus(mine, baseline, theirs[0], ends)})
         else:
-            why = "rivals not run at this size: they need all weights and gradients of one machine at once"
+            why = "baselines not run at this size: they need all weights and gradients of one machine at once"
             alone = {"ours_ms": round(statistics.median(mine), 3), "ours_range": [round(end, 3) for end in ends(mine)]}
-            rows.append({**case, **alone, "rival": NAIVE, "rival_ms": None, "speedup": None, "why": why})
+            rows.append({**case, **alone, "baseline": NAIVE, "baseline_ms": None, "speedup": None, "why": why})
     if compare and ranks == 1:
         rows.append({**case, **masking(state, rounds)})
     return rows
@@ -159,7 +159,7 @@ def run(
     rows: list[Row] = []
     for name in shapes:
         for count in ranks:
-            if count == 1 or name in TIMED_AGAINST_RIVALS:
+            if count == 1 or name in TIMED_AGAINST_BASELINES:
                 rows += run_on(count, here, name, rounds, threads)
     return rows
 
@@ -171,7 +171,7 @@ def table(rows: list[Row]) -> str:
     """Return the rows as tables of Markdown."""
     lines = []
     for row in rows:
-        theirs = "–" if row["rival_ms"] is None else f"{row['rival_ms']:,.1f} ({_span(row['rival_range'])})"
+        theirs = "–" if row["baseline_ms"] is None else f"{row['baseline_ms']:,.1f} ({_span(row['baseline_range'])})"
         cells = [
             row["shapes"],
             f"{row['weights'] / 1e6:.1f} M",
@@ -179,13 +179,13 @@ def table(rows: list[Row]) -> str:
             f"{row['mask_bytes_per_rank'] / 1e6:.2f}",
             row["what"],
             f"{row['ours_ms']:,.1f} ({_span(row['ours_range'])})",
-            row["rival"],
+            row["baseline"],
             theirs,
             row["why"] if row["speedup"] is None else f"**{row['speedup']}**",
         ]
         lines.append(cells)
     head = ["shapes", "weights", "ranks × threads", "masks, MB a rank", "what"]
-    parts = [grid([*head, "ours ms (range)", "rival", "rival ms (range)", "speed-up"], lines)]
+    parts = [grid([*head, "ours ms (range)", "baseline", "baseline ms (range)", "speed-up"], lines)]
     lines = []
     for row in {row["shapes"]: row for row in rows if row["what"] == "topology step"}.values():
         sent = row["bytes_sent_per_rank"]

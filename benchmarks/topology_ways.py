@@ -34,7 +34,7 @@ SHAPES = {"gpt2": gpt(12, 768), "gpt3-1.3b": gpt(24, 2048)}
 
 
 class State:
-    """The matrices of one rank: whole ones for the rivals, slices of the same memory for us."""
+    """The matrices of one rank: whole ones for the baselines, slices of the same memory for us."""
 
     def __init__(self, shapes: list[Shape], rank: int, ranks: int, shared: bool):
         sizes = [math.prod(shape) for shape in shapes]

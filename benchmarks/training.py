@@ -10,8 +10,8 @@
     drift     one drift check of all masks, spread over the 1,000 steps between two of them
 
 Steps alternate between the two sides, so that a change of clock or a neighbour's load meets both; `ours_ms` and
-`rival_ms` are medians, ranges the middle half. `overhead` is what we add, as a share of the rival's step: the median
-over pairs of neighbouring steps.
+`baseline_ms` are medians, ranges the middle half. `overhead` is what we add, as a share of the baseline's step: the
+median over pairs of neighbouring steps.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def masked(ranks: Any, rounds: int) -> list[Row]:
     return [*rows, found, check]
 
 
-def row(what: str, rival: str, ours: list[float], theirs: list[float], steps: int = 1) -> Row:
+def row(what: str, baseline: str, ours: list[float], theirs: list[float], steps: int = 1) -> Row:
     """Return the row of a comparison."""
     pairs = [a / b - 1 for a, b in zip(ours, theirs, strict=True)]
     mine, other = (1e3 * statistics.median(times) / steps for times in (ours, theirs))
@@ -148,9 +148,9 @@ def row(what: str, rival: str, ours: list[float], theirs: list[float], steps: in
         "what": what,
         "ours_ms": round(mine, 2),
         "ours_range": _middle(ours, steps),
-        "rival": rival,
-        "rival_ms": round(other, 2),
-        "rival_range": _middle(theirs, steps),
+        "baseline": baseline,
+        "baseline_ms": round(other, 2),
+        "baseline_range": _middle(theirs, steps),
         "speedup": round(other / mine, 4),
         "overhead": statistics.median(pairs),
         "overhead_range": [round(q, 4) for q in middle_half(pairs)],
@@ -180,14 +180,14 @@ def here(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
 
 def table(rows: list[Row]) -> str:
     """Return the rows as tables of Markdown."""
-    head = ["what", "ranks", "ours ms (middle half)", "rival", "rival ms (middle half)", "we add", "asked"]
+    head = ["what", "ranks", "ours ms (middle half)", "baseline", "baseline ms (middle half)", "we add", "asked"]
     lines = []
     for r in rows:
-        ours, theirs = ("{:,} ({:,}–{:,})".format(r[f"{who}_ms"], *r[f"{who}_range"]) for who in ("ours", "rival"))
+        ours, theirs = ("{:,} ({:,}–{:,})".format(r[f"{who}_ms"], *r[f"{who}_range"]) for who in ("ours", "baseline"))
         low, high = r["overhead_range"]
         spread = f" ({low:+.2%} … {high:+.2%})" if r["what"] in ("loop", "masking") else ""
         adds = f"{r['overhead']:+.2%}{spread}" if r["what"] != "drift" else f"{r['overhead']:+.4%}"
-        lines.append([r["what"], r["ranks"], ours, r["rival"], theirs, adds, f"≤ {r['asked']:.1%}"])
+        lines.append([r["what"], r["ranks"], ours, r["baseline"], theirs, adds, f"≤ {r['asked']:.1%}"])
     return grid(head, lines)
 
 

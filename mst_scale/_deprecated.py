@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import warnings
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -18,8 +20,13 @@ from typing import Any
 MOVED: dict[str, str] = {
     "mst_scale.distributed": "mst_scale.comm",
     "mst_scale.doors": "mst_scale.integrations",
+    "mst_scale.costs": "mst_scale.flops",
+    "mst_scale.runs": "mst_scale.run_logging",
 }
-RENAMED: dict[tuple[str, str], str] = {("mst_scale.comm", "Sizes"): "ParallelDims"}
+RENAMED: dict[tuple[str, str], str] = {
+    ("mst_scale.comm", "Sizes"): "ParallelDims",
+    ("mst_scale.hybrid_sparse_attention", "Part"): "SequenceShard",
+}
 CONFIG_KEYS: dict[str, str] = {
     "model.context": "model.seq_length",
     "training.rival": "training.baseline",
@@ -46,6 +53,23 @@ def _warn(old: str, new: str) -> None:
     warnings.warn(
         f"{old} is now {new}; the old name will be removed in mst_scale 0.3", DeprecationWarning, stacklevel=4
     )
+
+
+def renamed_arguments(**names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function whose keyword arguments have new names: `old="new"`. The old ones warn."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            for old, new in names.items():
+                if old in given:
+                    _warn(f"{function.__name__}({old}=…)", f"{function.__name__}({new}=…)")
+                    given[new] = given.pop(old)
+            return function(*args, **given)
+
+        return call
+
+    return decorate
 
 
 def renamed(module: str, name: str) -> Any:

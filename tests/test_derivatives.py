@@ -23,7 +23,7 @@ import mst_scale
 from mst_scale.engine.weight_functions import LayerFunction
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, attention
-from mst_scale.hybrid_sparse_attention.parts import Part
+from mst_scale.hybrid_sparse_attention.sequence_shards import SequenceShard
 from mst_scale.methods import METHODS
 from mst_scale.methods.baselines.n_of_m import kept_both_ways, kept_of, soft_threshold
 from mst_scale.methods.baselines.top_kast import largest
@@ -112,7 +112,7 @@ def plain_loss(x: Tensor, w: Tensor) -> Tensor:
 
 
 def mean_over_parts(x: Tensor, w: Tensor) -> Tensor:
-    part = Part()
+    part = SequenceShard()
     part.parts = 2  # of which the other one adds nothing
     return part.mean(F.linear(x, w).square().sum())
 
@@ -151,8 +151,8 @@ CASES = {
         lambda x, w: F.linear(x, w).tanh(), X, W, ONE_RANK,
     ),
     "parts of sequences": Case(
-        "hybrid_sparse_attention/parts:_Sum", mean_over_parts, lambda x, w: F.linear(x, w).square().sum(), X, W,
-        ONE_RANK,
+        "hybrid_sparse_attention/sequence_shards:_Sum", mean_over_parts,
+        lambda x, w: F.linear(x, w).square().sum(), X, W, ONE_RANK,
     ),
     "two of four": Case(
         "sparse_linear/semi_structured:_Product",

@@ -29,7 +29,7 @@ from mst_scale.mixed_growing.blocks import Blocks, Elements
 from mst_scale.mixed_growing.evolve import Layer
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.mixed_growing.policies import policy
-from mst_scale.runs import metrics
+from mst_scale.run_logging import metrics
 from mst_scale.shard import Shard
 from mst_scale.sparse_linear import dispatch as linear_dispatch
 

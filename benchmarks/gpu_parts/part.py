@@ -84,7 +84,7 @@ class Where:
 
     def machine(self) -> Row:
         """Describe the machine and the state of the code."""
-        from mst_scale.runs.run_file import git_state
+        from mst_scale.run_logging.run_file import git_state
 
         from ..machine import machine
 

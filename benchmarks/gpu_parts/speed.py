@@ -105,7 +105,7 @@ def _linear(
 ) -> Row:
     clock = _wall_ms if where.tiny else linear_cuda.device_ms
     rows = linear_cuda.measure(layer(), blocks, rates(), 2 if where.tiny else 20, clock)
-    together = sum(row["rival_ms"] for row in rows) / sum(row["ours_ms"] for row in rows)
+    together = sum(row["baseline_ms"] for row in rows) / sum(row["ours_ms"] for row in rows)
     parts = ", ".join(f"{row['product']} {row['speedup']}× ({row['roofline']:.0%} of the roofline)" for row in rows)
     return {"said": f"{together:.2f}× dense; {parts}", "together": round(together, 3), "rows": rows}
 
@@ -152,7 +152,7 @@ def _attention(where: Where, dtype: str, length: int, rates: Callable[[], dict[s
     first["share_of_ceiling"] = round(first["speedup"] / first["ceiling"], 3)
     first["roofline"] = round(least_ms(length, rates()) / first["ours_ms"], 3)
     versus = ", ".join(
-        f"{row['speedup']}× {row['rival']}" if row["speedup"] else f"{row['rival']}: none" for row in found
+        f"{row['speedup']}× {row['baseline']}" if row["speedup"] else f"{row['baseline']}: none" for row in found
     )
     said = f"{first['ours_ms']} ms: {versus}; {first['ceiling']}× fewer pairs; {first['roofline']:.0%} of the roofline"
     return {"said": said, "rows": found}

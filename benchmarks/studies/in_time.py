@@ -34,7 +34,7 @@ from mst_scale.comm.parser import Parser, at_least
 from mst_scale.config import Experiment, load
 from mst_scale.config.check import check
 from mst_scale.config.support import precision_of
-from mst_scale.costs.ledger import forecast
+from mst_scale.flops.ledger import forecast
 from mst_scale.methods import NoOptions
 from mst_scale.mixed_growing.config import BlockGranularity, TopologyConfig
 from mst_scale.plan import gpus

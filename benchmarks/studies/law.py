@@ -17,8 +17,8 @@ import numpy as np
 
 from mst_scale.config import Experiment
 from mst_scale.config.check import global_batch
-from mst_scale.costs.ledger import sparse_matrices, stretches
 from mst_scale.errors import UserError
+from mst_scale.flops.ledger import sparse_matrices, stretches
 
 try:
     from scipy.optimize import nnls

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mst_scale.costs.flops import KEYS
-from mst_scale.costs.frontier import Point
-from mst_scale.costs.ledger import UPDATE_FLOPS
+from mst_scale.flops.formulas import KEYS
+from mst_scale.flops.frontier import Point
+from mst_scale.flops.ledger import UPDATE_FLOPS
 from mst_scale.report.frontier import Method
 
 from .plan import FOLDER, Cell, Job, Plan, Variant, job, model_of, read_plan

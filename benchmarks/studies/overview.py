@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from mst_scale.comm.parser import Parser
-from mst_scale.costs.frontier import AT_LEAST, AT_MOST, Multiplier
+from mst_scale.flops.frontier import AT_LEAST, AT_MOST, Multiplier
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 from mst_scale.report.frontier import flop_multiplier, marker_of
 from mst_scale.report.style import Plot, Theme, legend, ratio_axis

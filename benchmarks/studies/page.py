@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mst_scale.costs.ledger import UPDATE_FLOPS
+from mst_scale.flops.ledger import UPDATE_FLOPS
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 from mst_scale.report.frontier import HEAD, Method, frontier_chart, line, multipliers_chart
 from mst_scale.report.frontier import rows as method_rows

@@ -31,10 +31,10 @@ from mst_scale.config import (
     to_dict,
 )
 from mst_scale.config.check import check, global_batch, peak_learning_rate
-from mst_scale.costs.budgets import of_growth
-from mst_scale.costs.flops import dense_step_flops
-from mst_scale.costs.ledger import forecast, topology_flops
 from mst_scale.errors import UserError
+from mst_scale.flops.budgets import of_growth
+from mst_scale.flops.formulas import dense_step_flops
+from mst_scale.flops.ledger import forecast, topology_flops
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 from mst_scale.methods import register
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from mst_scale.data.corpus import identity
 from mst_scale.errors import UserError
-from mst_scale.runs import metrics, run_file
+from mst_scale.run_logging import metrics, run_file
 
 from .plan import Job
 

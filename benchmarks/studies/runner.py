@@ -25,9 +25,9 @@ import mst_scale
 from mst_scale.checkpoints import store
 from mst_scale.config import Experiment, to_dict
 from mst_scale.errors import UserError
-from mst_scale.runs import metrics, run_file
-from mst_scale.runs.out_lock import OutLock
-from mst_scale.runs.progress import clock
+from mst_scale.run_logging import metrics, run_file
+from mst_scale.run_logging.out_lock import OutLock
+from mst_scale.run_logging.progress import clock
 
 from . import records
 from .outcome import wanted

@@ -179,9 +179,9 @@ def _fitting(checkpoint: Path, state: MaskState, saved: Mapping[str, Any] | None
     """Return the masks of a checkpoint if they are this run's."""
     if saved is None:
         raise UserError(
-            f"{checkpoint} holds no masks: it was saved without sparse training; begin anew from its weights (--init "
-            "RUN with another --out; in a loop of yours mst_scale.warm_start(engine, CHECKPOINT, anew=True)), or "
-            "continue it with method dense"
+            f"{checkpoint} holds no masks: it was saved without sparse training. Start a new run from its weights "
+            "(--init RUN with another --out; in your own loop mst_scale.warm_start(engine, CHECKPOINT, "
+            "weights_only=True)), or continue it with method dense"
         )
     source = _with_masks(checkpoint, saved)
     found = read_all(source, {mask.name: mask.shard for mask in state.masks})

@@ -2,9 +2,9 @@
 
 `mst reshape` carries the states of Adam and its like to other ranks and ZeRO stages. For another optimizer, or a model
 with frozen parameters, `warm_start` takes from the checkpoint what does not depend on either: fp32 weights, frozen
-parameters and buffers, masks, step, and the learning-rate schedule's place. The optimizer begins anew, as at step 0.
+parameters and buffers, masks, step, and the learning-rate schedule's place. The optimizer starts afresh, as at step 0.
 A checkpoint without masks (of dense training) gets those that the schedule asks for at its step, by magnitude. With
-`anew` the weights alone are taken, and the run begins at step 0 of its own schedule: from dense to sparse training.
+`weights_only` the run starts at step 0 of its own schedule with these weights: from dense to sparse training.
 
 Called after `mst_scale.initialize`, before the first step, with the mst block and training.steps of the checkpoint.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mst_scale import zero_shards
+from mst_scale._deprecated import renamed_arguments
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.comm import Damaged, logger
@@ -27,7 +28,8 @@ from mst_scale.zero_shards.weight_files import Weights, untrained_of
 CONFIG = "mst_config"  # in a checkpoint's client_state: the keys that it was trained with (engine.config_record)
 
 
-def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> int:
+@renamed_arguments(anew="weights_only")
+def warm_start(engine: Any, checkpoint: Path | str, *, weights_only: bool = False) -> int:
     """Continue from the weights, masks and step of a checkpoint, with a fresh optimizer.
 
     Call it on every rank, after `mst_scale.initialize` and before the first step.
@@ -35,7 +37,7 @@ def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> in
     Args:
         engine: The engine that `mst_scale.initialize` returned.
         checkpoint: The folder of one checkpoint, of any ZeRO stage and number of ranks.
-        anew: Take only the weights and start at step 0, with the initial masks of this run.
+        weights_only: Take only the weights and start at step 0, with the initial masks of this run.
 
     Returns:
         The step at which the run continues.
@@ -48,7 +50,7 @@ def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> in
     if engine.global_steps:
         raise UserError("warm_start comes before the first step: this engine has taken some")
     state = take_weights(engine, source)
-    if anew:
+    if weights_only:
         engine.mst.begin_with_these_weights()
         logger.info("%s: its weights are taken; the run begins at step 0", source)
         return 0
@@ -66,7 +68,7 @@ def warm_start(engine: Any, checkpoint: Path | str, *, anew: bool = False) -> in
     else:
         engine.mst.begin_with_these_weights()
     what = "weights, masks and" if masked else "weights (it has no masks) and"
-    logger.info("%s: %s step %d are taken over; the optimizer begins anew", source, what, engine.global_steps)
+    logger.info("%s: %s step %d are taken over; the optimizer starts afresh", source, what, engine.global_steps)
     return int(engine.global_steps)
 
 

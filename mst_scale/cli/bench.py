@@ -34,7 +34,7 @@ Measure on this machine. Our code and the baseline alternate within one run.
   training          what our training loop and the masks add to a bare DeepSpeed step
 
 The words after WHAT go to that program; `mst bench WHAT --help` lists its options. --json prints
-{"machine": …, "rows": [{…, "ours_ms", "rival", "rival_ms", "speedup"} …]}, --markdown the table that is kept in
+{"machine": …, "rows": [{…, "ours_ms", "baseline", "baseline_ms", "speedup"} …]}, --markdown the table that is kept in
 benchmarks/results/. A row that cannot be measured here has "speedup": null and a reason.
 
 examples:
@@ -43,23 +43,16 @@ examples:
   mst bench topology --ranks 1 2 --json
   mst bench step --config gpt2_small --set model.n_layer=2 --set bf16.enabled=false --micro-batch-size 1
 """
-PROGRAMS = {  # name -> module of mst_scale.benchmarks
-    **{
-        name: name
-        for name in (
-            "attention", "compiled", "gpu_day", "grown_weights", "linear", "long", "pruning", "quality", "scaling",
-            "step", "structured", "study", "topology", "training",
-        )
-    },
-    "baselines": "rivals",
-    "logging_overhead": "observer",
-}  # fmt: skip
+PROGRAMS = (  # modules of mst_scale.benchmarks
+    "attention", "baselines", "compiled", "gpu_day", "grown_weights", "linear", "logging_overhead", "long", "pruning",
+    "quality", "scaling", "step", "structured", "study", "topology", "training",
+)  # fmt: skip
 
 
 def add(subparsers: Any) -> None:
     """Add the command to the parser."""
     command = add_command(subparsers, "bench", run, "measure speed on this machine", TEXT)
-    names = sorted(PROGRAMS)
+    names = list(PROGRAMS)
     command.add_argument("what", choices=[*names, *_deprecated.BENCHMARKS], metavar="WHAT", help=", ".join(names))
     command.add_argument("options", nargs=argparse.REMAINDER, metavar="…", help="options of that benchmark")
 
@@ -70,4 +63,4 @@ def run(args: argparse.Namespace) -> int:
     if name in _deprecated.BENCHMARKS:
         name = _deprecated.BENCHMARKS[name]
         logger.warning("mst bench %s is now called %s; the old name will be removed in mst_scale 0.3", args.what, name)
-    return int(importlib.import_module(f"mst_scale.benchmarks.{PROGRAMS[name]}").main(args.options))
+    return int(importlib.import_module(f"mst_scale.benchmarks.{name}").main(args.options))

@@ -14,8 +14,8 @@ from mst_scale.errors import UserError
 
 if TYPE_CHECKING:
     from mst_scale.config import Experiment
-    from mst_scale.costs.flops import Flops
-    from mst_scale.costs.ledger import Forecast
+    from mst_scale.flops.formulas import Flops
+    from mst_scale.flops.ledger import Forecast
     from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
 TEXT = """\
@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found) if args.json else _paper_table(found))
         return 0
     from mst_scale.config import load
-    from mst_scale.costs.budgets import shortened
-    from mst_scale.costs.ledger import forecast
+    from mst_scale.flops.budgets import shortened
+    from mst_scale.flops.ledger import forecast
 
     if args.ranks < 1:
         raise UserError(f"--ranks must be at least 1, not {args.ranks}")
@@ -101,8 +101,8 @@ def _names_a_model(args: argparse.Namespace) -> bool:
 
 def _report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> dict[str, Any]:
     from mst_scale.config.check import batch_shape
-    from mst_scale.costs.flops import head_name, optimizer_flops
-    from mst_scale.costs.ledger import forecast, sparse_matrices, tiny_flops, topology_flops
+    from mst_scale.flops.formulas import head_name, optimizer_flops
+    from mst_scale.flops.ledger import forecast, sparse_matrices, tiny_flops, topology_flops
 
     sequences = batch_shape(experiment.deepspeed, args.ranks)[0]
     tiny = tiny_flops(experiment, args.ranks)
@@ -150,7 +150,7 @@ def _report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> 
 def _grown(experiment: Experiment, sequences: int) -> dict[str, Any] | None:
     """Return what a grown model has cost before its first step; there are no figures if no smaller run is named."""
     from mst_scale.config.growth import check_growth
-    from mst_scale.costs.budgets import before
+    from mst_scale.flops.budgets import before
 
     mst = experiment.mst
     if mst.growth is None:
@@ -256,7 +256,7 @@ def _three_digits(gflops: float) -> str:
 
 
 def _paper() -> dict[str, Any]:
-    from mst_scale.costs import paper_table
+    from mst_scale.flops import paper_table
 
     bert = paper_table.bert()
     rows = []
@@ -308,7 +308,7 @@ def _row(run: Forecast, baseline: Forecast) -> dict[str, float]:
 
 
 def _paper_table(found: dict[str, Any]) -> str:
-    from mst_scale.costs.paper_table import PRINTED
+    from mst_scale.flops.paper_table import PRINTED
 
     lines = [["method", "in the paper", "ours", "÷", "causal", "÷"]]
     for row in found["rows"]:

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from mst_scale.cli.plan_text import format_plan
     from mst_scale.config import load
     from mst_scale.config.check import check
-    from mst_scale.costs.budgets import shortened
+    from mst_scale.flops.budgets import shortened
     from mst_scale.plan.answer import plan
     from mst_scale.plan.gpus import machine
 

@@ -84,8 +84,8 @@ class LiveUnits:
         self.place = {part.name: i for i, part in enumerate(self.shards.slices)}
         self.seed = seed
         self.waking: Waking | None = None
-        self.woken: Tally = {}  # (revived, all) units by kind …
-        self.woken_at = 0  # … and the last step that revived some
+        self.revived: Tally = {}  # (revived, all) units by kind …
+        self.revived_at = 0  # … and the last step that revived some
         if not self.units:
             reason = "; ".join(left_out) or "the model has no MLP or attention that is known"
             logger.info("dead units are not counted (%s)", reason)
@@ -158,9 +158,9 @@ class LiveUnits:
     def finish(self, updated: bool) -> None:
         """End the step. If it was skipped because of an overflow, the topology step will be repeated."""
         if self.waking is not None and updated:
-            self.woken = {kind: counts for kind, counts in self.waking.counts.items() if counts[0]}
-            self.woken_at = self.waking.step
-            logger.info("step %d: revived %s", self.woken_at, format_counts(self.woken))
+            self.revived = {kind: counts for kind, counts in self.waking.counts.items() if counts[0]}
+            self.revived_at = self.waking.step
+            logger.info("step %d: revived %s", self.revived_at, format_counts(self.revived))
         self.waking = None
 
     # --- on this rank ---

@@ -95,7 +95,7 @@ class ChangedWeights(Component):
                     f"{name} was {'frozen' if trained else 'unfrozen'} after mst_scale.initialize, and its mask, its "
                     "optimizer states and ZeRO's partitions do not follow: set requires_grad before initialize; to "
                     "change it in mid-run, save a checkpoint and begin a new run from its weights "
-                    "(mst_scale.warm_start(engine, CHECKPOINT, anew=True))"
+                    "(mst_scale.warm_start(engine, CHECKPOINT, weights_only=True))"
                 )
 
     def _now(self) -> dict[str, tuple[int, ...]]:

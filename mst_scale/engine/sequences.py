@@ -14,7 +14,7 @@ from torch import nn
 
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
-from mst_scale.hybrid_sparse_attention import Part, sequence_parallel
+from mst_scale.hybrid_sparse_attention import SequenceShard, sequence_parallel
 
 JOINED = ("gpt2",)  # their attention joins heads by a reshape of its own, after Ulysses has joined them
 
@@ -43,13 +43,13 @@ def cut_sequences(model: nn.Module, *more: Any, **others: Any) -> None:
         return
     assert mpu is not None
     attends = sequence_parallel(model, mpu.get_sequence_parallel_group())
-    knows = any(isinstance(getattr(module, "part", None), Part) for module in model.modules())
+    knows = any(isinstance(getattr(module, "part", None), SequenceShard) for module in model.modules())
     if not (attends and knows):
         logger.warning(
             "sequences are cut over %d ranks: %s %s",
             parts,
             type(model).__name__,
-            "has to count positions and to average its loss over them by itself (Part)"
+            "has to count positions and to average its loss over them by itself (SequenceShard)"
             if attends
             else "has no attention of mst_scale, and has to join them by itself",
         )

@@ -236,7 +236,7 @@ class SparseTraining:
         return self.state.stages.added(self.units.count()) if self.masks_weights else {}
 
     @property
-    def woken(self) -> Mapping[str, tuple[int, int]]:
+    def revived(self) -> Mapping[str, tuple[int, int]]:
         """(revived, all) units by kind, if the last step has revived any."""
         return self.topology.revived if self.masks_weights and self.changed_at == self.step else {}
 

@@ -57,11 +57,11 @@ class Revival(Protocol):
     """Gives weights to units that no gradient reaches, when their masks go (`dead_units.live.LiveUnits`)."""
 
     @property
-    def woken(self) -> Counts:
+    def revived(self) -> Counts:
         """(revived, all) units by kind of the last step that revived some …"""
 
     @property
-    def woken_at(self) -> int:
+    def revived_at(self) -> int:
         """… and that step."""
 
     def starts(self, name: str) -> bool:
@@ -202,7 +202,7 @@ class Topology(Component):
             state.changes = list(state.stages.joined(counted).values())
             state.changed_at = under_way.step
             state.refresh()
-            self.revived = state.stages.added(self.revival.woken if self.revival.woken_at == step else {})
+            self.revived = state.stages.added(self.revival.revived if self.revival.revived_at == step else {})
 
     # --- pruning and growing ---
 

@@ -45,7 +45,7 @@ class MST(Protocol):
         """Return (dead units, all units) over all ranks, by kind of unit. Call it on every rank."""
 
     @property
-    def woken(self) -> Mapping[str, tuple[int, int]]:
+    def revived(self) -> Mapping[str, tuple[int, int]]:
         """(revived units, all units) by kind of unit, if the last step revived any."""
 
     @property

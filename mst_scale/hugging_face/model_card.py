@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mst_scale.config import Experiment
 from mst_scale.hybrid_sparse_attention import Pattern
-from mst_scale.runs.metrics import read
+from mst_scale.run_logging.metrics import read
 
 if TYPE_CHECKING:
     from mst_scale.hugging_face.sources import TransformersSource

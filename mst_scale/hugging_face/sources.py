@@ -27,7 +27,7 @@ from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import Damaged, UserError
 from mst_scale.hybrid_sparse_attention import Pattern, attach, set_pattern
 from mst_scale.models import build
-from mst_scale.runs import run_file
+from mst_scale.run_logging import run_file
 from mst_scale.zero_shards.weight_files import Weights, untrained_of
 
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")

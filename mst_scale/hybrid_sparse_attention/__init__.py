@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mst_scale import _deprecated
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, strides_per_phase
 
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
     from mst_scale.hybrid_sparse_attention.dispatch import attention
     from mst_scale.hybrid_sparse_attention.hugging_face import attach
     from mst_scale.hybrid_sparse_attention.module import SelfAttention, set_pattern
-    from mst_scale.hybrid_sparse_attention.parts import Part, sequence_parallel
+    from mst_scale.hybrid_sparse_attention.sequence_shards import SequenceShard, sequence_parallel
 
 __all__ = [
     "AttentionSchedule",
-    "Part",
     "Pattern",
     "SelfAttention",
+    "SequenceShard",
     "attach",
     "attention",
     "sequence_parallel",
@@ -40,7 +41,12 @@ __all__ = [
     "strides_per_phase",
 ]
 
-_LAYERS = {"SelfAttention": "module", "set_pattern": "module", "Part": "parts", "sequence_parallel": "parts"}
+_LAYERS = {
+    "SelfAttention": "module",
+    "set_pattern": "module",
+    "SequenceShard": "sequence_shards",
+    "sequence_parallel": "sequence_shards",
+}
 _KERNELS = {"attach": "hugging_face", "attention": "dispatch", **_LAYERS}
 
 
@@ -48,4 +54,4 @@ def __getattr__(name: str) -> Any:
     # imported on demand: code that only counts the pairs of patterns does not need torch
     if name in _KERNELS:
         return getattr(importlib.import_module(f"{__name__}.{_KERNELS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _deprecated.renamed(__name__, name)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from mst_scale.comm import SharedMistake, logger
-from mst_scale.runs.progress import flops_unit
-from mst_scale.runs.record import Row
+from mst_scale.run_logging.progress import flops_unit
+from mst_scale.run_logging.record import Row
 from mst_scale.sparsity_variation import PHASES
 
 if TYPE_CHECKING:

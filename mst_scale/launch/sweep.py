@@ -32,8 +32,8 @@ from typing import Any
 from mst_scale.errors import UserError
 from mst_scale.launch.command_line import read_options, split_config
 from mst_scale.launch.supervisor import Supervisor, forward
-from mst_scale.runs import run_file
-from mst_scale.runs.run_file import FINISHED
+from mst_scale.run_logging import run_file
+from mst_scale.run_logging.run_file import FINISHED
 
 LAUNCHERS = ("local", "hostfile", "mpi", "slurm")
 

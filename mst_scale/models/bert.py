@@ -18,7 +18,7 @@ from torch import nn
 
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.errors import UserError
-from mst_scale.hybrid_sparse_attention import Part, SelfAttention
+from mst_scale.hybrid_sparse_attention import SelfAttention, SequenceShard
 from mst_scale.models.cross_entropy import IGNORE, cross_entropy
 from mst_scale.models.gpt import MLP, LayerNorm, run_block
 from mst_scale.models.initial_weights import draw_seed, initialize
@@ -53,7 +53,7 @@ class BERT(nn.Module):
         if config.arch != "bert":
             raise UserError(f"model.arch is {config.arch!r}, and BERT needs 'bert': use mst_scale.models.build")
         self.config = config
-        self.part = Part()  # the whole sequence, unless `sequence_parallel` replaces it
+        self.part = SequenceShard()  # the whole sequence, unless `sequence_parallel` replaces it
         seed, d = draw_seed(), config.n_embd
         if tensor is not None:
             check_no_dropout(config.dropout)

@@ -26,7 +26,7 @@ from torch import nn
 
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.errors import UserError
-from mst_scale.hybrid_sparse_attention import Part, SelfAttention
+from mst_scale.hybrid_sparse_attention import SelfAttention, SequenceShard
 from mst_scale.models.cross_entropy import IGNORE, cross_entropy
 from mst_scale.models.initial_weights import draw_seed, initialize
 from mst_scale.tensor_parallel import TensorGroup, check_no_dropout, column_linear, row_linear
@@ -143,7 +143,7 @@ class GPT(nn.Module):
         if config.arch != "gpt":
             raise UserError(f"model.arch is {config.arch!r}, and GPT needs 'gpt': use mst_scale.models.build")
         self.config = config
-        self.part = Part()  # the whole sequence, unless `sequence_parallel` replaces it
+        self.part = SequenceShard()  # the whole sequence, unless `sequence_parallel` replaces it
         seed = draw_seed()
         if tensor is not None:
             check_no_dropout(config.dropout)

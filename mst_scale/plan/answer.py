@@ -9,8 +9,8 @@ from typing import Any
 from mst_scale.config import RATE_DURATIONS, Experiment
 from mst_scale.config.check import BATCH_KEYS, largest_micro
 from mst_scale.config.parallel import KEYS, describe_conflict, sizes_of
-from mst_scale.costs.flops import dense_step_flops, optimizer_flops
 from mst_scale.errors import UserError
+from mst_scale.flops.formulas import dense_step_flops, optimizer_flops
 from mst_scale.plan.gpus import GB, Machine
 from mst_scale.plan.memory import Activations, Memory, activations
 from mst_scale.plan.recommend import (

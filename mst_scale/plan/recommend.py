@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from mst_scale.config import Experiment, ModelConfig
 from mst_scale.config.parallel import describe_conflict
-from mst_scale.costs.ledger import stretches
+from mst_scale.flops.ledger import stretches
 from mst_scale.plan.gpus import Machine
 from mst_scale.plan.memory import Memory, memory
 from mst_scale.plan.roofline import in_channels

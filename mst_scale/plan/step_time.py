@@ -29,8 +29,8 @@ from itertools import groupby
 from typing import Literal
 
 from mst_scale.config import Experiment, ModelConfig, load
-from mst_scale.costs.flops import Flops, forward_flops
-from mst_scale.costs.ledger import densities, forecast, sparse_matrices, stretches
+from mst_scale.flops.formulas import Flops, forward_flops
+from mst_scale.flops.ledger import densities, forecast, sparse_matrices, stretches
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.mixed_growing.config import BlockGranularity
 from mst_scale.plan.gpus import Machine, machine

@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from mst_scale.config import Experiment
-from mst_scale.costs.ledger import grid_of
+from mst_scale.flops.ledger import grid_of
 from mst_scale.mixed_growing.config import BlockGranularity, TopologyConfig
 from mst_scale.mixed_growing.distribution import Plan, active_counts, plan
 from mst_scale.mixed_growing.policies import BY_GRADIENT

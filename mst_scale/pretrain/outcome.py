@@ -11,8 +11,8 @@ from typing import Literal
 
 from mst_scale.comm import logger
 from mst_scale.pretrain.start import output_folder, parse_arguments, read_experiment
-from mst_scale.runs import run_file
-from mst_scale.runs.run_file import DIVERGED, FINISHED, STOPPED
+from mst_scale.run_logging import run_file
+from mst_scale.run_logging.run_file import DIVERGED, FINISHED, STOPPED
 
 ELSEWHERE = ("hostfile", "mpi")  # launchers whose ranks may all be on other machines
 

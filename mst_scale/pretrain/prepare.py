@@ -30,24 +30,24 @@ from mst_scale.config import DataConfig, Experiment, ModelConfig, to_dict
 from mst_scale.config.check import batch_shape
 from mst_scale.config.growth import smaller_model
 from mst_scale.config.parallel import sizes_of, without_sizes
-from mst_scale.costs.budgets import Before, before
-from mst_scale.costs.flops import KEYS, optimizer_flops
-from mst_scale.costs.ledger import Ledger
 from mst_scale.data.corpus import fingerprint, identity
 from mst_scale.data.prepare import ensure
 from mst_scale.data.sampler import Sampler, open_sampler
 from mst_scale.engine.api import initialize
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
+from mst_scale.flops.budgets import Before, before
+from mst_scale.flops.formulas import KEYS, optimizer_flops
+from mst_scale.flops.ledger import Ledger
 from mst_scale.hugging_face import start_from
 from mst_scale.models import build
 from mst_scale.models.gpt import GPT
 from mst_scale.pretrain import resume, schedules, validation
 from mst_scale.pretrain.schedules import MASKED
 from mst_scale.randomness import counter_hash
-from mst_scale.runs import run_file
-from mst_scale.runs.metrics import OptionalWrites
-from mst_scale.runs.run_file import RunFile
+from mst_scale.run_logging import run_file
+from mst_scale.run_logging.metrics import OptionalWrites
+from mst_scale.run_logging.run_file import RunFile
 from mst_scale.tensor_parallel import TensorGroup
 
 

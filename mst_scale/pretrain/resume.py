@@ -23,7 +23,7 @@ from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of, stage_of
 from mst_scale.errors import Damaged, UserError
-from mst_scale.runs import run_file
+from mst_scale.run_logging import run_file
 
 # Environment variables in which shared.sh and Slurm count the earlier starts of this command.
 RESTARTS = ("MST_RESTART", "SLURM_RESTART_COUNT")

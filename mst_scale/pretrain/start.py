@@ -27,8 +27,8 @@ from mst_scale.config.check import check
 from mst_scale.config.ready import config_file
 from mst_scale.errors import UserError
 from mst_scale.pretrain import resume, schedules
-from mst_scale.runs.out_lock import OutLock
-from mst_scale.runs.progress import Starting
+from mst_scale.run_logging.out_lock import OutLock
+from mst_scale.run_logging.progress import Starting
 
 
 def main(argv: list[str] | None = None) -> None:

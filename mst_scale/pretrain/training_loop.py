@@ -23,20 +23,20 @@ from mst_scale.comm import ParallelDims, Ranks, Verdict, logger
 from mst_scale.config import Experiment
 from mst_scale.config.check import peak_learning_rate
 from mst_scale.config.parallel import sizes_of
-from mst_scale.costs.budgets import shortened
-from mst_scale.costs.ledger import uncounted_flops
 from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units import format_counts
 from mst_scale.errors import DivergedError
+from mst_scale.flops.budgets import shortened
+from mst_scale.flops.ledger import uncounted_flops
 from mst_scale.pretrain import resume
 from mst_scale.pretrain.batches import Share, Spikes, batch_number, functions_for
 from mst_scale.pretrain.prepare import Prepared, load_checkpoint, prepare
 from mst_scale.pretrain.schedules import describe_extension, learning_rate, set_groups
 from mst_scale.randomness import counter_hash
-from mst_scale.runs.observer import Observer
-from mst_scale.runs.progress import Starting, kind_of
-from mst_scale.runs.record import Record, compare_with_baseline, state_of
-from mst_scale.runs.run_file import DIVERGED, FINISHED, STOPPED
+from mst_scale.run_logging.observer import Observer
+from mst_scale.run_logging.progress import Starting, kind_of
+from mst_scale.run_logging.record import Record, compare_with_baseline, state_of
+from mst_scale.run_logging.run_file import DIVERGED, FINISHED, STOPPED
 
 MAX_FAILED_SAVES = 3  # in a row; then the run stops
 MARGIN = 0.05  # deviation from the target sparsity that rounding to whole weights, or blocks, cannot explain
@@ -134,7 +134,7 @@ class Run:
         self.step += 1
         self.record.gather(mst)
         self.record.times.add(kind, time.monotonic() - began, moved=mst.changed_at == mst.step)
-        if revived := mst.woken:
+        if revived := mst.revived:
             self._record_event("woke dead units", step=self.step, units=format_counts(revived))
         last = self.step == t.steps
         logs, evaluates, saves = (

@@ -29,8 +29,8 @@ from mst_scale.report.style import (
     ratio_axis,
     steps_axis,
 )
-from mst_scale.runs.progress import flops_unit
-from mst_scale.runs.snapshots import Matrix, Snapshot, kind_of
+from mst_scale.run_logging.progress import flops_unit
+from mst_scale.run_logging.snapshots import Matrix, Snapshot, kind_of
 
 WARM_UP = 0.03  # share of a run whose loss falls so steeply that it would flatten the rest
 MARKS = 40  # evaluations marked on a line

@@ -12,14 +12,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from mst_scale.costs.flops import KEYS
-from mst_scale.costs.frontier import AT_LEAST, AT_MOST, Multiplier, Point, frontier, interval, mean, multiplier
-from mst_scale.costs.ledger import uncounted_flops
 from mst_scale.errors import UserError
+from mst_scale.flops.formulas import KEYS
+from mst_scale.flops.frontier import AT_LEAST, AT_MOST, Multiplier, Point, frontier, interval, mean, multiplier
+from mst_scale.flops.ledger import uncounted_flops
 from mst_scale.methods import METHODS
 from mst_scale.report.reader import Group, Run, model_of
 from mst_scale.report.style import MARKERS, Plot, Theme, legend, ratio_axis
-from mst_scale.runs.progress import flops_unit
+from mst_scale.run_logging.progress import flops_unit
 
 MAX_LEGEND = 10  # kinds of methods that a legend can distinguish
 BOUND_MARKERS = {"": "o", AT_LEAST: ">", AT_MOST: "<"}

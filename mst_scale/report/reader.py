@@ -24,8 +24,8 @@ from mst_scale.config import Experiment, load
 from mst_scale.config import read as read_config
 from mst_scale.dead_units import KINDS
 from mst_scale.errors import Damaged, UserError
-from mst_scale.runs import snapshots
-from mst_scale.runs.metrics import is_step
+from mst_scale.run_logging import snapshots
+from mst_scale.run_logging.metrics import is_step
 from mst_scale.sparsity_variation import Schedule
 
 SERIES = (
@@ -454,7 +454,7 @@ class Reader:
         try:
             if self._checkpoint is None or self._checkpoint[0] != saved:
                 from mst_scale.checkpoints.store import locate  # imports torch and DeepSpeed
-                from mst_scale.runs.observer import snapshot_of_checkpoint
+                from mst_scale.run_logging.observer import snapshot_of_checkpoint
 
                 path = locate(self.folder)
                 name = str(path.relative_to(self.folder)).removeprefix("checkpoints/")

@@ -15,7 +15,7 @@ import numpy as np
 from mst_scale.config.support import precision_of
 from mst_scale.report.reader import Group, Run, flatten, number, objects, planned_sparsity
 from mst_scale.report.style import PHASES, format_rounded
-from mst_scale.runs.progress import clock, flops_unit
+from mst_scale.run_logging.progress import clock, flops_unit
 
 NONE = "–"
 MAX_EVENTS = 30

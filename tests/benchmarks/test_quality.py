@@ -22,7 +22,7 @@ def test_differences_are_of_the_same_seed():
     rows = quality.compare({"a": [run_of(2.0), run_of(3.0)], "b": [run_of(2.1), run_of(3.1)]})
     assert [row["val_loss"] for row in rows] == [2.5, pytest.approx(2.6)]
     assert rows[1]["difference"] == pytest.approx(0.1)
-    assert {"ours_ms", "rival", "rival_ms", "speedup", "why"} <= rows[0].keys(), "as rows of every benchmark"
+    assert {"ours_ms", "baseline", "baseline_ms", "speedup", "why"} <= rows[0].keys(), "as rows of every benchmark"
     assert rows[1]["difference_error"] == pytest.approx(0, abs=1e-9), "seeds differ by more than variants do"
     assert rows[1]["spread"] == pytest.approx(0.5**0.5)
     assert "| b | 2.6000 ± 0.7071 | +0.1000 ± 0.0000 | 90.0% | 4e+11 | 0.40 |" in quality.table(rows)

@@ -12,7 +12,7 @@ from mst_scale.benchmarks.fitting import layers_that_fit
 from mst_scale import cli
 from mst_scale.benchmarks import machine, scaling, step, step_cuda, step_report
 from mst_scale.config import load
-from mst_scale.costs.flops import dense_step_flops
+from mst_scale.flops.formulas import dense_step_flops
 from mst_scale.plan.memory import memory
 from mst_scale.plan.setting import setting_of
 from tests.support import pool, tiny_run
@@ -51,25 +51,25 @@ def test_every_phase_against_dense(found):
     assert 0 < phases[2]["sparsity"] < phases[0]["sparsity"] < 0.8 and phases[3]["sparsity"] == 0
     assert [row["attention"] for row in phases] == ["strided 8"] * 3 + ["dense"]
     for row in phases:
-        assert row["ours_ms"] > 0 and row["rival_ms"] > 0 and row["ranks"] == 2
+        assert row["ours_ms"] > 0 and row["baseline_ms"] > 0 and row["ranks"] == 2
         low, high = row["speedup_range"]
         assert low <= row["speedup"] <= high
-        for who in ("ours", "rival"):
+        for who in ("ours", "baseline"):
             assert row[f"{who}_tokens_per_s"] == pytest.approx(
                 2 * 2 * tiny_run.CONTEXT / row[f"{who}_ms"] * 1e3, rel=0.01
             )
             assert 0 < row[f"{who}_mfu"] < 1
             assert min(row[f"{who}_parts_ms"].values()) >= 0 and row[f"{who}_parts_ms"]["communication"] > 0
     assert phases[3]["flop_reduction"] == 1.0 and phases[1]["flop_reduction"] > 2
-    assert phases[1]["ours_parts_ms"]["masking"] > 0 and phases[1]["rival_parts_ms"]["masking"] == 0
+    assert phases[1]["ours_parts_ms"]["masking"] > 0 and phases[1]["baseline_parts_ms"]["masking"] == 0
     assert phases[1]["topology_ms"] is not None and phases[3]["topology_ms"] is None
-    assert "computed" in whole and whole["speedup"] == pytest.approx(whole["rival_ms"] / whole["ours_ms"], abs=0.002)
+    assert "computed" in whole and whole["speedup"] == pytest.approx(whole["baseline_ms"] / whole["ours_ms"], abs=0.002)
     assert found["setting"]["peak_is"].startswith("measured") and found["machine"]["deepspeed"]
 
 
 def test_the_flop_rate_is_what_the_ledger_counts(found, tmp_path):
     row, model = found["rows"][3], load(tiny_run.config(tmp_path, **BLOCKS)).model
-    needed = row["rival_flops_per_s"] * row["rival_ms"] / 1e3
+    needed = row["baseline_flops_per_s"] * row["baseline_ms"] / 1e3
     assert needed == pytest.approx(4 * dense_step_flops(model, "causal").total, rel=0.01)  # ms are rounded
 
 
@@ -79,7 +79,7 @@ def test_collectives_by_name(found):
     assert all(c["bytes"] > 0 and c["calls"] > 0 for c in ours)
     ultra = [c for c in found["collectives"] if c["phase"] == "ultra" and c["step"] == "ordinary"]
     theirs, same = (
-        [(c["name"], c["calls"], c["bytes"]) for c in ultra if c["side"] == side] for side in ("rival", "ours")
+        [(c["name"], c["calls"], c["bytes"]) for c in ultra if c["side"] == side] for side in ("baseline", "ours")
     )
     assert theirs == same != []
 
@@ -199,9 +199,10 @@ def test_peaks_of_known_gpus(name, dtype, peak, monkeypatch):
 def curve(kind: str, ranks: int, tokens: int) -> dict:
     micro = 4 if kind == "weak" else 8 // ranks
     row = {
-        "phase": "ultra", "ours_ms": 10.0, "ours_range": [9.0, 11.0], "rival": "dense", "rival_ms": 20.0,
-        "rival_range": [19.0, 21.0], "speedup": 2.0, "ours_tokens_per_s": 2 * tokens, "rival_tokens_per_s": tokens,
-        "ours_parts_ms": {"communication": 1.0}, "rival_parts_ms": {"communication": 1.5},
+        "phase": "ultra", "ours_ms": 10.0, "ours_range": [9.0, 11.0], "baseline": "dense", "baseline_ms": 20.0,
+        "baseline_range": [19.0, 21.0], "speedup": 2.0, "ours_tokens_per_s": 2 * tokens,
+        "baseline_tokens_per_s": tokens,
+        "ours_parts_ms": {"communication": 1.0}, "baseline_parts_ms": {"communication": 1.5},
     }  # fmt: skip
     told = {"model": "m", "method": "mst", "backend": "dense", "zero_stage": 1, "dtype": "float32", "rounds": 3}
     setting = {"ranks": ranks, "sequences_per_rank": micro, **told}
@@ -218,8 +219,8 @@ def test_scaling_measures_each_number_of_ranks(tmp_path, monkeypatch, capsys):
         ("weak", 1, 1, "ultra"),
         ("weak", 2, 1, "ultra"),
     ]
-    assert one["ours_efficiency"] == one["rival_efficiency"] == 1.0
-    for who in ("ours", "rival"):
+    assert one["ours_efficiency"] == one["baseline_efficiency"] == 1.0
+    for who in ("ours", "baseline"):
         assert two[f"{who}_tokens_per_s"] == pytest.approx(2 * tiny_run.CONTEXT / two[f"{who}_ms"] * 1e3, rel=0.01)
         each = two[f"{who}_tokens_per_s"] / 2 / one[f"{who}_tokens_per_s"]
         assert two[f"{who}_efficiency"] == pytest.approx(each, abs=0.001)
@@ -241,15 +242,15 @@ def test_as_many_layers_as_fit(monkeypatch):
     fitting = {}
     for name, micro in {"gpt2_small": 8, "gpt2_xl": 8, "gpt3_6.7b": 4}.items():
         batch = [f"{key}={micro}" for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
-        ours, rival = (load(f"ds_configs/{name}.json", batch, method) for method in (None, "dense"))
-        fitting[name] = [layers_that_fit(ours, rival, 1, capacity) for capacity in (40e9, 80e9, 141e9)]
+        ours, baseline = (load(f"ds_configs/{name}.json", batch, method) for method in (None, "dense"))
+        fitting[name] = [layers_that_fit(ours, baseline, 1, capacity) for capacity in (40e9, 80e9, 141e9)]
         assert fitting[name] == sorted(fitting[name]) and fitting[name][-1] <= ours.model.n_layer
         if fitting[name][0] < ours.model.n_layer:
-            both = [memory(e, setting_of(e, 1)) for e in (ours, rival)]
+            both = [memory(e, setting_of(e, 1)) for e in (ours, baseline)]
             assert sum(side.held for side in both) > 40e9 * 0.9
     assert fitting["gpt2_small"] == [12] * 3 and 4 <= fitting["gpt3_6.7b"][1] < 32
     with pytest.raises(ValueError, match="not one layer fits in 1 GB"):
-        layers_that_fit(ours, rival, 1, 1e9)
+        layers_that_fit(ours, baseline, 1, 1e9)
 
 
 def test_without_a_gpu_its_rows_say_so(capsys):
@@ -287,7 +288,7 @@ def test_scaling_from_files(tmp_path, capsys):
         picture = tmp_path / f"{kind}.svg"
         assert scaling.main(["--from", *map(str, some), "--plot", str(picture), "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)["rows"]
-        assert [(r["kind"], r["ranks"], r["rival_efficiency"]) for r in rows] == [
+        assert [(r["kind"], r["ranks"], r["baseline_efficiency"]) for r in rows] == [
             (kind, 1, 1.0),
             (kind, 2, 0.9),
             (kind, 4, 0.5),

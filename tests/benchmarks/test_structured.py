@@ -16,7 +16,7 @@ def test_rows_and_page(capsys, monkeypatch):
     assert structured.main(["--dtype", "float32", "--seconds", "0.01", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["method"] for row in rows] == ["monarch", "pixelfly"]
-    assert all(0 < row["density"] < 1 and row["speedup"] > 0 and row["rival"] == "dense, F.linear" for row in rows)
+    assert all(0 < row["density"] < 1 and row["speedup"] > 0 and row["baseline"] == "dense, F.linear" for row in rows)
     assert structured.main(["--dtype", "float32", "--seconds", "0.01", "--markdown"]) == 0
     assert "| float32 | 64→96 | monarch |" in capsys.readouterr().out
 

@@ -17,11 +17,11 @@ from mst_scale.benchmarks.studies.plan import FOLDER, Cell, digest_of, job, read
 
 from mst_scale.benchmarks import study
 from mst_scale.config import METHODS, in_steps, load
-from mst_scale.costs.ledger import forecast
 from mst_scale.data.corpus import FORMAT
 from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
 from mst_scale.errors import UserError
+from mst_scale.flops.ledger import forecast
 from mst_scale.sparsity_variation import SHORTEST_DEFAULT
 from tests.benchmarks.tiny_study import TINY, everything, row
 

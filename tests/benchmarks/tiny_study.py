@@ -2,7 +2,7 @@
 
 from mst_scale.benchmarks.studies import outcome, records
 
-from mst_scale.costs.ledger import UPDATE_FLOPS
+from mst_scale.flops.ledger import UPDATE_FLOPS
 
 TINY = {
     "question": "Is it quick?",

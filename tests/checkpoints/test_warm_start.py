@@ -101,7 +101,7 @@ def from_dense(rank, world, stage, folder, how, method):  # noqa: PLR0917
         path, _ = engine.load_checkpoint(folder, tag="saved", load_module_only=True)
         assert path == f"{folder}/saved"
     else:
-        mst_scale.warm_start(engine, f"{folder}/saved", anew=how == "anew")
+        mst_scale.warm_start(engine, f"{folder}/saved", weights_only=how == "anew")
     masks = [full(engine, m.flags(), i, world).bool() for i, m in enumerate(engine.mst.masks)]
     reads = [read_by_forward(engine, i, world) for i in range(len(masks))]
     found = engine.global_steps, engine.mst.sparsity, masks, whole_weights(engine, world), reads
@@ -143,7 +143,7 @@ def loads_dense(rank, world, folder):
 def test_a_dense_checkpoint_is_refused_with_the_way_that_works(tmp_path):
     pool.run(trains_dense, 2, 3, str(tmp_path))
     for message in pool.run(loads_dense, 2, str(tmp_path)):
-        assert "holds no masks" in message and "mst_scale.warm_start(engine, CHECKPOINT, anew=True)" in message
+        assert "holds no masks" in message and "mst_scale.warm_start(engine, CHECKPOINT, weights_only=True)" in message
 
 
 def another_model(rank, world, folder):

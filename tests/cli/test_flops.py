@@ -9,7 +9,7 @@ import pytest
 
 from mst_scale import cli
 from mst_scale.config import load
-from mst_scale.costs.ledger import forecast
+from mst_scale.flops.ledger import forecast
 from tests.support import tiny_run
 
 CONFIG = str(tiny_run.ROOT / "ds_configs" / "gpt2_small.json")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mst_scale.cli import main
-from mst_scale.costs.flops import newton_schulz_flops
+from mst_scale.flops.formulas import newton_schulz_flops
 from mst_scale.sparse_linear import crossovers
 from tests.support.tiny_run import ROOT, environment
 

@@ -9,7 +9,7 @@ import pytest
 from mst_scale.config import load, ready
 from mst_scale.config.check import batch_shape, check
 from mst_scale.config.parallel import sizes_of
-from mst_scale.costs.ledger import forecast, uncounted_flops
+from mst_scale.flops.ledger import forecast, uncounted_flops
 from mst_scale.plan.answer import Plan, plan
 from mst_scale.plan.gpus import machine
 from mst_scale.plan.setting import setting_of
@@ -55,10 +55,10 @@ def test_it_loads_and_can_run(name):
     assert schedule.max_sparsity == experiment.mst.sparsity.max
     assert [phase.name for phase in schedule.phases] == ["warmup", "ultra", "restore", "dense"]
     if name == "demo":
-        rival = experiment.training.baseline  # of equal FLOPs, or the demo's last table would compare nothing
+        baseline = experiment.training.baseline  # of equal FLOPs, or the demo's last table would compare nothing
         sequences = experiment.training.steps * 16
         spent = sequences * forecast(experiment).mean["paper"].total + uncounted_flops(experiment, sequences)
-        assert rival.flops == pytest.approx(spent, rel=1e-3)
+        assert baseline.flops == pytest.approx(spent, rel=1e-3)
         return
     # the paper's shares of its 140,000 steps, in whole steps
     assert [phase.start * 14 for phase in schedule.phases] == [n * experiment.training.steps for n in (0, 1, 11, 12)]

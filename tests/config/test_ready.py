@@ -3,7 +3,7 @@
 import pytest
 
 from mst_scale.config import load, ready
-from mst_scale.costs.budgets import shortened
+from mst_scale.flops.budgets import shortened
 from mst_scale.pretrain.start import output_folder, parse_arguments, read_experiment
 from tests.support import tiny_run
 

@@ -55,7 +55,7 @@ def own_loop(rank, world, stage, folder):
         resumed(changed),
         weights,
         lines(lambda: mst_scale.warm_start(warm, f"{folder}/t")),
-        lines(lambda: mst_scale.warm_start(anew, f"{folder}/t", anew=True)),
+        lines(lambda: mst_scale.warm_start(anew, f"{folder}/t", weights_only=True)),
     )
 
 

@@ -11,7 +11,7 @@ import mst_scale
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import load
 from mst_scale.config.blocks import ModelConfig
-from mst_scale.costs.ledger import forecast
+from mst_scale.flops.ledger import forecast
 from mst_scale.methods import METHODS, Method, NoOptions, WeightFunction, register
 from mst_scale.models.gpt import GPT
 from tests.support import pool

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mst_scale.runs.run_file import DIVERGED
+from mst_scale.run_logging.run_file import DIVERGED
 from tests.support import tiny_run
 from tests.support.launched import (
     HOSTILE,

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from mst_scale.config import MODELS, ModelConfig, TargetsConfig
-from mst_scale.costs.flops import matrices
 from mst_scale.engine.targets import choose_targets
+from mst_scale.flops.formulas import matrices
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
 from mst_scale.models import BERT, GPT, build
 from tests.models.test_zero_init import compare_training

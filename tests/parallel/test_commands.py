@@ -14,7 +14,7 @@ from mst_scale.cli import main
 from mst_scale.config.parallel import KEYS
 from mst_scale.data.sampler import open_sampler
 from mst_scale.hugging_face.export import open_source, validation_loss
-from mst_scale.runs.observer import snapshot_of_checkpoint
+from mst_scale.run_logging.observer import snapshot_of_checkpoint
 from tests.evaluation.calls import TEXT
 from tests.support import tiny_run
 from tests.support.layouts import Layout

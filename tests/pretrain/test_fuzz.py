@@ -23,7 +23,7 @@ from mst_scale.config import load
 from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
 from mst_scale.pretrain import validation
-from mst_scale.runs.metrics import MetricsFile, read
+from mst_scale.run_logging.metrics import MetricsFile, read
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, attempt
 

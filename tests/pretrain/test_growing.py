@@ -14,10 +14,10 @@ from mst_scale import cli
 from mst_scale.checkpoints import store
 from mst_scale.config import load
 from mst_scale.config.growth import smaller_model
-from mst_scale.costs.budgets import shortened
-from mst_scale.costs.flops import dense_step_flops
 from mst_scale.data.corpus import open_tokens
 from mst_scale.data.sampler import Sampler
+from mst_scale.flops.budgets import shortened
+from mst_scale.flops.formulas import dense_step_flops
 from mst_scale.hugging_face.export import export, open_source
 from mst_scale.pretrain.prepare import GrowthGradients
 from mst_scale.zero_shards.weight_files import weights_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mst_scale.runs.record import Record
+from mst_scale.run_logging.record import Record
 from tests.pretrain.test_branch import EXACT, IN_STEPS
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, attempt, weights, without_times

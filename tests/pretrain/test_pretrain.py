@@ -17,7 +17,7 @@ import torch
 
 from mst_scale.checkpoints import store
 from mst_scale.config import load
-from mst_scale.costs.ledger import forecast
+from mst_scale.flops.ledger import forecast
 from tests.support import forked, pool, tiny_run
 from tests.support.whole_runs import MST, arguments, attempt, logged_attempt, weights, without_times
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from mst_scale.config import ModelConfig
-from mst_scale.costs.flops import dense_step_flops
+from mst_scale.flops.formulas import dense_step_flops
 from mst_scale.hugging_face.export import export, open_source
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
 from tests.data.texts import jsonl, make

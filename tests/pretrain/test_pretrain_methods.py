@@ -11,7 +11,7 @@ import torch
 
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import load
-from mst_scale.costs.ledger import forecast
+from mst_scale.flops.ledger import forecast
 from mst_scale.hugging_face.export import export
 from mst_scale.methods import METHODS
 from mst_scale.models.gpt import GPT

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mst_scale.config import load
-from mst_scale.costs.flops import optimizer_flops
-from mst_scale.costs.ledger import forecast
+from mst_scale.flops.formulas import optimizer_flops
+from mst_scale.flops.ledger import forecast
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, attempt, weights, without_times
 

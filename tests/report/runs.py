@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mst_scale.config import load, to_dict
-from mst_scale.runs import snapshots
+from mst_scale.run_logging import snapshots
 
 KINDS = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
 

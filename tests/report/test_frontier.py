@@ -9,8 +9,8 @@ from matplotlib.text import Text
 
 from mst_scale.cli import main
 from mst_scale.config import load
-from mst_scale.costs.frontier import Point
-from mst_scale.costs.ledger import topology_flops
+from mst_scale.flops.frontier import Point
+from mst_scale.flops.ledger import topology_flops
 from mst_scale.report import frontier
 from mst_scale.report.reader import Reader, group_runs
 from mst_scale.report.style import LIGHT, render

@@ -32,7 +32,7 @@ from mst_scale.report.reader import Reader, group_runs
 from mst_scale.report.style import DARK, LIGHT, Missing, Plot, render
 from mst_scale.report.summary import headline, results
 from mst_scale.report.summary import rows as table_rows
-from mst_scale.runs import snapshots
+from mst_scale.run_logging import snapshots
 from tests.report import runs
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, attempt

@@ -19,10 +19,12 @@ def small(monkeypatch):
 def test_rows(small, capsys):
     assert linear.main(["--dtype", "float32", "--seconds", "0.05", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    rivals = [(row["what"], row["sparsity"], row["rival"]) for row in found["rows"][:4]]
-    assert rivals == [("forward + gradients", s, rival) for rival in (linear.DENSE, linear.MKL) for s in (0.96, 0.9)]
+    baselines = [(row["what"], row["sparsity"], row["baseline"]) for row in found["rows"][:4]]
+    assert baselines == [
+        ("forward + gradients", s, baseline) for baseline in (linear.DENSE, linear.MKL) for s in (0.96, 0.9)
+    ]
     for row in found["rows"][:4]:
-        assert row["speedup"] == pytest.approx(row["rival_ms"] / row["ours_ms"], rel=0.2)  # of rounded times
+        assert row["speedup"] == pytest.approx(row["baseline_ms"] / row["ours_ms"], rel=0.2)  # of rounded times
     crossed = found["rows"][4]
     assert crossed["what"] == "crossover" and crossed["speedup"] is None and crossed["why"]
     assert "crossover" in linear.table(found["rows"])

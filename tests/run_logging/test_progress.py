@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
-from mst_scale.runs.progress import FEWEST, FIRST, ProgressLine, StepTimes, clock, kind_of, table
+from mst_scale.run_logging.progress import FEWEST, FIRST, ProgressLine, StepTimes, clock, kind_of, table
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import arguments, attempt
 

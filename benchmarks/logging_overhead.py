@@ -39,7 +39,7 @@ def run(rounds: int) -> list[Row]:
     from mst_scale import comm
     from mst_scale.config import ModelConfig, load
     from mst_scale.models.gpt import GPT
-    from mst_scale.runs.observer import Observer
+    from mst_scale.run_logging.observer import Observer
 
     ranks = comm.init()
     folder = Path(tempfile.mkdtemp(prefix="mst-bench-"))
@@ -67,8 +67,8 @@ def run(rounds: int) -> list[Row]:
             "what": what,
             "ours_ms": round(middle[what], 1),
             "ours_range": spread[what],
-            "rival": f"{steps:,} steps",
-            "rival_ms": round(steps * middle["step"], 1),
+            "baseline": f"{steps:,} steps",
+            "baseline_ms": round(steps * middle["step"], 1),
             "speedup": round(steps * middle["step"] / middle[what], 1),
             "step_ms": round(middle["step"], 1),
             "step_range": spread["step"],
@@ -86,7 +86,7 @@ def table(rows: list[Row]) -> str:
         low, high = r["ours_range"]
         first, last = r["step_range"]
         cells = [r["what"], f"{r['ours_ms']:,} ({low:,}–{high:,})", f"{r['step_ms']:,} ({first:,}–{last:,})"]
-        lines.append([*cells, r["rival"], f"{r['share']:.3%}", f"< {r['asked']:.0%}"])
+        lines.append([*cells, r["baseline"], f"{r['share']:.3%}", f"< {r['asked']:.0%}"])
     return grid(["what", "ms (middle half)", "a step ms (middle half)", "against", "it adds", "asked"], lines)
 
 

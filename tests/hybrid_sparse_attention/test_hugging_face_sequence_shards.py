@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import mst_scale
-from mst_scale.hybrid_sparse_attention import Part, Pattern, attach
+from mst_scale.hybrid_sparse_attention import Pattern, SequenceShard, attach
 from mst_scale.hybrid_sparse_attention.hugging_face import NAME
 from tests.support import pool
 from tests.support.toy_engine import shas
@@ -87,7 +87,7 @@ def loss_of_the_tutorial(logits: torch.Tensor, labels: torch.Tensor, group: Any)
 
 
 def loss_of_parts(logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
-    part, counted = Part(group), labels != -100
+    part, counted = SequenceShard(group), labels != -100
     count = part.count(counted)
     total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
     return part.mean(total / (counted.sum() if count is None else count))

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from mst_scale.hybrid_sparse_attention import Part, Pattern, SelfAttention, sequence_parallel
+from mst_scale.hybrid_sparse_attention import Pattern, SelfAttention, SequenceShard, sequence_parallel
 from tests.support.pool import run
 
 LENGTH, WIDTH = 40, 32
@@ -106,12 +106,12 @@ def _loss(rank: int, world: int) -> tuple[float, float, float]:
     import torch.distributed as dist
 
     share = torch.tensor(1.0 + rank, requires_grad=True)
-    part = Part(dist.group.WORLD)
+    part = SequenceShard(dist.group.WORLD)
     mean = part.mean(share * 3)
     mean.backward()
     assert share.grad is not None
     count = part.count(torch.arange(4) > rank)
-    assert count is not None and Part().count(torch.ones(2)) is None and Part().mean(share) is share
+    assert count is not None and SequenceShard().count(torch.ones(2)) is None and SequenceShard().mean(share) is share
     return float(mean.detach()), float(share.grad), float(count)
 
 

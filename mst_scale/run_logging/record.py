@@ -20,8 +20,8 @@ from mst_scale.checkpoints import store
 from mst_scale.comm import logger
 from mst_scale.config.blocks import BaselineConfig
 from mst_scale.dead_units import total
-from mst_scale.runs.metrics import MetricsFile, OptionalWrites, read
-from mst_scale.runs.progress import ProgressLine, StepTimes, clock, table
+from mst_scale.run_logging.metrics import MetricsFile, OptionalWrites, read
+from mst_scale.run_logging.progress import ProgressLine, StepTimes, clock, table
 
 SAME_FLOPS = 0.02  # relative difference up to which a run can be compared with a baseline
 Row = dict[str, Any]

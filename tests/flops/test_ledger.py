@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from mst_scale.config import load
-from mst_scale.costs.budgets import shortened
-from mst_scale.costs.flops import dense_step_flops, step_flops
-from mst_scale.costs.ledger import (
+from mst_scale.engine.targets import choose_targets
+from mst_scale.errors import UserError
+from mst_scale.flops.budgets import shortened
+from mst_scale.flops.formulas import dense_step_flops, step_flops
+from mst_scale.flops.ledger import (
     Ledger,
     forecast,
     sparse_matrices,
@@ -17,8 +19,6 @@ from mst_scale.costs.ledger import (
     topology_flops,
     uncounted_flops,
 )
-from mst_scale.engine.targets import choose_targets
-from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.models import GPT

@@ -23,7 +23,7 @@ from mst_scale.hybrid_sparse_attention.module import Attend, SelfAttention
 from mst_scale.transforms import check_not_transformed
 
 
-class Part:
+class SequenceShard:
     """This rank's part of every sequence. Without a group, or in a group of one rank, sequences are whole."""
 
     def __init__(self, group: Any = None):
@@ -74,18 +74,18 @@ class Part:
                 f"tokens: give each of the {self.parts} ranks an equal part of the same sequences"
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceShard:
         return self
 
     def __reduce__(self) -> Any:
         """Store no ranks: a loaded model works on whole sequences."""
-        return Part, ()
+        return SequenceShard, ()
 
 
 class Exchanged:
     """A layer's attention over whole sequences, which takes and returns this rank's part of them."""
 
-    def __init__(self, attend: Attend, part: Part):
+    def __init__(self, attend: Attend, part: SequenceShard):
         self.attend, self.part = attend, part
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -117,9 +117,9 @@ def sequence_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) 
 
     Every SelfAttention exchanges its part for whole sequences of some heads: three all-to-alls of
     batch · length · n_embd / parts elements before it, one after it. GPT and BERT count positions and average their
-    loss over the whole sequence; other models can do so with an attribute `part` that is a `Part`.
+    loss over the whole sequence; other models can do so with an attribute `part` that is a `SequenceShard`.
     """
-    part = Part(group or dist.group.WORLD)
+    part = SequenceShard(group or dist.group.WORLD)
     layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
     for layer in layers:
         if layer.n_head % part.parts:
@@ -129,6 +129,6 @@ def sequence_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) 
     for layer in layers:
         layer.across_ranks = None if part.parts == 1 else Exchanged(layer.attend, part)
     for module in model.modules():
-        if isinstance(getattr(module, "part", None), Part):
+        if isinstance(getattr(module, "part", None), SequenceShard):
             module.part = part  # type: ignore[assignment]
     return len(layers)

@@ -5,7 +5,7 @@
     recording.log(val_loss=…)                                values that only the loop knows, for the step just taken
 
 `OUT/metrics.jsonl`, `run.json` and TensorBoard are those of `mst_scale.pretrain`. The loss is the one that goes
-backward, and FLOPs are counted from the matrices that the model multiplies (`costs.any_model`). The FLOPs spent and the
+backward, and FLOPs are counted from the matrices that the model multiplies (`flops.any_model`). The FLOPs spent and the
 rows follow the engine's checkpoints, so that a resumed run reads like one that was never stopped.
 """
 
@@ -26,16 +26,16 @@ import torch.distributed as dist
 from mst_scale import zero_shards
 from mst_scale.comm import logger
 from mst_scale.config import Experiment, to_dict
-from mst_scale.costs import any_model
-from mst_scale.costs.flops import newton_schulz_flops
 from mst_scale.engine.api import READ
 from mst_scale.engine.types import MST, Engine
 from mst_scale.errors import UserError
+from mst_scale.flops import any_model
+from mst_scale.flops.formulas import newton_schulz_flops
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
-from mst_scale.runs import run_file
-from mst_scale.runs.progress import kind_of
-from mst_scale.runs.record import Record, Row, state_of
-from mst_scale.runs.run_file import RunFile
+from mst_scale.run_logging import run_file
+from mst_scale.run_logging.progress import kind_of
+from mst_scale.run_logging.record import Record, Row, state_of
+from mst_scale.run_logging.run_file import RunFile
 
 STATE = "mst_record"  # its name in a checkpoint's client_state
 DENSE = Pattern("dense")

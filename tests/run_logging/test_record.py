@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mst_scale.config.blocks import BaselineConfig
-from mst_scale.runs.record import Record, compare_with_baseline
+from mst_scale.run_logging.record import Record, compare_with_baseline
 
 ROW = {"flops": 1e12, "flops_dense": 1e12, "sparsity": 0.0, "tokens_per_s": 1.0, "tokens": 16}
 

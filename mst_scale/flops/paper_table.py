@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from mst_scale.config import Experiment, load
-from mst_scale.costs.ledger import Forecast, forecast
+from mst_scale.flops.ledger import Forecast, forecast
 
 RUN = {"recipe": "paper", "model": {"preset": "gpt2"}}
 # method → (its name in the paper, GFLOPs as meant there)

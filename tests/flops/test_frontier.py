@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mst_scale.costs.frontier import Multiplier, Needed, Point, frontier, interval, multiplier, needed
+from mst_scale.flops.frontier import Multiplier, Needed, Point, frontier, interval, multiplier, needed
 
 BUDGETS = (1e12, 2e12, 4e12, 8e12, 1.6e13)
 

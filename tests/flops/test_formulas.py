@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mst_scale.config import MODELS, ModelConfig
-from mst_scale.costs.flops import Flops, dense_step_flops, forward_flops, matrices, step_flops
+from mst_scale.flops.formulas import Flops, dense_step_flops, forward_flops, matrices, step_flops
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.models import GPT

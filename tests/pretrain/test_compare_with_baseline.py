@@ -7,9 +7,9 @@ from tests.support import tiny_run
 NAME = "the dense one"
 
 
-def told(folder, out: str, **rival) -> str:
-    """What the table of a run with this rival says of it, blanks made one."""
-    training = {"steps": 8, "lr_schedule": "wsd", "warmup": 2, "decay": 0.25, "baseline": {"name": NAME, **rival}}
+def told(folder, out: str, **baseline) -> str:
+    """What the table of a run with this baseline says of it, blanks made one."""
+    training = {"steps": 8, "lr_schedule": "wsd", "warmup": 2, "decay": 0.25, "baseline": {"name": NAME, **baseline}}
     code, complaints, said = run(folder, out, training=training, mst={"method": "dense"})
     assert (code, complaints) == (0, "")
     (line,) = [line for line in "\n".join(said).splitlines() if NAME in line]

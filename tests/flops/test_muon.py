@@ -10,12 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import mst_scale
 from mst_scale import cli
 from mst_scale.config import load
-from mst_scale.costs.budgets import shortened
-from mst_scale.costs.flops import muon_shapes, newton_schulz_flops, optimizer_flops
-from mst_scale.costs.ledger import Ledger, forecast, stretches, tiny_flops
+from mst_scale.flops.budgets import shortened
+from mst_scale.flops.formulas import muon_shapes, newton_schulz_flops, optimizer_flops
+from mst_scale.flops.ledger import Ledger, forecast, stretches, tiny_flops
 from mst_scale.models import BERT, GPT
 from mst_scale.zero_shards.muon import orthogonalised
-from tests.costs.test_ledger import RAW
+from tests.flops.test_ledger import RAW
 from tests.support import pool, tiny_run
 from tests.support.toy_engine import mst_config, train
 from tests.support.toys import toy

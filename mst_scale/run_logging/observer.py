@@ -29,9 +29,9 @@ from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.masks import assemble
-from mst_scale.runs import snapshots
-from mst_scale.runs.metrics import OptionalWrites
-from mst_scale.runs.snapshots import Matrix, Snapshot
+from mst_scale.run_logging import snapshots
+from mst_scale.run_logging.metrics import OptionalWrites
+from mst_scale.run_logging.snapshots import Matrix, Snapshot
 from mst_scale.shard import Shard
 from mst_scale.sparsity_variation import Schedule
 

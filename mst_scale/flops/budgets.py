@@ -20,9 +20,9 @@ from mst_scale.comm import logger
 from mst_scale.config import RATE_DURATIONS, Experiment, ModelConfig, TrainingConfig, load
 from mst_scale.config.check import global_batch
 from mst_scale.config.growth import OPTION, folder_of, smaller_model
-from mst_scale.costs.flops import KEYS, dense_step_flops
-from mst_scale.costs.ledger import forecast
 from mst_scale.errors import UserError
+from mst_scale.flops.formulas import KEYS, dense_step_flops
+from mst_scale.flops.ledger import forecast
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 
 

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 from mst_scale.config import METHODS, Experiment, ModelConfig
 from mst_scale.config.check import global_batch
-from mst_scale.costs.flops import (
+from mst_scale.errors import UserError
+from mst_scale.flops.formulas import (
     DENSE_KEYS,
     KEYS,
     Flops,
@@ -33,7 +34,6 @@ from mst_scale.costs.flops import (
     optimizer_flops,
     step_flops,
 )
-from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
 from mst_scale.mixed_growing.config import TopologyConfig, fewest, grid_shape
 from mst_scale.mixed_growing.distribution import active_counts

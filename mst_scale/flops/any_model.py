@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
-from mst_scale.costs.flops import DENSE, DENSE_KEYS, KEYS
-from mst_scale.costs.ledger import OPTIMIZER_KEY, with_reductions
+from mst_scale.flops.formulas import DENSE, DENSE_KEYS, KEYS
+from mst_scale.flops.ledger import OPTIMIZER_KEY, with_reductions
 from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.hybrid_sparse_attention.hugging_face import is_attention
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern

@@ -12,8 +12,8 @@ import mst_scale
 from mst_scale.comm import Ranks
 from mst_scale.config import load
 from mst_scale.mixed_growing.config import TopologyConfig
-from mst_scale.runs import snapshots
-from mst_scale.runs.observer import Observer, cell_sums, phase_ends, snapshot_of_checkpoint
+from mst_scale.run_logging import snapshots
+from mst_scale.run_logging.observer import Observer, cell_sums, phase_ends, snapshot_of_checkpoint
 from mst_scale.shard import Shard
 from mst_scale.sparsity_variation import SparsityConfig
 from tests.support import pool, tiny_run

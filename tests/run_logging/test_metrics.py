@@ -1,7 +1,7 @@
 import json
 import math
 
-from mst_scale.runs.metrics import MetricsFile, read
+from mst_scale.run_logging.metrics import MetricsFile, read
 
 
 def test_a_resumed_run_cuts_what_lies_after_its_checkpoint(tmp_path):

@@ -14,8 +14,8 @@ from mst_scale import comm
 from mst_scale.checkpoints import store
 from mst_scale.compiled import build_locks
 from mst_scale.errors import UserError
-from mst_scale.runs import out_lock, run_file
-from mst_scale.runs.out_lock import OutLock
+from mst_scale.run_logging import out_lock, run_file
+from mst_scale.run_logging.out_lock import OutLock
 from tests.checkpoints.test_store import Engine, alone
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, logged_attempt, without_times
