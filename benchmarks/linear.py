@@ -5,8 +5,8 @@
 
 One layer, forward + gradients of input and weight (zero where masked), everything included: gathering the values,
 transposes, the dense layout of the weight's gradient. The baseline is the dense layer of the same dtype, `F.linear`
-with autograd; a second one is torch.sparse (MKL: CSR × dense and `sampled_addmm`) with values gathered at each call, float32
-only. Runs alternate in one process and medians are compared; ranges are the middle half of the runs.
+with autograd; a second one is torch.sparse (MKL: CSR × dense and `sampled_addmm`) with values gathered at each call,
+float32 only. Runs alternate in one process and medians are compared; ranges are the middle half of the runs.
 
 `crossover` rows say from which sparsity on ours is faster: our time is interpolated between the measured sparsities.
 --tune keeps them, for one thread and for all, and for MKL, which computes where there is no compiler, in the table that

@@ -3,7 +3,8 @@
     mst bench structured [--device cpu|cuda] [--dtype float32 bfloat16] [--seconds S] [--json | --markdown]
 
 One layer, forward + gradients of its input and of what it stores, with the default options of both methods. The
-baseline is `F.linear` with autograd, in the same dtype; runs alternate and medians are compared. FLOPs fall by 1 / density.
+baseline is `F.linear` with autograd, in the same dtype; runs alternate and medians are compared. FLOPs fall by
+1 / density.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Lists the tiles from which the attention kernels choose on a GPU: those that fit into its registers and memory.
 
 There is one list for each kernel, head size and architecture. Each tile has been compiled for it, spills no register
-and fits into shared memory (`mst bench compiled`, tests/hybrid_sparse_attention/test_compiled.py). There is a single
-tile, without a choice, for float32, whose products do not use tensor cores, for heads wider than 128, and for the
-interpreter.
+and fits into shared memory (`mst bench compiled`, tests/unit/hybrid_sparse_attention/test_compiled.py). There is a
+single tile, without a choice, for float32, whose products do not use tensor cores, for heads wider than 128, and for
+the interpreter.
 """
 
 from __future__ import annotations

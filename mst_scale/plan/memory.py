@@ -12,9 +12,9 @@ forward pass and a in that of accumulation; P = N/R, padded:
 Memory can be largest at three moments: backward (activations, gradients on their way through buckets), the reduction
 after it (stages 0 and 1, when activations are gone) and the optimizer step (gradients in fp32; on a topology step also
 their dense copy and the lists of candidates). The formulas follow DeepSpeed's source (0.19), and
-`tests/plan/test_memory.py` compares them with the tensors of real runs on the CPU. Two parts are not tested: gradients
-of activations inside backward (`Activations.working`), and the copy that a fused optimizer, DeepSpeed's choice on GPUs,
-flattens at stage 0.
+`tests/ranks/plan/test_memory.py` compares them with the tensors of real runs on the CPU. Two parts are not tested:
+gradients of activations inside backward (`Activations.working`), and the copy that a fused optimizer, DeepSpeed's choice
+on GPUs, flattens at stage 0.
 
 Activations: for b sequences of L tokens, width d, inner width f, h heads, vocabulary V and w bytes per value, one block
 keeps

@@ -19,9 +19,9 @@ column at logged rows).
 
 Only refinement depends on the weights (and a bracket that misses, which costs 16 bytes per layer once more). A layer
 with c candidates in its bracket has λ = c/2^(b·r) others in its bin after r rounds, and is done if its k-th is the last
-of them, with probability (1 - e^-λ)/λ. A plan assumes the rounds expected by this. `tests/plan/` compares every call of
-real steps on 2 ranks with `calls`, given how many layers were open in each round, byte for byte, and the expectation
-with real rounds.
+of them, with probability (1 - e^-λ)/λ. A plan assumes the rounds expected by this. `tests/ranks/plan/` compares every
+call of real steps on 2 ranks with `calls`, given how many layers were open in each round, byte for byte, and the
+expectation with real rounds.
 
 Ranks that share a layer's matrices decide together with those that hold its shards; a pipeline's stages decide
 independently, so a step sends the calls of its first stage.

@@ -1,7 +1,7 @@
 """Every place where training sparsely changes a live DeepSpeed engine, in the order in which it is done.
 
 A later hook wraps what an earlier one has put in. Each names the part of DeepSpeed it changes, the behaviour that it
-counts on, and the versions in which that was seen; tests/zero_shards/test_hooks.py fails when DeepSpeed behaves
+counts on, and the versions in which that was seen; tests/ranks/zero_shards/test_hooks.py fails when DeepSpeed behaves
 otherwise. Two more last for one call: `saving.errors_after_saving` and `safe_load.data_only`. What only some ask for
 comes after all of them: functions of weights carry a state in checkpoints (`saving.carry_state`), `mst.on_step` follows
 steps where nothing else does, and `record` sees losses (`step.watch_losses`) and carries what it has counted.

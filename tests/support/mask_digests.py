@@ -21,7 +21,7 @@ from mst_scale.mixed_growing.evolve import Layer
 from mst_scale.mixed_growing.masks import LayerMask, sha256
 from mst_scale.mixed_growing.policies import POLICIES
 from mst_scale.shard import Shard
-from tests.mixed_growing.cases import CPU, KINDS, scores
+from tests.support.growing_cases import CPU, KINDS, scores
 
 SHAPE = (96, 132)  # whole groups of 4 in both directions
 

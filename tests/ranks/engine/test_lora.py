@@ -1,0 +1,307 @@
+"""LoRA on a pruned base: adapters train and are never sparse, the frozen base is masked and not trained."""
+
+import copy
+
+import pytest
+import torch
+from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
+
+import mst_scale
+from mst_scale.checkpoints import open_masks
+from mst_scale.config import TargetsConfig
+from mst_scale.engine.adapters import adapters_of, base_name
+from mst_scale.engine.targets import choose_targets
+from mst_scale.errors import UserError
+from mst_scale.zero_shards import grad_norm
+from tests.ranks.integrations.test_trainer import arguments
+from tests.support import pool
+from tests.support.integrated import Words, digests, opened
+from tests.support.integrated import deepspeed_config as trainer_config
+from tests.support.integrated import model as transformer
+from tests.support.toy_engine import STAGES, full
+from tests.support.toys import deepspeed_config
+
+PRECISIONS = ["fp32", "bf16"]
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def kept(parameter):
+    """A third is pruned, by no rule of ours."""
+    return torch.arange(parameter.numel()).view(parameter.shape) % 3 != 1
+
+
+def is_pruned(name, parameter):
+    return "layers" in name and parameter.dim() == 2
+
+
+def pruned(kind="llama"):
+    made = transformer(kind)
+    for name, parameter in made.named_parameters():
+        if is_pruned(name, parameter):
+            parameter.data *= kept(parameter)
+    return made
+
+
+def wrapped(config=LORA):
+    return get_peft_model(pruned(), copy.deepcopy(config))
+
+
+def base_of(model):
+    """Whole weights of the base, by their plain names."""
+    adapters = adapters_of(model)
+    return {base_name(n): p.detach().clone() for n, p in model.named_parameters() if id(p) not in adapters}
+
+
+def config(stage, world, precision="fp32", **mst):
+    found = deepspeed_config(stage, world, precision, training={"steps": 8})
+    found["mst"] = {"method": "fixed", "targets": {"include": ["*layers*"]}, **mst}
+    return found
+
+
+def step(engine, rank, number):
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    tokens = torch.randint(64, (8, 16), generator=generator)
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+# --- training ---
+
+
+def trained(rank, world, stage, precision, folder):
+    model, wrong = wrapped(), []
+    base = base_of(model)
+    engine, *_ = mst_scale.initialize(model=model, config=config(stage, world, precision))
+    mst = engine.mst
+    for number in range(4):
+        step(engine, rank, number)
+        if not grad_norm(engine) > 0:
+            wrong.append(f"step {number + 1}: the adapters have no gradient")
+    dtype = next(engine.module.parameters()).dtype
+    for i, mask in enumerate(mst.masks):
+        expected = kept(torch.empty(mask.shape)).flatten()
+        if not torch.equal(full(engine, mask.flags(), i, world).bool(), expected):
+            wrong.append(f"{mask.name}: another mask")
+        weight = full(engine, mst.store.weight(i), i, world)
+        if not torch.equal(weight, base[base_name(mask.name)].to(dtype).float().flatten()):
+            wrong.append(f"{mask.name}: the base has moved")
+        if "lora_" in mask.name or not mst.store.frozen(i):
+            wrong.append(f"{mask.name} is masked")
+    engine.save_checkpoint(f"{folder}/whole", tag="t")
+    engine.save_checkpoint(f"{folder}/adapters", tag="t", exclude_frozen_parameters=True)
+    digests, sparsity = list(mst.state.digests), mst.sparsity
+    after = [step(engine, rank, number) for number in range(4, 6)]
+    for name in ("whole", "adapters"):
+        made = wrapped() if name == "adapters" else get_peft_model(transformer("llama"), copy.deepcopy(LORA))
+        again, *_ = mst_scale.initialize(model=made, config=config(stage, world, precision, masks="zeros"))
+        path, _ = again.load_checkpoint(f"{folder}/{name}", load_module_strict=name == "whole")
+        if path is None or again.mst.state.digests != digests or again.mst.sparsity != sparsity:
+            wrong.append(f"{name}: other masks after a resume")
+        if [step(again, rank, number) for number in range(4, 6)] != after:
+            wrong.append(f"{name}: the resumed run goes elsewhere")
+    return wrong, len(mst.masks), sparsity, digests
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_frozen_base_is_masked_and_its_adapters_train(stage, precision, tmp_path):
+    digests = []
+    for wrong, matrices, sparsity, found in pool.run(trained, 2, stage, precision, str(tmp_path)):
+        assert wrong == [] and matrices == 14 and sparsity == pytest.approx(1 / 3, abs=0.01)
+        digests.append(found)
+    assert digests[0] == digests[1]
+
+
+def another_base(rank, world, stage, folder):
+    """Adapters alone in the checkpoint, and a base that was never pruned: its inactive weights are 0 all the same."""
+    engine, *_ = mst_scale.initialize(model=wrapped(), config=config(stage, world))
+    step(engine, rank, 0)
+    engine.save_checkpoint(folder, tag="t", exclude_frozen_parameters=True)
+    dense = get_peft_model(transformer("llama"), copy.deepcopy(LORA))
+    again, *_ = mst_scale.initialize(model=dense, config=config(stage, world))
+    again.load_checkpoint(folder, load_module_strict=False)
+    stray = sum(mask.count_inactive(again.mst.store.read(i)) for i, mask in enumerate(again.mst.masks))
+    return again.mst.sparsity, stray
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_masks_of_a_checkpoint_are_applied_to_the_base_that_the_model_came_with(stage, tmp_path):
+    for sparsity, stray in pool.run(another_base, 2, stage, str(tmp_path)):
+        assert sparsity == pytest.approx(1 / 3, abs=0.01) and stray == 0
+
+
+def computed(rank, world, backend):
+    """Losses with the layers of the frozen base multiplied by these kernels, the forward's and the gradient's."""
+    engine, *_ = mst_scale.initialize(model=wrapped(), config=config(0, world, compute={"backend": backend}))
+    return [step(engine, rank, number) for number in range(4)]
+
+
+def test_sparse_kernels_multiply_with_a_frozen_base():
+    (dense,), (sparse,) = (pool.run(computed, 1, backend) for backend in ("dense", "cpu"))
+    assert sparse == pytest.approx(dense, rel=1e-5)
+
+
+def by_a_file(rank, world, path):
+    dense = get_peft_model(transformer("llama"), copy.deepcopy(LORA))
+    engine, *_ = mst_scale.initialize(model=dense, config=config(2, world, masks=path))
+    step(engine, rank, 0)
+    mst, wrong = engine.mst, []
+    for i, mask in enumerate(mst.masks):
+        flags = full(engine, mask.flags(), i, world).bool()
+        read = mst.store.parameters[i].detach().flatten()
+        if not torch.equal(flags, kept(torch.empty(mask.shape)).flatten()) or read[~flags].count_nonzero():
+            wrong.append(mask.name)
+    return wrong, len(mst.masks)
+
+
+def test_a_file_of_masks_has_the_names_of_the_model_without_adapters(tmp_path):
+    path = tmp_path / "masks.safetensors"
+    open_masks.write(path, ((n, kept(p)) for n, p in transformer("llama").named_parameters() if is_pruned(n, p)))
+    assert pool.run(by_a_file, 2, str(path)) == [([], 14)] * 2
+
+
+def by_trainer(rank, world, folder):
+    """(sparsity, whether the base has moved, whether a resumed run has the same masks and adapters)."""
+    from transformers import Trainer
+
+    def made():
+        torch.manual_seed(4)
+        model = wrapped()
+        config = trainer_config(2)
+        config["mst"] = {"method": "fixed", "targets": {"include": ["*layers*"]}}
+        args = arguments(f"{folder}/out", config, save_strategy="steps", save_steps=6)
+        return model, Trainer(model, args, train_dataset=Words())
+
+    with opened():
+        model, trainer = made()
+        base = base_of(model)
+        trainer.train()
+        sparsity, masks = trainer.deepspeed.mst.sparsity, digests(trainer.deepspeed)
+        tuned = {name: p.detach().clone() for name, p in model.named_parameters()}
+        still = all(torch.equal(value, base[name]) for name, value in base_of(model).items())
+        moved = any(p.requires_grad and "lora_B" in n and bool(p.any()) for n, p in model.named_parameters())
+    with opened():
+        model, again = made()
+        again.train(resume_from_checkpoint=f"{folder}/out/checkpoint-6")
+        same = digests(again.deepspeed) == masks
+        same = same and all(torch.equal(p, tuned[name]) for name, p in model.named_parameters())
+    return sparsity, still, moved, same
+
+
+def test_trainer_trains_adapters_and_resumes(tmp_path):
+    for sparsity, *as_it_should in pool.run(by_trainer, 2, str(tmp_path)):
+        assert sparsity == pytest.approx(1 / 3, abs=0.01) and as_it_should == [True, True, True]
+
+
+# --- what is sparse ---
+
+
+def other_methods(rank, world):
+    found = deepspeed_config(1, world, training={"steps": 8})
+    found["mst"] = {"method": "mst", "targets": {"include": ["*layers*"]}}
+    try:
+        mst_scale.initialize(model=wrapped(), config=found)
+        refused = None
+    except UserError as error:
+        refused = str(error)
+    model = wrapped()
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    engine, *_ = mst_scale.initialize(model=model, config=found)
+    return refused, engine.mst.masks.names
+
+
+def test_methods_that_prune_take_a_trained_base_and_never_adapters():
+    for refused, names in pool.run(other_methods, 2):
+        assert refused is not None and "frozen" in refused and "method fixed" in refused
+        assert len(names) == 14 and all(name.endswith("base_layer.weight") for name in names)
+
+
+@pytest.mark.parametrize(
+    "peft",
+    [
+        LORA,
+        LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"], use_dora=True),
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        LoHaConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    ],
+    ids=["lora", "dora and modules_to_save", "ia3", "loha"],
+)  # fmt: skip
+def test_adapters_of_any_kind_are_found(peft):
+    plain, model = pruned(), wrapped(peft)
+    base = base_of(model)
+    assert base.keys() == dict(plain.named_parameters()).keys()
+    assert all(torch.equal(value, base[name]) for name, value in plain.named_parameters())
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    assert trained and trained <= adapters_of(model)
+    chosen = choose_targets(model, TargetsConfig(include=["*layers*"]), frozen=True)
+    assert {base_name(name) for name in chosen} == {n for n, p in plain.named_parameters() if is_pruned(n, p)}
+
+
+def test_adapters_are_known_by_their_names_without_peft():
+    class Adapted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4, 4))
+            self.lora_A = torch.nn.Parameter(torch.ones(2, 4))
+            self.lora_B = torch.nn.Parameter(torch.zeros(4, 2))
+
+    assert list(choose_targets(torch.nn.ModuleList([Adapted()]), TargetsConfig())) == ["0.weight"]
+
+
+# --- merging ---
+
+
+def adapted(config=LORA):
+    """Adapters that change every weight."""
+    model = wrapped(config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("given", [None, "mapping", "file"])
+def test_merged_weights_keep_the_zeros_of_the_base(given, tmp_path):
+    plain, model = pruned(), adapted()
+    dense = copy.deepcopy(model).merge_and_unload()
+    masks = {name: kept(p) for name, p in plain.named_parameters() if is_pruned(name, p)}
+    if given == "file":
+        open_masks.write(tmp_path / "masks.safetensors", masks.items(), packed=True)
+    of = {None: None, "mapping": masks, "file": tmp_path / "masks.safetensors"}[given]
+    merged = mst_scale.merge_adapters(model, of)
+    assert type(merged) is type(plain)
+    for name, weight in merged.named_parameters():
+        before, whole = plain.get_parameter(name), dense.get_parameter(name)
+        if is_pruned(name, weight):
+            assert torch.equal(weight == 0, before == 0) and not torch.equal(weight, before)
+            assert torch.equal(weight, whole * kept(weight)) and (whole == 0).sum() == 0
+        elif name != "model.embed_tokens.weight":  # the padding's row is 0
+            assert torch.equal(weight, whole)
+
+
+def test_what_cannot_be_merged_is_named():
+    with pytest.raises(UserError, match="is none"):
+        mst_scale.merge_adapters(pruned())
+    model = adapted()
+    model.merge_adapter()
+    with pytest.raises(UserError, match="are merged already"):
+        mst_scale.merge_adapters(model)
+    with pytest.raises(UserError, match=r"the nearest is 'model.layers.0.mlp.up_proj.weight'"):
+        mst_scale.merge_adapters(adapted(), {"model.layers.0.mlp.up_projj.weight": torch.ones(2, 2)})
+
+
+def cut(rank, world):
+    engine, *_ = mst_scale.initialize(model=wrapped(), config=config(3, world))
+    try:
+        mst_scale.merge_adapters(engine.module)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_weights_that_zero3_has_cut_are_not_merged():
+    for message in pool.run(cut, 2):
+        assert message is not None and "ZeRO-3" in message and "save_pretrained" in message

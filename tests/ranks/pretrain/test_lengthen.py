@@ -1,0 +1,104 @@
+"""A run that is given more steps goes on as the longer run would have, bit for bit, or is refused with the cure."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mst_scale.run_logging.record import Record
+from tests.ranks.pretrain.test_branch import EXACT, IN_STEPS
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import MST, arguments, attempt, weights, without_times
+
+WSD = {"lr_schedule": "wsd", "warmup": 2, "decay": 4, "steps": 12}
+
+
+def spoken(rank: int, world: int, argv: list[str]) -> tuple[int, str, list[str]]:
+    """`attempt`, with the lines that the run says beside its progress."""
+    said: list[str] = []
+    say, Record.say = Record.say, lambda record, message: said.append(message)
+    try:
+        return *attempt(rank, world, argv), said
+    finally:
+        Record.say = say
+
+
+def run(folder: Path, out: str, *more: str, **blocks) -> tuple[int, str, list[str]]:
+    blocks = {"optimizer": EXACT, "training": WSD, "mst": {"method": "dense"}, **blocks}
+    return pool.run(spoken, 1, arguments(folder, out, *more, **blocks))[0]
+
+
+def same(ours: Path, theirs: Path, tag: str) -> bool:
+    mine, others = weights(ours, tag), weights(theirs, tag)
+    return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+@pytest.mark.parametrize(("mst", "decay", "from_step"), [(IN_STEPS, 4, 8), ({"method": "dense"}, 0, 12)])
+def test_a_lengthened_run_is_the_longer_one(tmp_path, mst, decay, from_step):
+    blocks = {"mst": mst, "training": {**WSD, "decay": decay, "eval_every": 4}}
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    assert run(tmp_path, "whole", "--steps", "16", **blocks)[:2] == (0, "")
+    assert run(tmp_path, "out", **blocks)[:2] == (0, "")
+    resolved = (out / "config.json").read_bytes()
+    code, _, (line, _) = run(tmp_path, "out", "--set", "gradient_clipping=0.5", **blocks)
+    assert (out / "config.json").read_bytes() == resolved, "nothing was trained as that says"
+    assert code == 0 and line.startswith(f"{out} is finished") and f"from step {from_step}" in line
+    assert ("decays from step 9" in line) == bool(decay)
+    shutil.copytree(out / "checkpoints", tmp_path / "kept")
+    assert run(tmp_path, "out", "--steps", "16", **blocks)[:2] == (0, "")
+    assert json.loads((out / "run.json").read_text())["starts"][-1]["from_step"] == from_step
+    assert without_times(tiny_run.rows(out)) == without_times(tiny_run.rows(whole))
+    assert same(out, whole, "step00000016")
+    # had it been killed before its first save, it would go on from the shorter run's checkpoint again
+    shutil.rmtree(out / "checkpoints")
+    tag = f"step{from_step:08}"
+    shutil.copytree(tmp_path / "kept" / tag, out / "checkpoints" / tag)
+    assert run(tmp_path, "out", "--steps", "16", **blocks)[:2] == (0, "")
+    assert same(out, whole, "step00000016")
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("short")
+    assert run(folder, "out", training={**WSD, "warmup": 0.2})[:2] == (0, "")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--set", "training.warmup=0.2"], "--set training.warmup=2"),
+        (["--set", "training.lr_schedule=cosine"], "cosine"),
+        (["--set", "training.warmup=2", "--resume", "step00000012"], "checkpoint of step 9 or"),
+        (
+            ["--set", "training.warmup=2"],
+            "decays from step 9",
+        ),
+    ],
+)
+def test_what_would_be_another_run_is_refused_in_one_line(tmp_path, short, more, told):
+    shutil.copytree(short, tmp_path, dirs_exist_ok=True)
+    if "decays" in told:
+        shutil.rmtree(tmp_path / "out" / "checkpoints" / "step00000008")
+    code, text, _ = run(tmp_path, "out", "--steps", "20", *more)
+    assert code == 2 and told in text and text.count("\n") <= 1, text
+    assert (tmp_path / "out" / "checkpoints" / "step00000012").is_dir()
+
+
+def test_a_schedule_that_begins_anew_at_a_share_of_the_run_is_refused(tmp_path):
+    training = {**WSD, "restart": 0.5}
+    assert run(tmp_path, "out", training=training)[:2] == (0, "")
+    code, text, _ = run(tmp_path, "out", "--steps", "20", training=training)
+    assert code == 2 and "training.restart" in text and text.count("\n") <= 1, text
+
+
+def test_phases_that_are_shares_of_the_run_are_refused(tmp_path):
+    assert run(tmp_path, "out", mst=MST)[:2] == (0, "")
+    code, text, (line, _) = *run(tmp_path, "out", "--steps", "20", mst=MST)[:2], run(tmp_path, "out", mst=MST)[2]
+    told = "state mst.sparsity, mst.topology.interval and mst.attention.dense_from in steps (integers)"
+    assert code == 2 and told in text and text.count("\n") <= 1
+    code, text, _ = run(tmp_path, "out", "--steps", "20", "--resume", "step00000012", mst=MST)
+    assert code == 2 and told in text and "step -" not in text and text.count("\n") <= 1, "there is no step to name"
+    assert line.startswith(f"{tmp_path / 'out'} is finished") and line.endswith(told)

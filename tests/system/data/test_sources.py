@@ -1,0 +1,416 @@
+"""Each source gives all its documents once and the right share to validation; pieces have the ids of the whole."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mst_scale.data import sources
+from mst_scale.data.recipe import Recipe, hub, open_source
+from mst_scale.data.sources import LINE_START, VAL, cut, pieces
+from mst_scale.data.tokenizer import Tokenizer, load_tokenizer
+from mst_scale.errors import UserError
+from tests.support.texts import jsonl, make, rank_file, words
+
+TEXTS = [words(1 + n % 17, seed=n) for n in range(300)]
+
+
+def read(source: object, **recipe: object) -> dict[str, list[str]]:
+    """Documents by split, put together again from their pieces, in the order of reading."""
+    named = [str(path) for path in source] if isinstance(source, list) else str(source)
+    opened = open_source(Recipe(named, "byte", **recipe))  # type: ignore[arg-type]
+    documents: dict[str, list[str]] = {"train": [], "val": []}
+    unfinished = {"train": "", "val": ""}
+    for chunk in opened.chunks():
+        for split, text, ends in opened.read(chunk.work):
+            name = "val" if split == VAL else "train"
+            unfinished[name] += text
+            if ends:
+                documents[name].append(unfinished[name])
+                unfinished[name] = ""
+    assert not any(unfinished.values())
+    return documents
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges of 4 kB in place of 1 MiB, so that small files have many."""
+    monkeypatch.setattr(sources, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(sources, "WINDOW", 512)
+
+
+# Pieces -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(str(rank_file(tmp_path_factory.mktemp("bpe") / "small.tiktoken")))
+
+
+@pytest.mark.parametrize(
+    ("window", "at"),
+    [
+        (b"one two\nthree four", 7),  # before the newline, though a space comes later
+        (b"one\n\n\nthree", 5),  # before the last of a run of newlines
+        (b"one two  three", 8),
+        (b"\nthree", 5),  # a blank at the very start would leave an empty piece
+        (b"abcdef", 5),
+        ("ab漢字".encode(), 5),  # 2 + 3 + 3 bytes: between the two characters
+    ],
+)
+def test_where_a_piece_ends(window: bytes, at: int):
+    assert cut(window) == at
+
+
+def test_where_validation_begins():
+    assert cut(b"one\n\ntwo three", LINE_START) == 5
+    assert cut(b"one\r\ntwo three", LINE_START) == 5
+    assert cut(b"one two three", LINE_START) == 7
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(
+            st.text(alphabet="abthe42.é漢'", min_size=1, max_size=8),
+            st.sampled_from([" ", "\n", "\n\n", "   ", "\t\n", " \n\t ", "\r\n"]),
+        ),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_ids_of_pieces_are_ids_of_the_whole(bpe: Tokenizer, parts_of_text: list[tuple[str, str]]):
+    text = "".join(word + blank for word, blank in parts_of_text)  # blanks everywhere, so that no cut is forced
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "PIECE_BYTES", 64)
+        patch.setattr(sources, "WINDOW", 64)
+        parts = list(pieces(text))
+    assert "".join(parts) == text
+    assert all(0 < len(part.encode()) <= 64 for part in parts)
+    assert np.concatenate([bpe.encode(part) for part in parts]).tolist() == bpe.encode(text).tolist()
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(text=st.text(min_size=1, max_size=400))
+def test_any_text_is_cut_into_itself(text: str):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "PIECE_BYTES", 16)
+        patch.setattr(sources, "WINDOW", 8)
+        assert "".join(pieces(text)) == text
+
+
+# Text files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_one_text_file_is_validated_on_its_end(tmp_path: Path):
+    text = words(5000)
+    (tmp_path / "a.txt").write_text(text)
+    got = read(tmp_path / "a.txt", val_fraction=0.1)
+    assert [len(part) for part in got.values()] == [1, 1]
+    (train,), (val,) = got.values()
+    assert train + val == text
+    assert train.endswith("\n") and not val.startswith("\n")
+    # cut back to a line start, within the window of 512 bytes
+    assert 0 <= len(val.encode()) - 0.1 * len(text.encode()) <= 512
+
+
+def test_many_text_files_are_divided_between_them(tmp_path: Path):
+    for n, text in enumerate(TEXTS):
+        (tmp_path / f"{n}.txt").write_text(text)
+    got = read(tmp_path, val_fraction=0.2)
+    documents = got["train"] + got["val"]
+    assert sorted("".join(documents)) == sorted("".join(TEXTS))
+    assert len(documents) <= len(TEXTS) + 1  # at most one file is cut in two
+    share = len("".join(got["val"]).encode()) / len("".join(TEXTS).encode())
+    assert share == pytest.approx(0.2, abs=0.01)  # one file is 0.003 of all
+    assert got["val"] != read(tmp_path, val_fraction=0.2, seed=1)["val"]
+
+
+def test_the_order_of_files_does_not_depend_on_where_they_lie(tmp_path: Path):
+    for folder in ("here", "there/below"):
+        (tmp_path / folder).mkdir(parents=True)
+        for n, text in enumerate(TEXTS[:20]):
+            (tmp_path / folder / f"{n}.txt").write_text(text)
+    assert read(tmp_path / "here") == read(tmp_path / "there/below")
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_max_bytes_reads_the_beginning(tmp_path: Path):
+    text = words(5000)
+    (tmp_path / "a.txt").write_text(text)
+    got = read(tmp_path / "a.txt", max_bytes=10_000, val_fraction=0.1)
+    kept = "".join(got["train"] + got["val"])
+    assert text.startswith(kept) and 10_000 - 512 <= len(kept.encode()) <= 10_000
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\ntwo\n")
+    assert read(tmp_path / "a.txt", val_fraction=0.35) == {"train": ["one\n"], "val": ["two\n"]}
+
+
+def test_stdlib_is_divided_between_files():
+    got = read("stdlib", max_bytes=3_000_000)
+    total = sum(len(text.encode()) for texts in got.values() for text in texts)
+    assert 2_500_000 < total <= 3_000_000
+    val = sum(len(text.encode()) for text in got["val"])
+    assert 0.02 <= val / total < 0.1  # whole files from the end until 2 % is reached; the largest has 0.2 MB
+    assert any('"""Random variable generators.' in text or "import sys" in text for text in got["train"])
+
+
+def test_a_package_is_its_sources_and_its_tests_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "made_up"
+    (package / "tests").mkdir(parents=True)
+    for name in ("__init__", "a", "b", "tests/c"):
+        (package / f"{name}.py").write_text(f"raise SystemExit  # {name} is read, not imported\n" * 20)
+    monkeypatch.syspath_prepend(tmp_path)
+    got = read("package:made_up")
+    texts = "".join(got["train"] + got["val"])
+    assert all(f"# {name} is read" in texts for name in ("__init__", "a", "b")) and "tests/c" not in texts
+    assert len(got["val"]) == 1  # a whole file
+
+
+# JSON lines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("files", [1, 7, 300])
+def test_json_lines_are_read_once_however_they_are_cut_into_files(tmp_path: Path, files: int):
+    texts = [text for text in TEXTS for _ in range(5)]
+    for n in range(files):
+        jsonl(tmp_path / f"{n:03}.jsonl", texts[n::files])
+    got = read(tmp_path, val_fraction=0.1)
+    assert sorted(got["train"] + got["val"]) == sorted(texts)
+    share = len("".join(got["val"]).encode()) / len("".join(texts).encode())
+    assert share == pytest.approx(0.1, abs=0.03)  # 40 blocks of 4 kB, each ±1 document of 0.1 kB
+
+
+def test_a_few_json_lines_have_a_validation_document(tmp_path: Path):
+    got = read(jsonl(tmp_path / "a.jsonl", ["one", "two", "three"]))
+    assert got == {"val": ["one"], "train": ["two", "three"]}
+
+
+def test_json_lines_hold_what_they_like_elsewhere(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    lines = ['{"text": "a", "meta": {"id": 1}}', "", '{"meta": {"id": "x", "new": [1, {}]}, "text": "b"}']
+    path.write_text("\n".join([*lines, '{"text": null}', '{"text": "c \\ud83d"}', '{"text": ""}', '{"text": "d"}']))
+    assert read(path) == {"val": ["a"], "train": ["b", "c \ufffd", "d"]}
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("{oops", "byte 12"),
+        ('["text"]', "byte 12"),
+        ('{"body": "x"}', "'text'.* body.* text_key"),
+        ('{"text": 3}', "'text'"),
+    ],
+)
+def test_bad_json_lines_are_named(tmp_path: Path, line: str, named: str):
+    (tmp_path / "a.jsonl").write_text('{"text":""}\n' + line + "\n")
+    with pytest.raises(UserError, match=named):
+        read(tmp_path / "a.jsonl")
+
+
+def test_the_key_can_be_named(tmp_path: Path):
+    got = read(jsonl(tmp_path / "a.jsonl", ["x", "y"], key="content"), text_key="content")
+    assert got == {"val": ["x"], "train": ["y"]}
+
+
+# Tables -------------------------------------------------------------------------------------------------------------
+
+
+def test_parquet_gives_one_in_so_many_documents_to_validation(tmp_path: Path):
+    half = len(TEXTS) // 2
+    for n, texts in enumerate((TEXTS[:half], TEXTS[half:])):
+        pq.write_table(pa.table({"id": range(half), "text": texts}), tmp_path / f"{n}.parquet", row_group_size=70)
+    got = read(str(tmp_path / "*.parquet"), val_fraction=0.1)
+    assert got["val"] == TEXTS[::10]
+    assert got["train"] == [text for n, text in enumerate(TEXTS) if n % 10]
+    few = read(tmp_path, val_fraction=0.1, max_bytes=2000)
+    assert few["val"] == TEXTS[::10][: len(few["val"])]
+    size = sum(len(text.encode()) for text in few["train"] + few["val"])
+    assert 2000 <= size < 2000 + max(len(text.encode()) for text in TEXTS)
+
+
+def test_a_validation_share_that_is_no_unit_fraction_is_met(tmp_path: Path):
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet")
+    assert len(read(tmp_path, val_fraction=0.35)["val"]) == round(0.35 * len(TEXTS))
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.bz2", "json", "csv"])
+def test_other_kinds_go_through_datasets(tmp_path: Path, kind: str):
+    texts = TEXTS[:40]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if kind == "csv":
+        datasets.disable_progress_bars()
+        datasets.Dataset.from_dict({"text": texts}).to_csv(tmp_path / "a.csv")
+    else:
+        packed = {"jsonl.gz": gzip.compress, "jsonl.bz2": bz2.compress}.get(kind, bytes)(lines)
+        (tmp_path / f"a.{kind}").write_bytes(packed)
+    got = read(tmp_path, val_fraction=0.1)
+    assert got == {"val": texts[::10], "train": [text for n, text in enumerate(texts) if n % 10]}
+
+
+def saved(folder: Path, texts: list[str]) -> Path:
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"id": range(len(texts)), "text": texts}).save_to_disk(folder)
+    return folder
+
+
+def test_a_saved_data_set_becomes_what_nanogpt_makes_of_it(tmp_path: Path):
+    """nanoGPT's prepare.py, in six lines, on the same data set: the same bytes."""
+    folder, ranks = saved(tmp_path / "saved", TEXTS), str(rank_file(tmp_path / "small.tiktoken"))
+    bpe = load_tokenizer(ranks)
+    splits = datasets.load_from_disk(str(folder)).train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    for name, rows in (("train", splits["train"]), ("val", splits["test"])):
+        ids = [[*bpe.encode(text).tolist(), bpe.end_of_text] for text in rows["text"]]
+        np.concatenate(ids).astype(np.uint16).tofile(tmp_path / f"{name}.bin")
+    make(folder, tmp_path / "out", ranks, val_fraction=0.0005, workers=2)
+    for name in ("train.bin", "val.bin"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / name).read_bytes()
+    assert Recipe("openwebtext").val_fraction == 0.0005 and Recipe("openwebtext").seed == 2357
+
+
+def test_a_saved_data_set_may_bring_its_own_validation(tmp_path: Path):
+    datasets.disable_progress_bars()
+    parts = {"train": TEXTS[:50], "held": TEXTS[50:60]}
+    whole = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": texts}) for name, texts in parts.items()})
+    whole.save_to_disk(tmp_path / "saved")
+    assert read(tmp_path / "saved", val_split="held") == {"train": parts["train"], "val": parts["held"]}
+    limited = read(tmp_path / "saved", val_split="held", max_bytes=2000)
+    assert limited["val"] == parts["held"] and limited["train"] == TEXTS[: len(limited["train"])]
+    with pytest.raises(ValueError, match=r"'test'.* train, held"):
+        read(tmp_path / "saved", split="test")
+
+
+def test_the_hub_is_read_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`load_dataset` takes a local folder by the same call as a name on the hub."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "repo").mkdir()
+    for split, texts in (("train", TEXTS[:50]), ("validation", TEXTS[50:60])):
+        pq.write_table(pa.table({"text": texts}), tmp_path / "repo" / f"{split}.parquet")
+    name = str(tmp_path / "repo")
+    rows = hub(name, Recipe(name, "byte", val_fraction=0.1))
+    assert rows.description == {"rows": [45, 5]}
+    own = hub(name, Recipe(name, "byte", val_split="validation"))
+    assert own.description == {"rows": [50, 10]}
+    stream = hub(name, Recipe(name, "byte", val_fraction=0.1, stream=True))
+    pieces = [piece for chunk in stream.chunks() for piece in stream.read(chunk.work)]
+    assert [piece.text for piece in pieces] == TEXTS[:50]
+    assert [piece.split == VAL for piece in pieces] == [n % 10 == 0 for n in range(50)]
+    with pytest.raises(UserError, match="repo"):
+        hub(name, Recipe(name, "byte", split="nosuch"))
+
+
+def test_a_closed_network_is_one_line(tmp_path: Path):
+    script = f"""
+import sys
+from mst_scale.data.prepare import prepare
+from mst_scale.data.recipe import Recipe
+try:
+    prepare(Recipe("nobody/nothing", "byte"), "{tmp_path / "out"}", quiet=True)
+except ConnectionError as error:
+    sys.exit(f"[{{error}}]")
+"""
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith(
+        "['nobody/nothing' is no file or folder here, and the Hugging Face hub cannot be reached"
+    )
+    assert "copy the data set here" in lines[0]
+    assert not (tmp_path / "out").exists()
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+def _mixed(folder: Path) -> Path:
+    (folder / "a.txt").write_text("a")
+    return jsonl(folder / "a.jsonl", ["b"]).parent
+
+
+def _file(name: str, content: bytes):
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+def _parquet(column: str, values: list[object]):
+    def write(folder: Path) -> Path:
+        pq.write_table(pa.table({column: values}), folder / "a.parquet")
+        return folder / "a.parquet"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        (lambda folder: folder / "no.txt", r"no\.txt"),
+        (lambda folder: folder / "*.jsonl", r"\*\.jsonl"),
+        (lambda folder: folder, r"\.txt, \.jsonl"),
+        (lambda folder: [folder / "no.txt", "stdlib"], r"no\.txt"),
+        (lambda folder: "package:no_such_package", "package:no_such_package"),
+        (lambda folder: "package:", "package:"),
+        (lambda folder: "package:../up", r"package:\.\./up"),
+        (lambda folder: "package:this", "package:this"),  # a module of one file
+        (_mixed, r"a\.jsonl.*a\.txt|a\.txt.*a\.jsonl"),
+        (_file("a.bin", b"x"), r"a\.bin"),
+        (_file("a.txt", b""), "empty"),
+        (_file("a.txt", b"ab\n\xff\xfe"), r"a\.txt: byte 3"),
+        (_file("a.parquet", b"no"), r"a\.parquet"),
+        (_parquet("body", ["a", "b"]), "'text'.* body.* text_key"),
+        (_parquet("text", [1, 2]), "'text'.* int"),
+        (lambda folder: saved(folder / "saved", ["one"]), "too few"),
+    ],
+)
+def test_sources_that_cannot_be_read_are_named_on_one_line(tmp_path: Path, source, named: str):
+    with pytest.raises(UserError, match=named) as caught:
+        read(source(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named"),
+    [
+        ({"val_fraction": 0.0}, "val_fraction"),
+        ({"val_fraction": 1.0}, "val_fraction"),
+        ({"max_bytes": 0}, "max_bytes"),
+        ({"source": ""}, "stdlib"),
+        ({"source": []}, "stdlib"),
+    ],
+)
+def test_recipes_that_make_no_sense_are_rejected(recipe: dict, named: str):
+    with pytest.raises(UserError, match=named):
+        Recipe(**recipe)
+
+
+def test_defaults_are_the_sources():
+    assert (Recipe().tokenizer, Recipe().val_fraction) == ("byte", 0.02)
+    assert (Recipe("a.txt").tokenizer, Recipe("a.txt").val_fraction) == ("gpt2", 0.01)
+    assert Recipe(["a.txt"]).identity() == Recipe("a.txt").identity()
+    assert Recipe(["b.txt", "a.txt"]).paths == ["b.txt", "a.txt"]
+
+
+def test_random_bytes_as_text_are_rejected_and_not_repaired(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(random.Random(0).randbytes(5000))
+    with pytest.raises(UserError, match=r"a\.txt.* UTF-8"):
+        read(tmp_path)

@@ -1,0 +1,64 @@
+"""A Trainer that is killed without a word goes on from its last checkpoint, bit for bit."""
+
+import json
+import os
+import signal
+
+from tests.support import forked, tiny_run
+
+
+def rank_of_trainer(environment, folder, kill_at, resume):
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(1)
+    from transformers import TrainerCallback
+
+    from tests.ranks.integrations.test_trainer import flat, trained, whole_state
+    from tests.support.integrated import opened
+
+    class Kill(TrainerCallback):
+        def on_step_end(self, args, state, control, **others):
+            if state.global_step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with opened():
+        trainer, seen, masks = trained(
+            folder, 2, "gpt2", resume=resume, callback=Kill(), save_strategy="steps", save_steps=4
+        )
+        state = whole_state(trainer)
+        sums = [float(value.double().sum()) for value in flat(state)]
+        found = {"masks": masks, "sums": sums, "losses": [loss for _, _, loss in seen]}
+    rank = os.environ["RANK"]
+    with open(f"{folder}/rank{rank}.json", "w") as file:
+        json.dump(found, file)
+    os._exit(0)
+
+
+def ends(folder, kill_at=0, resume=None):
+    """Exit codes of the two ranks of a run."""
+    port = str(tiny_run.free_port())
+    processes = []
+    for rank in range(2):
+        environment = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+        }  # fmt: skip
+        process = forked.context.Process(target=rank_of_trainer, args=(environment, str(folder), kill_at, resume))
+        process.start()
+        processes.append(process)
+    for process in processes:
+        process.join(200)
+    return [process.exitcode for process in processes]
+
+
+def test_a_killed_trainer_goes_on_bit_for_bit(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert ends(whole) == [0, 0]
+    assert set(ends(killed, kill_at=7)) == {-signal.SIGKILL}
+    assert not (killed / "rank0.json").exists() and (killed / "checkpoint-4").is_dir()
+    assert ends(killed, resume=f"{killed}/checkpoint-4") == [0, 0]
+    for rank in range(2):
+        first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for folder in (whole, killed))
+        assert first["sums"] == second["sums"]
+        assert first["masks"][4:] == second["masks"] and first["losses"][8:] == second["losses"]
