@@ -15,9 +15,9 @@ memory per GPU by part, the bytes sent over each link, the time of a step and of
 topology step sends on 1 to 16,384 ranks.
 
 tests/ranks/plan/ compares memory and bytes of data-parallel runs with real DeepSpeed runs on 2 ranks. Times are
-expected, not measured: a roofline of data-sheet peaks and assumed efficiencies, which small models do not reach; replace
-them with --efficiency. Masked dense layers save FLOPs only; the expected gain of blocks of weights, by their side, comes from a
-roofline of their kernels. --json prints everything."""
+expected, not measured: a roofline of data-sheet peaks and assumed efficiencies, which small models do not reach;
+replace them with --efficiency. Masked dense layers save FLOPs only; the expected gain of blocks of weights, by their
+side, comes from a roofline of their kernels. --json prints everything."""
 
 EXAMPLES = """\
 examples:

@@ -13,20 +13,14 @@ Memory can be largest at three moments: backward (activations, gradients on thei
 after it (stages 0 and 1, when activations are gone) and the optimizer step (gradients in fp32; on a topology step also
 their dense copy and the lists of candidates). The formulas follow DeepSpeed's source (0.19), and
 `tests/ranks/plan/test_memory.py` compares them with the tensors of real runs on the CPU. Two parts are not tested:
-gradients of activations inside backward (`Activations.working`), and the copy that a fused optimizer, DeepSpeed's choice
-on GPUs, flattens at stage 0.
-
-Activations: for b sequences of L tokens, width d, inner width f, h heads, vocabulary V and w bytes per value, one block
-keeps
-
-    inputs of ln_1 and ln_2, their outputs, q, k, v and attention's output        8 · bLd · w
-    the MLP's inner values before and after GELU                                  2 · bLf · w
-    statistics of two norms and one number per attention row, in fp32             bL · (16 + 4h)
-
-and the head keeps its input, its normalized input and the logits, and at the peak also their gradient. BERT's blocks
-keep as much, and its head works on the masked positions only. Sparse attention keeps the same tensors as dense flash
-attention, and a second number per row, which is not counted. With recomputation a block keeps only its input, and one
-block at a time is whole.
+gradients of activations inside backward (`Activations.working`), and the copy that a fused optimizer, DeepSpeed's
+choice on GPUs, flattens at stage 0. Activations: for b sequences of L tokens, width d, inner width f, h heads,
+vocabulary V and w bytes per value, one block keeps inputs of ln_1 and ln_2, their outputs, q, k, v and attention's
+output 8 · bLd · w the MLP's inner values before and after GELU 2 · bLf · w statistics of two norms and one number per
+attention row, in fp32 bL · (16 + 4h) and the head keeps its input, its normalized input and the logits, and at the peak
+also their gradient. BERT's blocks keep as much, and its head works on the masked positions only. Sparse attention keeps
+the same tensors as dense flash attention, and a second number per row, which is not counted. With recomputation a block
+keeps only its input, and one block at a time is whole.
 """
 
 from __future__ import annotations
