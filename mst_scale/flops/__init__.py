@@ -1,6 +1,6 @@
 """Counts what a run costs in FLOPs, before it starts and while it trains.
 
-flops         the formulas, in two accountings, and those of Muon's Newton-Schulz
+formulas      the formulas, in two accountings, and those of Muon's Newton-Schulz
 ledger        a forecast of a run from its config, and a ledger of what it has really spent
 budgets       the FLOPs of a run that another has grown out of, or whose FLOPs it may spend
 any_model     a ledger for models that are not ours

@@ -10,7 +10,7 @@ dispatch       which kernel computes it
   triton_kernel  kernels for GPUs; tiles: the tiles that they choose from
   custom_op      a hand-written forward and backward as one operator
 module         the self-attention layer
-parts          sequences that are split over ranks
+sequence_shards  sequences that are split over ranks
 hugging_face   sparse attention in models of transformers
 """
 
