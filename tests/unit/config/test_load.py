@@ -173,7 +173,7 @@ def test_model_presets_fill_in_under_the_users_keys():
             {"mst": {"sparsity": {"maximum": 0.9}}},
             r"'mst.sparsity.maximum': the nearest valid one is 'mst.sparsity.max'",
         ),
-        ({"mst": {"method": "rigl", "options": {"n": 2}}}, "unknown key 'mst.options.n': mst.options has none here"),
+        ({"mst": {"method": "rigl", "options": {"n": 2}}}, "unknown key 'mst.options.n': mst.options takes no"),
         (
             {"mst": {"method": "rigl", "grow_from": "runs/small"}},
             "mst.grow_from goes with methods ligo and stack, not with rigl: leave it out",
@@ -210,11 +210,11 @@ def test_model_presets_fill_in_under_the_users_keys():
         ({"zero_optimization": {"reduce_bucket_size": 2**64}}, "zero_optimization.reduce_bucket_size must be a number"),
         ({"training": {"steps": 10, "warmup": 20}}, "training.warmup = 20 steps do not fit in training.steps = 10"),
         ({"training": {"steps": 10, "decay": 11}}, "training.decay = 11 steps do not fit"),
-        ({"data": {"dir": "a\nb"}}, r"data.dir must not hold a line break: 'a\\nb'"),
-        ({"data": {"dir": "a\0b"}}, r"data.dir must not hold the character '\\x00'"),
-        ({"tensorboard": {"output_path": "a\nb"}}, "tensorboard.output_path must not hold a line break"),
-        ({"model": {"n\nlayer": 1}}, r"the key must not hold a line break: 'n\\nlayer'"),
-        ({"data": {"dir": "\ud800"}}, r"data.dir must not hold the character '\\ud800'"),
+        ({"data": {"dir": "a\nb"}}, r"data.dir must not contain a line break: 'a\\nb'"),
+        ({"data": {"dir": "a\0b"}}, r"data.dir must not contain the character '\\x00'"),
+        ({"tensorboard": {"output_path": "a\nb"}}, "tensorboard.output_path must not contain a line break"),
+        ({"model": {"n\nlayer": 1}}, r"the key must not contain a line break: 'n\\nlayer'"),
+        ({"data": {"dir": "\ud800"}}, r"data.dir must not contain the character '\\ud800'"),
     ],
 )
 def test_mistakes_name_the_key_and_the_cure(raw, message):
