@@ -40,7 +40,7 @@ def test_an_argument_and_an_attribute_keep_their_old_names():
 
     class Run:
         revived = 3
-        woken = _deprecated.renamed_attribute("revived", "revived")
+        woken = _deprecated.renamed_attribute("woken", "revived")
 
     with pytest.warns(DeprecationWarning, match="weights_only"):
         assert start(anew=True)
