@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import math
 import os
 import signal
 import sys
@@ -24,7 +23,6 @@ from mst_scale.errors import Damaged, DivergedError, UserError
 
 # errno of paths that are wrong on any machine
 WRONG_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
-SHOWN = 80  # characters of a value in a message
 LONGEST = 300  # characters of a library's message
 
 
@@ -71,14 +69,6 @@ def one_line(error: BaseException) -> str:
     if _is_out_of_memory(error):
         said = f"out of memory: lower train_micro_batch_size_per_gpu or the model, or offload ({said[:LONGEST]})"
     return said or type(error).__name__
-
-
-def format_value(value: Any) -> str:
-    """Return a value for a message: on one line, and shortened."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**SHOWN:
-        return f"a number of {math.floor(abs(value).bit_length() * math.log10(2)):,} digits"
-    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
 
 
 OF_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")  # variables of DeepSpeed's launcher and torchrun
