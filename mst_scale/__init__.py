@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mst_scale.engine.types import MST, Engine
     from mst_scale.hugging_face.merge_adapters import merge_adapters
     from mst_scale.integrations.integrate import integrate
-    from mst_scale.run_logging.recording import record
+    from mst_scale.integrations.recording import record
 
 __version__ = "0.2.0"
 __all__ = ["MST", "Engine", "initialize", "integrate", "load_weights", "merge_adapters", "record", "warm_start"]
@@ -34,7 +34,7 @@ _WHERE = {
     "integrate": "integrations.integrate",
     "load_weights": "engine.load_weights",
     "merge_adapters": "hugging_face.merge_adapters",
-    "record": "run_logging.recording",
+    "record": "integrations.recording",
     "warm_start": "checkpoints.warm_start",
 }
 

@@ -9,6 +9,11 @@ anything else    a crash: a traceback and exit code 1, restarted
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+SHOWN = 80  # characters of a value in a message
+
 
 class UserError(ValueError):
     """A mistake that the user can fix; the message says what is wrong and what to do.
@@ -24,3 +29,11 @@ class DivergedError(ArithmeticError):
 
 class Damaged(ValueError):
     """A file is corrupt, for example truncated or with a flipped bit. This is not a usage error."""
+
+
+def format_value(value: Any) -> str:
+    """Format a value for a message: on one line, and shortened."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**SHOWN:
+        return f"a number of {math.floor(abs(value).bit_length() * math.log10(2)):,} digits"
+    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"

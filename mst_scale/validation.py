@@ -32,8 +32,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 from typing_extensions import dataclass_transform
 
-from mst_scale.comm import format_value
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 
 __all__ = [
     "MAX_SEED",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import math
 import os
 import signal
 import sys
@@ -24,7 +23,6 @@ from mst_scale.errors import Damaged, DivergedError, UserError
 
 # errno of paths that are invalid on any machine
 WRONG_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
-SHOWN = 80  # characters of a value in a message
 MAX_MESSAGE = 300  # characters of a library's message
 
 
@@ -72,14 +70,6 @@ def one_line(error: BaseException) -> str:
         fix = "reduce train_micro_batch_size_per_gpu or the model, or use offload"
         message = f"out of memory: {fix} ({message[:MAX_MESSAGE]})"
     return message or type(error).__name__
-
-
-def format_value(value: Any) -> str:
-    """Format a value for a message: on one line, and shortened."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**SHOWN:
-        return f"a number of {math.floor(abs(value).bit_length() * math.log10(2)):,} digits"
-    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
 
 
 LAUNCHER_VARIABLES = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")  # set by DeepSpeed's launcher and torchrun

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mst_scale import _deprecated
-from mst_scale.comm.exits import end, format_value
+from mst_scale.comm.exits import end
 from mst_scale.comm.launch import launched_rank, several
 from mst_scale.comm.messages import logger
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 
 
 def at_least(least: int | float) -> Callable[[str], int | float]:

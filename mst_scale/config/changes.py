@@ -13,12 +13,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mst_scale.comm import format_value
 from mst_scale.config.blocks import Experiment
 from mst_scale.config.deepspeed import BATCH_KEYS
 from mst_scale.config.load import BLOCKS
 from mst_scale.config.renamed import recorded
 from mst_scale.config.support import section_of
+from mst_scale.errors import format_value
 from mst_scale.validation import NO_EFFECT, fields_of
 
 UNCOMPARED = ("Watching a run", "Checkpoints")  # sections of DeepSpeed's keys

@@ -6,7 +6,6 @@ before any process group exists.
 
 from __future__ import annotations
 
-from mst_scale.comm import format_value
 from mst_scale.config.blocks import Experiment
 from mst_scale.config.deepspeed import (
     BATCH_KEYS,
@@ -18,7 +17,7 @@ from mst_scale.config.deepspeed import (
 )
 from mst_scale.config.parallel import check_parallel
 from mst_scale.config.support import check_supported
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 
 __all__ = ["BATCH_KEYS", "batch_shape", "check", "global_batch", "largest_micro", "peak_learning_rate"]
 

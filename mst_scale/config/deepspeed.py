@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from mst_scale.comm import format_value
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 from mst_scale.validation import MILLION, Field, StrictBool, StrictFloat, StrictInt, ZeroOr, block
 
 STAGES, PRECISIONS = (0, 1, 2, 3), ("fp32", "bf16", "fp16")

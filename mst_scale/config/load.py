@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mst_scale.comm import format_value
 from mst_scale.comm.parser import validate_printable
 from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, TrainingConfig
 from mst_scale.config.deepspeed import DeepSpeedKeys
@@ -26,7 +25,7 @@ from mst_scale.config.presets import MODELS, RECIPES
 from mst_scale.config.ready import config_file, refusal
 from mst_scale.config.renamed import current_key, current_value, with_current_names
 from mst_scale.config.support import known_keys
-from mst_scale.errors import Damaged, UserError
+from mst_scale.errors import Damaged, UserError, format_value
 from mst_scale.methods import METHODS
 from mst_scale.validation import MAX_SEED, keys_of, parse
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mst_scale.comm import ParallelDims, format_value
+from mst_scale.comm import ParallelDims
 from mst_scale.config.blocks import Experiment, ModelConfig
 from mst_scale.config.method import MSTConfig
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 
 KEYS = {"tensor": "tensor_parallel.autotp_size", "sequence": "sequence_parallel_size", "pipeline": "pipeline.stages"}
 

@@ -30,7 +30,6 @@ from mst_scale.comm.exchange import Exchange
 from mst_scale.dead_units import KINDS, Tally
 from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.models.gpt import MLP
 from mst_scale.shard import Shard
 from mst_scale.zero_shards import is_linear, named_parameters, shape_of
 
@@ -219,8 +218,8 @@ class _LeftOut(Exception):
 MakeFactor = Callable[..., Factor]
 
 
-def _own(module: nn.Module, factor: MakeFactor) -> list[Units]:
-    if isinstance(module, MLP):
+def _own(module: Any, factor: MakeFactor) -> list[Units]:
+    if _has(module, "up", "down", "gelu"):
         return [Units("mlp", _width(module.up), (factor(module.up), factor(module.down, inputs=True)))]
     if isinstance(module, SelfAttention):
         return _packed_attention(module.qkv, module.proj, int(module.head_dim), factor)
