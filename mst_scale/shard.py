@@ -252,6 +252,4 @@ class Shard:
 
     def __post_init__(self) -> None:
         if self.length and not 0 <= self.start < self.stop <= self.local_numel:
-            raise UserError(
-                f"{self.name}: slice [{self.start}, {self.stop}) exceeds its {self.local_numel} weights"
-            )
+            raise UserError(f"{self.name}: slice [{self.start}, {self.stop}) exceeds its {self.local_numel} weights")

@@ -265,7 +265,7 @@ class Channels:
         return self._places(units) < kept
 
     def _places(self, units: Units) -> Tensor:
-        """The place of each unit in the order of its head, which is drawn once."""
+        """Return the place of each unit in the order of its head, which is drawn once."""
         found = self._drawn.get(units)
         if found is None:
             key = ("channel", self.seed, units.kind, units.matrices[-1])

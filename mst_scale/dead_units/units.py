@@ -284,7 +284,7 @@ def _width(linear: nn.Module, inputs: bool = False) -> int:
 def _factor(
     names: Mapping[int, str], linear: Any, *, inputs: bool = False, first: int = 0, group: int = 1, width: int = 1
 ) -> Factor:
-    """The lines of a linear layer for the units that it computes (with biases) or that it reads (`inputs`)."""
+    """Return the lines of a linear layer for the units that it computes (with biases) or that it reads (`inputs`)."""
     weight, bias = linear.weight, None if inputs else linear.bias
     for parameter in (weight,) if bias is None else (weight, bias):
         if not parameter.requires_grad:

@@ -242,7 +242,7 @@ def _warn(source: Source | TransformersSource, tokenizer_note: str, advice: str)
 
 @contextlib.contextmanager
 def _draft_of(out: Path) -> Iterator[Path]:
-    """A folder to write to; it becomes `out` at the end, and is removed if there is an error before."""
+    """Return a folder to write to; it becomes `out` at the end, and is removed if there is an error before."""
     draft = out.with_name(out.name + store.PARTIAL)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)

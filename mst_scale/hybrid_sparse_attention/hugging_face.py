@@ -58,7 +58,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def _of_transformers(module: nn.Module) -> Iterator[Any]:
-    """The outermost transformers models in a module."""
+    """Return the outermost transformers models in a module."""
     if hasattr(module, "set_attn_implementation") and hasattr(module, "config"):
         yield module
         return

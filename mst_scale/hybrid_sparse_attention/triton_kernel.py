@@ -324,7 +324,7 @@ def why_not(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
 
 
 def _parts(pattern: Pattern, length: int) -> list[int]:
-    """The launches that make a pattern, the one with the fewest pairs first."""
+    """Return the launches that make a pattern, the one with the fewest pairs first."""
     if pattern.is_dense(length):
         return [WINDOW.value]
     return [RESIDUES.value, WINDOW.value] if pattern.kind == "strided" else [LAST.value, BLOCK.value]
@@ -339,7 +339,7 @@ TUNED_BY = ["PART", "CAUSAL", "GROUP", "D", "FIRST", "kind"]  # and dtypes
 
 @functools.cache
 def _tuned(name: str, tiles: tuple[Tile, ...], continued: tuple[str, ...]) -> Any:
-    """A kernel that measures these tiles at the first launch of each kind; Triton's cache keeps the result."""
+    """Return a kernel that measures these tiles at the first launch of each kind; Triton's cache keeps the result."""
     configs = [
         triton.Config(
             {"QUERIES": one.queries, "KEYS": one.keys, "SKIP": one.skip}, num_warps=one.warps, num_stages=one.stages
@@ -389,7 +389,7 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_too_long(q: torch.Tensor) -> None:
-    """The kernels' own tensors have rows of heads × head_dim numbers, and offsets inside a sequence are 32 bits."""
+    """Check that 32-bit offsets suffice: the kernels' tensors have rows of heads × head_dim numbers."""
     _, heads, length, dim = q.shape
     if length * heads * dim >= 2**31:
         raise UserError(

@@ -174,7 +174,7 @@ class _View:
         return self.sliced.grid
 
     def competing(self, prune: Tensor, least: int, grow: Tensor | None = None) -> Layer:
-        """The layer of blocks, ranked by `prune` and `grow`, with the blocks protected that must stay."""
+        """Return the layer of blocks, ranked by `prune` and `grow`, with the blocks protected that must stay."""
         stays = must_stay(prune, self.mask.flags(), self.grid.shape, least)
         count = int(stays.sum())
         target = max(self.layer.target, count)
@@ -198,7 +198,7 @@ class _View:
 
 
 def _dense(layer: Layer, grid: Grid) -> LayerMask:
-    """A dense mask of the layer's blocks."""
+    """Return a dense mask of the layer's blocks."""
     mask = LayerMask(Shard.whole(layer.mask.name, grid.shape), CPU)
     if layer.mask.ever is not None:
         mask.track_ever()
@@ -206,7 +206,7 @@ def _dense(layer: Layer, grid: Grid) -> LayerMask:
 
 
 def _views(layers: Sequence[Layer], side: int, exchange: Exchange) -> list[_View]:
-    """The layers as matrices of blocks, with masks from the weights' masks on all ranks."""
+    """Return the layers as matrices of blocks, with masks from the weights' masks on all ranks."""
     slices = [BlockedShard.of(layer.mask, side) for layer in layers]
     counts = torch.cat([_counts(layer.mask, sliced) for layer, sliced in zip(layers, slices, strict=True)])
     of_each = exchange.sum(counts).split([sliced.grid.numel for sliced in slices])
@@ -217,7 +217,7 @@ def _views(layers: Sequence[Layer], side: int, exchange: Exchange) -> list[_View
 
 
 def _counts(mask: LayerMask, sliced: BlockedShard) -> Tensor:
-    """The active weights in the slice's part of each block, plus 2^16 times those that ever were."""
+    """Return the active weights in the slice's part of each block, plus 2^16 times those that ever were."""
     counts = sliced.count(mask.bits)
     if mask.ever is not None:
         counts += sliced.count(mask.ever) << 16
@@ -225,7 +225,7 @@ def _counts(mask: LayerMask, sliced: BlockedShard) -> Tensor:
 
 
 def _block_mask(layer: Layer, grid: Grid, counts: Tensor) -> LayerMask:
-    """The mask of the blocks, from `_counts` summed over ranks."""
+    """Return the mask of the blocks, from `_counts` summed over ranks."""
     sizes = grid.sizes()
     mask = _dense(layer, grid)
     for what, count in (("mask", counts & 0xFFFF), ("coverage", counts >> 16)):
@@ -242,7 +242,7 @@ def _block_mask(layer: Layer, grid: Grid, counts: Tensor) -> LayerMask:
 
 
 def _norms(criterion: Criterion, views: Sequence[_View], peaks: Sequence[int], exchange: Exchange) -> list[Tensor]:
-    """The score Σ|score| of every block in float32, the same bits for any split; sends 8 bytes per block.
+    """Return the score Σ|score| of every block in float32, the same bits for any split; sends 8 bytes per block.
 
     Each |score| is truncated to a multiple of 2^-46 of the layer's largest score (`peaks`, from `peak_keys`), which
     does not change scores above 2^-23 of it. The sum is exact and rounded at the end. An infinity counts as the largest
@@ -331,7 +331,7 @@ class BlockedShard:
         return numbers.new_zeros(len(numbers), across).index_add_(1, self._block_columns(), numbers)
 
     def _row_spans(self) -> Iterator[tuple[int, int]]:
-        """The rows that the slice touches, in spans that stay in cache."""
+        """Return the rows that the slice touches, in spans that stay in cache."""
         if not self.shard.length:
             return
         first, last = self.shard.start // self.width, -(-self.shard.stop // self.width)
@@ -401,7 +401,7 @@ def must_stay(score: Tensor, active: Tensor, shape: tuple[int, int], least: int)
 
 
 def _earlier(group: Tensor, groups: int) -> Tensor:
-    """The number of earlier entries of the same group."""
+    """Return the number of earlier entries of the same group."""
     order = torch.argsort(group, stable=True)
     counts = torch.bincount(group, minlength=groups)
     first = counts.cumsum(0) - counts

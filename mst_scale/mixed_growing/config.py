@@ -155,6 +155,6 @@ def grid_shape(shape: Sequence[int], side: int) -> tuple[int, int]:
 
 
 def fewest(grid: tuple[int, int], min_blocks: int) -> int:
-    """The fewest blocks that give every block row and column its least."""
+    """Return the fewest blocks that give every block row and column its least."""
     down, across = grid
     return max(down * min(min_blocks, across), across * min(min_blocks, down))

@@ -55,7 +55,7 @@ def active_counts(shapes: Sequence[Shape], sparsity: float, kind: str = "erdos-r
 
 
 def _shares(sizes: Sequence[int], mass: Sequence[int], sparsity: float) -> list[Fraction]:
-    """The exact share of each layer: min(n_l, ε·mass_l), with ε such that they sum to (1 − S)·Σ n_l."""
+    """Return the exact share of each layer: min(n_l, ε·mass_l), with ε such that they sum to (1 − S)·Σ n_l."""
     budget = (1 - Fraction(sparsity)) * sum(sizes)
     sparse = [layer for layer, size in enumerate(sizes) if size > 0]
     shares = [Fraction(size) for size in sizes]

@@ -220,7 +220,7 @@ class _Task:
         return self.layer.mask.name
 
     def request(self, criterion: Criterion | None, bits: Tensor | None, candidates: int, want: int) -> Request:
-        """A choice among `bits`, of `candidates` on all ranks; without a criterion, at random."""
+        """Return a choice among `bits`, of `candidates` on all ranks; without a criterion, at random."""
         mask = self.layer.mask
         scores = self.layer.scores(criterion) if criterion and want else None
         return Request(mask.shard, bits, candidates, want, mask.device, scores)
@@ -245,7 +245,7 @@ class _Task:
         self.free_count -= count
 
     def local_counts(self) -> list[int]:
-        """The active, regrown and ever active weights of this rank's slice."""
+        """Return the active, regrown and ever active weights of this rank's slice."""
         ever = self.layer.mask.ever
         return [
             packed_bits.count(self.active),

@@ -142,7 +142,7 @@ class LayerMask:
         return total % 2**64
 
     def _digest_of_scattered(self, key: int) -> int:
-        """The same, bit by bit, for a slice that consists of many pieces of the parameter."""
+        """Return the same, bit by bit, for a slice that consists of many pieces of the parameter."""
         assert self.bits is not None
         total = 0
         for a, b in packed_bits.spans(self.length, self.device):
@@ -301,7 +301,7 @@ def _reslice(layer: LayerMask, pieces: Sequence[StoredMask]) -> tuple[int, Tenso
 
 
 def _gather(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
-    """The bits of the layer's slice, from pieces that cover it."""
+    """Return the bits of the layer's slice, from pieces that cover it."""
     for piece, packed in pieces:
         if packed is None or packed.numel() != packed_bits.byte_count(piece.shard.length):
             raise Damaged(f"the mask of {layer.name} at weight {piece.shard.start} is truncated")

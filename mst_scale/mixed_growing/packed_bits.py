@@ -85,7 +85,7 @@ def unpack(bits: Tensor, length: int) -> Tensor:
 
 
 def _unpack_by_shifts(bits: Tensor) -> Tensor:
-    """The same for a GPU, which shifts far faster than it gathers from a table."""
+    """Return the same for a GPU, which shifts far faster than it gathers from a table."""
     shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
     return ((bits[:, None] >> shifts) & 1).view(torch.bool).view(-1)
 
@@ -175,7 +175,7 @@ def retain_(values: Tensor, bits: Tensor) -> None:
 
 @cache
 def _gpu_kernel() -> Callable[[Tensor, Tensor], None] | None:
-    """The Triton kernel that zeroes inactive values; None if Triton is not installed."""
+    """Return the Triton kernel that zeroes inactive values; None if Triton is not installed."""
     try:
         from mst_scale.mixed_growing.zero_inactive import zero_inactive_
     except ImportError as error:

@@ -54,7 +54,7 @@ def select_at_random(requests: Sequence[Request], *, key: Sequence[int | str], e
 
 
 def _split_places(request: Request, order: Permutation, bracket: Range) -> Parts:
-    """The candidates of the slice in the first places.
+    """Return the candidates of the slice in the first places.
 
     Either the first places are listed and looked up, or the places of the slice's candidates are computed, whichever is
     less work on this rank. Both give the same lists.

@@ -91,7 +91,7 @@ def mean_squares(
 
 
 def _exponent(peak: int) -> int:
-    """The power of two that brings the largest |g| into [2^14, 2^15), limited to what float32 can express."""
+    """Return the power of two that brings the largest |g| into [2^14, 2^15), limited to what float32 can express."""
     return min(max(14 - ((peak >> 23) - 127), -126), 127)
 
 

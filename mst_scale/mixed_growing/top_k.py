@@ -107,7 +107,7 @@ def _scores(request: Request) -> Scores:
 def _sampled_brackets(
     requests: Sequence[Request], whole: Sequence[Range], largest: bool, exchange: Exchange
 ) -> list[Range]:
-    """A bracket of keys per layer; the whole range for small layers."""
+    """Return a bracket of keys per layer; the whole range for small layers."""
     brackets = list(whole)
     sampled = [i for i, request in enumerate(requests) if request.shard.numel > SMALL]
     if not sampled:
@@ -151,7 +151,7 @@ def _sample(request: Request, largest: bool) -> Tensor:
 
 
 def _enclose(cumulative: Sequence[int], span: Range, shift: int, first: int, last: int) -> Range:
-    """The keys of the bins that hold sample ranks first … last; open ends where the sample does not reach."""
+    """Return the keys of the bins that hold sample ranks first … last; open ends where the sample does not reach."""
     low, high = span
     begin = low if first <= 0 else low + (bisect_left(cumulative, min(first, cumulative[-1])) << shift)
     end = high if last >= cumulative[-1] else low + ((bisect_left(cumulative, max(last, 1)) + 1) << shift)
@@ -207,7 +207,7 @@ def decided(requests: Sequence[Request], decide: Callable[[list[tuple[int, Reque
 
 
 def _trivial(request: Request) -> Tensor | None:
-    """The chosen bits if nothing or everything is wanted, else None."""
+    """Return the chosen bits if nothing or everything is wanted, else None."""
     if request.want == 0:
         return packed_bits.zeros(request.shard.length, request.device)
     if request.want == request.candidates:

@@ -39,7 +39,7 @@ BLOCK = "blocks."
 
 
 def _parts_of_blocks(weights: Mapping[str, Tensor]) -> list[str]:
-    """The names of a block's weights, without the name of the block."""
+    """Return the names of a block's weights, without the name of the block."""
     first = f"{BLOCK}0."
     return [name.removeprefix(first) for name in weights if name.startswith(first)]
 

@@ -100,7 +100,7 @@ class Pixelfly(WeightFunction):
         return blocks.view(many, side, side), u.view(outputs, rank), v.view(inputs, rank)
 
     def _grid(self, weight: Tensor) -> Tensor:
-        """A view as (block row, block column, side, side)."""
+        """Return a view as (block row, block column, side, side)."""
         outputs, inputs = weight.shape
         side = self.side((outputs, inputs))
         return weight.view(outputs // side, side, inputs // side, side).transpose(1, 2)
@@ -149,7 +149,7 @@ class Pixelfly(WeightFunction):
         return n >> strides if whole and strides <= DENSE_STRIDES else 0
 
     def _in_groups(self, x: Tensor, blocks: Tensor, shape: tuple[int, int]) -> Tensor:
-        """The product with each group as one matrix, in which the few missing blocks are zeros."""
+        """Return the product with each group as one matrix, in which the few missing blocks are zeros."""
         import torch
 
         groups, side = self.groups(shape), self.side(shape)
@@ -162,7 +162,7 @@ class Pixelfly(WeightFunction):
         return torch.bmm(read, wide.transpose(1, 2)).transpose(0, 1).reshape(-1, shape[0])
 
     def _one_by_one(self, x: Tensor, blocks: Tensor, shape: tuple[int, int]) -> Tensor:
-        """The product block by block."""
+        """Return the product block by block."""
         import torch
 
         side = self.side(shape)

@@ -74,7 +74,7 @@ class TopKAST(WeightFunction):
         return weight
 
     def _reached(self, stored: Tensor, kept: int) -> int:
-        """The number of weights in B."""
+        """Return the number of weights in B."""
         return min(stored.numel(), kept + round(self.options.extra * stored.numel()))
 
     def pull(self, stored: Tensor, kept: int, scale: float) -> Tensor:

@@ -380,8 +380,8 @@ def refused(rank: int, world: int):
 def test_refusals():
     (said,) = pool.run(refused, 1)
     assert "wte.weight is the tied head" in said["head"]
-    assert "mst.sparsity.variation = sv does not go with method sr-ste: choose one of sparse, sd" in said["schedule"]
+    assert "mst.sparsity.variation = sv does not work with method sr-ste: choose one of sparse, sd" in said["schedule"]
     assert "unknown key 'mst.options.q'" in said["option"] and "mst.options" in said["value"]
     assert "groups of 6" in said["shape"] and "AdamW" in said["muon"]
-    assert "is decided by mst.options; it has to say 0.75" in said["max"]
+    assert "set it to 0.75" in said["max"]
     assert "mst.options.products" in said["products"]

@@ -204,7 +204,7 @@ def test_flops_are_told_beforehand(tmp_path, small, capsys):
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (["--method", "rigl"], "mst.grow_from goes with methods ligo and stack, not with rigl: leave it out"),
+        (["--method", "rigl"], "mst.grow_from is for methods ligo and stack, not for rigl: leave it out"),
         (["--init", "gpt2"], "leave out --init"),
         (["--from", "nowhere"], "--from nowhere: there is no nowhere/config.json: give the folder of a run"),
         (["--from", "{corpus}"], "there is no {corpus}/config.json"),

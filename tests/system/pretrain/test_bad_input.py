@@ -147,7 +147,7 @@ EARLY = [  # refused by each process for itself, before it looks for others
     (lambda f: arguments(f, training={"min_lr": 0.5}), 2, "training.min_lr = 0.5 is above optimizer.params.lr = 0.01"),
     (without_config, 2, "no such config file"),
     (broken_json, 2, "not valid JSON"),
-    (list_config, 2, "a config is a JSON object"),
+    (list_config, 2, "a config must be a JSON object"),
     (directory_as_config, 2, "cannot be read"),
     (lambda f: arguments(f, "--method", "mts"), 2, "unknown method 'mts': the nearest is 'mst'"),
     (lambda f: arguments(f, model={"preset": "gpt5"}), 2, "unknown model.preset 'gpt5'"),

@@ -136,7 +136,7 @@ def test_a_stride_may_be_a_share_of_the_context():
     assert of(0.25) == of(32)
     assert load({**MINIMAL, "model": model, "recipe": "mst-best"}).mst.attention.stride == 32
     for wrong in (0.0, -0.5, 1.5, 96.0):
-        with pytest.raises(ValueError, match=r"give tokens \(an integer\) or a share of the context"):
+        with pytest.raises(ValueError, match=r"mst.attention.stride = .* must be tokens \(an integer\)"):
             of(wrong)
     assert load({"recipe": "mst-best"}).mst.attention.stride == 256, "of a model that is not ours"
 
@@ -176,7 +176,7 @@ def test_model_presets_fill_in_under_the_users_keys():
         ({"mst": {"method": "rigl", "options": {"n": 2}}}, "unknown key 'mst.options.n': mst.options takes no"),
         (
             {"mst": {"method": "rigl", "grow_from": "runs/small"}},
-            "mst.grow_from goes with methods ligo and stack, not with rigl: leave it out",
+            "mst.grow_from is for methods ligo and stack, not for rigl: leave it out",
         ),
         ({"mst": {"sparsity": {"max": "0.9"}}}, "mst.sparsity.max must be .*, not '0.9'"),
         ({"mst": {"sparsity": {"max": 1.0}}}, "mst.sparsity.max must be .*, not 1.0"),
@@ -226,8 +226,8 @@ def test_mistakes_name_the_key_and_the_cure(raw, message):
     ("text", "message"),
     [
         ("{", "not valid JSON: .* at line 1"),
-        ("[1]", "a config is a JSON object"),
-        ('{"mst": {"seed": 1, "seed": 2}}', "c.json: the key 'seed' stands twice in one object"),
+        ("[1]", "a config must be a JSON object"),
+        ('{"mst": {"seed": 1, "seed": 2}}', "c.json: the key 'seed' occurs twice in one object"),
         (None, "no such config file"),
         ("[" * 100_000, "not valid JSON: nested too deep"),
         ('{"a": ' * 40 + "1" + "}" * 40, "nested more than 32 deep"),
