@@ -279,7 +279,7 @@ def _stride_in_tokens(mst: dict[str, Any], context: int, where: str) -> dict[str
     if not 0 < stride <= 1:
         raise UserError(
             f"{where}: mst.attention.stride = {stride} must be tokens (an integer) or a fraction of the context "
-            "and at most 1"
+            "in (0, 1]"
         )
     return _under(mst, {"attention": {"stride": max(1, round(stride * context))}})
 

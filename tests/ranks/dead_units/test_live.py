@@ -195,7 +195,7 @@ def gradients_of_the_dead(rank, world, wake):
     flags = LineFlags(units, {name: p.shape for name, p in parameters.items()})
     for name in flags.shapes:
         weight = parameters[name].detach()
-        flags.look(Shard.whole(name, weight.shape), weight.view(-1))
+        flags.add(Shard.whole(name, weight.shape), weight.view(-1))
     advance(engine, rank, DENSE_FROM - 1, DENSE_FROM)
     engine.module.zero_grad()
     engine.module(*batch(50, 0)).backward()
@@ -223,8 +223,8 @@ def moments_of_the_woken(rank, world, stage):
     finish = live.finish
 
     def noticed(updated):
-        if live.waking is not None:
-            places.update({name: live.starting(name) for name in live.waking.started})
+        if live.revival is not None:
+            places.update({name: live.starting(name) for name in live.revival.started})
         finish(updated)
 
     live.finish = noticed

@@ -151,7 +151,7 @@ def test_dead_units_of_what_is_exported_are_those_of_the_model_that_transformers
     lines = LineFlags(find_units(model)[0], {name: p.shape for name, p in parameters.items()})
     for name in lines.shapes:
         weight = parameters[name].detach()
-        lines.look(Shard.whole(name, weight.shape), weight.view(-1))
+        lines.add(Shard.whole(name, weight.shape), weight.view(-1))
     assert {kind: list(counts) for kind, counts in lines.tally().items()} == done.dead_units
     assert done.dead_units["mlp"][0] > 0 and {kind: n for kind, (_, n) in done.dead_units.items()} == {
         "mlp": 64, "value": 16, "query_key": 16,
