@@ -94,7 +94,7 @@ def check_kernels() -> list[Finding]:
 def check_attention(backend: str, where: str) -> Finding:
     """Compare attention in both patterns and directions, with heads that share their keys."""
     name, began = f"attention, {backend}", time.monotonic()
-    why_not = partial(attention_dispatch.why_not, backend, where, head_dim=32, dense=False)
+    why_not = partial(attention_dispatch.unsupported_reason, backend, where, head_dim=32, dense=False)
     able = [dtype for dtype in DTYPES if why_not(dtype) is None]
     if not able:
         return _unavailable(name, why_not(FLOAT32) or "", where, "attention is slower without it")

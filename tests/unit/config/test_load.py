@@ -79,7 +79,7 @@ def test_dense_short_needs_the_run_it_is_compared_with():
         load(MINIMAL, method="dense-short")
     with pytest.raises(ValueError, match="--match-flops C"):
         load({**MINIMAL, "mst": {"method": "dense-short"}})
-    with pytest.raises(ValueError, match="goes with method dense-short, not with rigl"):
+    with pytest.raises(ValueError, match="is for method dense-short, not for rigl"):
         load(MINIMAL, ["mst.like=c.json"], method="rigl")
     assert load(MINIMAL, ["mst.like=c.json"], method="dense-short").mst.sparsity.variation == "dense"
 
@@ -230,7 +230,7 @@ def test_mistakes_name_the_key_and_the_cure(raw, message):
         ('{"mst": {"seed": 1, "seed": 2}}', "c.json: the key 'seed' occurs twice in one object"),
         (None, "no such config file"),
         ("[" * 100_000, "not valid JSON: nested too deep"),
-        ('{"a": ' * 40 + "1" + "}" * 40, "nested more than 32 deep"),
+        ('{"a": ' * 40 + "1" + "}" * 40, "nested more than 32 levels"),
         ('{"model": {"n_layer": 1' + "0" * 5000 + "}}", "not valid JSON: .*digits"),
     ],
 )
