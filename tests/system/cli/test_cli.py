@@ -147,7 +147,7 @@ def test_it_runs_as_a_module_and_answers_machines(tmp_path):
         (["flops", "--config", "gpt2_small", "--method", "dense-short", "--like=nowhere"], "--match-flops"),
         (["bench", "step", "--config", "nowhere", "--micro", "1"], "--micro-batch-size"),
         (["bench", "observer", "--nonsense"], "logging_overhead"),
-        (["bench", "baselines", "--nonsense"], "baselines"),
+        (["bench", "rivals", "--nonsense"], "baselines"),
     ],
 )
 def test_old_names_work_with_a_warning(words, new, tmp_path, caplog):
