@@ -72,6 +72,16 @@ def renamed_arguments(**names: str) -> Callable[[Callable[..., Any]], Callable[.
     return decorate
 
 
+def renamed_attribute(old: str, new: str) -> property:
+    """Return a property that reads the attribute under its new name, with a warning."""
+
+    def read(owner: Any) -> Any:
+        _warn(f"{type(owner).__name__}.{old}", f"{type(owner).__name__}.{new}")
+        return getattr(owner, new)
+
+    return property(read)
+
+
 def renamed(module: str, name: str) -> Any:
     """Return what `name` of `module` is called now, with a warning.
 

@@ -38,6 +38,7 @@ from typing import Any, TypeVar
 import torch
 
 from mst_scale import zero_shards
+from mst_scale._deprecated import renamed_attribute
 from mst_scale.checkpoints import mask_files, model_config, warm_start
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm import SharedMistake, logger
@@ -239,6 +240,8 @@ class SparseTraining:
     def revived(self) -> Mapping[str, tuple[int, int]]:
         """(revived, all) units by kind, if the last step has revived any."""
         return self.topology.revived if self.masks_weights and self.changed_at == self.step else {}
+
+    woken = renamed_attribute("woken", "revived")
 
     @property
     def changes(self) -> Sequence[Change]:
