@@ -100,7 +100,7 @@ class Topology(Component):
         engine: Any,
         config: TopologyConfig,
         state: MaskState,
-        store: zero_shards.Shards,
+        store: zero_shards.Store,
         *,
         elements: Granularity,
         shapes: Mapping[str, Sequence[int]],
