@@ -311,7 +311,7 @@ def _put(shards: FlatPartitions | CutParameters, i: int, gradient: torch.Tensor,
         shards.zero.norm_for_param_grads[shards.zero.get_param_id(shards.parameters[i])] = norm
 
 
-def dense_store(engine: Any, parameters: dict[str, nn.Parameter]) -> DenseStore:
+def dense_store(engine: Any, parameters: dict[str, nn.Parameter]) -> Replicated | FlatPartitions | CutParameters:
     """Return the dense store of these parameters at the engine's ZeRO stage."""
     stage = engine.zero_optimization_stage()
     if stage == 0:
