@@ -27,6 +27,8 @@ from tests.support.launched import (
     wait_for_checkpoint,
 )
 
+pytestmark = pytest.mark.full
+
 
 def test_local_restarts_after_a_kill_and_finishes(tmp_path):
     """A rank is killed without a word; the launcher starts again from the newest checkpoint. Names are hostile."""
