@@ -165,7 +165,7 @@ def step_flops(
     *,
     gradient_density: Mapping[str, float] | None = None,
 ) -> Flops:
-    """Count the forward and backward passes of one sequence, 3 · forward. A batch costs `batch * step_flops(…)`.
+    """Count the forward and backward passes of one sequence (3 · forward), which a batch multiplies.
 
     Args:
         model: the model.

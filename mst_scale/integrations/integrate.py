@@ -196,9 +196,7 @@ def _print_usage_errors_in_one_line(integration: Integration) -> None:
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
         integration.failed = True
         if isinstance(error, UserError) and not hasattr(sys, "ps1"):
-            if isinstance(
-                sys.stderr, io.StringIO
-            ):  # torch's hook redirects stderr until ours returns, which it does not
+            if isinstance(sys.stderr, io.StringIO):  # torch's hook captures stderr until this one returns
                 sys.stderr = sys.__stderr__
             exits.end(error, alike=True)
         before(kind, error, trace)
