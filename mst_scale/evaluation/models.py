@@ -93,7 +93,7 @@ def open_model(
     try:
         store.locate(path)
     except UserError as error:
-        raise UserError(f"{error}; nor is it a model of transformers (no config.json with a model_type)") from None
+        raise UserError(f"{error}, and it is not a transformers model (no config.json with a model_type)") from None
     if (found := find_transformers(path, config)) is not None:
         return _trained_with_transformers(path, open_transformers(*found), tokenizer, device)
     return _ours(path, open_source(path, config), tokenizer, device)

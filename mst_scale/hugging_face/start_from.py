@@ -130,11 +130,11 @@ def _config(folder: Path) -> dict[str, Any]:
         raise
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
-            f"{folder} has no config.json of transformers with a model_type, and is no run: --init takes a GPT-2 or a "
-            "run's folder"
+            f"{folder} has no config.json of transformers with a model_type, and is not a run: --init requires a GPT-2 "
+            "or the folder of a run"
         ) from None
     if missing:
-        raise UserError(f"{path} does not say {missing[0]}: it is incomplete")
+        raise UserError(f"{path} is incomplete: it has no {missing[0]}")
     return dict(raw)
 
 
@@ -143,7 +143,7 @@ def read(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
 
     Raises:
         UserError: if they do not have the shape of `config`.
-        Damaged: if a file was cut short.
+        Damaged: if a file is truncated.
     """
     if _run(folder) is not None:
         return of_run(store.locate(folder), config)
@@ -152,9 +152,9 @@ def read(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
     return found
 
 
-@torch.no_grad()  # some files hold parameters, and what is read must not become a function of them
+@torch.no_grad()  # some files contain parameters, which must not be part of a graph
 def of_run(checkpoint: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Read the weights of a run's checkpoint; raises as `read` does."""
+    """Read the weights of a run's checkpoint; raises the same errors as `read`."""
     weights = multiplied_weights_of(checkpoint)
     found = {name: weights.read(name) for name in weights.shapes}
     _check_shapes(found, config, checkpoint)
@@ -168,7 +168,7 @@ def _check_shapes(found: dict[str, torch.Tensor], config: ModelConfig, folder: P
         if name not in found:
             raise UserError(f"{folder} has no weights of {name}: it is of another model")
         if (theirs := tuple(found[name].shape)) != shape:
-            raise UserError(f"{folder}: {name} has shape {theirs}, but its config.json says {shape}: take another copy")
+            raise UserError(f"{folder}: {name} has shape {theirs}, but according to its config.json {shape}")
 
 
 def _of_gpt2(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
@@ -180,7 +180,7 @@ def _of_gpt2(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
         try:
             state.update(load_file(path))
         except SafetensorError as error:
-            raise Damaged(f"{path} is damaged or cut short ({error})") from None
+            raise Damaged(f"{path} is damaged or truncated ({error})") from None
     try:
         return from_hugging_face(state, config)
     except UserError as error:

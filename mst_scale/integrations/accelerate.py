@@ -1,4 +1,4 @@
-"""Rejects several CPU processes under Accelerate, as soon as a program asks for them.
+"""Rejects several CPU processes under Accelerate, before it creates a process group.
 
 With DeepSpeed, Accelerate (and Trainer, which uses it) looks for the backend of an accelerator. On CPUs there is none,
 so each process assumes that it is the only one, and they all train on all of the data or deadlock.

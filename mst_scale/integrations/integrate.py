@@ -198,7 +198,7 @@ def _print_usage_errors_in_one_line(integration: Integration) -> None:
         if isinstance(error, UserError) and not hasattr(sys, "ps1"):
             if isinstance(sys.stderr, io.StringIO):  # torch's hook captures stderr until this one returns
                 sys.stderr = sys.__stderr__
-            exits.end(error, alike=True)
+            exits.end(error, on_all_ranks=True)
         before(kind, error, trace)
 
     sys.excepthook = hook

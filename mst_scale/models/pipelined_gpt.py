@@ -43,7 +43,7 @@ class TokenEmbedding(nn.Embedding):
         return self.head_product(x, self.weight)
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the module whose weight `head_product` multiplies with."""
+        """Return the module whose weight `head_product` multiplies by."""
         return self
 
 
@@ -84,7 +84,7 @@ class PipelinedGPT(PipelineModule):
         """The GPT's name of each parameter of this rank."""
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the module whose weight the head multiplies with, or None on a stage without it.
+        """Return the module whose weight the head multiplies by, or None on a stage without it.
 
         With a tied head, the first stage has it too, as the token embedding.
         """

@@ -178,7 +178,7 @@ def choose_adam(experiment: Experiment, is_new: bool, saved: str | None) -> Expe
 
 
 def leaves_adam_open(experiment: Experiment) -> bool:
-    """Return whether the config asks for Adam without choosing torch's or DeepSpeed's, where both can be used."""
+    """Return whether the config uses Adam without choosing torch's or DeepSpeed's, and both are possible."""
     config = experiment.deepspeed
     optimizer = config["optimizer"]
     is_adam = str(optimizer["type"]).lower() in ("adam", "adamw")
@@ -189,7 +189,7 @@ def leaves_adam_open(experiment: Experiment) -> bool:
 
 
 def validate_same_adam(saved: str | None, now: str, source: Path) -> None:
-    """Check that states of torch's Adam are not loaded into DeepSpeed's, or the reverse: their contents differ.
+    """Check that states of torch's Adam are not loaded into DeepSpeed's or vice versa, because they differ.
 
     Args:
         saved: the optimizer named in the checkpoint.
@@ -211,13 +211,13 @@ def validate_same_adam(saved: str | None, now: str, source: Path) -> None:
 
 
 def validate_monitors(config: dict[str, Any]) -> None:
-    """Check that the packages of all enabled monitors are installed, and make their folders.
+    """Check that the packages of all enabled monitors are installed, and create their folders.
 
     Only rank 0 uses the monitors; if one failed there, the other ranks would wait in DeepSpeed's collectives.
 
     Raises:
         UserError: if a package is missing.
-        OSError: if a folder cannot be made.
+        OSError: if a folder cannot be created.
     """
     for name, module in MONITORS.items():
         monitor = config.get(name, {})
@@ -247,7 +247,7 @@ def validate_memory(experiment: Experiment, ranks: int) -> None:
 
 
 def machine_memory() -> int:
-    """Return the bytes of memory of this machine, or what its container may use of them."""
+    """Return the memory of this machine in bytes, or the limit of its container."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit ("max")
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -52,7 +52,7 @@ class Observer:
     def __init__(
         self, engine: Any, experiment: Experiment, out: Path, ranks: Ranks, step: int, *, choose_targets: ChooseTargets
     ):
-        """`choose_targets` finds the matrices to look at in a run without masks; it may raise UserError."""
+        """Begin to observe; `choose_targets` finds the matrices of a run without masks, and may raise UserError."""
         self.engine, self.out, self.ranks = engine, out, ranks
         self.every = experiment.training.histogram_every
         self.schedule: Schedule = engine.mst.schedule
