@@ -34,7 +34,7 @@ class Masking(Component):
         self,
         engine: Any,
         state: MaskState,
-        store: zero_shards.Shards,
+        store: zero_shards.Store,
         topology: Topology,
         *,
         initial: str,

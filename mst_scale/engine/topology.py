@@ -39,7 +39,7 @@ class Granularity(Protocol):
         """Weights along a side of an element."""
 
     @property
-    def words(self) -> str:
+    def suffix(self) -> str:
         """Describe it in the run's first log line."""
 
     def grid_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ class Topology(Component):
         engine: Any,
         config: TopologyConfig,
         state: MaskState,
-        store: zero_shards.Shards,
+        store: zero_shards.Store,
         *,
         elements: Granularity,
         shapes: Mapping[str, Sequence[int]],

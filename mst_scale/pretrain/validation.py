@@ -46,7 +46,7 @@ def validate(experiment: Experiment, ranks: int, mesh: Mesh | None = None) -> No
         UserError: if the experiment cannot run on `ranks` processes of this machine.
     """
     validate_memory(experiment, ranks)
-    zero_shards.refuse_precision(precision_of(experiment.deepspeed))
+    zero_shards.check_precision(precision_of(experiment.deepspeed))
     validate_deepspeed_keys(without_sizes(experiment.deepspeed), mesh)
     validate_optimizer(experiment)
     validate_monitors(experiment.deepspeed)

@@ -46,7 +46,7 @@ ChooseTargets = Callable[[], dict[str, torch.nn.Parameter]]
 class Observer:
     """Observes the weights of one run. All methods are called on all ranks."""
 
-    shards: zero_shards.Shards
+    shards: zero_shards.Store
     exchange: Exchanges
 
     def __init__(
@@ -121,8 +121,8 @@ class Observer:
         moments = torch.zeros(len(slices), 2, dtype=torch.float64)
         largest = torch.zeros(len(slices), dtype=torch.float64)
         for i, part in enumerate(slices):
+            weight = self.shards.weight(i)  # on every rank: a compact store brings it together
             if part.length:
-                weight = self.shards.weight(i)
                 moments[i, 0] = weight.sum(dtype=torch.float64)
                 moments[i, 1] = torch.linalg.vector_norm(weight, dtype=torch.float64).square()
                 low, high = weight.aminmax()
@@ -165,8 +165,9 @@ class Observer:
         counts = torch.zeros(len(slices), BINS, dtype=torch.float64)
         for i in drawn:
             top = largest[slices[i].name] or 1.0
+            weight = self.shards.weight(i)
             if slices[i].length:
-                counts[i] = torch.histc(self.shards.weight(i), BINS, -top, top).double().cpu()
+                counts[i] = torch.histc(weight, BINS, -top, top).double().cpu()
         counts = self.exchange.sum(counts)
         found = {}
         for i in drawn:
