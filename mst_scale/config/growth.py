@@ -33,7 +33,7 @@ def smaller_model(run: str) -> ModelConfig:
     if not config.is_file():
         raise UserError(f"{OPTION} {run}: there is no {config}: {fix}")
     where, raw = read(config)
-    if "model" not in raw:  # of transformers, say
+    if "model" not in raw:  # for example a transformers model
         raise UserError(f"{OPTION} {run}: {where} has no model block: {fix}")
     return parse(ModelConfig, raw["model"], "model", where)
 

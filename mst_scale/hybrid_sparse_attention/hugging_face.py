@@ -135,9 +135,9 @@ def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
     q is (batch, heads, length, head_dim), k and v have as many heads or fewer; the result is (batch, length, heads, …).
     """
     for name in UNKNOWN:
-        asked = others.get(name)
-        if torch.is_tensor(asked) or asked:
-            raise UserError(f"{type(module).__name__} asks for {name}, which sparse attention does not support")
+        value = others.get(name)
+        if torch.is_tensor(value) or value:
+            raise UserError(f"{type(module).__name__} uses {name}, which sparse attention does not support")
     if not query.shape[1]:  # there are more ranks than heads
         return (query + key + value).transpose(1, 2), None
     pattern: Pattern = getattr(module, "mst_pattern", Pattern("dense"))

@@ -98,7 +98,7 @@ def test_shares_of_the_run_are_refused_for_sparse_training(tmp_path):
     assert run(tmp_path, "trunk", mst=MST) == (0, "")
     words = ["--branch-decay-from", f"{tmp_path / 'trunk'}:step00000008", "--steps", "20"]
     code, text = run(tmp_path, "out", *words, mst=MST)
-    assert code == 2 and "state mst.sparsity" in text and text.count("\n") <= 1
+    assert code == 2 and "set mst.sparsity" in text and text.count("\n") <= 1
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_a_schedule_that_begins_anew_at_a_share_of_the_run_is_refused(tmp_path):
 def test_phases_that_are_shares_of_the_run_are_refused(tmp_path):
     assert run(tmp_path, "out", mst=MST)[:2] == (0, "")
     code, text, (line, _) = *run(tmp_path, "out", "--steps", "20", mst=MST)[:2], run(tmp_path, "out", mst=MST)[2]
-    told = "state mst.sparsity, mst.topology.interval and mst.attention.dense_from in steps (integers)"
+    told = "set mst.sparsity, mst.topology.interval and mst.attention.dense_from in steps (integers)"
     assert code == 2 and told in text and text.count("\n") <= 1
     code, text, _ = run(tmp_path, "out", "--steps", "20", "--resume", "step00000012", mst=MST)
     assert code == 2 and told in text and "step -" not in text and text.count("\n") <= 1, "there is no step to name"

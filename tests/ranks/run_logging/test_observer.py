@@ -51,7 +51,7 @@ def look_and_gather(rank, world, stage, folder, method):
     observer = Observer(engine, experiment, Path(folder), ranks, step=0, choose_targets=targets)
     train(engine, rank, world, 24)
     before = [observer.shards.weight(i).clone() for i in range(3)]
-    seen = observer.look(24, "ultra")
+    seen = observer.snapshot(24, "ultra")
     assert all(torch.equal(a, observer.shards.weight(i)) for i, a in enumerate(before))
     histograms = observer._histograms({m.name: m.largest for m in seen.matrices})
     engine.save_checkpoint(folder, tag="saved")

@@ -341,7 +341,7 @@ def test_the_papers_rows():
 def test_the_papers_rows_stand_beside_models_of_its_table(context, vocab_size, parameters, expected):
     assert comparable(context, vocab_size, parameters) == expected
     tasks = {"lambada": {"metrics": {"token_acc": 0.6, "token_perplexity": 3.0}}}
-    assert ("OpenAI GPT-2" in table(tasks, beside_paper=expected)) == expected
+    assert ("OpenAI GPT-2" in table(tasks, with_paper=expected)) == expected
 
 
 def test_a_checkpoint_apart_from_its_run_is_read_with_its_config(run, data, tmp_path, capsys):

@@ -178,7 +178,7 @@ def test_the_model_card_has_the_runs_figures(tmp_path_factory, tmp_path):
     card = (tmp_path / "middle" / "README.md").read_text()
     row = tiny_run.rows(run)[3]
     assert "4 of 12" in card and f"{row['loss']:.4f}" in card and f"{last['val_loss']:.4f}" not in card
-    assert "strided, stride 8; here it is dense, which costs loss" in card
+    assert "strided, stride 8; dense in transformers" in card
 
 
 def test_a_model_of_sparse_attention_attends_as_it_was_trained(tmp_path_factory, tmp_path):

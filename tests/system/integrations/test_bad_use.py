@@ -65,7 +65,7 @@ def refusals(rank, world):
 EXPECTED = {
     "again": None,
     "again, otherwise": "call it once",
-    "two models": "integrate() makes one model sparse",
+    "two models": "integrate() supports one sparse model",
     "the same model": "SparseTraining",
     "one after the other": None,
     "no matrices": "no matrix that can become sparse",

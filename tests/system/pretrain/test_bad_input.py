@@ -403,7 +403,7 @@ def test_a_loss_that_stays_non_finite_stops_the_run_and_spares_the_checkpoint(tm
     argv = arguments(tmp_path, "--steps", "12", "--set", "training.stop_after_nonfinite=3")
     results = pool.run(poison, 2, argv, str(tmp_path / "out"))
     assert [code for code, _, _ in results] == [3, 3]
-    texts = [text for _, text, _ in results if "not a finite number in 3 steps in a row up to step 8" in text]
+    texts = [text for _, text, _ in results if "not finite in 3 consecutive steps up to step 8" in text]
     assert len(texts) == 1 and "Traceback" not in texts[0], results
     assert results[0][2] == ["step00000004"], "step 8 was not saved"
 

@@ -284,7 +284,7 @@ def test_another_schedule_is_refused_on_resume(tmp_path, undisturbed):
     shutil.copytree(undisturbed, tmp_path / "out")
     results = pool.run(attempt, 2, arguments(tmp_path, "out", "--steps", "24", mst=MST))
     assert [code for code, _ in results] == [2, 2]
-    assert sum("state mst.sparsity" in text for _, text in results) == 1
+    assert sum("set mst.sparsity" in text for _, text in results) == 1
 
 
 def test_a_damaged_checkpoint_named_by_hand_is_refused(tmp_path, undisturbed):

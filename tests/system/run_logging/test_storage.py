@@ -287,7 +287,7 @@ def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog)
 
 @pytest.fixture
 def two_machines(monkeypatch):
-    """Each has locks that the other does not see, and signs of life come quickly."""
+    """Each has locks that the other does not see, and heartbeats come quickly."""
     import fcntl
 
     monkeypatch.setattr(fcntl, "flock", lambda file, how: None)
@@ -317,7 +317,7 @@ def test_a_run_of_another_machine_is_noticed_without_a_shared_lock(tmp_path, two
 def test_the_folder_of_a_killed_run_of_another_machine_is_taken_over(tmp_path, two_machines):
     one, other = two_machines("one", tmp_path), two_machines("other", tmp_path)
     one.take(restarted=False)
-    one.over.set()  # no sign of life any more
+    one.over.set()  # no heartbeat any more
     one.beats.join()
     other.take(restarted=False)
     assert other._holder() == f"process {os.getpid()} on other"
@@ -330,7 +330,7 @@ def test_a_frozen_run_that_was_taken_over_ends_when_it_wakes_up(tmp_path, two_ma
     ended = []
     monkeypatch.setattr(comm, "end", lambda error: ended.append(error) or sys.exit())
     one, other = two_machines("one", tmp_path), two_machines("other", tmp_path)
-    monkeypatch.setattr(other, "_lives_elsewhere", lambda locked: False)
+    monkeypatch.setattr(other, "_runs_elsewhere", lambda locked: False)
     one.take(restarted=False)
     other.take(restarted=False)
     one.beats.join(10)

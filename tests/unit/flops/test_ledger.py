@@ -230,7 +230,7 @@ def test_dense_short_trains_as_many_dense_steps_as_the_flops_buy(tmp_path):
 def test_dense_short_of_dense_short_is_refused(tmp_path):
     path = tmp_path / "c.json"
     path.write_text(json.dumps({**RAW, "mst": {"method": "dense-short", "like": "x"}}))
-    with pytest.raises(ValueError, match="is a dense-short run itself"):
+    with pytest.raises(ValueError, match="is itself a dense-short run"):
         shortened(load(path, [f"mst.like={path}"]))
     with pytest.raises(ValueError, match=r"nope\.json: no such config file"):
         shortened(load(path, ["mst.like=nope.json"]))

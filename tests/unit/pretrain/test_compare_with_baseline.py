@@ -23,8 +23,8 @@ def test_a_whole_run_says_how_it_stands_to_the_recorded_one(tmp_path):
     weights = load(tmp_path / "config.json").model.weights
     recorded = {"flops": last["flops"] + 17 * 8 * weights, "val_loss": last["val_loss"] + 0.5, "spread": 0.1}
     assert told(tmp_path, "second", **recorded).endswith(
-        "as many FLOPs ({flops:.4g}): this run is 0.5000 better".format(**recorded)
+        "the same FLOPs ({flops:.4g}): this run is 0.5000 better".format(**recorded)
     )
     assert told(tmp_path, "third", **recorded, corpus="0b").endswith(
-        "this run read one without meta.json: not comparable"
+        "this run used one without meta.json: not comparable"
     )
