@@ -8,6 +8,7 @@ ranks      all ranks of a run: decide, fail and leave together
 mesh       pipeline, data, sequence and tensor parallelism
 exchange   the small all-reduces of masks; errors that all ranks raise together
 watchdog   names a rank that is gone or makes no progress, and ends the others
+own_loops  the watchdog and the timeout of programs with a training loop of their own
 parser     command lines whose errors are one line, on one rank
 """
 
