@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from mst_scale import zero_shards
-from mst_scale.comm import complete_environment, logger, speak, under_mpi
+from mst_scale.comm import complete_environment, logger, own_loops, speak, under_mpi
 from mst_scale.compiled.first_use import announced
 from mst_scale.config import RECIPES, Experiment, load, overridden_in_recipe, read, states
 from mst_scale.config.parallel import KEYS, check_pipeline, sizes_of
@@ -98,6 +99,7 @@ def initialize(
     zero_shards.hasten()
     if not torch.distributed.is_initialized() and not under_mpi():
         complete_environment()  # a free port for a script that no launcher started: DeepSpeed would always take 29500
+    own_loops.prepare()
     with announced(), zero_shards.asserted_of_cutting(model, sizes_of(experiment.deepspeed).tensor):
         engine, made, loader, scheduler = _deepspeeds_own(
             args,
@@ -111,6 +113,8 @@ def initialize(
     public: MST = training
     engine.mst = public
     zero_shards.install(engine, training)
+    latest, steps = weakref.ref(training), experiment.training.steps
+    own_loops.watch(lambda: (engine := latest()) is None or engine.step >= steps)
     training.begin()
     return engine, made, loader, scheduler
 
