@@ -132,7 +132,8 @@ def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
 ) -> tuple[torch.Tensor, None]:
     """Compute attention with the signature of transformers' attention interface.
 
-    `query` is (batch, heads, length, head_dim), `key` and `value` have as many heads or fewer; the result is (batch, length, heads, …).
+    `query` is (batch, heads, length, head_dim), `key` and `value` have as many heads or fewer; the result is (batch,
+    length, heads, …).
     """
     for name in UNKNOWN:
         given = others.get(name)
