@@ -180,14 +180,14 @@ class SparseTraining:
         masks, elements = self.state.masks, self.topology.elements
         full = full_after(under_way, self.state, self.topology.shapes)
         masked = {mask.name: mask.active / mask.numel for mask in masks if not mask.dense}
-        born = None
+        active = None
         if isinstance(elements, Channels):
             sparsity = self.schedule.at(under_way.step).sparsity
 
-            def born(units: Units) -> torch.Tensor:
-                return elements.alive(units, sparsity)
+            def active(units: Units) -> torch.Tensor:
+                return elements.active(units, sparsity)
 
-        self.units.plan_waking(under_way.step, full, masked, born)
+        self.units.plan_revival(under_way.step, full, masked, active)
 
     def begin(self) -> None:
         """Start all components, after every check has passed, and say in one line what was chosen."""

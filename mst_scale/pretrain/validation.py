@@ -22,11 +22,11 @@ import torch
 from pydantic import ValidationError
 
 from mst_scale import zero_shards
-from mst_scale.comm import Mesh, format_value, logger
+from mst_scale.comm import Mesh, logger
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.config.support import precision_of, stage_of
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "csv_monitor": None}
 # Parameters that DeepSpeed removes before it constructs an Adam.
