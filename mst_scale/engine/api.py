@@ -20,6 +20,7 @@ from mst_scale.compiled.first_use import announced
 from mst_scale.config import RECIPES, Experiment, load, overridden_in_recipe, read, states
 from mst_scale.config.parallel import KEYS, check_pipeline, sizes_of
 from mst_scale.config.support import check_supported, precision_of
+from mst_scale.engine.compaction import make_compact
 from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse_training import SparseTraining
 from mst_scale.engine.types import MST, Engine
@@ -100,12 +101,14 @@ def initialize(
     if not torch.distributed.is_initialized() and not under_mpi():
         complete_environment()  # a free port for a script that no launcher started: DeepSpeed would always take 29500
     own_loops.prepare()
+    parameters = model.parameters() if model_parameters is None else model_parameters
+    parameters = make_compact(model, experiment, optimizer, parameters, others)
     with announced(), zero_shards.asserted_of_cutting(model, sizes_of(experiment.deepspeed).tensor):
         engine, made, loader, scheduler = _deepspeeds_own(
             args,
             model,
             optimizer,
-            model.parameters() if model_parameters is None else model_parameters,
+            parameters,
             config=experiment.deepspeed,
             **others,
         )
