@@ -174,6 +174,3 @@ def check_pipeline(deepspeed: Mapping[str, Any]) -> None:
                 f"{key} does not work with a pipeline, as DeepSpeed starts the timer of the backward pass twice: leave "
                 "it out (each row of metrics.jsonl has step_ms)"
             )
-
-
-why_not_cut, refuse_untried = describe_conflict, check_parallel  # as mst_scale.plan and its tests call them
