@@ -90,7 +90,7 @@ def check_kernels() -> list[Finding]:
 def check_attention(backend: str, where: str) -> Finding:
     """Compare attention in both patterns and directions, with heads that share their keys."""
     name, began = f"attention, {backend}", time.monotonic()
-    reasons = {t: attention_dispatch.why_not(backend, where, t, head_dim=32, dense=False) for t in DTYPES}
+    reasons = {t: attention_dispatch.unsupported_reason(backend, where, t, head_dim=32, dense=False) for t in DTYPES}
     able = [dtype for dtype, reason in reasons.items() if reason is None]
     if not able:
         return _unavailable(name, reasons[FLOAT32] or "", where, "attention is slower without it")

@@ -242,7 +242,7 @@ def _warn(source: Source | TransformersSource, tokenizer_note: str, advice: str)
 
 @contextlib.contextmanager
 def _draft_of(out: Path) -> Iterator[Path]:
-    """A folder to write to; it becomes `out` at the end, and is removed if there is an error before."""
+    """Return a folder to write to; it becomes `out` at the end, and is removed if there is an error before."""
     draft = out.with_name(out.name + store.PARTIAL)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -336,7 +336,7 @@ class _Tensors:
             yield torch.zeros(numel)
         elif entry.ours in self.pruned or entry.transposed:
             matrix = self.pruned[entry.ours] if entry.ours in self.pruned else self.weights.read(entry.ours)
-            self.lines.look(Shard.whole(entry.ours, matrix.shape), matrix.view(-1))
+            self.lines.add(Shard.whole(entry.ours, matrix.shape), matrix.view(-1))
             if entry.transposed:
                 rows = max(1, PIECE // matrix.shape[0])
                 yield from (columns.t() for columns in matrix.split(rows, dim=1))
@@ -346,7 +346,7 @@ class _Tensors:
             start = entry.part * numel
             for piece in self.weights.spans(entry.ours, start, numel, PIECE):
                 shape = self.weights.shapes[entry.ours]
-                self.lines.look(Shard.of_range(entry.ours, shape, start, piece.numel()), piece)
+                self.lines.add(Shard.of_range(entry.ours, shape, start, piece.numel()), piece)
                 start += piece.numel()
                 yield piece
 
