@@ -18,6 +18,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ def run(rounds: int) -> list[Row]:
     import mst_scale
     from mst_scale import comm
     from mst_scale.config import ModelConfig, load
+    from mst_scale.engine.targets import choose_targets
     from mst_scale.models.gpt import GPT
     from mst_scale.run_logging.observer import Observer
 
@@ -47,7 +49,9 @@ def run(rounds: int) -> list[Row]:
     board = {"enabled": True, "output_path": str(folder), "job_name": ""}
     raw = config(MASKED_MODEL, 1, 1, training={"steps": 10**6}, mst=mst, tensorboard=board)
     engine = mst_scale.initialize(model=GPT(ModelConfig(**MASKED_MODEL)), config=raw)[0]
-    observer = Observer(engine, load(raw), folder, ranks, step=1)
+    experiment = load(raw)
+    targets = partial(choose_targets, engine.module, experiment.mst.targets)
+    observer = Observer(engine, experiment, folder, ranks, step=1, choose_targets=targets)
     tokens = torch.randint(50257, (1, 1024), generator=torch.Generator().manual_seed(1))
 
     def step() -> None:

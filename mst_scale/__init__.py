@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mst_scale.generation.generate import generate
     from mst_scale.hugging_face.merge_adapters import merge_adapters
     from mst_scale.integrations.integrate import integrate
-    from mst_scale.run_logging.recording import record
+    from mst_scale.integrations.recording import record
 
 __version__ = "0.2.0"
 __all__ = [
@@ -46,13 +46,13 @@ _WHERE = {
     "integrate": "integrations.integrate",
     "load_weights": "engine.load_weights",
     "merge_adapters": "hugging_face.merge_adapters",
-    "record": "runs.recording",
+    "record": "integrations.recording",
     "warm_start": "checkpoints.warm_start",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # DeepSpeed is imported when it is first needed: the command line and the attention kernels work without it.
+    # DeepSpeed is only imported when it is needed: the command line and the attention kernels work without it.
     if name in _WHERE:
         return getattr(importlib.import_module(f"mst_scale.{_WHERE[name]}"), name)
     raise AttributeError(f"module 'mst_scale' has no attribute {name!r}")

@@ -86,6 +86,9 @@ def write(
     metadata = {"format": FORMAT, "version": VERSION}
     metadata |= {key: json.dumps(value) for key, value in (("model", model), ("shapes", shapes), ("about", about))}
     save_file(parts, path, {**metadata, "sha256": _digest(metadata, parts)})
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)  # the library creates files that only their owner can read
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return path.stat().st_size

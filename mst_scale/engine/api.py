@@ -83,12 +83,12 @@ def initialize(
     _refuse_growth(configs[0], experiment)
     unread = _refuse_two_schedules(configs[0], experiment, others)
     notes = [*check_supported(experiment.deepspeed, experiment.mst), *unread]
-    zero_shards.refuse_precision(precision_of(experiment.deepspeed))
+    zero_shards.check_precision(precision_of(experiment.deepspeed))
     _refuse_unread_sizes(model, experiment, others)
     if isinstance(model, deepspeed.PipelineModule):
         check_pipeline(experiment.deepspeed)
     if not experiment.mst.stays_dense or experiment.mst.function is not None:
-        zero_shards.refuse_arguments(model, **others)
+        zero_shards.check_arguments(model, **others)
     speak()
     cut_sequences(model, **others)
     if not isinstance(configs[0], Experiment) and (changes := overridden_in_recipe(configs[0])):
@@ -134,7 +134,7 @@ def _refuse_unread_sizes(model: torch.nn.Module, experiment: Experiment, others:
             "that parts of sequences would be reduced wrongly: leave mpu out, or cut the GPT of mst_scale"
         )
     if sizes.tensor > 1:
-        zero_shards.refuse_to_cut(model, experiment.deepspeed, sizes.tensor)
+        zero_shards.check_cuttable(model, experiment.deepspeed, sizes.tensor)
     if sizes.pipeline > 1 and not isinstance(model, deepspeed.PipelineModule):
         raise UserError(
             f"{KEYS['pipeline']} = {sizes.pipeline} and a model that is no PipelineModule: give one, as "

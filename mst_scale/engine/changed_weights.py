@@ -30,7 +30,7 @@ FIX = "change weights with mst_scale.load_weights(engine, state_dict), which wri
 class ChangedWeights(Component):
     """Watches the parameters of one engine on this rank."""
 
-    def __init__(self, engine: Any, state: MaskState, store: zero_shards.Shards):
+    def __init__(self, engine: Any, state: MaskState, store: zero_shards.Store):
         self.engine, self.masks, self.store, self.everyone = engine, list(state.masks), store, state.everyone
         everything = dict(zero_shards.named_parameters(engine.module))
         self.trained = {name: (p, p.requires_grad) for name, p in everything.items()}

@@ -38,6 +38,7 @@ from typing import Any, TypeVar
 import torch
 
 from mst_scale import zero_shards
+from mst_scale._deprecated import renamed_attribute
 from mst_scale.checkpoints import mask_files, model_config, warm_start
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm import SharedMistake, logger
@@ -115,7 +116,7 @@ class SparseTraining:
                 "none: choose AdamW, or another policy"
             )
         targets = choose_targets(engine.module, mst.targets, frozen=mst.masks is not None)
-        zero_shards.refuse_unoptimized(engine, {name: p for name, p in targets.items() if p.requires_grad})
+        zero_shards.check_optimized(engine, {name: p for name, p in targets.items() if p.requires_grad})
         self.store = zero_shards.shards_of(engine, targets)
         groups = zero_shards.groups_of(engine)
         named, of_checks = zero_shards.NamedCollectives("mst"), zero_shards.NamedCollectives("mst_drift")
@@ -174,14 +175,14 @@ class SparseTraining:
         masks, elements = self.state.masks, self.topology.elements
         full = full_after(under_way, self.state, self.topology.shapes)
         masked = {mask.name: mask.active / mask.numel for mask in masks if not mask.dense}
-        born = None
+        active = None
         if isinstance(elements, Channels):
             sparsity = self.schedule.at(under_way.step).sparsity
 
-            def born(units: Units) -> torch.Tensor:
-                return elements.alive(units, sparsity)
+            def active(units: Units) -> torch.Tensor:
+                return elements.active(units, sparsity)
 
-        self.units.plan_waking(under_way.step, full, masked, born)
+        self.units.plan_revival(under_way.step, full, masked, active)
 
     def begin(self) -> None:
         """Start all components, after every check has passed, and say in one line what was chosen."""
@@ -239,6 +240,8 @@ class SparseTraining:
     def revived(self) -> Mapping[str, tuple[int, int]]:
         """(revived, all) units by kind, if the last step has revived any."""
         return self.topology.revived if self.masks_weights and self.changed_at == self.step else {}
+
+    woken = renamed_attribute("woken", "revived")
 
     @property
     def changes(self) -> Sequence[Change]:

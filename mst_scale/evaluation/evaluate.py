@@ -163,7 +163,7 @@ def _partial_of(out: Path) -> Path:
 
 
 def _finished(out: Path, wanted: Result) -> dict[str, Any]:
-    """The tasks that are finished already, of the same model with the same settings."""
+    """Return the tasks that are finished already, of the same model with the same settings."""
     tasks: dict[str, Any] = {}
     if wanted["digest"] is None:
         return tasks
@@ -190,12 +190,12 @@ def _kept_of(out: Path, result: Result) -> Path:
 
 
 def _key(result: Result) -> str:
-    """What results in one file must have in common."""
+    """Return what results in one file must have in common."""
     return json.dumps([result[name] for name in ("digest", "step", "tokenizer", "settings")], sort_keys=True)
 
 
 def _read(path: Path) -> Result | None:
-    """The results in a file; None if it holds none: it is then overwritten."""
+    """Return the results in a file; None if it holds none: it is then overwritten."""
     try:
         found = json.loads(path.read_text())
         _key(found)

@@ -266,7 +266,7 @@ def _last_word(task: Task) -> dict[str, Any]:
 
 
 def _split(doc: Doc) -> tuple[str, str]:
-    """A passage before its last word, and that word."""
+    """Return a passage before its last word, and that word."""
     before, _, word = doc["text"].strip().rpartition(" ")
     return before, word
 

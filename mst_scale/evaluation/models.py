@@ -228,7 +228,11 @@ def _context_of(name: str, config: Any) -> int:
 
 @torch.no_grad()
 def _causal_logits(name: str, model: Any, device: torch.device) -> Logits:
-    """The logits of a transformers model; an error for a BERT, which would see the tokens that it is to predict."""
+    """Return a function that computes the logits of a transformers model.
+
+    Raises:
+        UserError: if attention is not causal (as in BERT), because the model would see the tokens to predict.
+    """
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = model(ids).logits
@@ -241,7 +245,7 @@ def _causal_logits(name: str, model: Any, device: torch.device) -> Logits:
 
 
 def _text_of(name: str, tokenizer: str | None, about: dict[str, Any], vocab_size: int) -> Text:
-    """The tokenizer asked for, or that of the export (`about`), or, if that is not available, the files'."""
+    """Return the tokenizer asked for, or that of the export (`about`), or, if that is not available, the files'."""
     before = trained_with(about["tokenizer"], about.get("tokenizer_identity")) if about.get("tokenizer") else None
     named = chosen(tokenizer, before, name)
     if named is not None and (tokenizer is not None or not is_missing(named.name)):
@@ -257,7 +261,7 @@ def _text_of(name: str, tokenizer: str | None, about: dict[str, Any], vocab_size
 
 
 def _their_text(name: str, vocab_size: int) -> Text:
-    """The tokenizer that transformers finds next to the model."""
+    """Return the tokenizer that transformers finds next to the model."""
     from transformers import AutoTokenizer
 
     try:
@@ -278,7 +282,7 @@ def _their_text(name: str, vocab_size: int) -> Text:
 
 
 def _digest(folder: Path) -> str:
-    """A digest of names, sizes and times of a model's files; their content may be gigabytes."""
+    """Return a digest of names, sizes and times of a model's files; their content may be gigabytes."""
     files = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin") or p.name == "config.json")
     facts = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

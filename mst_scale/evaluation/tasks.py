@@ -158,7 +158,7 @@ def _text(path: Path) -> str:
 
 
 def _read_lines(path: Path, fields: Mapping[str, type]) -> list[Doc]:
-    """The objects of a .jsonl file, with these fields; an error names the line."""
+    """Return the objects of a .jsonl file, with these fields; an error names the line."""
     rows = []
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():

@@ -161,7 +161,7 @@ class Forecast:
         return self.dense[accounting].total / self.mean[accounting].total
 
     def dense_steps(self, accounting: str = "paper") -> float:
-        """The number of dense steps, of the same model and batch, that cost as much as the whole run."""
+        """Return the number of dense steps, of the same model and batch, that cost as much as the whole run."""
         return self.steps / self.reduction(accounting)
 
 
@@ -208,7 +208,7 @@ def tiny_flops(experiment: Experiment, ranks: int = 1) -> Both:
 
 
 def _dense(model: ModelConfig, experiment: Experiment, ranks: int) -> Both:
-    """A dense step of a model with this experiment's optimizer and batch."""
+    """Return a dense step of a model with this experiment's optimizer and batch."""
     whole = optimizer_flops(model, experiment.deepspeed)
     optimizer = Flops(optimizer=whole / global_batch(experiment.deepspeed, ranks) if whole else 0.0)
     return {a: dense_step_flops(model, a) + optimizer for a in ACCOUNTINGS}

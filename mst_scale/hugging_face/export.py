@@ -355,7 +355,7 @@ class _Tensors:
             yield torch.zeros(numel)
         elif entry.ours in self.pruned or entry.transposed or self._is_narrow(entry.ours):
             matrix = self._matrix(entry.ours)
-            self.lines.look(Shard.whole(entry.ours, matrix.shape), matrix.view(-1))
+            self.lines.add(Shard.whole(entry.ours, matrix.shape), matrix.view(-1))
             if self.neurons is not None:
                 matrix = self.neurons.cut(entry.ours, matrix)
             if entry.transposed:
@@ -367,7 +367,7 @@ class _Tensors:
             start = entry.part * numel
             for piece in self.weights.spans(entry.ours, start, numel, PIECE):
                 shape = self.weights.shapes[entry.ours]
-                self.lines.look(Shard.of_range(entry.ours, shape, start, piece.numel()), piece)
+                self.lines.add(Shard.of_range(entry.ours, shape, start, piece.numel()), piece)
                 start += piece.numel()
                 yield piece
 

@@ -65,7 +65,7 @@ def merge_adapters(model: Any, masks: Mapping[str, torch.Tensor] | str | Path | 
 
 
 def _zeros_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The active weights of the base's matrices that have zeros, by their names after merging."""
+    """Return the active weights of the base's matrices that have zeros, by their names after merging."""
     if any(getattr(m, "merged", False) is True for m in model.modules() if hasattr(m, "adapter_layer_names")):
         raise UserError(
             "merge_adapters: the adapters are merged already, and the zeros of the base are gone: call "

@@ -87,7 +87,7 @@ def _card(front: list[str], title: str, rows: list[tuple[str, str]], text: list[
 def _trained(
     experiment: Experiment | None, run: Path | None, exported: dict[str, Any], pattern: Pattern
 ) -> list[tuple[str, str]]:
-    """The rows that do not depend on the architecture."""
+    """Return the rows that do not depend on the architecture."""
     table: list[tuple[str, str]] = []
     step = exported["step"]
     last: dict[str, Any] = {}

@@ -35,7 +35,7 @@ PIECE = 1 << 20  # values at a time of what is copied unchanged: 4 MiB
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its class: transformers raises errors of many kinds."""
+    """Return the first line of an error's message, or its class: transformers raises errors of many kinds."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
@@ -114,7 +114,7 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
 
 
 def _masks_head(checkpoint: Path) -> dict[str, Any]:
-    """The header of the masks, for a checkpoint of a user's loop, which has no manifest; empty if there are none."""
+    """Return the header of the masks of a checkpoint without a manifest (from a custom loop); empty if it has none."""
     path = mask_files.file_of(checkpoint, 0)
     return mask_files.read(path)[0] if path.is_file() else {}
 
@@ -292,7 +292,7 @@ def open_transformers(checkpoint: Path, config_file: Path) -> TransformersSource
 
 
 def _experiment(run: Path) -> Experiment | None:
-    """What run.json says of the training; None if this version cannot read it."""
+    """Return what run.json says of the training; None if this version cannot read it."""
     config = run_file.read(run / "run.json").get("config")
     try:
         return load(config) if isinstance(config, dict) else None

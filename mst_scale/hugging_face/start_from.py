@@ -109,7 +109,7 @@ def model_keys(folder: Path) -> dict[str, Any]:
 
 
 def _run(folder: Path) -> dict[str, Any] | None:
-    """The model block of a run; None if the folder is not one."""
+    """Return the model block of a run; None if the folder is not one."""
     try:
         raw = json.loads((folder / "config.json").read_text())
         return dict(read_config(raw)[1]["model"]) if (folder / "checkpoints").is_dir() else None

@@ -4,5 +4,6 @@ integrate    `mst_scale.integrate()`: `deepspeed.initialize`, whoever calls it, 
 length       finds the number of steps of the run
 accelerate   Accelerate: rejects several CPU processes, which it does not support with DeepSpeed
 trainer      transformers' Trainer: reads the number of steps, logs sparsity and FLOPs, records for `mst report`
+recording    records an engine that trains in a custom loop, so that `mst report` works for it
 on_import    calls a function when a module is imported
 """

@@ -26,7 +26,7 @@ from mst_scale.errors import UserError
 from mst_scale.integrations import accelerate
 from mst_scale.integrations.length import with_length
 from mst_scale.integrations.on_import import when_imported
-from mst_scale.run_logging.recording import Recording
+from mst_scale.integrations.recording import Recording
 
 
 class Integration:

@@ -96,7 +96,7 @@ def _keep(weight: torch.Tensor, cut: Cut, drawn: torch.Tensor, start: int) -> No
 
 
 def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[Range, Range]]:
-    """A range of a flattened matrix as (rows, columns): the end of a row, whole rows, the start of a row."""
+    """Return a range of a flattened matrix as (rows, columns): the end of a row, whole rows, the start of a row."""
     while start < stop:
         row, column = divmod(start, width)
         whole = (stop - start) // width if column == 0 else 0

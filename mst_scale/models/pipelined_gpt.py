@@ -116,7 +116,7 @@ def _layers(config: ModelConfig, tensor: TensorGroup | None) -> list[LayerSpec]:
 
 
 def _agreed(seed: int) -> int:
-    """The seed of the first rank, since a stage cannot notice that the others have drawn another one."""
+    """Return the seed of the first rank, since a stage cannot notice that the others have drawn another one."""
     box = [seed]
     dist.broadcast_object_list(box, src=0)
     return box[0]

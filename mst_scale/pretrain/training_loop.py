@@ -25,6 +25,7 @@ from mst_scale.config.check import peak_learning_rate
 from mst_scale.config.parallel import sizes_of
 from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units import format_counts
+from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import DivergedError
 from mst_scale.flops.budgets import shortened
 from mst_scale.flops.ledger import uncounted_flops
@@ -81,7 +82,10 @@ class Run:
         self.spikes = Spikes(self.training.spike, prepared.progress.losses)
         self.skipped = list(prepared.progress.skipped)  # batches left out by rollbacks
         self.votes = comm.Votes(self.ranks)
-        self.observer = Observer(self.engine, self.experiment, self.out, self.ranks, self.step)
+        self.observer = Observer(
+            self.engine, self.experiment, self.out, self.ranks, self.step,
+            choose_targets=lambda: choose_targets(self.engine.module, self.experiment.mst.targets),
+        )  # fmt: skip
         self.record = Record(
             self.out,
             self.training.steps,

@@ -22,11 +22,11 @@ import torch
 from pydantic import ValidationError
 
 from mst_scale import zero_shards
-from mst_scale.comm import Mesh, format_value, logger
+from mst_scale.comm import Mesh, logger
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.config.support import precision_of, stage_of
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "csv_monitor": None}
 # Parameters that DeepSpeed removes before it constructs an Adam.
@@ -46,7 +46,7 @@ def validate(experiment: Experiment, ranks: int, mesh: Mesh | None = None) -> No
         UserError: if the experiment cannot run on `ranks` processes of this machine.
     """
     validate_memory(experiment, ranks)
-    zero_shards.refuse_precision(precision_of(experiment.deepspeed))
+    zero_shards.check_precision(precision_of(experiment.deepspeed))
     validate_deepspeed_keys(without_sizes(experiment.deepspeed), mesh)
     validate_optimizer(experiment)
     validate_monitors(experiment.deepspeed)

@@ -58,7 +58,7 @@ class Amount:
 
     @classmethod
     def of(cls, pattern: NM) -> Amount:
-        """The amount that a pattern removes."""
+        """Return the amount that a pattern removes."""
         return cls(pattern.share, pattern)
 
     def among(self, count: int) -> int:

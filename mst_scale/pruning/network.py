@@ -109,7 +109,7 @@ def _each(block: nn.Module, hidden: Sequence[Tensor]) -> list[Tensor]:
 def _summed(
     layers: Mapping[str, nn.Linear], of_inputs: Callable[[Tensor], Tensor], run: Callable[[], object]
 ) -> dict[str, Tensor]:
-    """The sums, in float64, over the inputs of these layers while `run` runs; a layer without inputs has none."""
+    """Sum `of_inputs` in float64 over the inputs that these layers receive in `run`; skip layers without inputs."""
     sums: dict[str, Tensor] = {}
 
     def see(name: str, layer: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -131,7 +131,7 @@ class _Reached(Exception):
 
 
 def _entering(block: nn.Module, model: nn.Module, tokens: Tensor) -> Tensor:
-    """The hidden states that a model's first block receives."""
+    """Return the hidden states that a model's first block receives."""
     caught: list[Tensor] = []
 
     def catch(_: nn.Module, given: tuple[Any, ...]) -> None:

@@ -64,7 +64,7 @@ def prune(weight: Tensor, inputs: Tensor | None, amount: Amount, block: int = BL
 
 
 def _block(values: Tensor, zeros: Tensor, u: Tensor, ease: Tensor, amount: Amount) -> tuple[Tensor, Tensor]:
-    """The new weights of a block of columns, and the errors that the columns behind compensate.
+    """Return the new weights of a block of columns, and the errors that the columns behind compensate.
 
     A weight's score is (w / ease)²; `ease` of a column says how well others compensate for it: U_cc, or infinity.
     """

@@ -2,7 +2,6 @@
 
 metrics     metrics.jsonl, one row per logged step; a full disk does not end a run
 record      rows into metrics.jsonl, TensorBoard and the progress line; the table at the end, compared with a baseline
-recording   records an engine in a custom loop
 progress    the parts of a start, the progress line, and whether sparse steps are faster than dense ones here
 observer    observes weights and masks during training: histograms, pictures, snapshots
 snapshots   small pictures of weights at the ends of phases

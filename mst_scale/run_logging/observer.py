@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.comm import Ranks, logger
 from mst_scale.comm.exchange import Exchanges, Stages
 from mst_scale.config import Experiment
-from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.masks import assemble
@@ -40,13 +40,19 @@ EMBEDDINGS = ("wte.", "wpe.", "embeddings.")  # of a dense run, whose checkpoint
 BINS = 65  # odd: zeros fall into the middle bin, from which inactive weights are subtracted
 
 
+ChooseTargets = Callable[[], dict[str, torch.nn.Parameter]]
+
+
 class Observer:
     """Observes the weights of one run. All methods are called on all ranks."""
 
-    shards: zero_shards.Shards
+    shards: zero_shards.Store
     exchange: Exchanges
 
-    def __init__(self, engine: Any, experiment: Experiment, out: Path, ranks: Ranks, step: int):
+    def __init__(
+        self, engine: Any, experiment: Experiment, out: Path, ranks: Ranks, step: int, *, choose_targets: ChooseTargets
+    ):
+        """`choose_targets` finds the matrices to look at in a run without masks; it may raise UserError."""
         self.engine, self.out, self.ranks = engine, out, ranks
         self.every = experiment.training.histogram_every
         self.schedule: Schedule = engine.mst.schedule
@@ -57,18 +63,18 @@ class Observer:
         named = zero_shards.named_parameters(engine.module)
         sizes = self.stages.joined({name: math.prod(zero_shards.shape_of(p)) for name, p in named})
         self.parameters = sum(sizes.values())
-        self.enabled = self._find_shards(experiment)
+        self.enabled = self._find_shards(choose_targets)
         self.rewind(step)
         if step == 0 and self.enabled:
             self._keep(0)
 
-    def _find_shards(self, experiment: Experiment) -> bool:
+    def _find_shards(self, choose_targets: ChooseTargets) -> bool:
         mst = self.engine.mst
         if mst.masks_weights:
             self.shards, self.exchange = mst.store, mst.state.exchange
             return True
         try:
-            self.shards = zero_shards.shards_of(self.engine, choose_targets(self.engine.module, experiment.mst.targets))
+            self.shards = zero_shards.shards_of(self.engine, choose_targets())
         except UserError as error:
             logger.info("no snapshots of weights are kept: %s", error)
             return False
@@ -115,8 +121,8 @@ class Observer:
         moments = torch.zeros(len(slices), 2, dtype=torch.float64)
         largest = torch.zeros(len(slices), dtype=torch.float64)
         for i, part in enumerate(slices):
+            weight = self.shards.weight(i)  # on every rank: a compact store brings it together
             if part.length:
-                weight = self.shards.weight(i)
                 moments[i, 0] = weight.sum(dtype=torch.float64)
                 moments[i, 1] = torch.linalg.vector_norm(weight, dtype=torch.float64).square()
                 low, high = weight.aminmax()
@@ -159,8 +165,9 @@ class Observer:
         counts = torch.zeros(len(slices), BINS, dtype=torch.float64)
         for i in drawn:
             top = largest[slices[i].name] or 1.0
+            weight = self.shards.weight(i)
             if slices[i].length:
-                counts[i] = torch.histc(self.shards.weight(i), BINS, -top, top).double().cpu()
+                counts[i] = torch.histc(weight, BINS, -top, top).double().cpu()
         counts = self.exchange.sum(counts)
         found = {}
         for i in drawn:

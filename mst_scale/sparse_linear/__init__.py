@@ -2,6 +2,7 @@
 
 config           the block `mst.compute` of a config
 definition       what a sparse linear layer computes, in plain torch
+compact          layers of which only the active weights exist
 layers           a model's sparse layers, and the masks that they follow
 dispatch         which backend computes a layer
 crossovers       the sparsity from which a backend is faster than a dense product: lookup

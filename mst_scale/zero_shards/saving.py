@@ -15,9 +15,10 @@ import torch
 from mst_scale.errors import UserError
 from mst_scale.latest import tag_in
 from mst_scale.zero_shards import safe_load
+from mst_scale.zero_shards.dense_store import dense_store
 from mst_scale.zero_shards.logical import named_parameters, shape_of
 from mst_scale.zero_shards.other_layout import copy_of, explained
-from mst_scale.zero_shards.slices import laid_out, put_reads
+from mst_scale.zero_shards.put_weights import put_reads
 from mst_scale.zero_shards.step import base_optimizer
 
 
@@ -211,7 +212,7 @@ def _load_universal(engine: Any, folder: Path, buffers: dict[str, torch.Tensor])
         )
     parameters = {name: p for name, p in named_parameters(engine.module) if p.requires_grad}
     _refuse_other_shapes(folder, {name: shape_of(p) for name, p in parameters.items()}, index[FP32].shapes)
-    shards, step = laid_out(engine, parameters), _step(folder / "zero", common)
+    shards, step = dense_store(engine, parameters), _step(folder / "zero", common)
     for i, (name, parameter) in enumerate(parameters.items()):
         owner = shards.owner(i)
         state = optimizer.state[owner]

@@ -50,7 +50,7 @@ def optimized(engine: Any) -> set[int]:
     return {id(p) for group in groups for p in group} | empty
 
 
-def refuse_unoptimized(engine: Any, targets: dict[str, torch.nn.Parameter]) -> None:
+def check_optimized(engine: Any, targets: dict[str, torch.nn.Parameter]) -> None:
     """Every target is in a group of the optimizer: what no update reaches could not follow its mask."""
     updated = optimized(engine)
     left_out = [name for name, p in targets.items() if id(p) not in updated]

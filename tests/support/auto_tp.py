@@ -188,7 +188,7 @@ def trained(rank: int, world: int, cut: Cut, recipe: Recipe, kills: bool = False
         "changes": [],
         "digests": [],
         "dead": [],
-        "woken": [],
+        "revived": [],
     }
     with started(cut, recipe) as engine:
         if kills:
@@ -205,7 +205,7 @@ def trained(rank: int, world: int, cut: Cut, recipe: Recipe, kills: bool = False
                     [(c.name, c.before, c.active, c.pruned, c.grown, c.regrown) for c in engine.mst.changes]
                 )
                 found["dead"].append(engine.mst.dead_units())
-                found["woken"].append(engine.mst.revived)
+                found["revived"].append(engine.mst.revived)
         found["sparsity"], found["densities"] = engine.mst.sparsity, engine.mst.densities()
         found["masters"] = masters(engine)
     return found

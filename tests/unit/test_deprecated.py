@@ -31,3 +31,18 @@ def test_every_moved_module_can_be_imported(old):
 def test_every_renamed_name_is_found(module, name):
     with pytest.warns(DeprecationWarning):
         assert _deprecated.renamed(module, name) is not None
+
+
+def test_an_argument_and_an_attribute_keep_their_old_names():
+    @_deprecated.renamed_arguments(anew="weights_only")
+    def start(*, weights_only: bool = False) -> bool:
+        return weights_only
+
+    class Run:
+        revived = 3
+        woken = _deprecated.renamed_attribute("woken", "revived")
+
+    with pytest.warns(DeprecationWarning, match="weights_only"):
+        assert start(anew=True)
+    with pytest.warns(DeprecationWarning, match="Run.revived"):
+        assert Run().woken == 3

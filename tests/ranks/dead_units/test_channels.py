@@ -24,6 +24,8 @@ from tests.support.layouts import Layout, Recipe
 from tests.support.toy_engine import full, shas
 from tests.support.toys import deepspeed_config
 
+pytestmark = pytest.mark.full
+
 STEPS = 12
 CHANNELS = {
     "sparsity": {"max": 0.75, "warmup": 0, "ultra": 4, "restore": 6, "stages": 3, "distribution": "uniform"},
@@ -66,13 +68,13 @@ def test_as_many_live_in_every_head_and_those_of_a_sparser_model_among_them():
     for some in units:
         before = torch.zeros(some.count, dtype=torch.bool)
         for sparsity in (0.99, 0.8, 0.5, 0.3, 0.0):
-            alive = channels.alive(some, sparsity)
+            alive = channels.active(some, sparsity)
             size = some.count // some.groups
             kept = max(1, math.floor((1 - sparsity) * size + 0.5))
             assert alive.view(some.groups, size).sum(1).tolist() == [kept] * some.groups
             assert not (before & ~alive).any()
             before = alive
-    one, other = (channels.alive(some, 0.5) for some in units if some.kind == "mlp")
+    one, other = (channels.active(some, 0.5) for some in units if some.kind == "mlp")
     assert not torch.equal(one, other), "each layer has its own"
 
 
@@ -82,7 +84,7 @@ def test_of_many_units_as_many_eights_live_as_tensor_cores_take():
     channels = Channels(units, [name for some in units for name in some.matrices], 3, lambda step: 0.0, lambda: 0)
     for sparsity, of_head, of_mlp in ((0.99, 8, 8), (0.8, 16, 104), (0.5, 32, 256), (0.0, 64, 512)):
         for some in units:
-            alive = channels.alive(some, sparsity).view(some.groups, -1).sum(1)
+            alive = channels.active(some, sparsity).view(some.groups, -1).sum(1)
             assert set(alive.tolist()) == {of_mlp if some.kind == "mlp" else of_head}
 
 

@@ -20,6 +20,8 @@ from tests.support.toy_engine import STAGES, full, mst_config
 from tests.support.toys import deepspeed_config, toy
 from tests.support.whole_runs import MST, arguments, attempt
 
+pytestmark = pytest.mark.full
+
 STEPS, DENSE_FROM = 10, 8
 DEAD = {"mlp": (6, 74), "value": (6, 30), "query_key": (6, 30)}  # at the start
 CONTEXT, VOCAB = 6, 19
@@ -195,7 +197,7 @@ def gradients_of_the_dead(rank, world, wake):
     flags = LineFlags(units, {name: p.shape for name, p in parameters.items()})
     for name in flags.shapes:
         weight = parameters[name].detach()
-        flags.look(Shard.whole(name, weight.shape), weight.view(-1))
+        flags.add(Shard.whole(name, weight.shape), weight.view(-1))
     advance(engine, rank, DENSE_FROM - 1, DENSE_FROM)
     engine.module.zero_grad()
     engine.module(*batch(50, 0)).backward()
@@ -223,8 +225,8 @@ def moments_of_the_woken(rank, world, stage):
     finish = live.finish
 
     def noticed(updated):
-        if live.waking is not None:
-            places.update({name: live.starting(name) for name in live.waking.started})
+        if live.revival is not None:
+            places.update({name: live.starting(name) for name in live.revival.started})
         finish(updated)
 
     live.finish = noticed

@@ -18,6 +18,8 @@ from tests.support.auto_tp import Cut, Recipe, config, forget_groups, llama, mas
 from tests.support.layouts import whole_masks
 from tests.support.pool import run
 
+pytestmark = pytest.mark.full
+
 GIVEN: dict[str, Any] = {  # a norm's last bit is of its order of sums
     "given_gradients": True,
     "deepspeed": {"gradient_clipping": 0.0},
@@ -25,7 +27,7 @@ GIVEN: dict[str, Any] = {  # a norm's last bit is of its order of sums
 UNEVEN = {"hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 3}
 ONE_KEY_HEAD = {"num_attention_heads": 2, "num_key_value_heads": 1}
 TWO = Cut(2, 1, 1)
-EXACT = ("masks", "digests", "changes", "sparsity", "densities", "dead", "woken")
+EXACT = ("masks", "digests", "changes", "sparsity", "densities", "dead", "revived")
 _alone: dict[str, dict] = {}
 
 
@@ -96,7 +98,7 @@ def test_dead_units_are_counted_and_woken_alike(stage: int):
     how = Recipe(**GIVEN, steps=13, mst={"topology": {"interval": 1}})
     one = alone(how, True)
     assert one["dead"][0]["mlp"][0] >= 3 and one["dead"][0]["value"][0] >= 2
-    assert one["woken"][-1] and not any(count for count, _ in one["dead"][-1].values())
+    assert one["revived"][-1] and not any(count for count, _ in one["dead"][-1].values())
     compare(Cut(2, 1, stage), how, True)
 
 

@@ -25,6 +25,8 @@ from tests.support import pool, tiny_run
 from tests.support.toys import toy
 from tests.support.whole_runs import arguments, attempt, weights, without_times
 
+pytestmark = pytest.mark.full
+
 SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "seq_length": tiny_run.CONTEXT, "vocab_size": 64}
 DEEP = {**SMALL, "n_layer": 3}
 WIDE = {**SMALL, "n_layer": 2, "n_embd": 32, "n_head": 4}
@@ -204,7 +206,7 @@ def test_flops_are_told_beforehand(tmp_path, small, capsys):
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (["--method", "rigl"], "mst.grow_from goes with methods ligo and stack, not with rigl: leave it out"),
+        (["--method", "rigl"], "mst.grow_from is for methods ligo and stack, not for rigl: leave it out"),
         (["--init", "gpt2"], "leave out --init"),
         (["--from", "nowhere"], "--from nowhere: there is no nowhere/config.json: give the folder of a run"),
         (["--from", "{corpus}"], "there is no {corpus}/config.json"),

@@ -1,6 +1,7 @@
 """What the observer sees of sharded weights is what they are, on any ZeRO stage; looking changes nothing."""
 
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 import mst_scale
 from mst_scale.comm import Ranks
 from mst_scale.config import load
+from mst_scale.engine.targets import choose_targets
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.run_logging import snapshots
 from mst_scale.run_logging.observer import Observer, cell_sums, phase_ends, snapshot_of_checkpoint
@@ -44,7 +46,9 @@ def look_and_gather(rank, world, stage, folder, method):
     raw = mst_config(stage, world, method=method)
     engine, *_ = mst_scale.initialize(model=toy(), config=raw)
     ranks = Ranks(rank, rank, world, torch.distributed.group.WORLD)
-    observer = Observer(engine, load(raw), Path(folder), ranks, step=0)
+    experiment = load(raw)
+    targets = partial(choose_targets, engine.module, experiment.mst.targets)
+    observer = Observer(engine, experiment, Path(folder), ranks, step=0, choose_targets=targets)
     train(engine, rank, world, 24)
     before = [observer.shards.weight(i).clone() for i in range(3)]
     seen = observer.look(24, "ultra")
@@ -120,7 +124,9 @@ def looks(rank, world, folder, spent):
     raw = mst_config(1, world)
     engine, *_ = mst_scale.initialize(model=toy(), config=raw)
     ranks = Ranks(rank, rank, world, torch.distributed.group.WORLD)
-    observer = Observer(engine, load(raw), Path(folder), ranks, step=1)
+    experiment = load(raw)
+    targets = partial(choose_targets, engine.module, experiment.mst.targets)
+    observer = Observer(engine, experiment, Path(folder), ranks, step=1, choose_targets=targets)
     train(engine, rank, world, 20)
     writer = Writer()
     engine.monitor.tb_monitor = SimpleNamespace(summary_writer=writer if rank == 0 else None)
@@ -217,7 +223,10 @@ def test_a_run_keeps_phase_ends_shows_the_rest_in_tensorboard_and_trains_as_if_u
     assert "mst_weights_and_mask/blocks.0.attention.qkv.weight" in tags["images"]
     assert "mst_living_weights/blocks.0.mlp.up.weight" in tags["histograms"]
     first = events.Histograms("mst_living_weights/blocks.0.mlp.up.weight")[0]
-    assert first.step == 32 and 0 < first.histogram_value.num < 16 * 64, "of the living alone, by samples"
+    assert first.step % 32 == 0, (
+        "a busy machine leaves out the first ones, so that less than 1 % of the time goes there"
+    )
+    assert 0 < first.histogram_value.num < 16 * 64, "of active weights only, by samples"
 
 
 def test_a_run_set_back_forgets_later_snapshots(tmp_path):

@@ -113,7 +113,7 @@ def test_dense_short(capsys):
             ["--config", CONFIG, "--method", "dense-short", "--match-flops", "nope.json"],
             "nope.json: no such config file",
         ),
-        (["--config", CONFIG, "--match-flops", CONFIG], "goes with method dense-short"),
+        (["--config", CONFIG, "--match-flops", CONFIG], "is for method dense-short"),
         (["--config", CONFIG, "--set", "mst.sparsity.max=1"], "mst.sparsity.max must be"),
         (["--config", CONFIG, "--set", "mst.sparsity.warmup=150000"], "do not fit in 140000 steps"),
         (["--config", CONFIG, "--ranks", "0"], "--ranks must be at least 1"),

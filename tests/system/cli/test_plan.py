@@ -11,6 +11,8 @@ from mst_scale.flops.formulas import newton_schulz_flops
 from mst_scale.sparse_linear import crossovers
 from tests.support.tiny_run import ROOT, environment
 
+pytestmark = pytest.mark.full
+
 CONFIGS = ROOT / "ds_configs"
 
 

@@ -22,7 +22,7 @@ from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
 from mst_scale.errors import UserError
 from mst_scale.flops.ledger import forecast
-from mst_scale.sparsity_variation import SHORTEST_DEFAULT
+from mst_scale.sparsity_variation import MIN_DEFAULT_INTERVAL
 from tests.support.tiny_study import TINY, everything, row
 
 
@@ -232,7 +232,7 @@ def test_a_recipe_is_what_was_measured(recipe, name, variant):
     assert named.attention_schedule == measured.attention_schedule and named.mst.targets == measured.mst.targets
     # the studies state the interval that was the default when they ran; today's default is never below 25
     stated, interval = measured.mst.topology.interval, measured.schedule.interval
-    assert stated is None or stated < SHORTEST_DEFAULT == named.schedule.interval
+    assert stated is None or stated < MIN_DEFAULT_INTERVAL == named.schedule.interval
     assert dataclasses.replace(named.schedule, interval=interval) == measured.schedule
     assert dataclasses.replace(named.mst.topology, interval=stated) == measured.mst.topology
     decays = {in_steps(e.training.decay, e.training.steps) for e in (named, measured)}
@@ -252,6 +252,7 @@ def test_the_time_left_follows_what_runs_took(folder):
     assert runner.seconds_left(dense, {}, {dense[0].trunk: 45}) < runner.seconds_left(dense, {}, {})
 
 
+@pytest.mark.full
 def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
     plan = {**TINY, "seeds": [1], "rates": [1e-2]}
     plan["variants"] = {"dense": {"shares": [0.5, 1.0]}, "wrong": {"set": {"optimizer.params.nonsense": 1}}}
@@ -301,6 +302,7 @@ def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
         run("--resume")
 
 
+@pytest.mark.full
 def test_a_method_that_grows_spends_what_its_smaller_run_has_spent_too(folder):
     variants = {
         "dense": {},

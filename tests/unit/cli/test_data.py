@@ -92,7 +92,7 @@ def test_verify_tells_whole_from_damaged(source: str, capsys: pytest.CaptureFixt
         (["--verify", "foreign"], "has format None"),
         (["loop", "--tokenizer", "byte"], "no such file"),
         (["./loop", "--tokenizer", "byte"], "no such file"),
-        (["stdlib", "--out", "books.jsonl"], "'books.jsonl' is no folder; choose another"),
+        (["stdlib", "--out", "books.jsonl"], "'books.jsonl' is not a folder; choose another"),
         (["stdlib", "--out", "loop"], "choose another folder"),
         (["stdlib", "--out", "x" * 300], "File name too long; choose another folder"),
         (["books.jsonl", "--verify", "nowhere"], "--verify takes a corpus folder and nothing else"),

@@ -30,7 +30,7 @@ def test_a_name_that_means_nothing(name, near, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError) as refused:
         load(name)
-    said = f"{name}: no such config file; the nearest ready config is '{near}' (there are bert_base, demo, gpt2_large, "
+    said = f"{name}: no such config file; the nearest ready-made config is '{near}' (of bert_base, demo, "
     assert str(refused.value).startswith(said)
 
 

@@ -90,7 +90,7 @@ def test_masked_matrices_have_a_rate_and_a_decay_of_their_own_while_they_are_spa
         ({"pipeline": {"stages": 2}}, "stages differ"),
         ({"mst": {"method": "fixed"}}, "method fixed"),
         ({"mst": {"method": "monarch"}}, "method monarch"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}, "state that"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}, "set that too"),
     ],
 )
 def test_where_masked_matrices_cannot_be_apart(key, changes, message):
@@ -102,7 +102,7 @@ def test_where_masked_matrices_cannot_be_apart(key, changes, message):
         "mst": {"method": "static"},
     }
     check(load(base))
-    if key == "sparse_rate" and message == "state that":
+    if key == "sparse_rate" and message == "set that too":
         check(load({**base, **changes}))
         return
     with pytest.raises(ValueError, match=message):

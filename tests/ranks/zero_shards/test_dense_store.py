@@ -9,7 +9,7 @@ from deepspeed.accelerator import get_accelerator
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.shard import Shard
-from mst_scale.zero_shards import slices, step
+from mst_scale.zero_shards import dense_store, step, supported
 from tests.support import pool
 from tests.support.toys import allow_fp16, deepspeed_config, toy, toy_batch
 
@@ -152,7 +152,7 @@ def test_the_norm_of_an_offloaded_gradient_lies_where_deepspeed_adds_it_up(monke
     partition = lambda parameter, release_swap_buffers: (live, 0)  # noqa: E731
     zero = SimpleNamespace(offload_optimizer=True, norm_for_param_grads={}, get_param_id=lambda parameter: 7)
     zero._get_fp32_grad_state_partition = partition
-    shards = object.__new__(slices.CutParameters)
+    shards = object.__new__(dense_store.CutParameters)
     shards._frozen = [False]
     shards.zero, shards.parameters, shards.slices = zero, [torch.nn.Parameter(torch.zeros(3))], [Shard.whole("w", (3,))]
     gradient = shards.gradient(0)
@@ -217,4 +217,4 @@ class Fake(SimpleNamespace):
 def test_untested_modes_are_refused_by_name(mode, message):
     with pytest.raises(ValueError, match=message):
         zero_shards.shards_of(Fake(**mode), {})
-    slices.refuse_untested(Fake())
+    supported.check_engine(Fake())

@@ -1,30 +1,26 @@
-"""This rank's shard of each parameter, with live views of its master weight, gradient and optimizer states."""
+"""The dense store: live views of this rank's shard of each parameter, its master weights, gradient and states."""
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from mst_scale.comm import Mesh
 from mst_scale.errors import UserError
 from mst_scale.shard import Shard
-from mst_scale.zero_shards.groups import groups_of, is_cut_up, stage_count, tensor_slices
-from mst_scale.zero_shards.logical import cut_of, is_cut, is_empty, named_parameters
+from mst_scale.zero_shards.groups import groups_of, tensor_slices
+from mst_scale.zero_shards.logical import cut_of, is_empty
 from mst_scale.zero_shards.step import base_optimizer, total_norm
 
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Slices(ABC):
+class DenseStore(ABC):
     """What the three layouts share: where a parameter's master weights lie, and all that lies as they do.
 
     A frozen parameter has no master copy: the forward reads its weights where they are, and no optimizer knows them.
@@ -118,7 +114,7 @@ class Slices(ABC):
         """(owner, where the slice begins in it)."""
 
 
-class Replicated(Slices):
+class Replicated(DenseStore):
     """Stage 0: every rank holds every parameter whole, so there is nothing to reconcile (`group` is None)."""
 
     group = None
@@ -153,7 +149,7 @@ class Replicated(Slices):
         return self._masters.get(id(self.parameters[i]), (self.parameters[i], 0))
 
 
-class FlatPartitions(Slices):
+class FlatPartitions(DenseStore):
     """Stages 1 and 2: a parameter group is one flat buffer cut evenly; a parameter may straddle ranks.
 
     What a rank owns nothing of has an empty slice there. Nothing is cached: DeepSpeed rebinds states on load.
@@ -202,7 +198,7 @@ class FlatPartitions(Slices):
         return self.zero.single_partition_of_fp32_groups[self._group_of[i]], start
 
 
-class CutParameters(Slices):
+class CutParameters(DenseStore):
     """Stage 3: each parameter is cut on its own into equal parts; the last parts may hold padding, left out here."""
 
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
@@ -233,7 +229,7 @@ class CutParameters(Slices):
 
     def read(self, i: int) -> torch.Tensor:
         parameter: Any = self.parameters[i]
-        if _is_whole(parameter):  # the copy that the forward reads
+        if is_whole(parameter):  # the copy that the forward reads
             return super().read(i)
         part: torch.Tensor = parameter.ds_tensor
         return part.detach().view(-1)[: self.slices[i].length]
@@ -241,7 +237,7 @@ class CutParameters(Slices):
     def zero_read(self, i: int, active: torch.Tensor) -> None:
         parameter: Any = self.parameters[i]
         parameter.ds_tensor.data.view(-1)[: active.numel()].masked_fill_(~active.to(parameter.ds_tensor.device), 0)
-        if _is_whole(parameter):
+        if is_whole(parameter):
             _zero_whole(self, i, active)
 
     def _place(self, i: int) -> tuple[torch.Tensor, int]:
@@ -269,7 +265,7 @@ def _zero_whole(shards: FlatPartitions | CutParameters, i: int, active: torch.Te
     parameter.data.view(-1).masked_fill_(~whole.bool(), 0)
 
 
-def _is_whole(parameter: Any) -> bool:
+def is_whole(parameter: Any) -> bool:
     """Whether ZeRO-3 has the whole parameter on every rank now, as it keeps small ones."""
     return hasattr(parameter, "ds_tensor") and parameter.ds_status.name == "AVAILABLE"
 
@@ -315,129 +311,12 @@ def _put(shards: FlatPartitions | CutParameters, i: int, gradient: torch.Tensor,
         shards.zero.norm_for_param_grads[shards.zero.get_param_id(shards.parameters[i])] = norm
 
 
-Shards = Replicated | FlatPartitions | CutParameters
-
-
-def shards_of(engine: Any, parameters: dict[str, nn.Parameter]) -> Shards:
-    """Where the slices of these parameters lie on this rank. What cannot be right is refused with the reason."""
-    refuse_untested(engine)
-    return laid_out(engine, parameters)
-
-
-def laid_out(engine: Any, parameters: dict[str, nn.Parameter]) -> Shards:
+def dense_store(engine: Any, parameters: dict[str, nn.Parameter]) -> Replicated | FlatPartitions | CutParameters:
+    """Return the dense store of these parameters at the engine's ZeRO stage."""
     stage = engine.zero_optimization_stage()
     if stage == 0:
         return Replicated(engine, parameters)
     return CutParameters(engine, parameters) if stage == 3 else FlatPartitions(engine, parameters)
-
-
-def refuse_arguments(model: nn.Module, *more: Any, **others: Any) -> None:
-    """Refuse what of `deepspeed.initialize`'s arguments, from the fifth on, masks cannot follow."""
-    given = inspect.signature(deepspeed.initialize).bind(None, model, None, None, *more, **others).arguments
-    if given.get("mesh_param") is not None:
-        raise UserError(
-            "mesh_param does not go with sparse training: DeepSpeed would leave the gradients of one sequence's ranks "
-            "unreduced: give mpu=mst_scale.comm.Mesh(ParallelDims(sequence=…)) in its place, or train with method dense"
-        )
-    if given.get("mpu") is not None:
-        _refuse_mpu(given["mpu"])
-
-
-def refuse_untested(engine: Any) -> None:
-    """Refuse what DeepSpeed has built other than masks know.
-
-    What the config of a sparse run says is refused before (config/support). This looks at the engine itself: at what
-    became of "auto" and of arguments, and at dense runs that take their weights from a checkpoint.
-    """
-    kind = type(engine.optimizer).__name__
-    if kind == "BF16_Optimizer":
-        raise UserError(
-            "bf16 with ZeRO-1 and data_types.grad_accum_dtype = fp32 takes its gradient norm from full gradients, "
-            "which no rank can mask with its shard of the masks: use ZeRO-2, or leave grad_accum_dtype out"
-        )
-    zero = engine._config.zero_config
-    stage = engine.zero_optimization_stage()
-    untested = {
-        "zero_optimization.zenflow": zero.zenflow is not None,
-        "compile.deepcompile": bool(engine._config.compile_config.deepcompile),
-        "zero_optimization.mics_shard_size": getattr(zero, "mics_shard_size", -1) > 0,
-        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-        # DeepSpeed reduces gradients over data_parallel_size alone, so ranks of one sequence would part
-        "sequence_parallel_size": engine.sequence_parallel_size > 1 and not _names_same_weights(engine.mpu),
-        "a model-parallel unit (mpu)": not _known(engine),
-        "Muon in layers or models cut over ranks": is_cut_up(engine) and uses_muon(engine),
-        "mixture-of-experts layers": bool(engine.has_moe_layers),
-        "torch_autocast": bool(engine.torch_autocast_enabled()),
-        "per_head_muon": any(getattr(p, "muon_num_heads", None) for p in engine.module.parameters()),
-    }
-    for name, used in untested.items():
-        if used:
-            raise UserError(f"sparse training is not tested with {name}: remove it, or train with method dense")
-    ours = isinstance(engine.mpu, Mesh) and engine.mpu.sizes.tensor > 1 and stage_count(engine) == 1
-    if ours and not any(map(is_cut, engine.module.parameters())):
-        raise UserError(
-            f"the mesh cuts layers over {engine.mpu.sizes.tensor} ranks, and {type(engine.module).__name__} has none "
-            "that is cut: build it with TensorGroup.of(mesh), or make the mesh without tensor"
-        )
-    if engine.bfloat16_enabled() and stage in (1, 2) and not engine._config.bfloat16_config.check_grad_overflow:
-        raise UserError("bf16.check_grad_overflow = false would let bad gradients choose the topology: set it to true")
-    if stage in (1, 2) and not zero.compute_grad_norm and not (engine.bfloat16_enabled() or engine.fp16_enabled()):
-        raise UserError(
-            "zero_optimization.compute_grad_norm = false in fp32 would let bad gradients choose the topology: set it "
-            "to true"
-        )
-    if engine.zero_optimization() and engine.zero_round_robin_gradients():
-        raise UserError(
-            "zero_optimization.round_robin_gradients reorders shards so that masks cannot follow: set it to false"
-        )
-    offload = engine.zero_offload_optimizer() if engine.zero_optimization() else None
-    if _on_nvme(offload):
-        raise UserError("masks cannot follow optimizer states to NVMe: set offload_optimizer.device to cpu")
-    if _on_nvme(zero.offload_param):
-        raise UserError("masks cannot follow weights to NVMe: set offload_param.device to cpu")
-    if offload is not None and getattr(offload, "super_offload", False) and stage == 3:
-        raise UserError(
-            "offload_optimizer.super_offload hands gradients to another process before they can be masked: set it to "
-            "false"
-        )
-    if offload is not None and getattr(offload, "ratio", 1.0) != 1.0:
-        raise UserError(f"offload_optimizer.ratio = {offload.ratio} is untested with sparse training: set it to 1.0")
-
-
-def _refuse_mpu(mpu: Any) -> None:
-    cure = "give mst_scale.comm.Mesh, or train with method dense"
-    if not _names_same_weights(mpu):
-        raise UserError(
-            "this mpu does not go with sparse training: it has no get_sequence_data_parallel_group, which names the "
-            f"ranks that hold the same weights: {cure}"
-        )
-    data = getattr(mpu, "get_data_parallel_group", None)
-    same = mpu.get_sequence_data_parallel_group()
-    if data is not None and dist.get_process_group_ranks(data()) != dist.get_process_group_ranks(same):
-        raise UserError(
-            "this mpu does not go with sparse training: its get_data_parallel_group, by which DeepSpeed cuts weights "
-            "at stage 3 and names the files of checkpoints, must be the ranks of get_sequence_data_parallel_group: "
-            f"{cure}"
-        )
-
-
-def _names_same_weights(mpu: Any) -> bool:
-    return hasattr(mpu, "get_sequence_data_parallel_group")
-
-
-def _known(engine: Any) -> bool:
-    """Whether we know which ranks hold the same weights: from our mesh or one like it, from AutoTP, from a pipeline."""
-    made_here = engine.autotp_size() > 1 or stage_count(engine) > 1 or isinstance(engine.module, PipelineModule)
-    return engine.mpu is None or made_here or _names_same_weights(engine.mpu)
-
-
-def uses_muon(engine: Any) -> bool:
-    """Newton-Schulz wants a matrix whole."""
-    return any("use_muon" in group for group in base_optimizer(engine).param_groups)
-
-
-def _on_nvme(offload: Any) -> bool:
-    return offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
 
 
 def _stage0_masters(optimizer: Any) -> dict[int, tuple[torch.Tensor, int]]:
@@ -453,47 +332,3 @@ def _stage0_masters(optimizer: Any) -> dict[int, tuple[torch.Tensor, int]]:
         for group, copies in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             masters.update({id(p): (copy, 0) for p, copy in zip(group, copies, strict=True)})
     return masters
-
-
-# --- what the forward reads ---
-
-
-def put_reads(engine: Any, name: str, parameter: Any, values: Callable[[Shard], torch.Tensor]) -> None:
-    """Write what the forward reads of a parameter, trained or not; `values` gives those of a shard of it, flat."""
-    cut = cut_of(parameter)
-
-    def read(start: int, end: int) -> torch.Tensor:
-        return values(Shard(name, cut, start, end - start))
-
-    if not hasattr(parameter, "ds_tensor"):
-        parameter.data.copy_(read(0, parameter.numel()).view(parameter.shape))
-        return
-    part, numel = parameter.partition_numel(), parameter.ds_numel
-    start = min(part * dist.get_rank(engine.optimizer.dp_process_group), numel)
-    length = min(part, numel - start)
-    if length:
-        parameter.ds_tensor.data.view(-1)[:length].copy_(read(start, start + length))
-    if _is_whole(parameter):
-        parameter.data.copy_(read(0, numel).view(parameter.ds_shape))
-
-
-def put_weights(engine: Any, names: Collection[str], values: Callable[[Shard], torch.Tensor]) -> None:
-    """Write parameters of the model, master weights and what the forward reads; `values` gives those of a shard, flat
-    and in float32. Call it on every rank."""
-    parameters = {name: p for name, p in named_parameters(engine.module) if name in names}
-    shards = shards_of(engine, {name: p for name, p in parameters.items() if p.requires_grad})
-    with torch.no_grad():
-        for i, part in enumerate(shards.slices):
-            if part.length:
-                shards.weight(i).copy_(values(part))
-        for name, parameter in parameters.items():
-            put_reads(engine, name, parameter, values)
-
-
-def stamp(parameter: Any) -> tuple[int, ...]:
-    """Changes when somebody writes the parameter in place or puts another tensor in its place, not when ZeRO gathers
-    it. What is written through `.data` escapes it."""
-    part = getattr(parameter, "ds_tensor", None)
-    if part is None:
-        return parameter._version, parameter.data_ptr()
-    return parameter._version, part._version

@@ -1,0 +1,121 @@
+"""Layers over values and an index: against the dense layer, bit for bit where the backend promises it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mst_scale.errors import UserError
+from mst_scale.mixed_growing import packed_bits
+from mst_scale.sparse_linear.compact import CompactIndex, compact_linear
+from tests.unit.sparse_linear.test_backends import SHAPES, assert_close, case
+
+
+def gradients(linear, x, parameter, bias, dy):
+    """y, dx, the parameter's gradient, db."""
+    leaves = [None if t is None else t.clone().requires_grad_() for t in (x, parameter, bias)]
+    y = linear(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, [leaf for leaf in leaves if leaf is not None], dy.to(y.dtype))]
+
+
+def compact_and_dense(shape, dtype, *, bias=True, across=False, backend="dense"):
+    """Both layers' results; those of the dense weight at the index."""
+    active, x, weight, b, dy = case(*shape, 0.8, dtype)
+    weight[~active] = 0
+    stored = active.T if across else active
+    index = CompactIndex.from_mask(stored, stored.shape, across=across, backend=backend)
+    values = (weight.T if across else weight)[stored]
+    found = gradients(lambda x, v, b: compact_linear(x, v, index, b), x, values, b if bias else None, dy)
+    dense = gradients(F.linear, x, weight, b if bias else None, dy)
+    dense[2] = (dense[2].T if across else dense[2])[stored]
+    return found, dense
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(48, 32, 64), (37, 19, 5), (192, 256, 128), (3, 5, 0), (1, 1, 17)], ids=str)
+def test_expanded_values_give_the_bits_of_a_dense_layer(shape, dtype, bias):
+    for ours, dense in zip(*compact_and_dense(shape, dtype, bias=bias), strict=True):
+        assert ours.dtype == dtype and torch.equal(ours, dense)
+
+
+@pytest.mark.parametrize("backend", ["dense"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("across", [False, True])
+def test_forward_and_gradients(backend, shape, across):
+    found, _ = compact_and_dense(shape, torch.float32, across=across, backend=backend)
+    _, exact = compact_and_dense(shape, torch.float64, across=across)
+    assert_close(found, exact, torch.float32, max(shape))
+
+
+@pytest.mark.parametrize("form", ["bool", "flat", "bits"])
+def test_forms_of_a_mask(form):
+    active = case(30, 21, 4, 0.7)[0]
+    mask = {"bool": active, "flat": active.view(-1), "bits": packed_bits.pack(active.view(-1))}[form]
+    index = CompactIndex.from_mask(mask, active.shape)
+    assert (index.rows, index.columns, index.shape, index.count) == (30, 21, (30, 21), int(active.sum()))
+    values = torch.randn(index.count)
+    expanded = torch.zeros(30, 21).masked_scatter(active, values)
+    assert torch.equal(index.expand(values), expanded) and torch.equal(index.collect(expanded), values)
+
+
+def test_a_mask_that_does_not_fit():
+    for mask in (torch.ones(5, 4, dtype=torch.bool), torch.ones(20), torch.zeros(4, dtype=torch.uint8)):
+        with pytest.raises(UserError):
+            CompactIndex.from_mask(mask, (4, 4))
+
+
+def test_tensors_that_do_not_fit_the_index():
+    index = CompactIndex.from_mask(torch.eye(4, 5, dtype=torch.bool), (4, 5))
+    x, values, bias = torch.ones(2, 5), torch.ones(4), torch.ones(4)
+    compact_linear(x, values, index, bias)
+    for tensors in ((x[:, :4], values, bias), (x, values[:3], bias), (x, values.double(), bias), (x, values, bias[:2])):
+        with pytest.raises(UserError):
+            compact_linear(tensors[0], tensors[1], index, tensors[2])
+
+
+@pytest.mark.parametrize("backend", ["dense"])
+@pytest.mark.parametrize("across", [False, True])
+def test_second_derivatives(backend, across):
+    active, x, weight, bias, _ = case(7, 5, 6, 0.5, torch.float64)
+    stored = active.T if across else active
+    index = CompactIndex.from_mask(stored, stored.shape, across=across, backend=backend)
+    leaves = [t.requires_grad_() for t in (x, (weight.T if across else weight)[stored], bias)]
+    assert torch.autograd.gradcheck(lambda x, v, b: compact_linear(x, v, index, b), leaves)
+    assert torch.autograd.gradgradcheck(lambda x, v, b: compact_linear(x, v, index, b), leaves)
+
+
+@pytest.mark.parametrize("backend", ["dense"])
+def test_the_dense_gradient_is_shown_and_the_values_get_theirs_from_it(backend):
+    active, x, weight, bias, dy = case(40, 30, 16, 0.8)
+    weight[~active] = 0
+    index = CompactIndex.from_mask(active, active.shape, backend=backend)
+    shown = []
+
+    def linear(x, values, bias):
+        return compact_linear(x, values, index, bias, dense_gradient=shown.append)
+
+    found = gradients(linear, x, weight[active], bias, dy)
+    dense = gradients(F.linear, x, weight, bias, dy)
+    assert torch.equal(shown[0], dense[2]) and torch.equal(found[2], dense[2][active])
+
+
+@pytest.mark.parametrize("backend", ["dense"])
+def test_autocast_and_compile(backend):
+    active, x, weight, bias, _ = case(40, 30, 16, 0.8)
+    weight[~active] = 0
+    index = CompactIndex.from_mask(active, active.shape, backend=backend)
+    values = weight[active].requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = compact_linear(x, values, index, bias)
+        expected = F.linear(x, weight, bias)
+    assert y.dtype == torch.bfloat16 and torch.allclose(y.float(), expected.float(), atol=0.1)
+    (gradient,) = torch.autograd.grad(y.float().sum(), values)
+    assert gradient.dtype == torch.float32
+    compiled = torch.compile(lambda x, v, b: 2 * compact_linear(x, v, index, b), backend="eager")
+    assert torch.equal(compiled(x, values, bias), 2 * compact_linear(x, values, index, bias))
+
+
+def test_torch_func_is_rejected():
+    index = CompactIndex.from_mask(torch.eye(4, dtype=torch.bool), (4, 4))
+    with pytest.raises(UserError):
+        torch.func.grad(lambda v: compact_linear(torch.ones(2, 4), v, index).sum())(torch.ones(4))
