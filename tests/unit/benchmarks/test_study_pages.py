@@ -174,6 +174,5 @@ def test_the_overview_is_of_the_runs_that_are_kept(tmp_path):
     found = overview.settings(tmp_path)
     of_main = next(one for one in found if one.study == "main" and one.recipe == overview.BEST)
     assert f"{of_main.multipliers['paper', 'all sizes']}" in (FOLDER / "main.md").read_text()
-    assert (
-        all(one.multipliers.keys() == found[0].multipliers.keys() for one in found) and len(found[0].multipliers) == 4
-    )
+    assert all(one.multipliers.keys() == found[0].multipliers.keys() for one in found)
+    assert len(found[0].multipliers) == 4
