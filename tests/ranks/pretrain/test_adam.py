@@ -55,7 +55,7 @@ def test_a_resumed_run_keeps_the_one_it_started_with(monkeypatch, saved, torchs)
         ["bf16.enabled=true"],
     ],
 )
-def test_a_config_that_says_more_is_left_alone(stated):
+def test_a_config_with_more_keys_is_unchanged(stated):
     experiment = load(BASE, stated)
     assert not leaves_adam_open(experiment)
     assert choose_adam(experiment, True, None) == experiment

@@ -14,7 +14,7 @@ from tests.support import tiny_run
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", False), ("0", False), ("false", False), ("1", True), ("yes", True)])
-def test_tracebacks_are_shown_where_they_are_asked_for(monkeypatch, value, wanted):
+def test_tracebacks_are_shown_on_request(monkeypatch, value, wanted):
     monkeypatch.setenv("MST_TRACEBACK", value)
     assert comm.is_plain(OSError("gone")) != wanted
 

@@ -338,7 +338,7 @@ def test_the_papers_rows():
         (1024, 32_000, 110_000_000, False),
     ],
 )
-def test_the_papers_rows_stand_beside_models_of_its_table(context, vocab_size, parameters, expected):
+def test_the_papers_rows_are_shown_for_models_of_its_table(context, vocab_size, parameters, expected):
     assert comparable(context, vocab_size, parameters) == expected
     tasks = {"lambada": {"metrics": {"token_acc": 0.6, "token_perplexity": 3.0}}}
     assert ("OpenAI GPT-2" in table(tasks, with_paper=expected)) == expected

@@ -217,7 +217,7 @@ def test_model_presets_fill_in_under_the_users_keys():
         ({"data": {"dir": "\ud800"}}, r"data.dir must not contain the character '\\ud800'"),
     ],
 )
-def test_mistakes_name_the_key_and_the_cure(raw, message):
+def test_errors_name_the_key_and_the_fix(raw, message):
     with pytest.raises(ValueError, match=message):
         load({**MINIMAL, **raw})
 

@@ -99,7 +99,7 @@ def test_zeros_of_training_count_and_stay(tmp_path_factory, tmp_path, method):
 
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
-def test_a_bert_and_a_corpus_of_its_own(tmp_path, method):
+def test_a_bert_with_its_corpus(tmp_path, method):
     """Masked sequences, q, k and v in three matrices, a layer in the head; by another corpus than the run's."""
     from transformers import AutoModelForMaskedLM
 
