@@ -220,7 +220,7 @@ def rows_of(size: str, dtype: str, options: Any, resident: dict[Any, float]) -> 
         sparse = build(config, sparsity, kind)
         equal = build(narrower(config, (1 - sparsity) * config.weights), 0.0, kind)
         for batch in options.batch:
-            sides = {
+            sides: dict[str, Callable[[int], list[float]]] = {
                 "ours": timed(ours(sparse, batch, room)),
                 "dense, eager": timed(ours(dense, batch, room)),
                 "transformers, generate": partial(theirs.milliseconds, batch),

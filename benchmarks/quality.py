@@ -131,10 +131,10 @@ def measure(options: argparse.Namespace, variants: Mapping[str, Sequence[str]]) 
     runs: dict[str, list[Row]] = {name: [] for name in variants}
     for seed in options.seeds:
         for name, words in variants.items():
-            options = [*common, *words, "--set", f"training.seed={seed}"]
-            key = " ".join(options)
+            arguments = [*common, *words, "--set", f"training.seed={seed}"]
+            key = " ".join(arguments)
             if key not in made:
-                made[key] = one_run(options, ranks)
+                made[key] = one_run(arguments, ranks)
                 if options.runs is not None:
                     with options.runs.open("a") as file:
                         file.write(json.dumps([key, made[key]]) + "\n")
