@@ -105,7 +105,7 @@ class CompactTopology(Topology):
 
     def _add_dense_gradient(self, i: int, gradient: Tensor) -> None:
         """One reduction per layer and micro-batch; what is not this rank's is freed with the layer's backward pass."""
-        mine = self.store.reduced(i, gradient)
+        mine = self.store.reduced(i, gradient.reshape(-1))
         self.dense_gradients[i] = self.dense_gradients[i].add_(mine) if i in self.dense_gradients else mine
 
     def divide_dense_gradients(self, scale: float) -> bool:

@@ -9,6 +9,7 @@ storage, a hash of (seed, name, index).
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -108,7 +109,8 @@ def _why_layer_stays(model: nn.Module, name: str, parameter: nn.Parameter) -> st
         return f"{name} is not trained"
     owners = [(m, key) for m in model.modules() for key, p in m._parameters.items() if p is parameter]
     for module, key in owners:
-        if key != "weight" or type(module) not in (nn.Linear, nn.Embedding) or "forward" in vars(module):
+        known = (nn.Linear, nn.Embedding, *_stored_across())
+        if key != "weight" or type(module) not in known or "forward" in vars(module):
             return f"{name} belongs to a {type(module).__name__}"
         if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
             return f"the embedding {name} has max_norm or sparse gradients"
@@ -120,6 +122,12 @@ def _why_layer_stays(model: nn.Module, name: str, parameter: nn.Parameter) -> st
     if not tables and len(owners) > 1:
         return f"{name} is shared by {len(owners)} layers"
     return None
+
+
+def _stored_across() -> tuple[type, ...]:
+    """transformers' Conv1D, if transformers has been imported: only then can a model contain it."""
+    transformers = sys.modules.get("transformers.pytorch_utils")
+    return () if transformers is None else (transformers.Conv1D,)
 
 
 def _convert(model: Any, experiment: Experiment, targets: dict[str, nn.Parameter]) -> dict[int, nn.Parameter]:
@@ -134,7 +142,7 @@ def _convert(model: Any, experiment: Experiment, targets: dict[str, nn.Parameter
         if index.count == index.numel:
             continue  # the distribution leaves it dense
         with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
-            compact = nn.Parameter(index.take(parameter.detach()))
+            compact = nn.Parameter(index.collect(parameter.detach()))
         mark(compact, index)
         made[id(parameter)] = compact
         for module in model.modules():
@@ -159,13 +167,14 @@ def first_positions(name: str, shape: tuple[int, ...], count: int, seed: int) ->
 
 def _compute_with(module: nn.Module, index: CompactIndex) -> None:
     """Let a module compute with the values that its parameter stores from now on."""
-    forward = _linear if isinstance(module, nn.Linear) else _embedding
+    forward = _embedding if isinstance(module, nn.Embedding) else _linear
+    index.across = index.across or type(module) in _stored_across()
     module.forward = functools.wraps(type(module).forward)(functools.partial(forward, module, index))  # type: ignore
     module._register_state_dict_hook(functools.partial(_save_matrix, index=index))
     module._register_load_state_dict_pre_hook(functools.partial(_load_matrix, index=index))
 
 
-def _linear(module: nn.Linear, index: CompactIndex, x: torch.Tensor) -> torch.Tensor:
+def _linear(module: Any, index: CompactIndex, x: torch.Tensor) -> torch.Tensor:
     return compact_linear(x, module.weight, index, index.shape, module.bias)
 
 
@@ -200,7 +209,7 @@ def _load_matrix(state: dict[str, Any], prefix: str, *more: Any, index: CompactI
     key = prefix + "weight"
     value = state.get(key)
     if value is not None and not index.stores_values and tuple(value.shape) == index.shape:
-        state[key] = index.take(value.detach())
+        state[key] = index.collect(value.detach())
 
 
 def _replaced(parameters: Any, made: dict[int, nn.Parameter]) -> Any:

@@ -21,14 +21,18 @@ _WIDEST = 2**31
 
 
 class CompactIndex:
-    """The index of one compact parameter."""
+    """The index of one compact parameter; also what `sparse_linear.compact` multiplies with, in the same interface."""
+
+    across = False
+    """Whether the matrix is stored as (inputs, outputs), as transformers' Conv1D does."""
+    backend = "dense"
 
     def __init__(self, name: str, shape: tuple[int, ...], positions: Tensor):
         self.name, self.shape, self.numel = name, shape, math.prod(shape)
         self.positions = self._narrow(positions)
         """Where the values stand in the flattened matrix, ascending; 4 bytes per value."""
         self.on_gradient: Callable[[Tensor], None] | None = None
-        """Called with the dense gradient of each backward pass, flat, while a topology step needs it."""
+        """Called with the gradient of the whole matrix in each backward pass, while a topology step needs it."""
         self.stores_values = False
         """Whether `state_dict` and `load_state_dict` of the model see the values and not the whole matrix."""
 
@@ -36,6 +40,16 @@ class CompactIndex:
     def count(self) -> int:
         """The number of values."""
         return self.positions.numel()
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the layer that multiplies with the matrix."""
+        return self.shape[1] if self.across else self.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of the layer that multiplies with the matrix."""
+        return self.shape[0] if self.across else self.shape[1]
 
     def replace(self, positions: Tensor) -> None:
         """Take other positions, as many as before."""
@@ -49,10 +63,13 @@ class CompactIndex:
         return self.positions
 
     def expand(self, values: Tensor) -> Tensor:
-        """Return the matrix with these values; all others are 0."""
-        return expand(values, self.on(values.device), self.shape)
+        """Return the matrix with these values; all others are 0. Autograd gives the gradient of the values."""
+        positions, flat = self.on(values.device), values.new_zeros(self.numel)
+        if torch.is_grad_enabled() and values.requires_grad:
+            return flat.index_put((positions,), values).view(self.shape)
+        return flat.scatter_(0, positions.long(), values).view(self.shape)
 
-    def take(self, matrix: Tensor) -> Tensor:
+    def collect(self, matrix: Tensor) -> Tensor:
         """Return the values that a matrix, or a flattened one, has at the index."""
         return matrix.reshape(-1).index_select(0, self.positions.to(matrix.device))
 
@@ -67,12 +84,6 @@ class CompactIndex:
 
     def _narrow(self, positions: Tensor) -> Tensor:
         return positions.to(torch.int32 if self.numel < _WIDEST else torch.int64)
-
-
-def expand(values: Tensor, positions: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a matrix of this shape that has the values at these positions and is 0 elsewhere."""
-    flat = values.new_zeros(math.prod(shape))
-    return flat.scatter_(0, positions.long(), values.detach()).view(shape)
 
 
 def mark(parameter: nn.Parameter, index: CompactIndex) -> None:

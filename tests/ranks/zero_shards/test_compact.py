@@ -15,7 +15,8 @@ from mst_scale.engine.compaction import make_compact
 from mst_scale.models import GPT
 from tests.support import pool
 from tests.support.compact_pairs import constant_config, course, differences, looked_at, started
-from tests.support.toys import toy
+from tests.support.toy_engine import train
+from tests.support.toys import toy, toy_batch
 
 STEPS = 10  # with three topology steps
 
@@ -54,6 +55,23 @@ def test_bit_equal_with_accumulation(stage, policy):
     assert differences(*both(1, stage, accumulation=2, policy=policy)) == []
 
 
+ZERO = [(2, {"overlap_comm": True, "reduce_bucket_size": 100}), (3, {"stage3_param_persistence_threshold": 10**6})]
+ZERO += [(3, {"sub_group_size": 100}), (1, {"contiguous_gradients": False})]
+
+
+@pytest.mark.parametrize(("stage", "zero"), ZERO)
+def test_bit_equal_with_other_settings_of_zero(stage, zero):
+    assert differences(*both(2, stage, policy="rigl", zero_optimization=zero)) == []
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_bit_equal_beside_a_layer_that_stays_dense(stage):
+    """At a low sparsity the distribution gives all weights to the smallest matrix."""
+    compact, dense = both(2, stage, policy="rigl", sparsity=0.4)
+    assert bool(compact[-1]["out.weight weight"].count_nonzero() == 7 * 13)
+    assert differences(compact, dense) == []
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_four_ranks_differ_by_the_order_of_sums_alone(stage):
     compact, dense = both(4, stage, policy="rigl")
@@ -82,6 +100,53 @@ def test_bit_equal_with_the_optimizer_offloaded(stage):
     assert differences(compact, dense, tolerance=2e-6) == []  # DeepSpeed's kernel, as above
 
 
+# --- steps that are skipped ---
+
+
+def with_an_overflow(rank, world, stage, kind):
+    engine = started(constant_config(stage, world, kind, policy="rigl"))
+    found = []
+    for step in range(7):
+        loss = engine(*toy_batch(step, rank))
+        engine.backward(loss * float("inf") if step == 2 and rank == 0 else loss)
+        engine.step()
+        found.append({**looked_at(engine, world), "moved": engine.mst.changed_at})
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_after_an_overflow_the_topology_step_follows_as_with_dense_storage(stage):
+    compact, dense = (pool.run(with_an_overflow, 2, stage, kind)[0] for kind in ("auto", "off"))
+    assert [step["moved"] for step in compact] == [0, 0, 0, 4, 4, 6, 6]
+    assert differences(compact, dense) == []
+
+
+def with_a_hidden_overflow(rank, world, stage):
+    """A gradient that is not finite where no weight is active, and on one rank alone."""
+    engine = started(constant_config(stage, world, "auto", policy="rigl"))
+    train(engine, rank, world, 2)
+    store, before = engine.mst.store, looked_at(engine, world)
+    reduced = store.reduced
+
+    def damaged(i, gradient):
+        found = reduced(i, gradient)
+        if found.numel() and (stage == 0 or rank == 1):
+            found[0] = float("inf")
+        return found
+
+    store.reduced = damaged
+    train(engine, rank, world, 1, first=2)
+    skipped = differences([looked_at(engine, world)], [before])
+    store.reduced = reduced
+    train(engine, rank, world, 1, first=3)
+    return skipped, engine.mst.changed_at
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_gradient_of_an_inactive_weight_that_is_not_finite_skips_the_step_on_all_ranks(stage):
+    assert pool.run(with_a_hidden_overflow, 2, stage) == [([], 4)] * 2
+
+
 # --- the tied head, activation checkpointing ---
 
 
@@ -107,6 +172,34 @@ def gpt_course(rank, world, stage, kind, recompute):
 @pytest.mark.parametrize(("stage", "recompute"), [(0, False), (2, True), (3, True)])
 def test_the_tied_head_is_compact_and_bit_equal(stage, recompute):
     compact, dense = (pool.run(gpt_course, 2, stage, kind, recompute)[0] for kind in ("auto", "off"))
+    assert compact[-1]["moved"] == 6 and differences(compact, dense) == []
+
+
+def hugging_face_course(rank, world, stage, kind):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 24, "vocab_size": 61, "n_positions": 16}
+    config = constant_config(stage, world, kind, policy="rigl", sparsity=0.9)
+    config["mst"]["targets"] = {"lm_head": True}
+    torch.manual_seed(5)
+    engine = started(config, GPT2LMHeadModel(GPT2Config(**shape, **none)))
+    found = []
+    for step in range(7):
+        tokens = torch.randint(61, (8, 16), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = engine(tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        found.append({**looked_at(engine, world), "losses": [float(loss.detach())], "moved": engine.mst.changed_at})
+    names = [index.name for index in zero_shards.indexes_of(engine.module)]
+    assert ("transformer.wte.weight" in names and "transformer.h.0.mlp.c_fc.weight" in names) == (kind == "auto")
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_of_transformers_is_compact_and_bit_equal(stage):
+    pytest.importorskip("transformers")
+    compact, dense = (pool.run(hugging_face_course, 2, stage, kind)[0] for kind in ("auto", "off"))
     assert compact[-1]["moved"] == 6 and differences(compact, dense) == []
 
 

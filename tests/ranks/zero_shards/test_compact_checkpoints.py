@@ -15,6 +15,7 @@ from mst_scale.zero_shards.weight_files import states_of, weights_of
 from tests.support import pool
 from tests.support.compact_pairs import constant_config, differences, looked_at, started
 from tests.support.toy_engine import train
+from tests.support.toys import toy_batch
 
 FIRST, MORE = 5, 5  # a topology step lies on either side
 
@@ -197,12 +198,26 @@ def not_followed(rank, world):
     with pytest.raises(ValueError, match=r"set mst\.compute\.compact to off"):
         copy.deepcopy(engine.module)
     x = torch.randn(3, 13, requires_grad=True)
-    with pytest.raises(ValueError, match="second derivatives"):
-        torch.autograd.grad(engine.module.up(x).square().sum(), x, create_graph=True)
     with pytest.raises(ValueError, match=r"torch\.func"):
         torch.func.grad(lambda x: engine.module.up(x).sum())(x)
     return True
 
 
-def test_copies_second_derivatives_and_transforms_are_rejected_in_one_line():
+def test_copies_and_transforms_are_rejected_in_one_line():
     assert pool.run(not_followed, 1) == [True]
+
+
+def second_derivatives(rank, world):
+    """Of the squared gradient of the active weights, with compact and with dense storage."""
+    compact, dense = (started(constant_config(0, world, kind, policy="rigl")).module for kind in ("auto", "off"))
+    index = zero_shards.index_of(compact.up.weight)
+    (first,) = torch.autograd.grad(compact(*toy_batch(0, 0)), compact.up.weight, create_graph=True)
+    (mine,) = torch.autograd.grad(first.square().sum(), compact.up.weight)
+    (first,) = torch.autograd.grad(dense(*toy_batch(0, 0)), dense.up.weight, create_graph=True)
+    (theirs,) = torch.autograd.grad(index.collect(first).square().sum(), dense.up.weight)
+    return mine, index.collect(theirs)
+
+
+def test_second_derivatives_are_those_of_dense_storage():
+    ((mine, theirs),) = pool.run(second_derivatives, 1)
+    torch.testing.assert_close(mine, theirs)

@@ -17,7 +17,7 @@ def test_values_are_those_of_the_flattened_matrix_in_order():
     matrix = torch.randn(5, 7)
     kept = torch.zeros(35)
     kept[index.positions.long()] = matrix.view(-1)[index.positions.long()]
-    assert torch.equal(index.expand(index.take(matrix)), kept.view(5, 7))
+    assert torch.equal(index.expand(index.collect(matrix)), kept.view(5, 7))
     assert index.positions.dtype == torch.int32 and index.count == len(index.positions)
 
 
