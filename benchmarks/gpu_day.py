@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     option("--minutes", type=at_least(0.1), metavar="M", help="time limit (default: what the chosen groups have)")
     option("--out", type=Path, required=True, metavar="DIR", help="where results go")
     option("--parts", nargs="+", choices=list(PARTS), metavar="P", help="only these parts")
-    option("--work", type=Path, metavar="DIR", help="for what is not kept (default: DIR.work beside --out)")
+    option("--work", type=Path, metavar="DIR", help="for what is not kept (default: DIR.work next to --out)")
     option("--tiny", action="store_true", help="on the CPU, tiny shapes: does every part run?")
     option("--json", action="store_true", help="print the results as one JSON object")
     option("--part", choices=list(PARTS), help=argparse.SUPPRESS)  # of a child
@@ -171,7 +171,7 @@ class Day:
         self.deadline = clock() + seconds
         self.stopped = threading.Event()
         self.patience = 10 if where.tiny else 1
-        self.began, self.told, self.telling = self.clock(), len(Book(out).ends), threading.Lock()
+        self.began, self.printed, self.printing = self.clock(), len(Book(out).ends), threading.Lock()
 
     def run(self, part: Part) -> None:
         """Run a part until its cases or its time are over."""
@@ -248,11 +248,11 @@ class Day:
 
     def _tell(self) -> None:
         """Say what has come in since the last time."""
-        with self.telling:
+        with self.printing:
             ends = Book(self.out).ends
-            for row in ends[self.told :]:
+            for row in ends[self.printed :]:
                 self._say(f"  {row['case']}: {said(row)}")
-            self.told = len(ends)
+            self.printed = len(ends)
 
     def _say(self, text: str) -> None:
         left = max(0.0, self.deadline - self.clock())

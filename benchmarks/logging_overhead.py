@@ -7,7 +7,7 @@
     snapshot  what is kept at the end of a phase, against the shortest phase (1/14) of a run of 140,000 steps
 
 The model is that of `benchmarks.training`: GPT-2 small's widths and whole head, 4 of its 12 layers, 96 % sparse, one
-sequence of 1024 tokens a step (a step of the paper has 480). Steps and looks alternate; times are medians. `share` is
+sequence of 1024 tokens per step (a step of the paper has 480). Steps and looks alternate; times are medians. `share` is
 what looking adds. A run that would spend more than 1 % of its time on TensorBoard's looks leaves some out by itself.
 """
 

@@ -131,10 +131,10 @@ def measure(options: argparse.Namespace, variants: Mapping[str, Sequence[str]]) 
     runs: dict[str, list[Row]] = {name: [] for name in variants}
     for seed in options.seeds:
         for name, words in variants.items():
-            told = [*common, *words, "--set", f"training.seed={seed}"]
-            key = " ".join(told)
+            options = [*common, *words, "--set", f"training.seed={seed}"]
+            key = " ".join(options)
             if key not in made:
-                made[key] = one_run(told, ranks)
+                made[key] = one_run(options, ranks)
                 if options.runs is not None:
                     with options.runs.open("a") as file:
                         file.write(json.dumps([key, made[key]]) + "\n")
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with aside():
         rows = measure(options, variants)
     setting = {"dtype": "float32", "processes": 1, "seeds": len(options.seeds)}
-    setting[f"tokens a run of {rows[0]['variant']}"] = f"{rows[0]['tokens']:,}"
+    setting[f"tokens per run of {rows[0]['variant']}"] = f"{rows[0]['tokens']:,}"
     shown, command = table(rows), "mst bench quality --seeds " + " ".join(map(str, options.seeds))
     command += f" --variants {options.variants}" if options.variants else ""
     command += f" --config {options.config}" if options.config != CONFIG else ""

@@ -84,7 +84,7 @@ def kind_of(found: Sequence[dict[str, Any]]) -> str:
         return "weak"
     if len({s["sequences_per_rank"] * s["ranks"] for s in settings}) == 1:
         return "strong"
-    raise UserError("--from: the files have neither the same sequences a rank nor the same global batch")
+    raise UserError("--from: the files have neither the same sequences per rank nor the same global batch")
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -141,8 +141,8 @@ def table(rows: Sequence[Row]) -> str:
 def setting_of(rows: Sequence[Row]) -> dict[str, Any]:
     """What is alike in all points."""
     setting = rows[0]["setting"]
-    told = ("model", "method", "backend", "zero_stage", "dtype", "rounds")
-    return {key.replace("_", " "): setting[key] for key in told}
+    shown = ("model", "method", "backend", "zero_stage", "dtype", "rounds")
+    return {key.replace("_", " "): setting[key] for key in shown}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Compares layers of monarch and pixelfly with dense ones: what their batched products are worth in time.
+"""Measures the speed of layers of monarch and pixelfly, which are batched products, relative to dense ones.
 
     mst bench structured [--device cpu|cuda] [--dtype float32 bfloat16] [--seconds S] [--json | --markdown]
 

@@ -13,8 +13,8 @@ at random, mean g² per layer) on all matrices of a GPT, tied head included, fro
 Runs alternate and medians are compared; masks are put back before each run, outside the timing. With 2 ranks each holds
 half of every matrix (ours) or all of it (naive), the threads are shared out, and the slower rank's time counts; ranges
 are the smallest and the largest. Bytes sent are counted: a ring all-reduce sends 2(R-1)/R times its payload, whatever R
-is; `many` is the limit. A load above the number of cores: other work ran beside. Not measured: GPUs, the time of more
-ranks than these.
+is; `many` is the limit. A load above the number of cores means that other work ran at the same time. Not measured:
+GPUs, the time of more ranks than these.
 
 The 1.3B shapes are there for the bytes and to see that the time grows with the weights: their matrices have their real
 sizes, but share one buffer of scores each for weights and for gradients, so that they fit a small machine.
@@ -184,7 +184,7 @@ def table(rows: list[Row]) -> str:
             row["why"] if row["speedup"] is None else f"**{row['speedup']}**",
         ]
         lines.append(cells)
-    head = ["shapes", "weights", "ranks × threads", "masks, MB a rank", "what"]
+    head = ["shapes", "weights", "ranks × threads", "masks, MB per rank", "what"]
     parts = [grid([*head, "ours ms (range)", "baseline", "baseline ms (range)", "speed-up"], lines)]
     lines = []
     for row in {row["shapes"]: row for row in rows if row["what"] == "topology step"}.values():

@@ -35,7 +35,7 @@ from .page import Row, aside, grid, outputs, tell
 from .timing import in_rounds, middle_half, seconds_of
 
 ASKED = {"loop": 0.02, "masking": 0.02, "topology": 0.01, "drift": 0.001}
-# GPT-2 small's widths and its whole head; 4 of 12 layers, so that two engines fit beside each other in a few GB
+# GPT-2 small's widths and its whole head; 4 of 12 layers, so that two engines fit into a few GB
 MASKED_MODEL: dict[str, Any] = {"n_layer": 4, "n_head": 12, "n_embd": 768, "seq_length": 1024, "vocab_size": 50257}
 LOOP_MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "seq_length": 256, "vocab_size": 257}
 
@@ -56,7 +56,7 @@ def config(model: dict[str, Any], ranks: int, sequences: int, **blocks: Any) -> 
 
 
 def loop(ranks: Any, rounds: int) -> Row:
-    """The demo's model (0.8 M weights, 8 × 256 tokens a rank): a step so short that every extra shows."""
+    """The demo's model (0.8 M weights, 8 × 256 tokens per rank): a step so short that every extra shows."""
     from mst_scale.config import load
     from mst_scale.pretrain.prepare import prepare
     from mst_scale.pretrain.training_loop import Run

@@ -90,7 +90,7 @@ class Attention:
 
 def of_finding(found: Finding) -> Row:
     """Return the row of a check of `mst doctor`."""
-    return {"said": found.said} | ({} if found.verdict == SKIP else {"fine": found.verdict != WRONG})
+    return {"said": found.message} | ({} if found.verdict == SKIP else {"fine": found.verdict != WRONG})
 
 
 def attention_case(where: Where, how: Attention) -> Row:

@@ -1,13 +1,14 @@
 """Communication between the ranks of a run: process groups, agreement on errors, detection of lost ranks, exits.
 
-launch     reads the launcher's environment; finds a port
-messages   logs on rank 0; errors of every rank
+launch     reads the launcher's environment and finds a free port
+messages   logging: messages of rank 0, errors of every rank
 exits      ends a rank with one line and an exit code
 groups     creates process groups by name
-ranks      all ranks of a run: decide, fail and leave together
+ranks      all ranks of a run: shared decisions, errors and exits
 mesh       pipeline, data, sequence and tensor parallelism
 exchange   the small all-reduces of masks; errors that all ranks raise together
-watchdog   names a rank that is gone or makes no progress, and ends the others
+watchdog   detects a rank that is lost or makes no progress, and ends the others
+own_loops  the watchdog and the timeout of your own training loops
 parser     command lines whose errors are one line, on one rank
 """
 

@@ -33,7 +33,7 @@ class SparseCompute(Component):
         self,
         engine: Any,
         state: MaskState,
-        store: zero_shards.Shards,
+        store: zero_shards.Store,
         topology: Topology,
         *,
         local: Exchange,

@@ -230,7 +230,7 @@ def test_every_hand_written_gradient_has_a_case():
     assert written == {case.covers for case in CASES.values()} | elsewhere
 
 
-def assert_refused(case: Case, what: Callable[[], Any]) -> None:
+def assert_rejected(case: Case, what: Callable[[], Any]) -> None:
     with pytest.raises(UserError) as caught:
         what()
     assert case.fix in str(caught.value) and len(str(caught.value).splitlines()) == 1
@@ -250,7 +250,7 @@ def derivatives(layer: Layer, case: Case, added: Callable[[Tensor], Tensor] = to
 @each
 def test_second_derivatives(case: Case):
     if not case.second:
-        assert_refused(case, lambda: derivatives(case.ours, case))
+        assert_rejected(case, lambda: derivatives(case.ours, case))
         return
     found, expected = derivatives(case.ours, case), derivatives(case.plain, case, case.added)
     for ours, plain in zip(found, expected, strict=True):
@@ -283,7 +283,7 @@ TRANSFORMS: dict[str, Callable[[Layer, Case], Tensor]] = {
 @each
 def test_transforms(case: Case, transform: Callable[[Layer, Case], Tensor]):
     if not case.transforms:
-        assert_refused(case, lambda: transform(case.ours, case))
+        assert_rejected(case, lambda: transform(case.ours, case))
         return
     torch.testing.assert_close(transform(case.ours, case), transform(case.plain, case))
 
@@ -312,7 +312,7 @@ def test_compiled(name: str):
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
 
 
-def test_a_whole_graph_of_a_sparse_layer_is_refused_with_what_to_do():
+def test_fullgraph_with_a_sparse_layer_is_rejected_with_the_fix():
     torch._dynamo.reset()
     compiled = torch.compile(CASES["compiled"].ours, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=BACKEND):

@@ -120,6 +120,7 @@ def check_feature(feature: Feature, stages: tuple[int, ...]) -> None:
                 assert history == plain(stage, feature.precision), f"stage {stage}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature(name):
     """At the last of its stages; the others are slow together."""
@@ -173,6 +174,7 @@ def check_optimizer(name: str, stages: tuple[int, ...]) -> None:
             assert (of_weights if name in WEIGHTS_ALONE else faults) == [], f"stage {stage}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name):
     check_optimizer(name, (3,))
@@ -282,7 +284,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED)
-def test_what_is_not_exact_is_refused_in_one_line_unless_the_run_stays_dense(config, message):
+def test_inexact_keys_are_rejected_in_one_line_unless_the_run_stays_dense(config, message):
     with pytest.raises(ValueError, match=message) as caught:
         check_supported(config, SPARSE)
     assert len(str(caught.value).splitlines()) == 1
@@ -303,7 +305,7 @@ def test_what_is_off_or_not_stated_is_let_in():
     assert check_supported(off, SPARSE) == []
 
 
-def test_a_user_may_take_the_risk_of_what_is_not_classified_but_not_of_what_is_refused():
+def test_a_user_may_allow_untested_keys_but_not_rejected_ones():
     allowed = MSTConfig(method="mst", allow_untested=["zero_optimization.new_key", "zero_optimization.zenflow"])
     (note,) = check_supported(zero(new_key=1), allowed)
     assert note.startswith("zero_optimization.new_key = 1 has not been tested")
@@ -328,7 +330,7 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("given", "extra", "message"), ARGUMENTS)
-def test_arguments_are_refused_before_deepspeed_builds_anything(monkeypatch, given, extra, message):
+def test_arguments_are_rejected_before_deepspeed_builds_anything(monkeypatch, given, extra, message):
     monkeypatch.setattr("mst_scale.engine.api._deepspeeds_own", with_signature_of(deepspeed.initialize))
     with pytest.raises(ValueError, match=message):
         mst_scale.initialize(model=toy(), config=mst_config(2, 2, **extra), **given)
@@ -340,7 +342,7 @@ def with_signature_of(function: Any) -> Any:
     return functools.wraps(function)(nothing_is_built)
 
 
-def test_a_pipeline_is_refused_before_deepspeed_builds_anything(monkeypatch):
+def test_a_pipeline_is_rejected_before_deepspeed_builds_anything(monkeypatch):
     monkeypatch.setattr("mst_scale.engine.api._deepspeeds_own", with_signature_of(deepspeed.initialize))
     stage = object.__new__(deepspeed.PipelineModule)
     torch.nn.Module.__init__(stage)
@@ -348,7 +350,7 @@ def test_a_pipeline_is_refused_before_deepspeed_builds_anything(monkeypatch):
         mst_scale.initialize(model=stage, model_parameters=[], config=mst_config(2, 2))
 
 
-def test_pretrain_and_plan_refuse_the_same(tmp_path):
+def test_pretrain_and_plan_reject_the_same(tmp_path):
     base = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     check(load({**base, "mst": {"method": "mst"}}))
     with pytest.raises(ValueError, match="data_parallel_size"):

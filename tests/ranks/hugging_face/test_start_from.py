@@ -154,7 +154,7 @@ def test_a_bert_is_not_started_from_a_gpt2(tmp_path, gpt2):
     assert code == 2 and "model.arch is 'bert'" in text
 
 
-def test_without_a_network_one_line_says_so(monkeypatch):
+def test_without_a_network_there_is_one_line(monkeypatch):
     import huggingface_hub
 
     def fail(*_, **__):

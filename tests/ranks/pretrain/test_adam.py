@@ -13,6 +13,8 @@ from mst_scale.pretrain.validation import TORCH_ADAM, choose_adam, leaves_adam_o
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, attempt, weights, without_times
 
+pytestmark = pytest.mark.full
+
 BASE = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}}
 
 
@@ -53,7 +55,7 @@ def test_a_resumed_run_keeps_the_one_it_started_with(monkeypatch, saved, torchs)
         ["bf16.enabled=true"],
     ],
 )
-def test_a_config_that_says_more_is_left_alone(stated):
+def test_a_config_with_more_keys_is_unchanged(stated):
     experiment = load(BASE, stated)
     assert not leaves_adam_open(experiment)
     assert choose_adam(experiment, True, None) == experiment

@@ -99,7 +99,7 @@ def test_topology_steps_count_as_often_as_they_came():
     assert found.slower
 
 
-def test_a_run_says_once_that_its_sparse_steps_are_slower():
+def test_a_run_warns_once_that_its_sparse_steps_are_slower():
     times = filled(dense=(20, 10.0), sparse=(40, 12.0))
     said = times.warning()
     assert re.search(r"12\.0 ms.* 10\.0 ms", said) and times.warning() is None
@@ -107,7 +107,7 @@ def test_a_run_says_once_that_its_sparse_steps_are_slower():
     assert filled(dense=(20, 10.0), sparse=(40, 10.2)).warning() is None, "within the noise of two medians"
 
 
-def test_too_few_steps_say_nothing():
+def test_too_few_steps_give_no_warning():
     assert filled(sparse=(40, 12.0)).comparison is None, "a run that is never dense"
     assert filled(dense=(FEWEST["dense"] + FIRST - 1, 1.0), sparse=(40, 12.0)).comparison is None
     assert filled(dense=(20, 1.0), sparse=(FEWEST["sparse"] + FIRST - 1, 12.0)).comparison is None
@@ -153,7 +153,7 @@ def shown_by(rank, world, argv):
         ProgressLine._put = put
 
 
-def test_a_whole_run_shows_step_times_beside_its_flops(tmp_path):
+def test_a_whole_run_shows_step_times_next_to_its_flops(tmp_path):
     block = {
         "training": {"steps": 100, "log_every": 50, "eval_every": 0, "save_every": 0},
         "mst": {

@@ -29,6 +29,8 @@ from tests.support import tiny_run
 from tests.support.evaluation_calls import CONTEXT, EXAMPLES, PAIRS, PASSAGES, TEXT, evaluated, write
 from tests.support.saved_model import save
 
+pytestmark = pytest.mark.full
+
 ENCODE = load_tokenizer("byte").encode
 
 
@@ -336,10 +338,10 @@ def test_the_papers_rows():
         (1024, 32_000, 110_000_000, False),
     ],
 )
-def test_the_papers_rows_stand_beside_models_of_its_table(context, vocab_size, parameters, expected):
+def test_the_papers_rows_are_shown_for_models_of_its_table(context, vocab_size, parameters, expected):
     assert comparable(context, vocab_size, parameters) == expected
     tasks = {"lambada": {"metrics": {"token_acc": 0.6, "token_perplexity": 3.0}}}
-    assert ("OpenAI GPT-2" in table(tasks, beside_paper=expected)) == expected
+    assert ("OpenAI GPT-2" in table(tasks, with_paper=expected)) == expected
 
 
 def test_a_checkpoint_apart_from_its_run_is_read_with_its_config(run, data, tmp_path, capsys):

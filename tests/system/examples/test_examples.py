@@ -11,6 +11,8 @@ import pytest
 
 from tests.support import pool, tiny_run
 
+pytestmark = pytest.mark.full
+
 EXAMPLES = tiny_run.ROOT / "examples"
 
 
@@ -78,7 +80,7 @@ def test_every_example_has_a_test_and_says_how_it_is_run():
         assert any(not gpus for _, gpus in documented(name)) or name in ("fabric_loop", "lightning_module")
 
 
-def test_a_policy_of_a_known_name_is_refused():
+def test_a_policy_of_a_known_name_is_rejected():
     from mst_scale.mixed_growing.policies import POLICIES, Policy, register
 
     assert register(POLICIES["rigl"]) is POLICIES["rigl"]

@@ -27,6 +27,8 @@ from tests.support.launched import (
     wait_for_checkpoint,
 )
 
+pytestmark = pytest.mark.full
+
 
 def test_local_restarts_after_a_kill_and_finishes(tmp_path):
     """A rank is killed without a word; the launcher starts again from the newest checkpoint. Names are hostile."""
@@ -35,7 +37,7 @@ def test_local_restarts_after_a_kill_and_finishes(tmp_path):
     wait_for_checkpoint(out, child)
     steps = kill_rank_1(out, made)
     text = finish(child)
-    assert "rank 1 (" in text and "is gone without a word" in text
+    assert "rank 1 (" in text and "is gone without a message" in text
     assert "starts again from its latest complete checkpoint in 1 s (1 of 3)" in text
     run = story(out)
     assert run["restarts"] == 1 and run["starts"][1]["how"] == "finished" and last_step(out) == steps

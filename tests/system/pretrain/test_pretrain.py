@@ -279,15 +279,15 @@ def test_more_steps_continue_a_finished_run(tmp_path, undisturbed):
     assert [row["step"] for row in tiny_run.rows(tmp_path / "out")][-2:] == [13, 14]
 
 
-def test_another_schedule_is_refused_on_resume(tmp_path, undisturbed):
+def test_another_schedule_is_rejected_on_resume(tmp_path, undisturbed):
     """Phases are shares of the run: twice the steps would take a network that is dense again back to sparse."""
     shutil.copytree(undisturbed, tmp_path / "out")
     results = pool.run(attempt, 2, arguments(tmp_path, "out", "--steps", "24", mst=MST))
     assert [code for code, _ in results] == [2, 2]
-    assert sum("state mst.sparsity" in text for _, text in results) == 1
+    assert sum("set mst.sparsity" in text for _, text in results) == 1
 
 
-def test_a_damaged_checkpoint_named_by_hand_is_refused(tmp_path, undisturbed):
+def test_a_damaged_checkpoint_named_by_hand_is_rejected(tmp_path, undisturbed):
     shutil.copytree(undisturbed, tmp_path / "out")
     victim = next((tmp_path / "out" / "checkpoints" / "step00000008").glob("*model_states.pt"))
     data = bytearray(victim.read_bytes())

@@ -1,4 +1,4 @@
-"""Worth in time, from worth in FLOPs and the times of steps."""
+"""The time multiplier, from the FLOP multiplier and the times of steps."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def test_blocks_take_the_time_of_blocks(name, each):
     assert in_time.run_seconds(experiment, Steps(256, [100.0], times)) == pytest.approx(expected)
 
 
-def test_worth_in_time_is_worth_in_flops_at_the_rate_of_measured_steps(monkeypatch):
-    worth = {"value": 1.5, "bound": "", "low": 1.4, "high": 1.6}
+def test_the_time_multiplier_is_the_flop_multiplier_at_measured_step_times(monkeypatch):
+    multiplier = {"value": 1.5, "bound": "", "low": 1.4, "high": 1.6}
     same = {"share": 1.0, "dense": False, "flops": 40.0, "val_loss": 1.8}
-    told = [
+    reported = [
         {"variant": "dense", "share": 0.5, "dense": True, "flops": 50.0},
-        {"variant": "channels", **same, "worth_same_model_paper": worth},
+        {"variant": "channels", **same, "worth_same_model_paper": multiplier},
         {"variant": "weights", **same, "worth_same_model_paper": None},
     ]
-    monkeypatch.setattr(in_time, "_cells", lambda plan: told)
+    monkeypatch.setattr(in_time, "_cells", lambda plan: reported)
     (row,) = in_time.rows_of(read_plan("channels"), STEPS)
     # dense training would need 0.6 of its whole length
     steps = of("channels").training.steps

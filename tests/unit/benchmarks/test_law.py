@@ -15,7 +15,7 @@ def spots(law: Law = TRUE) -> list[Spot]:
     return [Spot(n, d, law.loss(n, d)) for n in SIZES for d in LENGTHS]
 
 
-def test_a_law_is_found_again_and_tells_runs_that_were_not_fitted():
+def test_a_law_is_recovered_and_predicts_runs_that_were_not_fitted():
     found = fit(spots())
     assert found is not None and (found.alpha, found.beta) == (TRUE.alpha, TRUE.beta)
     assert found.loss(2e5, 5e6) == pytest.approx(TRUE.loss(2e5, 5e6), rel=1e-6)

@@ -22,7 +22,7 @@ from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
 from mst_scale.errors import UserError
 from mst_scale.flops.ledger import forecast
-from mst_scale.sparsity_variation import SHORTEST_DEFAULT
+from mst_scale.sparsity_variation import MIN_DEFAULT_INTERVAL
 from tests.support.tiny_study import TINY, everything, row
 
 
@@ -209,7 +209,7 @@ def test_recorded_runs_are_found_by_the_digests_of_their_plans(name):
     plan, rows = read_plan(name), records.known(FOLDER)
     sure, _ = outcome.wanted(plan, rows, plan.config["data"]["dir"])
     table = (FOLDER / f"{name}.md").read_text().partition("## All runs")[2]
-    lines = [line for line in table.splitlines() if line.startswith("|") and "no longer asked for" not in line]
+    lines = [line for line in table.splitlines() if line.startswith("|") and "no longer planned" not in line]
     shown = [line.split("|")[1].strip() for line in lines[2:]]
     assert shown and shown == [one.digest for one in sure if one.digest in rows]
 
@@ -232,7 +232,7 @@ def test_a_recipe_is_what_was_measured(recipe, name, variant):
     assert named.attention_schedule == measured.attention_schedule and named.mst.targets == measured.mst.targets
     # the studies state the interval that was the default when they ran; today's default is never below 25
     stated, interval = measured.mst.topology.interval, measured.schedule.interval
-    assert stated is None or stated < SHORTEST_DEFAULT == named.schedule.interval
+    assert stated is None or stated < MIN_DEFAULT_INTERVAL == named.schedule.interval
     assert dataclasses.replace(named.schedule, interval=interval) == measured.schedule
     assert dataclasses.replace(named.mst.topology, interval=stated) == measured.mst.topology
     decays = {in_steps(e.training.decay, e.training.steps) for e in (named, measured)}
@@ -252,6 +252,7 @@ def test_the_time_left_follows_what_runs_took(folder):
     assert runner.seconds_left(dense, {}, {dense[0].trunk: 45}) < runner.seconds_left(dense, {}, {})
 
 
+@pytest.mark.full
 def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
     plan = {**TINY, "seeds": [1], "rates": [1e-2]}
     plan["variants"] = {"dense": {"shares": [0.5, 1.0]}, "wrong": {"set": {"optimizer.params.nonsense": 1}}}
@@ -269,31 +270,31 @@ def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
             code = study.main([*words, *more, "--json"])
         return code, json.loads(said.getvalue())
 
-    code, told = run("--budget", "0")
-    assert code == 0 and told["done"] == 0 and not (folder / "out" / "runs").exists()
-    code, told = run()
+    code, reported = run("--budget", "0")
+    assert code == 0 and reported["done"] == 0 and not (folder / "out" / "runs").exists()
+    code, reported = run()
     path = records.path_of("queue", folder)
     before = records.rows_in(path)
-    assert code == 1 and told["done"] == 2 and len(before) == 3
-    assert {"gpu", "torch"} <= told["machine"].keys() and len(told["rows"]) == len(told["cells"]) >= 2
-    assert all({"variant", "val_loss", "flops"} <= row.keys() for row in told["rows"])
+    assert code == 1 and reported["done"] == 2 and len(before) == 3
+    assert {"gpu", "torch"} <= reported["machine"].keys() and len(reported["rows"]) == len(reported["cells"]) >= 2
+    assert all({"variant", "val_loss", "flops"} <= row.keys() for row in reported["rows"])
     rows = {found["variant"]: found for found in before}
     assert rows["wrong"]["status"] == records.FAILED and "optimizer.params.nonsense" in rows["wrong"]["reason"]
     assert rows["dense"]["steps_run"] == 60 - 45 + (45 - 22), "a branch of a trunk that stood at the shorter one's"
     assert rows["dense"]["curve"][-1] == [60, pytest.approx(rows["dense"]["val_loss"], abs=1e-5)]
     splits = json.loads((folder / "corpus" / "meta.json").read_text())["splits"]
     text = hashlib.sha256((splits["train"]["sha256"] + splits["val"]["sha256"]).encode()).hexdigest()[:16]
-    told_by_run = json.loads((folder / "out" / "runs" / rows["dense"]["digest"] / "run.json").read_text())
-    assert rows["dense"]["corpus"] == told_by_run["starts"][-1]["corpus"] == text, "what a rival's text is held against"
+    run_json = json.loads((folder / "out" / "runs" / rows["dense"]["digest"] / "run.json").read_text())
+    assert rows["dense"]["corpus"] == run_json["starts"][-1]["corpus"] == text, "what a rival's text is held against"
     with pytest.raises(UserError, match="--resume"):
         run()
 
     # what a killed queue had not written down is found in the run's folder, and only what failed is tried again
     path.unlink()
     records.append(path, before[0])
-    code, told = run("--resume", "--at-once", "2")
+    code, reported = run("--resume", "--at-once", "2")
     again = records.rows_in(path)
-    assert told["done"] == 2 and len(again) == 3
+    assert reported["done"] == 2 and len(again) == 3
     assert {r["digest"]: r.get("val_loss") for r in again} == {r["digest"]: r.get("val_loss") for r in before}
 
     shutil.rmtree(folder / "corpus")
@@ -301,6 +302,7 @@ def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
         run("--resume")
 
 
+@pytest.mark.full
 def test_a_method_that_grows_spends_what_its_smaller_run_has_spent_too(folder):
     variants = {
         "dense": {},
@@ -385,7 +387,7 @@ def test_what_is_wrong_is_said(folder):
         read_plan("bad", folder)
 
 
-def test_rivals_are_all_there_and_spend_the_flops_of_a_dense_run():
+def test_all_baselines_are_there_and_use_the_flops_of_a_dense_run():
     plan = read_plan("rivals")
     methods = {variant.method for variant in plan.variants.values()}
     others = {"tiny", "dense-short", "fixed", "sparse", "sd", "dsd", "gd"}  # another model, a length, variants of mst

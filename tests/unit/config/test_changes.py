@@ -79,7 +79,7 @@ def test_deepspeeds_keys_that_watch_a_run_are_left_out(key, compared):
     assert (f"{key} unset → 7" in found) == compared
 
 
-def test_a_loop_of_ones_own_is_asked_for_what_it_reads_of_our_blocks():
+def test_a_custom_loop_needs_only_the_keys_that_it_reads():
     keys = result_keys(load(RAW), own_loop=True)
     blocks = {key.partition(".")[0] for key in keys}
     assert {"training.steps", "training.seed", "mst.topology.policy", "optimizer.params.lr"} <= keys.keys()

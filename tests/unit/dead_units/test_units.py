@@ -70,7 +70,7 @@ def flags(model):
     parameters = dict(model.named_parameters())
     found = LineFlags(find_units(model)[0], {name: p.shape for name, p in parameters.items()})
     for name in found.shapes:
-        found.look(Shard.whole(name, parameters[name].shape), parameters[name].detach().view(-1))
+        found.add(Shard.whole(name, parameters[name].shape), parameters[name].detach().view(-1))
     return found
 
 

@@ -139,9 +139,9 @@ def test_flops_add_and_scale():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"density": 1.5}, "1.5 is not a share"),
-        ({"density": {"wte.weight": -0.1}}, "wte.weight: -0.1 is not a share"),
-        ({"density": {"lm_head.weight": 0.5}}, "no matrix of this model is called 'lm_head.weight'"),
+        ({"density": 1.5}, "1.5 is not a fraction"),
+        ({"density": {"wte.weight": -0.1}}, "wte.weight = -0.1 is not a fraction"),
+        ({"density": {"lm_head.weight": 0.5}}, "this model has no matrix 'lm_head.weight'"),
         ({"accounting": "generous"}, "'generous' is unknown: choose one of paper, causal"),
     ],
 )

@@ -110,7 +110,7 @@ def test_blocks_count_as_blocks():
     assert ultra[0].density["wte.weight"] == 7 / 14, "50 rows are 7 block rows"
 
 
-def test_globs_that_match_nothing_are_refused_without_a_model():
+def test_globs_that_match_nothing_are_rejected_without_a_model():
     with pytest.raises(ValueError, match=r"'mlp\*' matches no parameter that can be sparse"):
         forecast(load(RAW, ['mst.targets.exclude=["mlp*"]']))
 
@@ -227,10 +227,10 @@ def test_dense_short_trains_as_many_dense_steps_as_the_flops_buy(tmp_path):
     assert shortened(sparse) is sparse
 
 
-def test_dense_short_of_dense_short_is_refused(tmp_path):
+def test_dense_short_of_dense_short_is_rejected(tmp_path):
     path = tmp_path / "c.json"
     path.write_text(json.dumps({**RAW, "mst": {"method": "dense-short", "like": "x"}}))
-    with pytest.raises(ValueError, match="is a dense-short run itself"):
+    with pytest.raises(ValueError, match="is itself a dense-short run"):
         shortened(load(path, [f"mst.like={path}"]))
     with pytest.raises(ValueError, match=r"nope\.json: no such config file"):
         shortened(load(path, ["mst.like=nope.json"]))

@@ -98,7 +98,7 @@ def test_patterns_are_values() -> None:
 
 
 @pytest.mark.parametrize(("kind", "stride"), [("windowed", 8), ("strided", 0), ("strided", 2.0), ("fixed", True)])
-def test_nonsense_is_refused(kind: str, stride: int) -> None:
+def test_nonsense_is_rejected(kind: str, stride: int) -> None:
     with pytest.raises(ValueError, match="attention"):
         Pattern(kind, stride)
     with pytest.raises(ValueError, match="accounting"):

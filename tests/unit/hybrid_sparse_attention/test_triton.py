@@ -51,7 +51,7 @@ RAISED: list[tuple[str, int, int, bool, int, int, int, str]] = [
 ]
 
 
-def test_a_sequence_whose_offsets_do_not_fit_32_bits_is_refused():
+def test_a_sequence_whose_offsets_do_not_fit_32_bits_is_rejected():
     """Not read and written elsewhere."""
     q = torch.empty(1, 64, 1 << 18, 128, device="meta", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="sequence_parallel"):

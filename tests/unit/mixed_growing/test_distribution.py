@@ -100,6 +100,6 @@ def test_sparsity_zero_is_exactly_full(kind):
         ([(4, 4)], 0.5, "er", "choose from erdos-renyi"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(layers, sparsity, kind, message):
+def test_invalid_values_are_rejected(layers, sparsity, kind, message):
     with pytest.raises(ValueError, match=message):
         active_counts(layers, sparsity, kind)

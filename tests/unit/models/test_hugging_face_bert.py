@@ -70,7 +70,7 @@ def test_names_of_the_published_checkpoint_are_understood():
     ("changes", "message"),
     [
         ({"n_layer": 4}, r"bert\.encoder\.layer\.3\.\S+ is missing"),
-        ({"n_layer": 2}, r"bert\.encoder\.layer\.2\.\S+ has no place in a BERT of 2 layers"),
+        ({"n_layer": 2}, r"bert\.encoder\.layer\.2\.\S+ does not exist in a BERT with 2 layers"),
         ({"bias": False}, r"LayerNorm\.bias is not zero: set model\.bias = true"),
         ({"vocab_size": 99}, r"the vocabulary has 101 rows: set model\.vocab_size = 101"),
     ],

@@ -128,20 +128,13 @@ def test_the_step_it_speaks_of():
             assert any(layer.changes for layer in topology.layers(e, step))
 
 
-def test_its_compute_is_a_bound_by_hand(monkeypatch):
-    """Weights and gradients of 8 ranks' share read once; with blocks that are skipped, their dense gradients."""
+def test_masks_of_layers_that_skip_inactive_weights_are_sent(monkeypatch):
     e = experiment(0.9, {"block": 16, "min_blocks": 1})
-    weights = sum(p.numel for p in sparse_parameters(e.model, e.mst.targets))
     s, card = setting_of(e, 8), machine("a100-80gb", 8)
-    found = topology.topology_step(e, s, card)
-    assert found.reads_seconds == pytest.approx(8 * weights / 8 / (2039e9 * 0.8)) and not found.dense_gradient_seconds
     e = replace(e, mst=replace(e.mst, compute=replace(e.mst.compute, backend="block")))
     found = topology.topology_step(e, s, card)
     assert found.masks == sum(-(-p.numel // 8) for p in sparse_parameters(e.model, e.mst.targets))
-    assert found.dense_gradient_seconds == pytest.approx(2 * 8 * 0.9 * weights / (19.5e12 * 0.6), rel=0.01)
-    each = found.here + found.reads_seconds + found.dense_gradient_seconds
     assert found.in_run == sum(map(e.schedule.is_topology_step, range(1, e.training.steps + 1))) > 1
-    assert found.run_seconds == pytest.approx(found.in_run * each)
     # auto: where it has been measured, from there on
     e = replace(e, mst=replace(e.mst, compute=replace(e.mst.compute, backend="auto")))
     assert topology.topology_step(e, s, card).masks == 0
