@@ -56,7 +56,7 @@ def machine() -> dict[str, Any]:
 
 
 def block_mask(outputs: int, inputs: int, side: int, sparsity: float, device: str) -> torch.Tensor:
-    """bool (outputs, inputs): the asked share of blocks, at random, to the block."""
+    """Return a bool mask (outputs, inputs) with the given share of inactive blocks, chosen at random."""
     down, across = -(-outputs // side), -(-inputs // side)
     blocks = torch.zeros(down * across, dtype=torch.bool)
     generator = torch.Generator().manual_seed(side)

@@ -32,6 +32,19 @@ from mst_scale.sparse_linear.kernel import CompiledProducts
 from mst_scale.transforms import check_not_transformed, leave_graph
 
 
+def products_of(positions: Tensor, shape: tuple[int, int], across: bool = False) -> cpu.Products:
+    """Return what the backend "cpu" multiplies with, for another index's attribute `products`.
+
+    Args:
+        positions: where the values stand in the flattened matrix, ascending.
+        shape: the shape in which the matrix is flattened.
+        across: the matrix is stored as (inputs, outputs).
+    """
+    active = torch.zeros(shape, dtype=torch.bool)
+    active.view(-1)[positions.long()] = True
+    return cpu.build_products(active, across)
+
+
 class CompactIndex:
     """Where the values of one matrix stand.
 

@@ -20,6 +20,7 @@ from mst_scale.sparse_linear import derivatives, head
 from mst_scale.sparse_linear.kernel import DTYPES, CompiledProducts, why_not_compiled
 from mst_scale.sparse_linear.mkl import MKLProducts
 
+Products = CompiledProducts | MKLProducts
 log = logging.getLogger("mst_scale")
 
 
@@ -47,7 +48,7 @@ def build_index(active: Tensor) -> CompiledIndex | MKLIndex:
     return MKLIndex(active) if why_not_compiled() else CompiledIndex(active)
 
 
-def build_products(active: Tensor, across: bool = False) -> CompiledProducts | MKLProducts:
+def build_products(active: Tensor, across: bool = False) -> Products:
     """Return the products of a mask by the best kernel here; `across`: it is stored as (inputs, outputs)."""
     return MKLProducts(active, across) if why_not_compiled() else CompiledProducts(active, across)
 

@@ -28,13 +28,13 @@ class Products(Protocol):
     """The three products of one mask; x is (tokens, inputs), dy (tokens, outputs), s as the backend stores it."""
 
     def product(self, x: Tensor, s: Tensor) -> Tensor:
-        """x Sᵀ."""
+        """Return x Sᵀ."""
 
     def input_gradient(self, dy: Tensor, s: Tensor) -> Tensor:
-        """dy S."""
+        """Return dy S."""
 
     def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor:
-        """dyᵀ x at the entries s."""
+        """Return dyᵀ x at the entries s."""
 
 
 class Product(torch.autograd.Function):
@@ -100,16 +100,16 @@ class ByValues(Products, Protocol):
         """The position of each entry of s in the flattened matrix."""
 
     def gather(self, weight: Tensor) -> Tensor:
-        """s, from a dense matrix."""
+        """Return s, taken from a dense matrix."""
 
     def scatter(self, gradient: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        """The dense matrix with `scale` times these entries, and zeros."""
+        """Return the dense matrix with `scale` times these entries, and zeros."""
 
     def forward(self, x: Tensor, s: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x Sᵀ + b, in the dtype of x."""
+        """Return x Sᵀ + b in the dtype of x."""
 
     def backward(self, x: Tensor, dy: Tensor, s: Tensor, dx: bool, ds: bool) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients asked for: dx in the dtype of x, ds in that of s."""
+        """Return the gradients asked for: dx in the dtype of x, ds in that of s."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: ByValues, dense_gradient: bool) -> Tensor:

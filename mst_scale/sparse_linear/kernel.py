@@ -161,17 +161,17 @@ class CompiledProducts:
     # for higher derivatives, all in the dtype of the values
 
     def product(self, x: Tensor, values: Tensor) -> Tensor:
-        """x Sᵀ."""
+        """Return x Sᵀ."""
         return self.forward(x, values)
 
     def input_gradient(self, dy: Tensor, values: Tensor) -> Tensor:
-        """dy S."""
+        """Return dy S."""
         dx = dy.new_empty(len(dy), self.shape[1])
         self.run("sl_backward", len(dy), dy.dtype, {"dy": dy, "values": values.contiguous(), "dx": dx})
         return dx
 
     def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor:
-        """dyᵀ x at the active weights."""
+        """Return dyᵀ x at the active weights."""
         gradient = x.new_empty(self.entries)
         self.run("sl_backward", len(x), x.dtype, {"x": x, "dy": dy, "gradient": gradient})
         return gradient

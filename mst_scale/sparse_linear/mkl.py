@@ -59,15 +59,15 @@ class MKLProducts:
         return found, self.weight_gradient(wide_x, wide_dy) if ds else None
 
     def product(self, x: Tensor, values: Tensor) -> Tensor:
-        """x Sᵀ."""
+        """Return x Sᵀ."""
         return self._times(x, values, self.across)
 
     def input_gradient(self, dy: Tensor, values: Tensor) -> Tensor:
-        """dy S."""
+        """Return dy S."""
         return self._times(dy, values, not self.across)
 
     def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor:
-        """dyᵀ x at the active weights."""
+        """Return dyᵀ x at the active weights."""
         zeros = x.new_zeros(self.entries)
         if not len(x):
             return zeros

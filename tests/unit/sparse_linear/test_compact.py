@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.sparse_linear import cpu
-from mst_scale.sparse_linear.compact import CompactIndex, compact_cross_entropy, compact_linear
+from mst_scale.sparse_linear.compact import CompactIndex, compact_cross_entropy, compact_linear, products_of
 from tests.unit.sparse_linear.test_backends import SHAPES, assert_close, case
 
 
@@ -59,6 +60,41 @@ def test_the_kernel_gives_the_same_bits_as_from_a_dense_weight(shape, dtype, acr
     dense = gradients(lambda x, w, b: index.linear(x, w, b, False), x, weight, bias, dy)
     dense[2] = dense[2].T[active.T] if across else dense[2][active]
     assert all(torch.equal(a, b) for a, b in zip(found, dense, strict=True))
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_dense_matrix_exists(dtype):
+    """Neither of the weight nor of its gradient: with 8 tokens, the values are the largest tensor."""
+    active, x, weight, bias, dy = case(256, 384, 8, 0.8, dtype)
+    index = CompactIndex.from_mask(active, active.shape, backend="cpu")
+    leaves = [t.clone().requires_grad_() for t in (x, weight[active], bias)]
+    with Largest() as largest:
+        torch.autograd.grad(compact_linear(leaves[0], leaves[1], index, leaves[2]), leaves, dy)
+    assert largest.numel == index.count
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_products_of_positions(across):
+    active, x, weight, _, _ = case(40, 30, 16, 0.8)
+    stored = active.T.contiguous() if across else active
+    products = products_of(stored.view(-1).nonzero().view(-1), stored.shape, across)
+    index = CompactIndex.from_mask(stored, stored.shape, across=across, backend="cpu")
+    values = (weight.T if across else weight)[stored]
+    assert torch.equal(products.forward(x, values), compact_linear(x, values, index))
 
 
 @pytest.mark.parametrize("across", [False, True])
