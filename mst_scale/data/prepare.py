@@ -114,7 +114,7 @@ def ensure(
 
 
 def _finished(out: Path, recipe: Recipe, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The meta.json of the corpus in `out` if there is one and it is the one asked for; an error if it is another."""
+    """Return the meta.json of the corpus in `out`, None if there is none; raise an error if it is another corpus."""
     if not (out / META).exists():
         return None
     meta = read_meta(out)
@@ -148,7 +148,7 @@ def _first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | Non
 
 
 def _open(recipe: Recipe, out: Path, say: Say) -> tuple[Tokenizer, Source]:
-    """A wrong path is found before a vocabulary is downloaded; a data set of the hub is slow and opened last."""
+    """Open tokenizer and source: files first, so that a wrong path is found early, and the hub last, which is slow."""
     here = local_files(recipe) is not None
     tokenizer = load_tokenizer(recipe.tokenizer_name)
     source = open_source(recipe) if here else None
@@ -267,7 +267,7 @@ class Tokenize:
 
 
 def _cores() -> int:
-    """The number of cores that this process may use, if the system says so."""
+    """Return the number of cores that this process may use, if the system says so."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

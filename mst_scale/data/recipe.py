@@ -113,7 +113,7 @@ class Recipe:
 
 
 def is_code(source: str | Sequence[str]) -> bool:
-    """Whether the source is the code of Python's library or of a package."""
+    """Return whether the source is the code of Python's library or of a package."""
     return isinstance(source, str) and (source == STDLIB or source.startswith(PACKAGE))
 
 
@@ -176,7 +176,7 @@ def local_files(recipe: Recipe) -> list[File] | None:
 
 
 def _package_files(name: str) -> list[File]:
-    """The sources of an installed package, which is not imported: the same text on every machine with its version."""
+    """Return the sources of an installed package, which is not imported; they are the same on every machine."""
     found = importlib.util.find_spec(name) if name.isidentifier() else None
     if found is None or not found.submodule_search_locations:
         raise UserError(
@@ -196,7 +196,7 @@ def _code_files(root: Path, owner: str) -> list[File]:
 
 
 def _kind(path: Path) -> str | None:
-    """How a file is read, by its name: `text`, `lines`, `parquet`, or a builder of `datasets`."""
+    """Return how a file is read, by its name: `text`, `lines`, `parquet`, or a builder of `datasets`."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSIONS:
         return BUILDERS.get(Path(path.stem).suffix.lower())
@@ -225,7 +225,7 @@ def _is_saved(paths: list[str]) -> bool:
 
 
 def _is_hub_name(paths: list[str]) -> bool:
-    """A single name that may be on the hub: it does not exist here and is not spelled like a path."""
+    """Return whether a single name may be on the hub: it does not exist here and is not spelled like a path."""
     name = paths[0]
     local = os.path.lexists(Path(name).expanduser()) or name.startswith(("~", ".")) or _kind(Path(name)) is not None
     return len(paths) == 1 and not local and HUB_NAME.fullmatch(name) is not None
@@ -274,7 +274,7 @@ def _streamed_files(files: list[File], builder: str, recipe: Recipe) -> Source:
 
 
 def _saved(folder: Path, recipe: Recipe) -> Source:
-    """A data set that `save_to_disk` has written."""
+    """Open a data set that `save_to_disk` has written."""
     with _datasets(str(folder)) as datasets:
         content = datasets.load_from_disk(str(folder))
     splits = content if isinstance(content, dict) else {recipe.split: content}
@@ -347,7 +347,7 @@ def _check_column(name: str, columns: list[str], text_key: str) -> None:
 
 @contextlib.contextmanager
 def _datasets(name: str) -> Iterator[Any]:
-    """The module `datasets`, to read `name` with; its errors become one line that says what to do."""
+    """Yield the module `datasets`, to read `name` with; its errors become one line that says what to do."""
     import datasets
     import huggingface_hub.utils.logging as hub_logging
 

@@ -84,7 +84,7 @@ def _is_rank_file(name: str) -> bool:
 
 
 def is_file(name: str) -> bool:
-    """Whether the tokenizer is named by the path of a file."""
+    """Return whether the tokenizer is named by the path of a file."""
     return _is_rank_file(name) or name.endswith(".txt")
 
 
@@ -262,7 +262,7 @@ def _read(path: Path) -> bytes:
 
 
 def is_missing(name: str) -> bool:
-    """Whether the name is a path where there is no file (any more)."""
+    """Return whether the name is a path where there is no file (any more)."""
     return is_file(name) and not Path(name).is_file()
 
 
@@ -287,7 +287,7 @@ def chosen(given: str | None, before: TrainedWith | None, model: str) -> Trained
 
 
 def same_ids(one: str | None, other: str | None) -> bool:
-    """Whether two identities give, or may give, the same ids; None is not known."""
+    """Return whether two identities give, or may give, the same ids; None is not known."""
     return None in (one, other) or one == other or {one, other} <= GPT2_IDS
 
 
@@ -341,7 +341,7 @@ def _write_word_pieces(library: Any, folder: Path) -> None:
 
 
 def _byte_characters() -> list[str]:
-    """The visible character that byte-level BPE writes for each byte, as GPT-2's files do."""
+    """Return the visible character that byte-level BPE writes for each byte, as GPT-2's files do."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return [chr(byte) if byte in visible else chr(256 + hidden.index(byte)) for byte in range(256)]

@@ -50,7 +50,7 @@ def choice(experiment: Experiment, s: Setting, machine: Machine) -> Choice:
 
 
 def layout_problem(model: ModelConfig, s: Setting, per_node: int) -> str | None:
-    """Why a model cannot be shared this way, and how to fix it; None if it can."""
+    """Return why a model cannot be shared this way, and how to fix it; None if it can."""
     t, q, p, node = s.tensor, s.sequence, s.pipeline, min(per_node, s.ranks)
     if s.ranks % (t * q * p):
         return f"{s.ranks} GPUs cannot be divided into groups of {s.sizes.describe()}: use a multiple of {t * q * p}"
@@ -74,7 +74,7 @@ def layout_problem(model: ModelConfig, s: Setting, per_node: int) -> str | None:
 
 
 def layouts(model: ModelConfig, s: Setting, per_node: int, fixed: Mapping[str, int]) -> Iterator[Setting]:
-    """Every way to share the model that is possible and agrees with the `fixed` sizes, with a micro-batch of 1."""
+    """Yield every possible way to share the model that has the `fixed` sizes, with a micro-batch of 1."""
     node = min(per_node, s.ranks)
     for t in _sizes("tensor", node, fixed):
         for q in _sizes("sequence", max(1, node // t), fixed):
@@ -92,7 +92,7 @@ def _sizes(axis: str, most: int, fixed: Mapping[str, int]) -> list[int]:
 
 
 def ways(experiment: Experiment, s: Setting) -> Iterator[list[Setting]]:
-    """Every way to run the same global batch with the model shared in the same way, each with growing micro-batches."""
+    """Yield every way to run the same global batch with the model shared in the same way, by growing micro-batch."""
     each = s.batch // s.data
     micros = [m for m in range(1, min(each, LARGEST_MICRO) + 1) if each % m == 0]
     if s.pipeline > 1:  # at stage 0 DeepSpeed's own optimizer for bf16 steps, which bypasses the masks
@@ -105,7 +105,7 @@ def ways(experiment: Experiment, s: Setting) -> Iterator[list[Setting]]:
 
 
 def with_offload(s: Setting, stages: Sequence[int]) -> Iterator[Setting]:
-    """The setting at each stage, without and with every offload that the stage supports."""
+    """Yield the setting at each stage, without and with every offload that the stage supports."""
     for stage in stages:
         for optimizer, weights in ((False, False), (True, False), (True, True)):
             if (optimizer and stage < 2) or (weights and stage < 3):
@@ -116,7 +116,7 @@ def with_offload(s: Setting, stages: Sequence[int]) -> Iterator[Setting]:
 def fitting(
     experiment: Experiment, setting: Setting, machine: Machine, fixed: Mapping[str, int] = FREE
 ) -> list[Choice]:
-    """Every choice that fits, the fastest first."""
+    """Return every choice that fits, the fastest first."""
     possible = layouts(experiment.model, setting, machine.gpu.per_node, fixed)
     shared = [s for s in possible if describe_conflict(experiment, s.sizes) is None]
     if not fixed and setting.batch % setting.data == 0 and all(s.sizes != setting.sizes for s in shared):
@@ -142,7 +142,7 @@ def recommend(found: list[Choice], setting: Setting, fixed: Mapping[str, int] = 
 
 
 def keeps_accumulation(s: Setting, setting: Setting) -> bool:
-    """Whether gradients are accumulated in the config's type: if not, a pipeline is not proposed."""
+    """Return whether gradients are accumulated in the config's type: if not, a pipeline is not proposed."""
     return s.pipeline == 1 or s.accumulate == setting.accumulate or setting.pipeline > 1
 
 
@@ -153,7 +153,7 @@ def _simplicity(choice: Choice) -> tuple[int, ...]:
 
 
 def by_layout(found: list[Choice], recommended: Choice) -> list[Choice]:
-    """The fastest choice of each layout, with the recommended one for its own layout; the fastest first."""
+    """Return the fastest choice of each layout, with the recommended one for its own layout; the fastest first."""
     rows = {recommended.setting.sizes: recommended}
     for choice in found:
         rows.setdefault(choice.setting.sizes, choice)
@@ -161,7 +161,7 @@ def by_layout(found: list[Choice], recommended: Choice) -> list[Choice]:
 
 
 def fewest_gpus(experiment: Experiment, setting: Setting, machine: Machine) -> int | None:
-    """The smallest power of two of GPUs, larger than the setting's, on which something fits with micro-batch 1."""
+    """Return the smallest power of two of GPUs, above the setting's, on which something fits with micro-batch 1."""
     ranks = 1 << setting.ranks.bit_length()
     while ranks <= MOST_GPUS:
         if ranks % setting.sizes.model == 0:

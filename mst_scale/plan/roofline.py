@@ -80,7 +80,7 @@ def skips(experiment: Experiment, precision: str, shape: tuple[int, ...], sparsi
 
 
 def skips_anything(experiment: Experiment, precision: str) -> bool:
-    """Whether any of the matrix products skips inactive weights, in the sparsest phase."""
+    """Return whether any of the matrix products skips inactive weights, in the sparsest phase."""
     if experiment.mst.stays_dense:
         return False
     found, most = sparse_parameters(experiment.model, experiment.mst.targets), experiment.schedule.max_sparsity
@@ -88,7 +88,7 @@ def skips_anything(experiment: Experiment, precision: str) -> bool:
 
 
 def in_channels(experiment: Experiment) -> bool:
-    """Whether masks are made of whole rows and columns."""
+    """Return whether masks are made of whole rows and columns."""
     return experiment.mst.topology.granularity == "channel"
 
 

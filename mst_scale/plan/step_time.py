@@ -28,12 +28,12 @@ from functools import cache, partial
 from itertools import groupby
 from typing import Literal
 
-from mst_scale.config import Experiment, ModelConfig, load
+from mst_scale.config import Experiment, ModelConfig
 from mst_scale.flops.formulas import Flops, forward_flops
 from mst_scale.flops.ledger import densities, forecast, sparse_matrices, stretches
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.mixed_growing.config import BlockGranularity
-from mst_scale.plan.gpus import Machine, machine
+from mst_scale.plan.gpus import Machine
 from mst_scale.plan.roofline import (
     SIDES,
     Attention,
@@ -48,7 +48,7 @@ from mst_scale.plan.roofline import (
     skips,
     weight_gradient,
 )
-from mst_scale.plan.setting import Setting, Share, ends, held, layers_of, partition, setting_of, share
+from mst_scale.plan.setting import Setting, Share, ends, held, layers_of, partition, share
 from mst_scale.plan.traffic import Call, exchange, tied_ends, traffic
 
 OPTIMIZER_BYTES = 42  # per weight: gradient read for its norm, clipped, read; master and two moments read and written
@@ -119,7 +119,7 @@ def step_seconds(
 
 
 def _dense_busy(model: ModelConfig, s: Setting, machine: Machine, stage: int) -> Busy:
-    """The compute of a dense step on the ranks of a stage."""
+    """Return the compute of a dense step on the ranks of a stage."""
     gpu, e = machine.gpu, machine.efficiency
     peak = gpu.peak(s.precision)
     forward, part = _forward(model), share(model, s, stage)
@@ -147,7 +147,7 @@ def _forward(model: ModelConfig) -> Flops:
 
 
 def _moved(model: ModelConfig, width: int, part: Share, layers: int) -> float:
-    """Bytes that one sequence's element-wise passes move, forward and backward."""
+    """Return the bytes that one sequence's element-wise passes move, forward and backward."""
     norms_and_sums, gelu = 10 * model.n_embd, 2 * model.ffw / part.tensor
     blocks = 3 * layers * (norms_and_sums + gelu) * model.seq_length
     head = 4 * model.padded_vocab * model.predicted if part.head else 0
@@ -178,7 +178,7 @@ def _group(axis: str, s: Setting) -> tuple[int, int]:
 
 
 def inside_a_node(ranks: int, apart: int, per_node: int) -> int:
-    """How many ranks of a group share a node, if its ranks are `apart` from each other."""
+    """Return how many ranks of a group share a node, if its ranks are `apart` from each other."""
     return max(1, min(ranks, per_node // apart))
 
 
@@ -306,7 +306,7 @@ def by_side(experiment: Experiment, s: Setting, machine: Machine) -> list[Side]:
 
 
 def may_be_blocks(experiment: Experiment) -> bool:
-    """Whether the masks of this run could be made of blocks."""
+    """Return whether the masks of this run could be made of blocks."""
     return not experiment.mst.stays_dense and experiment.mst.method != "fixed"
 
 
@@ -323,24 +323,3 @@ def with_blocks(experiment: Experiment, side: int) -> Experiment:
         compute=replace(compute, backend="block" if side > 1 else "dense"),
     )
     return replace(experiment, mst=mst)
-
-
-def blocks_table() -> str:
-    """The table of docs/blocks.md: speedups of a step in the sparsest phase, and of its products in brackets.
-
-    For one GPU with an eighth of the ready-made config's batch: communication and memory are not included.
-    """
-    cards = {"A100": "a100-80gb", "H100": "h100-80gb"}
-    lines = [f"| width | config | {' | '.join(f'{card}, {side}' for card in cards for side in SIDES)} |"]
-    lines.append("|---" * (2 + len(cards) * len(SIDES)) + "|")
-    for name in ("gpt2_small", "gpt2_xl", "gpt3_6.7b", "gpt3_13b", "gpt3_175b"):
-        experiment = load(name)
-        alone = replace(setting_of(experiment, 8), ranks=1)
-        found = [side for card in cards.values() for side in by_side(experiment, alone, machine(card, 1))[1:]]
-        cells = [f"{side.speedup:.1f} ({side.products:.1f})" for side in found]
-        lines.append(f"| {experiment.model.n_embd:,} | `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(blocks_table())

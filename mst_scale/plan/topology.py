@@ -85,13 +85,13 @@ class Layer:
         return self.plan.by_random, free - self.plan.by_score
 
     def chooses(self, which: str) -> bool:
-        """Whether the selection wants neither nothing nor everything."""
+        """Return whether the selection wants neither nothing nor everything."""
         wanted, candidates = self.selection(which)
         return 0 < wanted < candidates
 
 
 def layers(experiment: Experiment, step: int) -> list[Layer]:
-    """What the topology step at the end of optimizer step `step` does to every sparse layer."""
+    """Return what the topology step at the end of optimizer step `step` does to every sparse layer."""
     mst, schedule, chosen = experiment.mst, experiment.schedule, experiment.mst.topology.chosen
     found = sparse_parameters(experiment.model, mst.targets)
     grids = [grid_of(p.shape, mst.topology) for p in found]
@@ -124,7 +124,7 @@ class Calls:
 def calls(
     experiment: Experiment, s: Setting, step: int, opened: Sequence[int] | None = None, again: Sequence[int] = ()
 ) -> Calls:
-    """The collectives of the topology step at the end of optimizer step `step`.
+    """Return the collectives of the topology step at the end of optimizer step `step`.
 
     Args:
         experiment: The config.
@@ -164,19 +164,19 @@ def calls(
 
 
 def whole_masks(masked: Sequence[Parameter]) -> list[Call]:
-    """The all-reduces of the masks of these parameters."""
+    """Return the all-reduces of the masks of these parameters."""
     return _all_reduces([-(-p.numel // 8) for p in masked])
 
 
 def drift_check(experiment: Experiment, s: Setting) -> list[Call]:
-    """The calls of a drift check: of ranks that share a parameter, and of replicas, which also count wrong zeros."""
+    """Return the calls of a drift check: of shards of a parameter, and of replicas, which also count wrong zeros."""
     here = {p.name for p in held(experiment.model, s)}
     count = sum(p.name in here for p in sparse_parameters(experiment.model, experiment.mst.targets))
     return _all_reduces([16 * count, 8 * count] * (s.stage > 0) + [8 * count] * 4)
 
 
 def _updates(experiment: Experiment, s: Setting, everything: Sequence[Layer]) -> Iterator[list[Layer]]:
-    """The layers that each call of the optimizer updates."""
+    """Return the layers that each call of the optimizer updates."""
     found = held(experiment.model, s)
     for group in sub_groups(found, s) if s.stage == 3 else groups(found):
         names = {p.name for p in group}
@@ -221,7 +221,7 @@ def _count_bytes(found: Sequence[Layer]) -> int:
 
 
 def _expected(changing: Sequence[Layer], which: str) -> list[int]:
-    """Bytes of each round of one selection."""
+    """Return the bytes of each round of one selection."""
     brackets = [_bracket(layer, which) for layer in changing if layer.chooses(which)]
     sizes, bits = [], 0
     open_layers = float(len(brackets))

@@ -35,7 +35,7 @@ from mst_scale.run_logging.snapshots import Matrix, Snapshot, kind_of
 WARM_UP = 0.03  # share of a run whose loss falls so steeply that it would flatten the rest
 MARKS = 40  # evaluations marked on a line
 MAP = "cividis"  # one lightness scale for all kinds of colour vision
-LABELS = 24  # layers that can be named beside a map
+LABELS = 24  # layers that can be named next to a map
 PHASES_SHOWN = 5  # columns of a heat map: the last phases
 NO_TOPOLOGY = "metrics.jsonl has no topology step"
 
@@ -98,7 +98,7 @@ def loss(groups: Sequence[Group], x_axis: XAxis) -> Plot:
 
 
 def _last_perplexity(groups: Sequence[Group]) -> Plot:
-    """The paper's bar charts of ablations, as dots: a bar would start at a perplexity of 0, which means nothing."""
+    """Draw the paper's bar charts of ablations as dots, as a bar would start at a meaningless perplexity of 0."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         found = [[np.exp(r.last_val_loss) for r in g.runs if r.last_val_loss is not None] for g in groups]
@@ -150,7 +150,7 @@ def gradient_norm(groups: Sequence[Group]) -> Plot:
 
 
 def throughput(groups: Sequence[Group]) -> Plot:
-    """Tokens per second."""
+    """Draw the tokens per second."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         curves = [spread([smoothed(_curve(run.series, STEPS, "tokens_per_s")) for run in g.runs]) for g in groups]
@@ -291,7 +291,7 @@ def _sparsity(run: Run) -> Plot:
 
 
 def _over_steps(run: Run, key: str, title: str, caption: str, draw_lines: Callable[[Axes, Theme], None]) -> Plot:
-    """A chart over the run's steps, with its phases shaded."""
+    """Draw a chart over the run's steps, with its phases shaded."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
@@ -442,7 +442,7 @@ def _layer_map(run: Run, shown: LayerMap) -> Plot:
 
 
 def _densities(run: Run) -> Plot:
-    """The density of each layer at the highest sparsity."""
+    """Draw the density of each layer at the highest sparsity."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         found = run.densest
@@ -481,7 +481,7 @@ def _columns(run: Run, *columns: str) -> list[np.ndarray]:
 
 
 def _varies(values: np.ndarray) -> bool:
-    """Whether values differ by more than rounding."""
+    """Return whether values differ by more than rounding."""
     known = values[np.isfinite(values)]
     return bool(known.size and np.ptp(known) > 1e-6)
 

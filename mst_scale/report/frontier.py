@@ -112,7 +112,7 @@ def _is_counted(run: Run) -> bool:
 
 
 def _is_dense(run: Run) -> bool:
-    """Whether a run is a baseline: dense weights and attention from the first step, trained with Adam."""
+    """Return whether a run is a baseline: dense weights and attention from the first step, trained with Adam."""
     if run.experiment is None:
         return run.method == "dense"
     known = METHODS.get(run.method)
@@ -212,7 +212,7 @@ def multipliers_chart(methods: Sequence[Method], accounting: str, others: Sequen
 def frontier_chart(methods: Sequence[Method], accounting: str, others: Sequence[Method] = ()) -> Plot:
     """Return loss over FLOPs: the frontier of the dense runs as a line, and every other method as a point.
 
-    Few methods have a legend and intervals, many have their names and numbers beside the axes. `others` are more dense
+    Few methods have a legend and intervals, many have their names and numbers next to the axes. `others` are more dense
     runs, shown as far as the axes reach, which follow from `methods`.
     """
     means = [(method, mean(method.points[accounting].values())) for method in methods]
@@ -259,7 +259,7 @@ def frontier_chart(methods: Sequence[Method], accounting: str, others: Sequence[
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Limits of a logarithmic axis, with a margin."""
+    """Return the limits of a logarithmic axis, with a margin."""
     low, high = min(values), max(values)
     margin = (high / low) ** 0.08
     return low / margin, high * margin

@@ -11,7 +11,6 @@ from mst_scale.plan.roofline import Linear, dense_product, forward, input_gradie
 from mst_scale.plan.setting import parameters, setting_of, sparse_parameters
 from mst_scale.plan.step_time import (
     OPTIMIZER_BYTES,
-    blocks_table,
     by_side,
     inside_a_node,
     phases,
@@ -185,5 +184,8 @@ def test_the_floor_of_blocks_binds():
     assert all(more.products > less.products for more, less in zip(without[3:], usual[3:], strict=True))
 
 
-def test_the_page_has_the_blocks_table():
+def test_the_page_has_the_blocks_table(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from blocks_table import blocks_table
+
     assert blocks_table() in (ROOT / "docs" / "blocks.md").read_text()
