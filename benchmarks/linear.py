@@ -3,13 +3,14 @@
     mst bench linear [--dtype float32 bfloat16] [--quick] [--tune] [--json | --markdown]
     mst bench linear --device cuda …         layers in blocks on a GPU: see benchmarks/linear_cuda.py
 
-One layer, forward + gradients of input and weight (zero where masked), everything included: gathering the values,
-transposes, the dense layout of the weight's gradient. The baseline is the dense layer of the same dtype, `F.linear`
-with autograd; a second one is torch.sparse (MKL: CSR × dense and `sampled_addmm`) with values gathered at each call,
-float32 only. Runs alternate in one process and medians are compared; ranges are the middle half of the runs.
+This measures the forward pass of one layer and the gradients of input and weight (zero where masked), including
+gathering the values, transposes, and the dense layout of the weight's gradient. The baseline is the dense layer of the
+same dtype, `F.linear` with autograd; a second one is torch.sparse (MKL: CSR × dense and `sampled_addmm`) with values
+gathered at each call, for float32 only. Runs alternate in one process and medians are compared; ranges are the middle
+half of the runs.
 
-`crossover` rows say from which sparsity on ours is faster: our time is interpolated between the measured sparsities.
---tune keeps them, for one thread and for all, and for MKL, which computes where there is no compiler, in the table that
+`crossover` rows have the sparsity from which ours is faster: our time is interpolated between the measured sparsities.
+--tune stores them, for one thread and for all, and for MKL, which is used without a compiler, in the table that
 mst.compute.backend "auto" reads before the shipped one: crossover.json in ~/.cache/mst_scale ($XDG_CACHE_HOME). Shapes
 that are in it are not measured again when a run starts.
 """

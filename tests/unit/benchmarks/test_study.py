@@ -22,7 +22,7 @@ from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
 from mst_scale.errors import UserError
 from mst_scale.flops.ledger import forecast
-from mst_scale.sparsity_variation import SHORTEST_DEFAULT
+from mst_scale.sparsity_variation import MIN_DEFAULT_INTERVAL
 from tests.support.tiny_study import TINY, everything, row
 
 
@@ -232,7 +232,7 @@ def test_a_recipe_is_what_was_measured(recipe, name, variant):
     assert named.attention_schedule == measured.attention_schedule and named.mst.targets == measured.mst.targets
     # the studies state the interval that was the default when they ran; today's default is never below 25
     stated, interval = measured.mst.topology.interval, measured.schedule.interval
-    assert stated is None or stated < SHORTEST_DEFAULT == named.schedule.interval
+    assert stated is None or stated < MIN_DEFAULT_INTERVAL == named.schedule.interval
     assert dataclasses.replace(named.schedule, interval=interval) == measured.schedule
     assert dataclasses.replace(named.mst.topology, interval=stated) == measured.mst.topology
     decays = {in_steps(e.training.decay, e.training.steps) for e in (named, measured)}
