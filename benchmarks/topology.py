@@ -5,8 +5,8 @@
 One Mixed-Growing step in the middle of the ultra phase (96 % sparse, ζ = 0.3, R = 0.25: prune, grow by gradient, grow
 at random, mean g² per layer) on all matrices of a GPT, tied head included, from live float32 weights and gradients.
 
-    naive        as in public codebases: all-reduces the scores, sorts every matrix with `topk` for pruning and again for
-                 growth, permutes the candidates for the random part, replicates masks and weights
+    naive        as in public codebases: all-reduces the scores, sorts every matrix with `topk` to prune and again to
+                 grow, permutes the candidates for the random part, replicates masks and weights
     kthvalue     one process: `kthvalue` of the candidates' scores and one comparison, per matrix; the random part by
                  rejection. Ties are broken arbitrarily; weights are not sharded
 

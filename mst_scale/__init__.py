@@ -18,18 +18,30 @@ if TYPE_CHECKING:
     from mst_scale.engine.api import initialize
     from mst_scale.engine.load_weights import load_weights
     from mst_scale.engine.types import MST, Engine
+    from mst_scale.generation.generate import generate
     from mst_scale.hugging_face.merge_adapters import merge_adapters
     from mst_scale.integrations.integrate import integrate
     from mst_scale.integrations.recording import record
 
 __version__ = "0.2.0"
-__all__ = ["MST", "Engine", "initialize", "integrate", "load_weights", "merge_adapters", "record", "warm_start"]
+__all__ = [
+    "MST",
+    "Engine",
+    "generate",
+    "initialize",
+    "integrate",
+    "load_weights",
+    "merge_adapters",
+    "record",
+    "warm_start",
+]
 
 _deprecated.install()
 
 _WHERE = {
     "MST": "engine.types",
     "Engine": "engine.types",
+    "generate": "generation.generate",
     "initialize": "engine.api",
     "integrate": "integrations.integrate",
     "load_weights": "engine.load_weights",

@@ -29,6 +29,7 @@ VERBS = {  # command -> module of this package
     "export": "checkpoints",
     "report": "report",
     "eval": "eval",
+    "generate": "generate",
     "bench": "bench",
 }
 

@@ -195,8 +195,9 @@ CHECKPOINT is the folder of a run (its latest complete checkpoint) or of a check
 ranks, during or after sparse training. Folders of Trainer, Accelerate (save_state) and engine.save_checkpoint work too;
 a transformers model keeps its architecture, configuration and tokenizer, and cannot be pruned.
 
-Weights that are zero stay exactly zero. The weights are the fp32 master weights, and only one matrix at a time is held
-in memory.
+Weights that are zero stay exactly zero. If the run was trained with whole channels (mst.topology.granularity), MLPs are
+exported without the neurons that compute nothing, padded to the widest layer; the logits are equal up to rounding. The
+weights are the fp32 master weights, and only one matrix at a time is held in memory.
 
 --prune S sets weights to zero until the fraction S of the weights that may be sparse (mst.targets, distributed by
 mst.sparsity.distribution) is zero, and reports the loss on the run's validation corpus before and after. This loads the
@@ -214,6 +215,11 @@ the run's corpus no longer exists, the loss is measured on the validation split 
 
 --pattern N:M keeps at most N of every M consecutive inputs of an output, with any of these methods.
 
+--compact writes one compact file instead: model.safetensors with the nonzero weights and one bit per weight, and the
+tokenizer files. `mst generate` and `mst eval` read it, and so do programs without mst_scale (docs/generation.md). Its
+size is printed with that of the dense model. CHECKPOINT may then also be a folder that `mst export` has written: prune
+first, then compact.
+
 Tokenizer files are written for `byte`, `gpt2` and .tiktoken rank files, if the vocabulary is available.
 
 examples:
@@ -222,6 +228,7 @@ examples:
   mst export runs/trainer exported/llama          # Trainer's output folder: its latest checkpoint-N
   mst export runs/demo exported/demo-90 --prune 0.9 --json
   mst export runs/gpt2 exported/gpt2-half --prune 0.5 --method wanda
+  mst export runs/demo compact/demo --compact
   mst export runs/gpt2 exported/gpt2-24 --pattern 2:4 --method sparsegpt --calibration corpora/openwebtext
 """
 
@@ -236,6 +243,7 @@ def _add_export(subparsers: Any) -> None:
     option("--pattern", metavar="N:M", help="prune to N of M consecutive inputs, as in 2:4, instead of --prune")
     option("--calibration", metavar="DIR", help="corpus for wanda and sparsegpt (default: the run's own)")
     option("--calibration-sequences", type=at_least(1), metavar="N", help="number of its sequences (default: 128)")
+    option("--compact", action="store_true", help="write one compact file: nonzero weights and packed mask bits")
     option("--dtype", default="float32", metavar="T", help="float32 (the default), bfloat16 or float16")
     option("--shard-size", type=parse_bytes, default=5 * 10**9, metavar="N", help="largest weight file (default: 5G)")
     option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: that of the run's corpus)")
@@ -248,6 +256,8 @@ def _export(args: argparse.Namespace) -> int:
     from mst_scale.hugging_face.export import export
 
     validate_folder("OUT", Path(args.out))
+    if args.compact:
+        return _export_compact(args)
     done = export(
         Path(args.checkpoint),
         Path(args.out),
@@ -268,6 +278,14 @@ def _export(args: argparse.Namespace) -> int:
     share = f", {done.zeros / done.matrices:.2%} zeros in its sparse matrices" if done.matrices else ""
     size = f"{done.bytes / 1e6:,.1f} MB in {len(done.files)} file(s)"
     print(f"{done.out}: {done.parameters:,} parameters, {size}{step}{share}")
+    if done.narrow:
+        fewest, most, before = min(done.narrow["kept"]), done.narrow["n_inner"], done.narrow["before"]
+        print(f"MLPs have {most:,} of {before:,} neurons: the others compute nothing and are left out")
+        if done.narrow["padding"]:
+            print(
+                f"layers keep {fewest:,} to {most:,} neurons, and all are padded to {most:,}, the one width of the "
+                f"architecture: {done.narrow['padding']:,} zeros"
+            )
     if done.zeros:
         print(f"the {done.zeros:,} zeros are stored like other weights and do not make the file smaller")
     if done.dead_units:
@@ -278,4 +296,31 @@ def _export(args: argparse.Namespace) -> int:
     if done.losses:
         before, after = done.losses["before"], done.losses["after"]
         print(f"validation loss: {before:.4f} before pruning, {after:.4f} after ({after - before:+.4f})")
+    return 0
+
+
+def _export_compact(args: argparse.Namespace) -> int:
+    from mst_scale.compact_files.export import export_compact
+
+    given = ("prune", "method", "pattern", "calibration", "calibration_sequences")
+    if name := next((name for name in given if getattr(args, name) is not None), None):
+        raise UserError(
+            f"--{name.replace('_', '-')} cannot be combined with --compact: export a pruned folder first, and then "
+            "that folder with --compact"
+        )
+    done = export_compact(
+        Path(args.checkpoint),
+        Path(args.out),
+        dtype=args.dtype,
+        tokenizer=args.tokenizer,
+        config=None if args.config is None else Path(args.config),
+    )
+    if args.json:
+        print(json.dumps(done.to_dict()))
+        return 0
+    step = "" if done.step is None else f", step {done.step:,}"
+    share = done.bytes / done.dense_bytes
+    print(f"{done.out}: {done.parameters:,} parameters, {done.nonzero:,} of them not zero{step}")
+    print(f"{done.bytes / 1e6:,.1f} MB; {share:.0%} of the {done.dense_bytes / 1e6:,.1f} MB that the dense model takes")
+    print(f"tokenizer: {done.tokenizer or 'no files; name it with --tokenizer'}")
     return 0

@@ -18,12 +18,25 @@ MINUTE = 60.0  # seconds
 LOWEST_PORT = 10_000  # below, the well-known services
 
 
+_adopted: list[timedelta] = []  # the timeout of a default process group that the program has created
+
+
 def timeout() -> timedelta:
-    """Return how long a rank waits for the others, in a collective or for a heartbeat: DEEPSPEED_TIMEOUT minutes."""
+    """Return how long a rank waits for the others, in a collective or for a heartbeat: DEEPSPEED_TIMEOUT minutes.
+
+    If that is not set, a default process group that the program has created with another timeout decides (`adopt`).
+    """
+    if _adopted and "DEEPSPEED_TIMEOUT" not in os.environ:
+        return _adopted[-1]
     stated = os.environ.get("DEEPSPEED_TIMEOUT", str(DEFAULT_TIMEOUT))
     if not stated.isascii() or not stated.isdecimal() or not 1 <= int(stated[:9]) <= LONGEST_TIMEOUT:
         raise UserError(f"DEEPSPEED_TIMEOUT = {stated!r} must be an integer from 1 to {LONGEST_TIMEOUT:,} (minutes)")
     return timedelta(seconds=int(stated) * MINUTE)
+
+
+def adopt(limit: timedelta) -> None:
+    """Make `timeout` return this limit unless DEEPSPEED_TIMEOUT is set."""
+    _adopted[:] = [limit]
 
 
 def several() -> bool:

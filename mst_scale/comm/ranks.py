@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from mst_scale.comm.exits import FailedElsewhere, exit_code, is_plain, one_line
-from mst_scale.comm.groups import new_group
+from mst_scale.comm.groups import bound_later_groups, new_group
 from mst_scale.comm.launch import complete_environment, timeout
 from mst_scale.comm.messages import logger, speak
 from mst_scale.compiled.first_use import announced
@@ -147,7 +147,7 @@ def init(through_deepspeed: bool = True) -> Ranks:
     complete_environment()
     speak()
     limit = timeout()
-    _bound_later_groups(limit)
+    bound_later_groups(limit)
     joined = not dist.is_initialized()
     if joined:
         try:
@@ -180,18 +180,6 @@ def _join(through_deepspeed: bool, limit: timedelta) -> None:
 
         on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=limit)
-
-
-def _bound_later_groups(limit: timedelta) -> None:
-    """Give the groups that DeepSpeed creates the same timeout as the default group.
-
-    DeepSpeed calls `new_group` without a timeout. torch then uses its default (30 minutes, 10 for NCCL), which no
-    public function can change.
-    """
-    from torch.distributed import distributed_c10d
-
-    distributed_c10d.default_pg_timeout = limit
-    distributed_c10d.default_pg_nccl_timeout = limit
 
 
 class Verdict(NamedTuple):

@@ -33,6 +33,7 @@ import numpy as np
 from mst_scale.errors import Damaged, UserError
 
 FORMAT = "mst_scale corpus 1"
+JOURNAL_FORMAT = 2  # chunks of another format end at other places
 META = "meta.json"
 PARTIAL = ".partial"
 SPLITS = ("train", "val")
@@ -298,7 +299,8 @@ class UnfinishedCorpus:
 
     def journal(self) -> dict[str, Any] | None:
         """What is safely written: `chunks`, `amount`, `source`, and the state of each split's file."""
-        return _read_json(self.folder / "journal.json")
+        journal = _read_json(self.folder / "journal.json")
+        return journal if journal is not None and journal.get("format") == JOURNAL_FORMAT else None
 
     def begin(self, recipe: dict[str, Any]) -> None:
         """Start with an empty folder."""
@@ -308,7 +310,7 @@ class UnfinishedCorpus:
     def write_journal(self, files: list[SplitFile], source: dict[str, Any], chunks: int, amount: int) -> None:
         """Record that the files hold the first `chunks` chunks of the source."""
         states = {name: file.sync() for name, file in zip(SPLITS, files, strict=True)}
-        content = {"chunks": chunks, "amount": amount, "source": source, "files": states}
+        content = {"format": JOURNAL_FORMAT, "chunks": chunks, "amount": amount, "source": source, "files": states}
         _write_json(self.folder / "journal.json", content)
 
     def finish(self, meta: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ import json
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -41,7 +41,6 @@ SPLIT_LIKE_GPT2 = ("gpt2", "r50k_base")  # encodings that a rank file and GPT-2'
 GPT2_IDS = {*SPLIT_LIKE_GPT2, "sha256:306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"}
 END = "<|endoftext|>"
 MIN_HALF = 1 << 10  # characters; the pattern never fails on a shorter text
-WORD_PIECE_PART = 1 << 15  # characters encoded at once: the library needs about 200 bytes per word piece
 log = logging.getLogger("mst_scale")
 DOWNLOAD_SECONDS = 60.0  # vocabularies are 1-4 MB; a network that drops packets would otherwise hang for minutes
 
@@ -201,8 +200,7 @@ def _word_pieces(name: str, path: Path) -> Tokenizer:
     library.decoder = decoders.WordPiece()
 
     def encode(text: str) -> np.ndarray:
-        found = [library.encode(part, add_special_tokens=False).ids for part in _cut_at_blanks(text)]
-        return np.concatenate([np.asarray(part, dtype=np.uint32) for part in [*found, []]])
+        return np.asarray(library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     return Tokenizer(
         name, len(pieces), ids["[SEP]"], encode, library.decode, start=ids["[CLS]"], mask=ids["[MASK]"],
@@ -235,18 +233,6 @@ def _read_vocabulary(path: Path) -> list[str]:
         twice = next(piece for number, piece in enumerate(pieces) if piece in pieces[:number])
         raise UserError(f"{path} has {twice!r} on two lines; copy it again")
     return pieces
-
-
-def _cut_at_blanks(text: str) -> Iterator[str]:
-    """Cut after a blank, so that only words longer than a part are cut."""
-    start = 0
-    while start < len(text):
-        stop = start + WORD_PIECE_PART
-        if stop < len(text):
-            blank = max(text.rfind(" ", start, stop), text.rfind("\n", start, stop))
-            stop = blank + 1 if blank >= start else stop
-        yield text[start:stop]
-        start = stop
 
 
 # The tokenizer that a model was trained with ------------------------------------------------------------------------

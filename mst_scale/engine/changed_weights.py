@@ -109,7 +109,7 @@ class ChangedWeights(Component):
         found, first = 0, ""
         for i in changed:
             mask = self.masks[i]
-            if mask.dense:
+            if mask.dense or zero_shards.index_of(self.store.parameters[i]) is not None:
                 continue
             stray = mask.count_inactive(self.store.read(i))
             found, first = found + stray, first or (mask.name if stray else "")

@@ -4,6 +4,7 @@ A name is one of:
 
 the folder of a run or a checkpoint   our GPT, or the transformers model that Trainer, Accelerate or a custom loop has
                                       trained; its fp32 weights are read from the checkpoint
+a compact file, or its folder         our GPT, from `mst export --compact`
 a folder with transformers' config.json, such as the output of `mst export`
 a name on the Hugging Face hub        `gpt2` is OpenAI's checkpoint
 """
@@ -22,6 +23,8 @@ import torch
 
 from mst_scale.checkpoints import model_config, store
 from mst_scale.comm import logger
+from mst_scale.compact_files.layout import file_of, is_compact
+from mst_scale.compact_files.weights import load_model, open_weights
 from mst_scale.data.tokenizer import chosen, is_missing, load_tokenizer, trained_with
 from mst_scale.errors import UserError
 from mst_scale.hugging_face.sources import (
@@ -84,6 +87,8 @@ def open_model(
         OSError: if the hub cannot be reached.
     """
     path = Path(name)
+    if is_compact(path):
+        return _compact(path, tokenizer, device)
     if is_transformers(path) and not (path / "latest").is_file():  # of Trainer's checkpoint-N the fp32 masters are read
         return _pretrained(name, path, tokenizer, device)
     if on_hub(name):
@@ -138,6 +143,19 @@ def _ours(path: Path, source: Source, tokenizer: str | None, device: torch.devic
     text = our_text(named.name, config.vocab_size)
     model = source.model().to(device)
     return _of_checkpoint(path, source, model, (model, config.seq_length, config.vocab_size)), text
+
+
+def _compact(path: Path, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
+    weights = open_weights(path)
+    named = chosen(tokenizer, weights.tokenizer, str(path))
+    if named is None or is_missing(named.name):
+        raise UserError(f"{path} does not name a tokenizer that is here: name it with --tokenizer")
+    config, file = weights.config, file_of(path)
+    text = our_text(named.name, config.vocab_size)
+    model = load_model(weights).to(device)
+    folder, digest = file.parent, store.file_digest(file)
+    context, size = config.seq_length, config.vocab_size
+    return Model(str(path), weights.step, folder, digest, model, context, size, device, _count(model)), text
 
 
 def _trained_with_transformers(

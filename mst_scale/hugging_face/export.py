@@ -6,8 +6,9 @@ transformers model keeps its architecture, configuration and tokenizer.
 
 The weights are the fp32 master weights. They are read, transposed and written one after the other, so that only one
 matrix is in memory. A safetensors file is a JSON header (names, shapes, offsets) followed by the values; all shapes are
-known in advance, so the values can be written in pieces. Zeros stay zeros. With a pruning request (mst_scale/pruning),
-the model is loaded to prune it and to measure its loss before and after.
+known in advance, so the values can be written in pieces. Zeros stay zeros; if the run trained whole channels, inactive
+neurons are left out (`narrow`). With a pruning request (mst_scale/pruning), the model is loaded to prune it and to
+measure its loss before and after.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from mst_scale.dead_units.units import LineFlags, find_units
 from mst_scale.errors import UserError
 from mst_scale.hugging_face import model_card
 from mst_scale.hugging_face.names import VOCABULARY, Entry, entries, hugging_face_config
+from mst_scale.hugging_face.narrow import NEURONS, Neurons, find_neurons
 from mst_scale.hugging_face.sources import (
     PIECE,
     Source,
@@ -75,6 +77,8 @@ class Exported:
         dead_units: [dead, all] units by kind; all weights of a dead unit are zero.
         losses: With pruning, the validation loss "before" and "after".
         pruning: With pruning, its settings, and the names of matrices that were not pruned.
+        narrow: With neurons left out, "n_inner", the number "before", those "kept" by each layer, and the weights that
+            are "padding" to the widest layer.
     """
 
     checkpoint: Path
@@ -89,6 +93,7 @@ class Exported:
     dead_units: dict[str, list[int]] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
     pruning: dict[str, Any] = field(default_factory=dict)
+    narrow: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -145,10 +150,12 @@ def export(
     text = chosen(tokenizer, tokenizer_of(experiment), str(path))
     name, identity = (None, None) if text is None else (text.name, text.identity)
     plan = None if request is None else _Plan(source, request)
-    with _draft_of(out) as draft:
+    with draft_of(out) as draft:
         end_of_text, tokenizer_note = write_tokenizer(draft, name, experiment.model.vocab_size)
         pruned = _Pruned() if plan is None else plan.carry_out()
         tensors = _Tensors(source, pruned.matrices)
+        if experiment.mst.topology.granularity == "channel":
+            tensors.leave_out_neurons()
         files = write_model(draft, tensors.shapes, tensors, dtype, shard_bytes)
         about = {
             "step": source.step,
@@ -159,7 +166,7 @@ def export(
             **({"pruned": pruned.about} if pruned.about else {}),
             **({"attention": asdict(source.pattern)} if source.pattern.kind != "dense" else {}),
         }
-        raw = hugging_face_config(experiment.model, end_of_text)
+        raw = hugging_face_config(tensors.model, end_of_text)
         _write_json(draft / "config.json", {**raw, "dtype": dtype, "mst_scale": about})
         done = Exported(
             checkpoint=source.checkpoint,
@@ -174,6 +181,7 @@ def export(
             dead_units={kind: list(counts) for kind, counts in tensors.lines.tally().items()},
             losses=pruned.losses,
             pruning=pruned.about,
+            narrow={} if tensors.neurons is None else tensors.neurons.describe(experiment.model.n_embd),
         )
         figures = {**done.to_dict(), "dead_units": format_counts(done.dead_units), "pruned": pruned.description}
         card = model_card.of_ours(experiment, source.run, figures, source.pattern, tokenizer_note)
@@ -196,7 +204,7 @@ def _export_transformers(
                 zeros, counted = zeros + int((piece == 0).sum()), counted + piece.numel()
             yield piece
 
-    with _draft_of(out) as draft:
+    with draft_of(out) as draft:
         if tokenizer is not None:
             note = write_tokenizer(draft, tokenizer, int(source.config.get("vocab_size", 0)))[1]
         for name in COMPANIONS:
@@ -244,7 +252,7 @@ def _warn(source: Source | TransformersSource, tokenizer_note: str, advice: str)
 
 
 @contextlib.contextmanager
-def _draft_of(out: Path) -> Iterator[Path]:
+def draft_of(out: Path) -> Iterator[Path]:
     """Yield a folder to write to; it is renamed to `out` at the end, or removed after an error."""
     draft = out.with_name(out.name + store.PARTIAL)
     shutil.rmtree(draft, ignore_errors=True)
@@ -323,8 +331,19 @@ class _Tensors:
         self.targets = source.targets().keys()
         self.lines = LineFlags(find_units(source.skeleton())[0], source.weights.shapes)
         self.table = {entry.theirs: entry for entry in entries(self.model)}
+        self.neurons: Neurons | None = None
         self.shapes = {name: self._shape(entry) for name, entry in self.table.items()}
         self.zeros = self.counted = 0
+
+    def leave_out_neurons(self) -> None:
+        """Make the MLPs as narrow as their active neurons allow."""
+        neurons = find_neurons(self.model, self._matrix)
+        if neurons.width < neurons.before:
+            self.neurons, self.model = neurons, replace(self.model, d_ff=neurons.width)
+            self.shapes = {name: self._shape(entry) for name, entry in self.table.items()}
+
+    def _matrix(self, name: str) -> torch.Tensor:
+        return self.pruned[name] if name in self.pruned else self.weights.read(name)
 
     def __call__(self, name: str) -> Iterator[torch.Tensor]:
         entry, shape = self.table[name], self.shapes[name]
@@ -337,9 +356,11 @@ class _Tensors:
     def _pieces(self, entry: Entry, numel: int) -> Iterator[torch.Tensor]:
         if entry.ours not in self.weights.shapes:  # a bias that the model does not have
             yield torch.zeros(numel)
-        elif entry.ours in self.pruned or entry.transposed:
-            matrix = self.pruned[entry.ours] if entry.ours in self.pruned else self.weights.read(entry.ours)
+        elif entry.ours in self.pruned or entry.transposed or self._is_narrow(entry.ours):
+            matrix = self._matrix(entry.ours)
             self.lines.add(Shard.whole(entry.ours, matrix.shape), matrix.view(-1))
+            if self.neurons is not None:
+                matrix = self.neurons.cut(entry.ours, matrix)
             if entry.transposed:
                 rows = max(1, PIECE // matrix.shape[0])
                 yield from (columns.t() for columns in matrix.split(rows, dim=1))
@@ -353,7 +374,15 @@ class _Tensors:
                 start += piece.numel()
                 yield piece
 
+    def _is_narrow(self, name: str) -> bool:
+        return self.neurons is not None and NEURONS.fullmatch(name) is not None
+
     def _shape(self, entry: Entry) -> Shape:
+        if self._is_narrow(entry.ours):
+            d, width = self.model.n_embd, self.model.ffw
+            shapes = {"up.weight": (width, d), "up.bias": (width,), "down.weight": (d, width)}
+            whole: Shape = next(shapes[kind] for kind in shapes if entry.ours.endswith(kind))
+            return whole[::-1] if entry.transposed else whole
         if entry.ours in VOCABULARY:
             return (self.model.vocab_size, *self.weights.shapes.get(entry.ours, ())[1:])
         if entry.ours not in self.weights.shapes:

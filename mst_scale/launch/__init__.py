@@ -2,7 +2,8 @@
 
 The scripts of launchers/ and `mst launch` both call `main`.
 
-local          this machine, through DeepSpeed's launcher; the demo
+local          this machine, through DeepSpeed's launcher
+demo           the demo, which ends with text of its model
 mpi            mpirun of OpenMPI or MPICH
 hostfile       the machines of a hostfile, over ssh or pdsh
 node           one machine of such a run, or of a Slurm job
@@ -28,7 +29,7 @@ from mst_scale.launch.environment import find_python
 FOR_USERS = ("local", "slurm", "mpi", "hostfile", "sweep")
 PROGRAMS = {  # name -> (module, function)
     **{name: (name, "main") for name in (*FOR_USERS, "node", "slurm_job")},
-    "demo": ("local", "demo"),
+    "demo": ("demo", "main"),
     "slurm_rank": ("slurm_job", "start_node"),
 }
 

@@ -25,10 +25,8 @@ from collections.abc import Callable
 from mst_scale.comm import free_port
 from mst_scale.launch.command_line import quoted, read_options, split_config
 from mst_scale.launch.environment import (
-    count_gpus,
     default_processes,
     load_cluster_settings,
-    set_default,
     shown_variables,
     use_cpu_without_gpus,
 )
@@ -44,14 +42,6 @@ def main(words: list[str]) -> int:
     config, arguments = split_config(rest)
     processes = options.processes or default_processes()
     return run(config, arguments, processes, restarts=options.restarts, port=options.port, dry_run=options.dry_run)
-
-
-def demo(words: list[str]) -> int:
-    """Pretrain the small GPT of ds_configs/demo.json on two processes, into runs/demo; `words` go to pretrain."""
-    processes = min(default_processes(), 2)
-    if count_gpus() == 0:
-        set_default("OMP_NUM_THREADS", "1")
-    return run("ds_configs/demo.json", ["--out", "runs/demo", *words], processes)
 
 
 def run(

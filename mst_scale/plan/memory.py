@@ -26,7 +26,7 @@ keeps only its input, and one block at a time is whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mst_scale.config import Experiment, ModelConfig
@@ -114,11 +114,9 @@ class Memory:
         return self.needed <= gpu.memory and self.host + self.host_step <= gpu.host_memory
 
     def to_dict(self) -> dict[str, Any]:
-        """Parts and peaks for JSON."""
-        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "activations"}
-        kept = {"kept": self.activations.kept, "working": self.activations.working}
+        """Return parts and peaks for JSON."""
         moments = {name: getattr(self, name) for name in ("backward", "reduction", "step", "peak")}
-        return {**parts, "activations": kept, **moments, "needed": int(self.needed)}
+        return {**asdict(self), **moments, "needed": int(self.needed)}
 
 
 def memory(experiment: Experiment, s: Setting) -> Memory:

@@ -222,85 +222,23 @@ def best_masks(experiment: Experiment, own: Setting, recommended: Setting, machi
     return fastest if fastest.speedup > MUCH_BETTER * unchanged.speedup else unchanged
 
 
-# --- reasons ---
+# --- notes ---
 
 
-def explain(recommended: Choice, rows: Sequence[Choice], setting: Setting, fixed: bool = False) -> list[str]:
-    """Explain a recommendation.
-
-    There is one sentence for the recommended choice, one for the runner-up, and one for a pipeline that is faster but
-    not proposed.
-    """
-    won = recommended.setting
-    others = [row for row in rows if row.setting.sizes != won.sizes]
-    allowed = [row for row in others if keeps_accumulation(row.setting, setting) or won.pipeline > 1]
-    lines = [_reason(recommended, others, fixed)]
-    if allowed:
-        lines.append(f"next: {_compare(allowed[0], recommended)}")
-    faster = [row for row in others if row not in allowed and row.seconds.total < recommended.seconds.total]
-    if faster:
-        lines.append(
-            f"not proposed: {_compare(faster[0], recommended)}; at its ZeRO stage masks need gradients accumulated in "
-            f"{faster[0].setting.accumulate}, not in {setting.accumulate} (--pp {faster[0].setting.pipeline} plans it)"
-        )
-    return lines
+def not_proposed(recommended: Choice, rows: Sequence[Choice], setting: Setting) -> list[str]:
+    """Return a sentence about the fastest layout if it is a pipeline that would change the accumulation type."""
+    won, (fastest, *_) = recommended.setting, rows
+    s = fastest.setting
+    if s.sizes == won.sizes or won.pipeline > 1 or keeps_accumulation(s, setting):
+        return []
+    faster = 100 * (1 - fastest.seconds.total / recommended.seconds.total)
+    return [
+        f"not proposed: {describe_layout(s)}, {faster:.1f} % faster; at its ZeRO stage masks need gradients "
+        f"accumulated in {s.accumulate}, not in {setting.accumulate} (--pp {s.pipeline} plans it)"
+    ]
 
 
 def describe_layout(s: Setting) -> str:
     """Describe how ranks share the model and the batch, such as "tensor 8 × pipeline 2 × data 4"."""
-    cuts = [] if s.sizes.model == 1 else [s.sizes.describe()]
-    return " × ".join([*cuts, f"data {s.data}"])
-
-
-def _reason(recommended: Choice, others: Sequence[Choice], fixed: bool) -> str:
-    s, t, layout = recommended.setting, recommended.seconds, describe_layout(recommended.setting)
-    if s.ranks == 1:
-        return "one GPU shares nothing"
-    if s.sizes.model == 1:
-        zero, hidden = t.communication - t.sharing, t.communication - t.exposed
-        share = f"{100 * hidden / zero:.0f} %" if hidden < zero else "all"
-        return f"{layout}: no layer waits for another GPU, {share} of ZeRO's communication hides behind backward"
-    plain = next((row for row in others if row.setting.sizes.model == 1), None)
-    if plain is None and fixed:
-        return f"{layout}: " + (
-            f"the best of {len(others) + 1} layouts with the fixed sizes"
-            if others
-            else "the only layout with the fixed sizes"
-        )
-    if plain is None:
-        return f"{layout}: nothing fits at this batch unless GPUs share the model"
-    saved = _describe(_larger_parts(t, plain.seconds))
-    return f"{layout}: compared with data {plain.setting.data} alone it saves {saved or 'next to nothing'}"
-
-
-def _compare(row: Choice, best: Choice) -> str:
-    now, then = best.seconds.total, row.seconds.total
-    difference = f"{100 * (then / now - 1):+.1f} %" if abs(then / now - 1) >= 0.0005 else "as fast"
-    difference += " (within the error of the estimates)" if now * 1.0005 < then <= now * (1 + CLOSE) else ""
-    more, less = (_larger_parts(*pair) for pair in ((best.seconds, row.seconds), (row.seconds, best.seconds)))
-    parts = [f"{describe_layout(row.setting)}, ZeRO-{row.setting.stage}: {difference}"]
-    return ", ".join(parts + [_describe(more, " more")] * bool(more) + [_describe(less, " less")] * bool(less))
-
-
-def _parts(t: Seconds) -> dict[str, float]:
-    return {
-        "of matrix products": t.products + t.attention,
-        "of element-wise passes": t.elementwise,
-        "of exchange inside layers": t.sharing,
-        "of ZeRO's communication": t.exposed - t.sharing,
-        "of bubble": t.bubble,
-        "of updates": t.optimizer + t.host,
-    }
-
-
-def _larger_parts(less: Seconds, more: Seconds) -> dict[str, float]:
-    """The one or two parts of a step that take longest in `more` compared with `less`, from half a percent of it on."""
-    before = _parts(less)
-    longer = {name: value - before[name] for name, value in _parts(more).items()}
-    notable = [(name, x) for name, x in longer.items() if x > 0.005 * less.total]
-    return dict(sorted(notable, key=lambda pair: -pair[1])[:2])
-
-
-def _describe(parts: Mapping[str, float], difference: str = "") -> str:
-    times = {name: f"{x:.2g} s" if x >= 0.1 else f"{1e3 * x:.2g} ms" for name, x in parts.items()}
-    return " and ".join(f"{time}{difference} {name}" for name, time in times.items())
+    shared = [] if s.sizes.model == 1 else [s.sizes.describe()]
+    return " × ".join([*shared, f"data {s.data}"])

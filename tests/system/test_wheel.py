@@ -13,6 +13,8 @@ import pytest
 import mst_scale
 from tests.support import tiny_run
 
+pytestmark = pytest.mark.full
+
 ROOT = tiny_run.ROOT
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "mst_scale", "benchmarks", "ds_configs", "launchers")
 OF_THE_CLONE = {"demo.sh", "environment.sh", "figures.sh", "test.sh", "test_packages.sh"}  # launchers that need it

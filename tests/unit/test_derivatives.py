@@ -29,6 +29,7 @@ from mst_scale.methods.baselines.n_of_m import kept_both_ways, kept_of, soft_thr
 from mst_scale.methods.baselines.top_kast import largest
 from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.sparse_linear import Product, SparseLayers, cpu, semi_structured
+from mst_scale.sparse_linear.compact import CompactIndex, compact_cross_entropy, compact_linear
 from mst_scale.sparse_linear.narrow import NarrowIndex
 from mst_scale.tensor_parallel import copied, summed
 from tests.support.triton_interpreter import interpret
@@ -99,10 +100,22 @@ def with_extra_gradients(w: Tensor) -> Tensor:
 
 
 HEAD = sparse(cpu.CompiledIndex(ACTIVE))
+COMPACT_HEAD = CompactIndex.from_mask(ACTIVE, ACTIVE.shape, backend="cpu")
 
 
 def head(x: Tensor, w: Tensor) -> Tensor:
     loss = HEAD.loss(x, w, TARGETS)
+    assert loss is not None
+    return loss
+
+
+def compact(backend: str) -> Layer:
+    index = CompactIndex.from_mask(ACTIVE, ACTIVE.shape, backend=backend)
+    return lambda x, w: compact_linear(x, w[ACTIVE], index)
+
+
+def compact_head(x: Tensor, w: Tensor) -> Tensor:
+    loss = compact_cross_entropy(x, w[ACTIVE], TARGETS, COMPACT_HEAD)
     assert loss is not None
     return loss
 
@@ -135,8 +148,14 @@ CASES = {
     ),
     "narrow": Case("sparse_linear/narrow:_Kept", sparse(NarrowIndex(WHOLE)), masked(WHOLE), X, W, BACKEND),
     "narrow, placed": Case("sparse_linear/narrow:_Placed", sparse(NarrowIndex(WHOLE)), masked(WHOLE), X, W, BACKEND),
+    "compact": Case("sparse_linear/compact:_Expanded", compact("dense"), masked(ACTIVE), X, W, BACKEND),
+    "compact, compiled": Case("sparse_linear/derivatives:ValuesLinear", compact("cpu"), masked(ACTIVE), X, W, BACKEND),
     "sparse head": Case(
-        "sparse_linear/cpu:_CrossEntropy", head, lambda x, w: plain_loss(x, w * ACTIVE), X, W, BACKEND, second=False
+        "sparse_linear/derivatives:_Gather", head, lambda x, w: plain_loss(x, w * ACTIVE), X, W, BACKEND, second=False
+    ),
+    "compact head": Case(
+        "sparse_linear/head:_CrossEntropy", compact_head, lambda x, w: plain_loss(x, w * ACTIVE), X, W, BACKEND,
+        second=False,
     ),
     "cross-entropy": Case(
         "models/cross_entropy:_CrossEntropy", lambda x, w: cross_entropy(F.linear(x, w), TARGETS), plain_loss, X, W,

@@ -16,6 +16,8 @@ from mst_scale.plan.setting import setting_of
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import attempt
 
+pytestmark = pytest.mark.full
+
 FOLDER = tiny_run.ROOT / "ds_configs"
 NAMES = sorted(ready.configs())
 GPT2_BATCH = 12 * 40  # the paper's

@@ -120,6 +120,7 @@ def check_feature(feature: Feature, stages: tuple[int, ...]) -> None:
                 assert history == plain(stage, feature.precision), f"stage {stage}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature(name):
     """At the last of its stages; the others are slow together."""
@@ -173,6 +174,7 @@ def check_optimizer(name: str, stages: tuple[int, ...]) -> None:
             assert (of_weights if name in WEIGHTS_ALONE else faults) == [], f"stage {stage}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name):
     check_optimizer(name, (3,))

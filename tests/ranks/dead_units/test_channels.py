@@ -24,6 +24,8 @@ from tests.support.layouts import Layout, Recipe
 from tests.support.toy_engine import full, shas
 from tests.support.toys import deepspeed_config
 
+pytestmark = pytest.mark.full
+
 STEPS = 12
 CHANNELS = {
     "sparsity": {"max": 0.75, "warmup": 0, "ultra": 4, "restore": 6, "stages": 3, "distribution": "uniform"},

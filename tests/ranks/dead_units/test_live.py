@@ -20,6 +20,8 @@ from tests.support.toy_engine import STAGES, full, mst_config
 from tests.support.toys import deepspeed_config, toy
 from tests.support.whole_runs import MST, arguments, attempt
 
+pytestmark = pytest.mark.full
+
 STEPS, DENSE_FROM = 10, 8
 DEAD = {"mlp": (6, 74), "value": (6, 30), "query_key": (6, 30)}  # at the start
 CONTEXT, VOCAB = 6, 19

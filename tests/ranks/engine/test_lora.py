@@ -21,6 +21,8 @@ from tests.support.integrated import model as transformer
 from tests.support.toy_engine import STAGES, full
 from tests.support.toys import deepspeed_config
 
+pytestmark = pytest.mark.full
+
 PRECISIONS = ["fp32", "bf16"]
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 

@@ -19,6 +19,8 @@ from tests.support.cut_sequences import BATCH, mesh_of, mine
 from tests.support.toy_engine import mst_config, train, watched
 from tests.support.toys import allow_fp16, deepspeed_config, toy, toy_batch
 
+pytestmark = pytest.mark.full
+
 FUNCTIONS = [name for name, method in METHODS.items() if method.function]
 SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 32, "seq_length": 16, "vocab_size": 64}
 STEPS, TURN = 8, 6

@@ -125,6 +125,7 @@ def train(rank: int, world: int, stage: int) -> tuple[list[float], list[float], 
         forget(NAME)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_llama_trains_as_on_one_rank(stage: int) -> None:
     ((losses, norms, masks, attended),) = pool.run(train, 1, stage)

@@ -82,6 +82,7 @@ def with_and_without_trainer(rank, world, folder, stage, kind):
     return wrong, sorted({row["mst/sparsity"] for row in logged})[-1], phases, logged[-1]["mst/flops_reduction"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "kind"), [*((stage, "llama") for stage in STAGES), (2, "gpt2"), (3, "gpt2")])
 def test_trainer_is_a_custom_loop(tmp_path, stage, kind):
     found = pool.run(with_and_without_trainer, 2, str(tmp_path), stage, kind)
@@ -175,6 +176,7 @@ def on_other_ranks(rank, world, folder, stage, kind):
     return [row["loss"] for row in trainer.state.log_history if "loss" in row], first[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "before", "now"), [(1, 2, 1), (2, 1, 2), (3, 2, 1)])
 def test_a_run_continues_on_another_number_of_processes(tmp_path, stage, before, now):
     """With the same global batch: 16 sequences in micro-batches of 4."""

@@ -18,6 +18,8 @@ from tests.support.auto_tp import Cut, Recipe, config, forget_groups, llama, mas
 from tests.support.layouts import whole_masks
 from tests.support.pool import run
 
+pytestmark = pytest.mark.full
+
 GIVEN: dict[str, Any] = {  # a norm's last bit is of its order of sums
     "given_gradients": True,
     "deepspeed": {"gradient_clipping": 0.0},

@@ -17,6 +17,8 @@ from tests.support.layouts import Layout, Recipe
 from tests.support.pool import run
 from tests.support.whole_runs import arguments, attempt, logged_attempt
 
+pytestmark = pytest.mark.full
+
 SAVED, MORE = 5, 4
 RECIPE = Recipe(of=14, mst={"sparsity": {"max": 0.8}})
 

@@ -13,6 +13,8 @@ from mst_scale.pretrain.validation import TORCH_ADAM, choose_adam, leaves_adam_o
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, attempt, weights, without_times
 
+pytestmark = pytest.mark.full
+
 BASE = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}}
 
 

@@ -25,6 +25,8 @@ from tests.support import pool, tiny_run
 from tests.support.toys import toy
 from tests.support.whole_runs import arguments, attempt, weights, without_times
 
+pytestmark = pytest.mark.full
+
 SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "seq_length": tiny_run.CONTEXT, "vocab_size": 64}
 DEEP = {**SMALL, "n_layer": 3}
 WIDE = {**SMALL, "n_layer": 2, "n_embd": 32, "n_head": 4}

@@ -12,6 +12,8 @@ from mst_scale.pretrain.batches import Spikes, batch_number
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, logged_attempt, weights, without_times
 
+pytestmark = pytest.mark.full
+
 BAD = 13  # the batch that makes the loss jump
 
 

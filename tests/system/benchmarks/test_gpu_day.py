@@ -21,6 +21,8 @@ from mst_scale.benchmarks import attention, gpu_day
 from mst_scale.hybrid_sparse_attention import tiles
 from tests.support import triton_interpreter
 
+pytestmark = pytest.mark.full
+
 TINY = """
 import os, sys, time
 from pathlib import Path

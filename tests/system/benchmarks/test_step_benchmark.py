@@ -18,6 +18,8 @@ from mst_scale.plan.setting import setting_of
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST
 
+pytestmark = pytest.mark.full
+
 TOPOLOGY = {"interval": 2, "check_every": 0}
 BLOCKS = {"mst": {**MST, "topology": TOPOLOGY}, "training": {"steps": 200}, "zero_optimization": {"stage": 2}}
 

@@ -29,6 +29,8 @@ from tests.support import tiny_run
 from tests.support.evaluation_calls import CONTEXT, EXAMPLES, PAIRS, PASSAGES, TEXT, evaluated, write
 from tests.support.saved_model import save
 
+pytestmark = pytest.mark.full
+
 ENCODE = load_tokenizer("byte").encode
 
 

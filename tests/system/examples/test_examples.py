@@ -11,6 +11,8 @@ import pytest
 
 from tests.support import pool, tiny_run
 
+pytestmark = pytest.mark.full
+
 EXAMPLES = tiny_run.ROOT / "examples"
 
 

@@ -14,6 +14,8 @@ from tests.support import pool, tiny_run
 from tests.support.integrated import Words, deepspeed_config, model, opened
 from tests.support.toys import toy, toy_batch
 
+pytestmark = pytest.mark.full
+
 PLAIN = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},

@@ -1,4 +1,4 @@
-"""A Trainer that is killed without a word goes on from its last checkpoint, bit for bit."""
+"""A Trainer that is killed continues from its last checkpoint, bit for bit."""
 
 import json
 import os

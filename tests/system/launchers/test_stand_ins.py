@@ -16,6 +16,8 @@ from mst_scale.launch.restarts import keep_running
 from tests.support import tiny_run
 from tests.support.launched import HOSTILE, LAUNCHERS, PATIENCE, config, finish, hostfile, launch, shown, wait_for_file
 
+pytestmark = pytest.mark.full
+
 # --- what would run ---
 
 CASES = {

@@ -252,6 +252,7 @@ def test_the_remaining_time_is_estimated_from_finished_runs(folder):
     assert runner.seconds_left(dense, {}, {dense[0].trunk: 45}) < runner.seconds_left(dense, {}, {})
 
 
+@pytest.mark.full
 def test_a_queue_stops_and_resumes_without_repeating_anything(folder, monkeypatch):
     plan = {**TINY, "seeds": [1], "rates": [1e-2]}
     plan["variants"] = {"dense": {"shares": [0.5, 1.0]}, "wrong": {"set": {"optimizer.params.nonsense": 1}}}
@@ -301,6 +302,7 @@ def test_a_queue_stops_and_resumes_without_repeating_anything(folder, monkeypatc
         run("--resume")
 
 
+@pytest.mark.full
 def test_a_method_that_grows_includes_the_flops_of_its_smaller_run(folder):
     variants = {
         "dense": {},

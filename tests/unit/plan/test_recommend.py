@@ -63,6 +63,7 @@ MUON = 'optimizer={"type": "Muon", "params": {"lr": 1e-3}}'
 CUT, SHARED = ("tensor", "pipeline"), ("tensor", "pipeline", "sequence")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "override", "axes", "said"),
     [
