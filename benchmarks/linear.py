@@ -3,15 +3,15 @@
     mst bench linear [--dtype float32 bfloat16] [--quick] [--tune] [--json | --markdown]
     mst bench linear --device cuda …         layers in blocks on a GPU: see benchmarks/linear_cuda.py
 
-One layer, forward + gradients of input and weight. "dense weight" is the layer whose parameter is the dense matrix,
-everything included: gathering the values, transposes, the dense layout of the weight's gradient. "values" is the
-compact layer, whose parameter and gradient are the active weights alone. The baseline is the dense layer of the same
-dtype, `F.linear` with autograd. Further baselines: torch.sparse (MKL: CSR × dense and `sampled_addmm`) with values
-gathered at each call, float32 only; and for values, expanding them to a matrix for `F.linear`. Runs alternate in one
-process and medians are compared; ranges are the middle half of the runs.
+This measures the forward pass of one layer and the gradients of input and weight. "dense weight" is the layer whose
+parameter is the dense matrix, everything included: gathering the values, transposes, the dense layout of the weight's
+gradient. "values" is the compact layer, whose parameter and gradient are the active weights alone. The baseline is the
+dense layer of the same dtype, `F.linear` with autograd. Further baselines: torch.sparse (MKL: CSR × dense and
+`sampled_addmm`) with values gathered at each call, float32 only; and for values, expanding them to a matrix for
+`F.linear`. Runs alternate in one process and medians are compared; ranges are the middle half of the runs.
 
-`crossover` rows say from which sparsity on ours is faster: our time is interpolated between the measured sparsities.
---tune keeps them, for one thread and for all, and for MKL, which computes where there is no compiler, in the table that
+`crossover` rows have the sparsity from which ours is faster: our time is interpolated between the measured sparsities.
+--tune stores them, for one thread and for all, and for MKL, which is used without a compiler, in the table that
 mst.compute.backend "auto" reads before the shipped one: crossover.json in ~/.cache/mst_scale ($XDG_CACHE_HOME). Shapes
 that are in it are not measured again when a run starts.
 """

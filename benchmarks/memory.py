@@ -1,6 +1,6 @@
-"""Measures how much memory this process holds, and how much at most while something runs.
+"""Measures the memory of this process, and its peak while a function runs.
 
-CUDA: bytes allocated. CPU: the resident set, which Linux alone tells (None elsewhere).
+On CUDA these are the bytes allocated, on a CPU the resident set (only on Linux; None elsewhere).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Does one topology step in our way and in the usual ways, on the matrices of a GPT.
+"""Implements one topology step with our algorithm and with the usual ones, on the matrices of a GPT.
 
-`naive` and `kthvalue` are what `benchmarks.topology` says of them. All read the same `State` and differ only in the
-random part.
+`benchmarks.topology` describes `naive` and `kthvalue`. All use the same `State` and only differ in the random part.
 """
 
 from __future__ import annotations

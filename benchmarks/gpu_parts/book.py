@@ -1,4 +1,4 @@
-"""Keeps the results of a GPU day on disk, one JSON object a line, each there before the next case begins."""
+"""Stores the results of `gpu_day` on disk, one JSON object per line, each before the next case begins."""
 
 from __future__ import annotations
 

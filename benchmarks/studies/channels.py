@@ -2,9 +2,9 @@
 
     python -m mst_scale.benchmarks.studies.channels --width 128 --out corpora/study/channels-128.safetensors
 
-Neurons of the MLPs, value channels and query-key channels of each head live or die as wholes, drawn at random, as many
-in every head. Products with such masks are dense products of a `density`th of the size: any GPU turns them into time
-without a kernel. Embedding and head stay dense. What this shows is the loss; nothing here is faster.
+Neurons of the MLPs, and value and query-key channels of each head, are active or inactive as a whole. They are drawn at
+random, with the same number in every head. Products with such masks are smaller dense products, which are faster on any
+GPU without special kernels. Embedding and head stay dense. This program is for measuring the loss; it saves no time.
 """
 
 from __future__ import annotations

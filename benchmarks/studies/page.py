@@ -1,4 +1,4 @@
-"""Writes a study's page (NAME.md) and figures from its plan and the records of runs alone."""
+"""Writes a study's page (NAME.md) and figures from its plan and the records of its runs."""
 
 from __future__ import annotations
 

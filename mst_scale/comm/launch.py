@@ -18,7 +18,7 @@ MINUTE = 60.0  # seconds
 LOWEST_PORT = 10_000  # below, the well-known services
 
 
-_adopted: list[timedelta] = []  # the timeout of a default process group that somebody else has created
+_adopted: list[timedelta] = []  # the timeout of a default process group that the program has created
 
 
 def timeout() -> timedelta:
@@ -35,7 +35,7 @@ def timeout() -> timedelta:
 
 
 def adopt(limit: timedelta) -> None:
-    """Let `timeout` return this unless DEEPSPEED_TIMEOUT is set."""
+    """Make `timeout` return this limit unless DEEPSPEED_TIMEOUT is set."""
     _adopted[:] = [limit]
 
 

@@ -58,7 +58,7 @@ BEATS = 10  # heartbeats within the allowed silence …
 BEAT_SECONDS = 5.0  # … and at least one every 5 s
 KEEP_ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6))  # 10 + 6 · 5 = 40 s
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-ADVICE = "; the same command continues from the newest whole checkpoint"
+ADVICE = "; the same command continues from the newest complete checkpoint"
 
 
 class Peer:
@@ -93,12 +93,12 @@ class Watch:
 
     Args:
         advice: What the user can do when a rank is lost, for the message.
-        done: Whether ranks may leave without a word by now, because the program has done what it was started for.
+        done: Whether ranks may exit without a message by now, because the program has finished its work.
     """
 
     def __init__(self, advice: str = ADVICE, done: Callable[[], bool] = lambda: False) -> None:
         self.advice, self.done = advice, done
-        self.world: Any = None  # the default process group; what comes after its end is not watched
+        self.world: Any = None  # the default process group; once it is destroyed, ranks are no longer watched
         self.ranks: Ranks | None = None
         self.pid = os.getpid()  # a forked child, such as a worker that loads data, has copies of the connections
         self.lost: str | None = None
@@ -208,13 +208,13 @@ class Watch:
         return ""
 
     def _disconnect(self) -> None:
-        """Close this process's connections without a word; those of the process it was forked from stay open."""
+        """Close this process's connections without a message; those of the process it was forked from stay open."""
         for peer in self.peers:
             peer.connection.close()
         self.peers = []
 
     def _forked(self) -> None:
-        """In a forked child: connections end with the rank, and signals to the child are not signals to the rank."""
+        """Drop connections and signals in a forked child: they belong to the rank."""
         self._disconnect()
         if self.signals is not None:
             with contextlib.suppress(ValueError):  # not the main thread
@@ -341,7 +341,7 @@ class Watch:
         self._leave()
 
     def _joined(self) -> bool:
-        """Whether the default process group is still the one whose ranks are watched."""
+        """Return whether the default process group is still the one whose ranks are watched."""
         dist = sys.modules["torch.distributed"]
         return dist.group.WORLD is self.world
 
@@ -354,7 +354,7 @@ class Watch:
     def _leave(self) -> NoReturn:
         with self.leaving:
             if not self._joined():
-                sys.exit()  # this thread: nobody waits for the lost rank any more
+                sys.exit()  # ends this thread only: no rank waits for the lost one any more
             assert self.ranks is not None and self.lost is not None
             if self.ranks.first or (self.lost.startswith("rank 0 ") and self.ranks.local_rank <= 1):
                 print(f"\nmst_scale: {self.lost}. The other ranks exit now{self.advice}", file=sys.stderr, flush=True)

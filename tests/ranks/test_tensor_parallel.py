@@ -103,7 +103,7 @@ def close(mine: tuple[list[float], list[float]], reference: tuple[list[float], l
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_training_goes_as_on_one_rank(stage: int):
+def test_training_equals_that_on_one_rank(stage: int):
     """Tensor 2 × data 2. float32: Adam divides by gradients' sizes, so rounding grows a little from step to step."""
     how = Training(stage, steps=6)
     (reference,) = run(trained, 1, {}, how)

@@ -51,6 +51,6 @@ def test_a_comparison_of_two_variants(tmp_path: Path):
     assert rows[0]["flops"] < rows[1]["flops"]
 
 
-def test_what_is_wrong_is_said():
+def test_errors_are_reported():
     with pytest.raises(ValueError, match="--only blocks: the variants are element, block 4"):
         quality.main(["--only", "blocks"])

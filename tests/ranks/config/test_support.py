@@ -299,7 +299,7 @@ def test_a_stage_that_does_not_exist_is_named_before_any_other_key(stage, method
         check_supported(config, load({"mst": {"method": method}}).mst)
 
 
-def test_what_is_off_or_not_stated_is_let_in():
+def test_disabled_and_missing_keys_are_accepted():
     off = zero(stage=3, zero_hpz_partition_size=1, zenflow=None, round_robin_gradients="auto", offload_param=None)
     off |= {"hybrid_engine": {"enabled": False}, "tensor_parallel": {"autotp_size": 0}, "fp16": {"enabled": "auto"}}
     assert check_supported(off, SPARSE) == []
@@ -423,7 +423,7 @@ def test_every_default_of_deepspeed_is_let_in():
                 assert found is not None and found.status in ("exact", "harmless"), key
 
 
-def test_every_line_says_why_or_by_which_test_and_every_test_exists():
+def test_every_row_has_a_reason_or_an_existing_test():
     functions: dict[str, set[str]] = {}
     for row in rows():
         assert row.status in STATUSES and bool(row.fix) == (row.status == "rejected"), row

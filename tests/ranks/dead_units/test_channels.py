@@ -88,7 +88,7 @@ def test_the_number_of_active_units_is_a_multiple_of_eight():
             assert set(is_active.tolist()) == {of_mlp if some.kind == "mlp" else of_head}
 
 
-def test_a_slice_has_what_the_whole_mask_has_there():
+def test_a_slice_equals_its_part_of_the_whole_mask():
     rows, columns = torch.rand(13) < 0.5, torch.rand(21) < 0.5
     whole = rows[:, None] & columns
     for start, length in ((0, 273), (5, 100), (20, 1), (77, 196), (273, 0)):
@@ -99,7 +99,7 @@ def test_a_slice_has_what_the_whole_mask_has_there():
     assert torch.equal(packed_bits.unpack(found, 60), cut.of(whole).view(-1)[3:63])
 
 
-def test_what_has_no_channels_or_leaves_some_of_a_unit_out_is_rejected():
+def test_parameters_without_channels_or_with_parts_of_units_are_rejected():
     units = find_units(model())[0]
     names = [name for some in units for name in some.matrices]
     with pytest.raises(ValueError, match=r"wte.weight.*lm_head = false"):
@@ -210,7 +210,7 @@ def save_and_go_on(rank, world, folder):
     return shas(engine, world) == shas(other, world), same
 
 
-def test_a_checkpoint_goes_on_with_the_same_channels(tmp_path):
+def test_a_checkpoint_continues_with_the_same_channels(tmp_path):
     assert all(all(found) for found in pool.run(save_and_go_on, 2, str(tmp_path)))
     assert inspect(tmp_path / "here").granularity == "channel"
 

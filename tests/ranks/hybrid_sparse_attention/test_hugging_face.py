@@ -173,7 +173,7 @@ def test_unknown_arguments_are_rejected(sinks):
         hugging_face_attention(torch.nn.Identity(), q, q, q, None, s_aux=sinks)
 
 
-def test_what_is_not_attached_is_left_alone():
+def test_other_layers_are_left_alone():
     from transformers import MistralConfig, MistralForCausalLM
 
     tiny = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 16}

@@ -148,7 +148,7 @@ OF_FUNCTIONS = {"sparsity": {"variation": "sd", "warmup": 2, "ultra": 4, "max": 
         *((1, {"method": name, **OF_FUNCTIONS}) for name in ("sr-ste", "s-ste", "top-kast", "spartan")),
     ],
 )
-def test_a_model_of_ours_costs_what_our_ledger_says(tmp_path, world, mst):
+def test_our_model_has_the_flops_of_our_ledger(tmp_path, world, mst):
     """With its tied head, the pattern of whole sequences, and gradients of weights as the method counts them."""
     reported = pool.run(with_ledger, world, str(tmp_path), mst)[0]
     assert reported[-1]["reduction"] > 1.05

@@ -229,7 +229,7 @@ def used(rank, world, folder, stage):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_people_do_around_training(tmp_path, stage):
+def test_common_uses_around_training(tmp_path, stage):
     found = pool.run(used, 2, str(tmp_path), stage)
     for partitioned, best, step, (masks, zeros), (loss, history), length, (there, here) in found:
         assert partitioned == (stage == 3)

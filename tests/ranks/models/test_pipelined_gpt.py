@@ -47,7 +47,7 @@ def test_stages_hold_the_whole_model(tied: bool, tensor: int):
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("sizes", [{"pipeline": 2}, {"pipeline": 2, "tensor": 2}], ids=["two", "two-by-two"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_training_goes_as_on_one_rank(stage: int, sizes: dict[str, int], tied: bool):
+def test_training_equals_that_on_one_rank(stage: int, sizes: dict[str, int], tied: bool):
     """Losses and gradient norms, which count what stages and slices have in common once. float32, another order."""
     how = Training(stage, steps=6, model={"tied_head": tied, "activation_checkpointing": not tied})
     (reference,) = run(trained, 1, {}, how)

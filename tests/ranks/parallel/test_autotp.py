@@ -279,7 +279,7 @@ def equal(one: tuple, other: tuple) -> bool:
 @pytest.mark.parametrize(
     ("stage", "model"), [(0, ONE_KEY_HEAD), (1, {"tie_word_embeddings": True}), (2, UNEVEN), (3, {})]
 )
-def test_a_resumed_run_ends_bit_for_bit_like_a_whole_one(stage: int, model: dict, tmp_path: Path):
+def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(stage: int, model: dict, tmp_path: Path):
     how, cut = Recipe(model=model, mst={"targets": {"lm_head": True}}), Cut(2, 1, stage)
     (whole, _) = run(resumed, 2, cut, how, (str(tmp_path), "", "", 6))
     run(resumed, 2, cut, how, (str(tmp_path), "", "half", 3))
@@ -289,7 +289,7 @@ def test_a_resumed_run_ends_bit_for_bit_like_a_whole_one(stage: int, model: dict
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_checkpoint_goes_on_over_another_number_of_ranks(tied: bool, tmp_path: Path):
+def test_a_checkpoint_continues_on_another_number_of_ranks(tied: bool, tmp_path: Path):
     """Two ranks, then one, then four of which two have no key head, with equal weights, moments and masks."""
     model, mst = {"tie_word_embeddings": tied}, {"targets": {"lm_head": True}}
     how = Recipe(model=model, mst=mst)
@@ -382,7 +382,7 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
     ],
     ids=["gpt2", "multi-query", "own", "muon", "batch", "three-batches", "empty-at-3", "sequences", "megatron"],
 )
-def test_what_cannot_be_cut_is_one_clear_line(build: Any, deepspeed: dict, mpu: Any, line: str):
+def test_indivisible_models_are_rejected_in_one_line(build: Any, deepspeed: dict, mpu: Any, line: str):
     for said in run(rejected, 2, build, deepspeed, mpu, seconds=120):
         assert "\n" not in said
         with pytest.raises(ValueError, match=line):

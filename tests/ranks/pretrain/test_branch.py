@@ -80,7 +80,7 @@ def trunk(tmp_path_factory):
         (["--branch-decay-from", "nowhere"], "nowhere/checkpoints"),
     ],
 )
-def test_what_would_change_the_run_is_rejected_in_one_line(tmp_path, trunk, more, reported):
+def test_changes_to_the_run_are_rejected_in_one_line(tmp_path, trunk, more, reported):
     shutil.copytree(trunk.parent / "corpus", tmp_path / "corpus")
     words = ["--branch-decay-from", f"{trunk}:step00000008", "--set", f"data.dir={trunk.parent / 'corpus'}"]
     code, text = run(tmp_path, "out", *words, "--steps", "14", *(word.format(trunk=trunk) for word in more))
@@ -119,7 +119,7 @@ def test_shares_of_the_run_are_rejected_for_sparse_training(tmp_path):
         ),
     ],
 )
-def test_attention_and_what_is_due_next_must_be_the_same_too(tmp_path, mst, tag, from_step):
+def test_attention_and_the_next_step_must_be_the_same_too(tmp_path, mst, tag, from_step):
     assert run(tmp_path, "trunk", mst=mst, training={**STEADY, "save_every": tag}) == (0, "")
     words = ["--branch-decay-from", f"{tmp_path / 'trunk'}:step{tag:08}", "--steps", "20"]
     code, text = run(tmp_path, "out", *words, mst=mst)

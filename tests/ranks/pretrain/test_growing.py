@@ -164,7 +164,7 @@ def test_masks_may_follow_a_growth(tmp_path, small, growth):
     assert first["flops"] == pytest.approx(rows[-1]["flops"] + 8 * dense_step_flops(deeper).total, rel=1e-12)
 
 
-def test_a_branch_of_a_grown_run_counts_what_its_trunk_has_cost(tmp_path, small):
+def test_a_branch_of_a_grown_run_includes_the_flops_of_its_trunk(tmp_path, small):
     steady = {"lr_schedule": "wsd", "decay": 0, "steps": 4, "warmup": 1, "save_every": 4}
     blocks = {"model": DEEP, "mst": STACK, "training": steady}
     assert pool.run(attempt, 1, larger(tmp_path, small, "trunk", **blocks)) == [(0, "")]

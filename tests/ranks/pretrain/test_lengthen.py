@@ -78,7 +78,7 @@ def short(tmp_path_factory):
         ),
     ],
 )
-def test_what_would_change_the_run_is_rejected_in_one_line(tmp_path, short, more, reported):
+def test_changes_to_the_run_are_rejected_in_one_line(tmp_path, short, more, reported):
     shutil.copytree(short, tmp_path, dirs_exist_ok=True)
     if "decays" in reported:
         shutil.rmtree(tmp_path / "out" / "checkpoints" / "step00000008")

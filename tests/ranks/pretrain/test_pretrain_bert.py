@@ -128,7 +128,7 @@ def without_an_id_for_the_mask(folder: Path) -> list[str]:
         (without_an_id_for_the_mask, "which this corpus lacks; set model.vocab_size to 258 or use another corpus"),
     ],
 )
-def test_what_does_not_fit_costs_one_line(tmp_path, wrong, message):
+def test_a_mismatch_is_one_line(tmp_path, wrong, message):
     results = pool.run(attempt, 2, wrong(tmp_path))
     assert [code for code, _ in results] == [2, 2], results
     said = [text for _, text in results if message in text]

@@ -171,7 +171,7 @@ def test_phase_ends_are_the_last_steps_of_each_phase():
     assert [schedule.at(step).phase for step in sorted(phase_ends(schedule))] == ["warmup", "ultra", "restore", "dense"]
 
 
-def test_a_snapshot_comes_back_from_disk_and_a_damaged_one_is_named(tmp_path):
+def test_a_snapshot_is_read_back_and_a_damaged_one_is_named(tmp_path):
     rng = np.random.default_rng(3)
     cells = {"a.0.b": rng.random((6, 5)).astype(np.float32)}
     matrix = snapshots.Matrix("a.0.b", (600, 500), 30_000, 1e-4, 0.02, 0.05, 0.4)

@@ -28,7 +28,7 @@ def test_clock(seconds, text):
     assert clock(seconds) == text
 
 
-def test_plain_lines_where_there_is_no_terminal():
+def test_plain_lines_without_a_terminal():
     out = io.StringIO()
     line = ProgressLine(100, 0, out)
     line.show(ROW)
@@ -120,7 +120,7 @@ def test_the_first_steps_of_a_kind_and_single_long_ones_do_not_count():
     assert times.comparison.sparse_ms == pytest.approx(6.0)
 
 
-def test_dense_weights_under_sparse_attention_stand_for_dense_steps_until_there_are_some():
+def test_dense_weights_with_sparse_attention_replace_dense_steps_at_first():
     assert filled(dense_weights=(20, 8.0), sparse=(40, 6.0)).comparison.dense_ms == pytest.approx(8.0)
     both = filled(dense_weights=(20, 8.0), sparse=(40, 6.0), dense=(20, 10.0))
     assert both.comparison.dense_ms == pytest.approx(10.0)

@@ -131,7 +131,7 @@ def test_masks_that_differ_are_seen(monkeypatch, tmp_path):
     assert len(devices) == 2
 
 
-def test_no_case_stops_the_day_and_the_same_command_goes_on(tmp_path):
+def test_no_case_stops_the_run_and_the_same_command_continues_it(tmp_path):
     program = tmp_path / "fake.py"
     program.write_text(FAKE)
     out = tmp_path / "out"

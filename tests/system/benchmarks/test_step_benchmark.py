@@ -69,7 +69,7 @@ def test_every_phase_against_dense(found):
     assert found["setting"]["peak_is"].startswith("measured") and found["machine"]["deepspeed"]
 
 
-def test_the_flop_rate_is_what_the_ledger_counts(found, tmp_path):
+def test_the_flop_rate_is_that_of_the_ledger(found, tmp_path):
     row, model = found["rows"][3], load(tiny_run.config(tmp_path, **BLOCKS)).model
     needed = row["baseline_flops_per_s"] * row["baseline_ms"] / 1e3
     assert needed == pytest.approx(4 * dense_step_flops(model, "causal").total, rel=0.01)  # ms are rounded

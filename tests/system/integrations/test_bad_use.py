@@ -133,7 +133,7 @@ def stays_deepspeeds(rank, world):
     return losses[:3] == losses[3:], looks
 
 
-def test_what_is_not_meant_to_be_sparse_is_deepspeeds():
+def test_configs_without_sparsity_are_left_to_deepspeed():
     assert pool.run(stays_deepspeeds, 1) == [(True, False)]
 
 

@@ -258,7 +258,7 @@ def test_rejected_on_one_rank_for_all(tmp_path, make, code, message):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
-def test_a_disk_that_fails_is_no_wrong_use(tmp_path, monkeypatch, number):
+def test_a_disk_failure_is_not_a_usage_error(tmp_path, monkeypatch, number):
     """The config is there, and can be read when the disk is back: a launcher starts the run again."""
     argv, read = arguments(tmp_path), Path.read_text
 
@@ -426,7 +426,7 @@ def poison(rank: int, world: int, argv: list[str], out: str) -> tuple[int, str, 
     return code, text, left
 
 
-def test_a_run_whose_folder_is_removed_goes_on(tmp_path):
+def test_a_run_whose_folder_is_removed_continues(tmp_path):
     """TensorBoard's thread fails in there, and DeepSpeed writes to it at each step."""
     events = {"enabled": True, "output_path": str(tmp_path / "out" / "tensorboard"), "job_name": ""}
     argv = arguments(tmp_path, tensorboard=events, training={"save_every": 8})
@@ -490,7 +490,7 @@ def test_a_mistake_of_one_machine_is_said_by_its_first_rank(ranks, said):
 @pytest.mark.parametrize(
     ("words", "said"), [(["--deepspeed_config", "nowhere.json"], "nowhere.json"), (["--stps", "3"], "deepspeed_config")]
 )
-def test_under_mpirun_too_one_rank_speaks(words, said):
+def test_only_one_rank_logs_under_mpirun_too(words, said):
     child = subprocess.run(
         ["mpirun", "--oversubscribe", "-n", "3", sys.executable, "-m", "mst_scale.pretrain", *words],
         env=tiny_run.environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"),

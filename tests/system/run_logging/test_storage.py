@@ -178,7 +178,7 @@ def bad_disk(rank, world, folder):
         store._seal = seal
 
 
-def test_an_old_checkpoint_goes_only_when_the_newer_one_reads_back_as_written(tmp_path):
+def test_an_old_checkpoint_is_deleted_only_after_the_newer_one_was_verified(tmp_path):
     ((error, newest),) = pool.run(bad_disk, 1, str(tmp_path))
     assert "step00000003 is damaged: b.pt does not match its digest" in error
     assert newest == "step00000002" and sorted(store.list_tags(tmp_path)) == ["step00000002", "step00000003"]

@@ -41,7 +41,7 @@ def test_no_part_of_it_is_below_zero():
 @pytest.mark.parametrize(
     "some", [spots()[:5], spots()[:3] * 2, spots()[::3] * 2], ids=["few", "one size", "one length"]
 )
-def test_what_cannot_tell_it_has_none(some):
+def test_models_without_it_have_no_step_count(some):
     assert fit(some) is None
 
 

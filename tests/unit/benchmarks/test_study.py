@@ -48,7 +48,7 @@ def test_a_variant_like_another(folder):
     assert more.set == {"mst.sparsity.max": 0.7, "mst.attention.pattern": "dense", "mst.topology.interval": 1}
 
 
-def test_what_a_cell_comes_to(folder):
+def test_the_outcome_of_a_cell(folder):
     plan = read_plan("tiny", folder)
     dense, short, mst = (job(plan, Cell("tiny", 1, name), 1e-2, 1, "c") for name in ("dense", "dense-short", "mst"))
     weights = 12 * 16**2 + (257 + 32) * 16
@@ -118,7 +118,7 @@ def test_a_plan_with_an_unknown_choice_is_rejected(folder, wrong, message):
         read_plan("tiny", folder)
 
 
-def test_a_digest_is_of_what_a_loss_depends_on():
+def test_a_digest_covers_everything_that_a_loss_depends_on():
     raw = TINY["config"]
     digest = digest_of(load(raw))
     same = ["data.dir=elsewhere", "training.save_every=7", "training.log_every=7", "mst.topology.interval=null"]
@@ -147,7 +147,7 @@ def test_the_first_seed_chooses_the_rate_and_the_others_run_at_it(folder):
 
 
 @pytest.mark.parametrize(("best", "tried"), [(0.005, [0.0025, 0.005, 0.01]), (0.03, [0.005, 0.01, 0.02, 0.04])])
-def test_a_grid_goes_on_until_its_best_rate_is_inside(folder, best, tried):
+def test_a_grid_is_widened_until_its_best_rate_is_inside(folder, best, tried):
     (folder / "tiny.json").write_text(json.dumps({**TINY, "rates": [0.005, 0.01], "widen": True}))
     plan, cell = read_plan("tiny", folder), Cell("tiny", 1, "dense")
 
@@ -239,7 +239,7 @@ def test_a_recipe_is_what_was_measured(recipe, name, variant):
     assert len(decays) == 1 and named.training.lr_schedule == measured.training.lr_schedule == "wsd"
 
 
-def test_the_time_left_follows_what_runs_took(folder):
+def test_the_remaining_time_is_estimated_from_finished_runs(folder):
     plan = read_plan("tiny", folder)
     jobs, _ = outcome.wanted(plan, {}, "c")
     mst = next(one for one in jobs if one.cell.variant == "mst")
@@ -253,7 +253,7 @@ def test_the_time_left_follows_what_runs_took(folder):
 
 
 @pytest.mark.full
-def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
+def test_a_queue_stops_and_resumes_without_repeating_anything(folder, monkeypatch):
     plan = {**TINY, "seeds": [1], "rates": [1e-2]}
     plan["variants"] = {"dense": {"shares": [0.5, 1.0]}, "wrong": {"set": {"optimizer.params.nonsense": 1}}}
     (folder / "queue.json").write_text(json.dumps(plan))
@@ -303,7 +303,7 @@ def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
 
 
 @pytest.mark.full
-def test_a_method_that_grows_spends_what_its_smaller_run_has_spent_too(folder):
+def test_a_method_that_grows_includes_the_flops_of_its_smaller_run(folder):
     variants = {
         "dense": {},
         "stack": {"method": "stack", "as_long_as": "dense", "grown_from": {"model": {"n_layer": 1}, "share": 0.5}},
@@ -369,7 +369,7 @@ def test_several_runs_at_once_are_each_made_once_and_never_two_of_a_trunk(folder
         runner.Runner(plan, folder / "out", folder, folder / "corpus", at_once=2).run_all()
 
 
-def test_pages_of_the_corpus_lose_their_markup_and_what_was_there_before():
+def test_pages_of_the_corpus_are_cleaned_of_markup():
     sentence = "The weights of a layer are pruned by their size, and grown in the order of the gradients that it has. "
     first = f"<head><title>x</title></head><p>Next &amp; Up</p><p>{sentence * 20}</p><pre>a &lt; b\n  c</pre>"
     assert corpus.plain(first)[0] == "Next & Up" and corpus.plain(first)[2] == "a < b\n  c"
@@ -379,7 +379,7 @@ def test_pages_of_the_corpus_lose_their_markup_and_what_was_there_before():
     assert found == ["\n\n".join(corpus.plain(first)), corpus.plain(second)[1]]
 
 
-def test_what_is_wrong_is_said(folder):
+def test_errors_are_reported(folder):
     with pytest.raises(UserError, match="ablations"):
         study.main(["nothing", "--page"])
     (folder / "bad.json").write_text(json.dumps({**TINY, "sedes": [1]}))

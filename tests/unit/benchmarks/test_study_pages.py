@@ -125,7 +125,7 @@ def test_comparable_dense_runs_of_other_studies_are_baselines(folder):
     assert multiplier(elsewhere) < multiplier([]), "a better rival makes a method worth less"
 
 
-def test_what_differs_from_the_reference_by_more_than_its_noise_counts(folder):
+def test_differences_from_the_reference_beyond_the_noise_count(folder):
     """Seeds lie 0.5 apart, so that means alone would say nothing; what spends other FLOPs is not set beside it."""
     means = {"dense-short": 3.0, "slow": 3.2, "fast": 3.001}
     noise = {"dense-short": [0.0, 0.0], "slow": [0.01, -0.01], "fast": [0.01, -0.01]}

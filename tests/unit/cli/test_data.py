@@ -66,7 +66,7 @@ def test_the_default_is_python_itself(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 0.8 * 300_000 < sum(split["tokens"] for split in meta["splits"].values()) < 300_000 + 1000
 
 
-def test_verify_tells_whole_from_damaged(source: str, capsys: pytest.CaptureFixture[str]):
+def test_verify_distinguishes_complete_from_damaged(source: str, capsys: pytest.CaptureFixture[str]):
     main(["data", source, "--tokenizer", "byte", "--out", "c"])
     capsys.readouterr()
     assert main(["data", "--verify", "c"]) == 0

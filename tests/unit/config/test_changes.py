@@ -50,12 +50,12 @@ def test_every_key_is_compared_unless_it_is_marked(key):
     assert (found == []) if key in WITHOUT_EFFECT else (len(found) == 1 and found[0].startswith(f"{key} ")), found
 
 
-def test_a_default_that_is_stated_is_no_change():
+def test_setting_a_default_is_not_a_change():
     found = [result_keys(load(RAW, more)) for more in ([], ["optimizer.params.torch_adam=false"])]
     assert differences(*found) == []
 
 
-def test_what_a_person_reads_of_a_difference():
+def test_differences_are_described():
     found = [result_keys(load(RAW, more)) for more in ([], ["mst.topology.policy=set", "gradient_clipping=1.0"])]
     assert differences(*found) == ["mst.topology.policy 'mst' → 'set'", "gradient_clipping unset → 1.0"]
     assert differences(*reversed(found)) == ["mst.topology.policy 'set' → 'mst'", "gradient_clipping 1.0 → unset"]

@@ -96,7 +96,7 @@ def test_an_invalid_value_is_rejected_with_its_key_and_range(key, value, usable)
 
 
 @pytest.mark.parametrize(("key", "least", "most", "zero"), RANGES, ids=[one[0] for one in RANGES])
-def test_every_range_is_held_at_its_ends(key, least, most, zero):
+def test_every_range_includes_or_excludes_its_ends(key, least, most, zero):
     for value in (least, most, *([0] if zero else [])):
         reported = rejection(key, float(value))  # an end may be excluded, and other keys of the block may ask for more
         assert reported is None or " in (" in reported or ")" in reported or "must be" not in reported
@@ -111,7 +111,7 @@ def test_learning_rates_have_no_range(rate):
 
 
 @pytest.mark.parametrize("key", ["gradient_clipping", "optimizer.params.eps", "optimizer.params.weight_decay"])
-def test_what_trainer_fills_in_is_left_to_it(key):
+def test_auto_values_are_left_to_trainer(key):
     assert rejection(key, "auto") is None
 
 

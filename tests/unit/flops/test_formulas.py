@@ -44,7 +44,7 @@ def test_the_papers_mst_row():
     assert dense_step_flops(SMALL).total / mst_mean() == pytest.approx(3.99, abs=0.005)
 
 
-def test_what_the_four_times_rest_on():
+def test_the_assumptions_of_the_factor_of_four():
     """On the sparse head (without it 2.2×) and on counting dense attention as the full square (without it 3.9×)."""
     paper, causal = (dense_step_flops(SMALL, accounting).total for accounting in ("paper", "causal"))
     assert paper / mst_mean(head=False) == pytest.approx(2.19, abs=0.005)

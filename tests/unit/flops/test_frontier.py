@@ -48,7 +48,7 @@ def test_only_the_best_dense_runs_count():
     assert needed(1.9, points) == Needed(4.0, "≥")
 
 
-def test_of_dense_runs_of_nearly_the_same_flops_the_best_stands_for_all():
+def test_of_dense_runs_with_nearly_equal_flops_the_best_is_used():
     """Between them the line would be as steep as chance has it: a loss between theirs is outside."""
     points = [Point(1.0, 3.0), Point(1.004, 2.8), Point(2.0, 2.0)]
     assert frontier(points) == points[1:]
@@ -98,7 +98,7 @@ def test_an_interval_needs_two_values():
     assert (low, high) == (pytest.approx(2 - 4.303 / 3**0.5), pytest.approx(2 + 4.303 / 3**0.5))
 
 
-def test_what_is_no_point_is_rejected():
+def test_invalid_points_are_rejected():
     with pytest.raises(ValueError, match="FLOPs and a loss above 0"):
         Point(0.0, 1.0)
     with pytest.raises(ValueError, match="no dense run"):

@@ -170,7 +170,7 @@ def test_a_mismatch_is_rejected_by_name_and_changes_nothing(kind: str, message: 
     assert torch.equal(masks["a"].bits, before)
 
 
-def test_a_flipped_bit_is_seen_when_the_whole_is_put_together():
+def test_a_flipped_bit_is_detected_when_the_mask_is_assembled():
     shard = MaskSet([sliced("a", some_flags(), 0, 103)]).stored()["a"]
     shard.bits[3] ^= 16
     with pytest.raises(ValueError, match="damaged"):

@@ -75,7 +75,7 @@ def test_names_of_the_published_checkpoint_are_understood():
         ({"vocab_size": 99}, r"the vocabulary has 101 rows: set model\.vocab_size = 101"),
     ],
 )
-def test_what_does_not_fit_is_named(changes: dict, message: str):
+def test_a_mismatch_is_named(changes: dict, message: str):
     state = randomised(theirs(SMALL)).state_dict()
     with pytest.raises(ValueError, match=message):
         from_hugging_face(state, dataclasses.replace(SMALL, **changes))

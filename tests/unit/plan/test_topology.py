@@ -111,7 +111,7 @@ def test_it_grows_with_the_logarithm_of_the_ranks():
     assert list(step.seconds) == [1, 4, 16, 64, 256, 1024, 4096, 16384] and times[0] == 0.0
     assert all(a < b for a, b in pairwise(times)) and times[-1] < 0.02
     alone = topology.topology_step(experiment(), setting_of(e, 8).at_stage(0), machine("h200", 8))
-    assert alone.payload == alone.masks == alone.all_reduces == 0, "replicas choose alike without a word"
+    assert alone.payload == alone.masks == alone.all_reduces == 0, "replicas choose alike without communication"
     assert alone.drift_payload == 4 * 8 * 17 and step.drift_payload == 7 * 8 * 17
     assert topology.topology_step(load({"model": MODEL}), setting, machine("h200", 8)) is None
 
