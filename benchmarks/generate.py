@@ -1,6 +1,6 @@
 """Compares decoding from sparse weights with decoding from dense ones.
 
-    mst bench generate [--model small medium] [--dtype float32 bfloat16] [--batch 1 8] [--quick] [--json | --markdown]
+    mst bench generate [--model small medium] [--batch 1 8] [--quick | --memory] [--json | --markdown]
 
 One more token for each sequence of a batch, after a prompt of 32 tokens, by a GPT-2 with random weights of which 80 or
 96 % are zero (every matrix and the embedding; the position embedding is dense). Baselines, in turns with ours and in
@@ -9,13 +9,11 @@ with the dense model; and a dense model of our own code that has about as many w
 are milliseconds per step, medians over the steps of all rounds, with the middle half of them.
 
 `weights` are the bytes of all weights in memory, the places of sparse ones included, as a share of the dense model's.
-`resident` is the memory that the process gains by building the model and decoding with it, measured in a process for
-each model, as a share of what it gains with the dense model.
+With --memory, `resident` is what a process gains by building the model and decoding with it; no times are measured.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import statistics
@@ -48,7 +46,7 @@ from .timing import middle_half, versus
 PROMPT = 32  # tokens
 SPARSITIES = (0.8, 0.96)
 ASKED = {0.8: 2.5, 0.96: 6.0}  # times the tokens per second of the dense model, in a batch of 1
-ASKED_MEMORY = {0.8: 0.35}
+EAGER, COMPILED, THEIRS = "dense, eager", "dense, torch.compile", "transformers, generate"
 SIZES = {"small": "gpt2", "medium": "gpt2-medium"}
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Step = Callable[[], object]
@@ -181,9 +179,9 @@ class Transformers:
         return [1e3 * (b - a) for a, b in itertools.pairwise(times)]
 
 
-def in_turns(sides: dict[str, Callable[[int], list[float]]], rounds: int, steps: int) -> dict[str, list[float]]:
+def in_turns(sides: dict[Any, Callable[[int], list[float]]], rounds: int, steps: int) -> dict[Any, list[float]]:
     """Return milliseconds per step of each side, in turns; the first round only warms up."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times: dict[Any, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         for name, measure in sides.items():
             found = measure(steps if turn else 2)
@@ -209,83 +207,46 @@ def timed(step: Step) -> Callable[[int], list[float]]:
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(size: str, dtype: str, options: Any, resident: dict[Any, float]) -> list[Row]:
+def rows_of(size: str, dtype: str, options: Any) -> list[Row]:
     """Measure one model in one dtype: all sparsities and batches."""
     config, kind = config_of(size), TYPES[dtype]
     room = PROMPT + 1 + (options.rounds + 1) * options.steps
-    dense = build(config, 0.0, kind)
-    theirs = Transformers(config, kind)
+    dense, theirs = build(config, 0.0, kind), Transformers(config, kind)
+    sparse = {s: build(config, s, kind) for s in options.sparsity}
+    equal = {s: build(narrower(config, (1 - s) * config.weights), 0.0, kind) for s in options.sparsity}
     found: list[Row] = []
-    for sparsity in options.sparsity:
-        sparse = build(config, sparsity, kind)
-        equal = build(narrower(config, (1 - sparsity) * config.weights), 0.0, kind)
-        for batch in options.batch:
-            sides: dict[str, Callable[[int], list[float]]] = {
-                "ours": timed(ours(sparse, batch, room)),
-                "dense, eager": timed(ours(dense, batch, room)),
-                "transformers, generate": partial(theirs.milliseconds, batch),
-                f"dense, as many weights (width {equal.config.n_embd})": timed(ours(equal, batch, room)),
-            }
-            if not options.no_compile:
-                sides["dense, torch.compile"] = timed(compiled(dense, batch, room))
-            times = in_turns(sides, options.rounds, options.steps)
-            shares = {
-                "weights": round(sparse.weight_bytes / dense.weight_bytes, 3),
-                "resident": resident.get((size, dtype, sparsity)),
-            }
-            about = {"model": size, "dtype": dtype, "batch": batch, "sparsity": sparsity, **shares}
-            for name in list(sides)[1:]:
-                found.append({**about, **versus(times["ours"], name, times[name], middle_half)})
-                found[-1]["tokens_per_s"] = round(1e3 * batch / statistics.median(times["ours"]), 1)
-    fastest(found)
+    for batch in options.batch:
+        sides: dict[Any, Callable[[int], list[float]]] = {
+            EAGER: timed(ours(dense, batch, room)),
+            THEIRS: partial(theirs.milliseconds, batch),
+        }
+        if not options.no_compile:
+            sides[COMPILED] = timed(compiled(dense, batch, room))
+        for s in options.sparsity:
+            sides["ours", s] = timed(ours(sparse[s], batch, room))
+            sides["equal", s] = timed(ours(equal[s], batch, room))
+        times = in_turns(sides, options.rounds, options.steps)
+        fastest = min((EAGER, COMPILED), key=lambda name: statistics.median(times.get(name, [torch.inf])))
+        for s in options.sparsity:
+            mine = times["ours", s]
+            about = {
+                "model": size, "dtype": dtype, "batch": batch, "sparsity": s,
+                "tokens_per_s": round(1e3 * batch / statistics.median(mine), 1),
+                "weights": round(sparse[s].weight_bytes / dense.weight_bytes, 3),
+            }  # fmt: skip
+            for name in (name for name in sides if isinstance(name, str)):
+                asked = ASKED.get(s) if name == fastest and batch == 1 else None
+                found.append({**about, **versus(mine, name, times[name], middle_half), "asked": asked})
+            name = f"dense, as many weights (width {equal[s].config.n_embd})"
+            found.append({**about, **versus(mine, name, times["equal", s], middle_half), "asked": None})
     return found
-
-
-def fastest(rows: list[Row]) -> None:
-    """Mark the faster form of the dense model, which the goal is about."""
-    cases: dict[Any, list[Row]] = {}
-    for row in rows:
-        if row["baseline"] in ("dense, eager", "dense, torch.compile"):
-            cases.setdefault((row["sparsity"], row["batch"]), []).append(row)
-    for (sparsity, batch), some in cases.items():
-        if batch == 1:
-            min(some, key=lambda row: row["baseline_ms"])["asked"] = ASKED.get(sparsity)
-
-
-def measure_resident(options: Any) -> dict[Any, float]:
-    """Return the memory of each sparse model as a share of the dense one's, each measured in its own process."""
-    found: dict[Any, float] = {}
-    for size in options.model:
-        for dtype in options.dtype:
-            gained = {}
-            for sparsity in (0.0, *options.sparsity):
-                words = [sys.executable, "-m", __spec__.name if __spec__ else __name__, "--child"]
-                done = subprocess.run(
-                    [*words, json.dumps([size, dtype, sparsity])], capture_output=True, text=True, check=True
-                )
-                gained[sparsity] = int(done.stdout.split()[-1])
-                if sparsity:
-                    found[size, dtype, sparsity] = round(gained[sparsity] / gained[0.0], 3)
-    return found
-
-
-def child(words: str) -> None:
-    """Print the memory that this process gains by a model and a few tokens."""
-    size, dtype, sparsity = json.loads(words)
-    ours(build(config_of("small"), 0.99, TYPES[dtype]), 1, PROMPT + 2)()  # what torch itself takes at first use
-    before = psutil.Process().memory_info().rss
-    decoder = build(config_of(size), sparsity, TYPES[dtype])
-    step = ours(decoder, 1, PROMPT + 8)
-    for _ in range(4):
-        step()
-    print(psutil.Process().memory_info().rss - before)
 
 
 def table(rows: list[Row]) -> str:
     """Return the rows as a table of Markdown."""
     head = [
         "model", "dtype", "batch", "sparsity", "ours ms (middle half)", "tokens/s", "baseline",
-        "baseline ms (middle half)", "speed-up", "asked", "weights", "resident",
+        "baseline ms (middle half)", "speed-up", "asked", "weights",
     ]  # fmt: skip
     lines = []
     for row in rows:
@@ -293,9 +254,55 @@ def table(rows: list[Row]) -> str:
         lines.append([
             row["model"], row["dtype"], row["batch"], f"{row['sparsity']:.0%}", f"{row['ours_ms']:.1f} ({mine})",
             f"{row['tokens_per_s']:,.0f}", row["baseline"], f"{row['baseline_ms']:.1f} ({other})",
-            f"**{row['speedup']:.2f}**", row.get("asked") or "", row["weights"],
-            "" if row["resident"] is None else row["resident"],
+            f"**{row['speedup']:.2f}**", row["asked"] or "", row["weights"],
         ])  # fmt: skip
+    return grid(head, lines)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def memory_rows(options: Any) -> list[Row]:
+    """Measure the memory of each model in a process of its own."""
+    found: list[Row] = []
+    for size in options.model:
+        for dtype in options.dtype:
+            dense: Row = {}
+            for sparsity in (0.0, *options.sparsity):
+                about = {"model": size, "dtype": dtype, "sparsity": sparsity}
+                words = [sys.executable, "-m", "mst_scale.benchmarks.generate", "--child", json.dumps(about)]
+                done = subprocess.run(words, capture_output=True, text=True, check=True)
+                measured = json.loads(done.stdout.splitlines()[-1])
+                dense = dense or measured
+                shares = {f"{name}_share": round(measured[name] / dense[name], 3) for name in measured}
+                unmeasured = {"ours_ms": None, "baseline": "dense", "baseline_ms": None, "speedup": None}
+                found.append({**about, **measured, **shares, **unmeasured, "why": "memory is compared, not times"})
+    return found
+
+
+def child(words: str) -> None:
+    """Print what this process gains by a model and a few tokens."""
+    about = json.loads(words)
+    dtype = TYPES[about["dtype"]]
+    ours(build(replace(config_of("small"), n_layer=1), 0.99, dtype), 1, PROMPT + 2)()  # what torch takes at first use
+    before = psutil.Process().memory_info().rss
+    decoder = build(config_of(about["model"]), about["sparsity"], dtype)
+    step = ours(decoder, 1, PROMPT + 8)
+    for _ in range(4):
+        step()
+    print(json.dumps({"weights": decoder.weight_bytes, "resident": psutil.Process().memory_info().rss - before}))
+
+
+def memory_table(rows: list[Row]) -> str:
+    """Return the rows as a table of Markdown."""
+    head = ["model", "dtype", "sparsity", "weights MB", "of dense", "resident MB", "of dense"]
+    lines = [
+        [
+            row["model"], row["dtype"], f"{row['sparsity']:.0%}", f"{row['weights'] / 1e6:,.1f}", row["weights_share"],
+            f"{row['resident'] / 1e6:,.1f}", row["resident_share"],
+        ]
+        for row in rows
+    ]  # fmt: skip
     return grid(head, lines)
 
 
@@ -314,21 +321,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=at_least(2), default=10, help="tokens of a turn")
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: torch's choice)")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes a minute")
-    parser.add_argument("--no-resident", action="store_true", help="leave out the memory of processes")
-    parser.add_argument("--quick", action="store_true", help="the small model in float32, without these two")
+    parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
+    parser.add_argument("--quick", action="store_true", help="the small model in float32, without torch.compile")
     outputs(parser)
     options = parser.parse_args(given)
     if options.quick:
-        options = copy.copy(options)
-        options.model, options.dtype, options.no_compile, options.no_resident = ["small"], ["float32"], True, True
+        options.model, options.dtype, options.no_compile = ["small"], ["float32"], True
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if isinstance(reason := sparse_matrix.library(), str):
         raise UserError(f"the compiled kernel cannot be had: {reason}")
     about = machine()
-    resident = {} if options.no_resident else measure_resident(options)
-    rows = [row for size in options.model for dtype in options.dtype for row in rows_of(size, dtype, options, resident)]
     command = f"mst bench generate --model {' '.join(options.model)} --dtype {' '.join(options.dtype)}"
+    if options.memory:
+        rows = memory_rows(options)
+        tell(options, rows, memory_table(rows), about=about, doc=__doc__, command=f"{command} --memory")
+        return 0
+    rows = [row for size in options.model for dtype in options.dtype for row in rows_of(size, dtype, options)]
     command += f" --batch {' '.join(map(str, options.batch))} --rounds {options.rounds} --steps {options.steps}"
     command += f" --threads {about['threads']}{' --no-compile' * options.no_compile}"
     tell(options, rows, table(rows), about=about, doc=__doc__, command=command)

@@ -64,5 +64,5 @@ def test_a_sparse_matrix_takes_the_bytes_of_its_values_and_a_byte_for_each_place
     weight = drawn((768, 768), 0.8, dtype)
     matrix = matrix_of(weight)
     assert isinstance(matrix, SparseMatrix)
-    assert matrix.n_bytes <= int(weight.count_nonzero()) * (dtype.itemsize + 1) + 768 * (8 + 3 * 2) + 200
+    assert matrix.n_bytes <= int(weight.count_nonzero()) * (dtype.itemsize + 1) + 768 * (8 + 12 * 2) + 200
     assert isinstance(matrix_of(drawn((768, 768), 0.1, dtype)), DenseMatrix)
