@@ -34,7 +34,7 @@ _WHERE = {
     "integrate": "integrations.integrate",
     "load_weights": "engine.load_weights",
     "merge_adapters": "hugging_face.merge_adapters",
-    "record": "runs.recording",
+    "record": "run_logging.recording",
     "warm_start": "checkpoints.warm_start",
 }
 
