@@ -1,6 +1,7 @@
 """Communication between the ranks of a run: process groups, agreement on errors, detection of lost ranks, exits.
 
 launch     reads the launcher's environment and finds a free port
+rendezvous the port of deepspeed.init_distributed, and one line if it is taken
 messages   logging: messages of rank 0, errors of every rank
 exits      ends a rank with one line and an exit code
 groups     creates process groups by name

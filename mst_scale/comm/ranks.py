@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from mst_scale.comm.exits import FailedElsewhere, exit_code, is_plain, one_line
+from mst_scale.comm.exits import FailedElsewhere, exit_code, is_plain
 from mst_scale.comm.groups import bound_later_groups, new_group
 from mst_scale.comm.launch import complete_environment, timeout
 from mst_scale.comm.messages import logger, speak
+from mst_scale.comm.rendezvous import unreachable
 from mst_scale.compiled.first_use import announced
 
 T = TypeVar("T")
@@ -156,11 +157,7 @@ def init(through_deepspeed: bool = True) -> Ranks:
                 _join(through_deepspeed, limit)
             logger.debug("%s", printed.getvalue())
         except dist.DistNetworkError as error:
-            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise OSError(
-                f"cannot connect to the other ranks at {address} ({one_line(error)}); "
-                "if the port is in use, choose another with --master_port"
-            ) from None
+            raise unreachable(error) from None
     return Ranks(
         rank=dist.get_rank(),
         local_rank=int(os.environ["LOCAL_RANK"]),

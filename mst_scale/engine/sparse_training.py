@@ -340,6 +340,8 @@ class SparseTraining:
 
     def saving(self, checkpoint: Path) -> dict[str, Any]:
         """Write masks and the model's config into a checkpoint's folder; return the masks' entry of client_state."""
+        for component in self.components:
+            component.before_save()
         if self.engine.global_rank == 0:
             attended = self.pattern if self.attended else Pattern("dense")
             module = self.engine.module

@@ -17,7 +17,7 @@ from typing import Any
 
 from mst_scale.checkpoints import store
 from mst_scale.comm import logger
-from mst_scale.config import RATE_DURATIONS, Experiment, ModelConfig, TrainingConfig, load
+from mst_scale.config import RATE_DURATIONS, Experiment, ModelConfig, TrainingConfig, load, load_of_run
 from mst_scale.config.check import global_batch
 from mst_scale.config.growth import OPTION, folder_of, smaller_model
 from mst_scale.errors import UserError
@@ -78,7 +78,7 @@ def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
     if experiment.mst.like is None:
         return experiment
     path = Path(experiment.mst.like)
-    like = load(path / "config.json" if path.is_dir() else path)
+    like = load_of_run(path / "config.json") if path.is_dir() else load(path)
     if like.mst.like is not None:
         raise UserError(f"{path} is itself a dense-short run: give the config of the sparse run")
     sequences = global_batch(like.deepspeed, ranks)

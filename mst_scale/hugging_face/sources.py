@@ -19,7 +19,7 @@ import torch
 
 from mst_scale.checkpoints import mask_files, model_config, store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
-from mst_scale.config import Experiment, load
+from mst_scale.config import Experiment, load, load_of_run
 from mst_scale.data.corpus import META, read_meta
 from mst_scale.data.recipe import is_code
 from mst_scale.data.tokenizer import TrainedWith, chosen, is_missing, trained_with
@@ -91,6 +91,7 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
     manifest = store.head(checkpoint)
     if manifest is not None and checkpoint == path and (faults := store.damage(checkpoint)):
         raise Damaged(f"{checkpoint} is damaged: {faults[0]}")
+    beside = config is None
     if config is None:
         config = next((p / "config.json" for p in checkpoint.parents if (p / "config.json").is_file()), None)
         if config is None:
@@ -98,7 +99,7 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
                 f"there is no config.json next to {checkpoint}: pass the experiment, or the config.json of its "
                 "transformers model, with --config FILE"
             )
-    experiment = load(config)
+    experiment = load_of_run(config) if beside else load(config)
     if causal and not experiment.model.causal:
         raise UserError(f"{path} is a BERT, which predicts masked tokens, not the next token")
     weights = multiplied_weights_of(checkpoint)

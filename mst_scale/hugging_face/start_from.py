@@ -23,8 +23,7 @@ from safetensors.torch import load_file
 from mst_scale import zero_shards
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
-from mst_scale.config import ModelConfig
-from mst_scale.config import read as read_config
+from mst_scale.config import ModelConfig, read_of_run
 from mst_scale.errors import Damaged, UserError
 from mst_scale.hugging_face.names import from_hugging_face, hugging_face_config
 from mst_scale.models.gpt import GPT
@@ -112,11 +111,11 @@ def model_keys(folder: Path) -> dict[str, Any]:
 
 def _run(folder: Path) -> dict[str, Any] | None:
     """Return the model block of a run; None if the folder is not a run."""
-    try:
-        raw = json.loads((folder / "config.json").read_text())
-        return dict(read_config(raw)[1]["model"]) if (folder / "checkpoints").is_dir() else None
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
+    path = folder / "config.json"
+    if not path.is_file() or not (folder / "checkpoints").is_dir():
         return None
+    model = read_of_run(path).get("model")
+    return dict(model) if isinstance(model, dict) else None
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from mst_scale.checkpoints import store
 from mst_scale.comm import Ranks, logger
-from mst_scale.config import Experiment, TrainingConfig, in_steps, load, read_saved, resolve, to_dict
+from mst_scale.config import Experiment, TrainingConfig, in_steps, load_of_run, read_saved, resolve, to_dict
 from mst_scale.errors import UserError
 
 MASKED = "can_be_masked"  # key of the parameter group of matrices that can be masked
@@ -251,7 +251,7 @@ def plan_branch(experiment: Experiment, origin: str, out: Path) -> Experiment:
     if manifest is None:
         raise UserError(f"{BRANCH} {origin}: {checkpoint} has no manifest: it was not saved by mst_scale.pretrain")
     step, steps = int(manifest["step"]), experiment.training.steps
-    trunk = load(checkpoint.parents[1] / "config.json")
+    trunk = load_of_run(checkpoint.parents[1] / "config.json")
     where = f"{BRANCH} {origin}: "
     _validate_same_keys(where, experiment, trunk)
     total = trunk.training.steps

@@ -114,7 +114,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
     add("--resume", default="auto", metavar="auto|never|TAG", help="continue from a checkpoint of OUT")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for action in parser._actions:  # a variable of a script that is not set; "" would be the default or this folder
+        if getattr(args, action.dest, None) == "" and action.dest != "eval_tasks":
+            parser.error(f"argument {action.option_strings[0]} is empty: give it a value, or leave it out")
+    return args
 
 
 def read_experiment(args: argparse.Namespace) -> Experiment:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mst_scale import comm
+from mst_scale.checkpoints import store
 from mst_scale.errors import UserError
 from mst_scale.pretrain import start, training_loop
 from tests.support import pool, tiny_run
@@ -143,6 +144,21 @@ def loop(folder):
     return str(folder / "loop")
 
 
+def cut_short(option, *words, **blocks):
+    """The config.json of a run that an option names: nobody has used anything wrongly, as for that of OUT."""
+
+    def make(folder):
+        argv = arguments(folder, option, str(folder / "small"), *words, **blocks)
+        saved = folder / "small" / "checkpoints"
+        (saved / "draft").mkdir(parents=True)
+        store.seal_alone(saved / "draft", saved / "step00000002", {"step": 2})
+        (folder / "small" / "config.json").write_text('{"model": {"n_la')
+        return argv
+
+    make.__name__ = f"config_of_{option.strip('-')}_cut_short"
+    return make
+
+
 EARLY = [  # refused by each process for itself, before it looks for others
     (lambda f: arguments(f, training={"min_lr": 0.5}), 2, "training.min_lr = 0.5 is above optimizer.params.lr = 0.01"),
     (without_config, 2, "no such config file"),
@@ -150,6 +166,7 @@ EARLY = [  # refused by each process for itself, before it looks for others
     (list_config, 2, "a config must be a JSON object"),
     (directory_as_config, 2, "cannot be read"),
     (lambda f: arguments(f, "--method", "mts"), 2, "unknown method 'mts': the nearest is 'mst'"),
+    (lambda f: arguments(f, "--method", "MST"), 2, "unknown method 'MST': the nearest is 'mst'"),
     (lambda f: arguments(f, model={"preset": "gpt5"}), 2, "unknown model.preset 'gpt5'"),
     (lambda f: arguments(f, model={"n_layers": 3}), 2, "nearest valid one is 'model.n_layer'"),
     (lambda f: arguments(f, training={"steps": "many"}), 2, "training.steps must be an integer"),
@@ -174,9 +191,15 @@ EARLY = [  # refused by each process for itself, before it looks for others
     (out_is_a_file, 2, "out' is not a folder; choose another"),
     (lambda f: arguments(f, "--out", "x" * 300), 2, "File name too long"),
     (lambda f: arguments(f, "--out", str(f / "a\nb")), 2, "argument out must not contain a line break"),
+    (lambda f: arguments(f, "--out", ""), 2, "argument --out is empty"),
+    (lambda f: arguments(f, "--init", ""), 2, "argument --init is empty"),
     (lambda f: arguments(f, "--data", "a\nb"), 2, "argument data must not contain a line break"),
     (lambda f: arguments(f, "--set", "a\nb=3"), 2, "the key must not contain a line break"),
     (lambda f: ["--deepspeed_config", str(f / ("x" * 300))], 2, "File name too long"),
+    (cut_short("--from", "--method", "stack"), 1, "small/config.json"),
+    (cut_short("--branch-decay-from", training={"lr_schedule": "wsd"}), 1, "small/config.json"),
+    (cut_short("--match-flops", "--method", "dense-short"), 1, "small/config.json"),
+    (cut_short("--init"), 1, "small/config.json"),
     (lambda f: arguments(f, "--init", "./nowhere"), 2, "there is no such folder"),
     (lambda f: arguments(f, training={"steps": 1}), 2, "training.warmup = 2 steps do not fit in training.steps = 1"),
     (lambda f: arguments(f, "--method", "mst", "--set", "mst.sparsity.warmup=50"), 2, "do not fit in 12 steps"),
