@@ -16,6 +16,7 @@ Run a benchmark on this machine. Our code and the baseline alternate within one 
   attention         Hybrid Sparse Attention compared with causal flash attention and FlexAttention
   baselines         every method at one small size and equal FLOPs (the study of the same name)
   compiled          every Triton kernel compiled for A100 and H100: registers, shared memory, occupancy; needs no GPU
+  density           time, memory and traffic of a step: plain DeepSpeed, masked and compact weights; needs root
   generate          text from sparse weights against the same model dense, transformers, and a smaller dense model
   gpu_day           all measurements that need a GPU, in one program: correctness, speed, memory
   grown_weights     the first updates of grown weights and the loss around topology steps, with and without seeded
@@ -45,8 +46,8 @@ examples:
   mst bench step --config gpt2_small --set model.n_layer=2 --set bf16.enabled=false --micro-batch-size 1
 """
 PROGRAMS = (  # modules of mst_scale.benchmarks
-    "attention", "baselines", "compiled", "generate", "gpu_day", "grown_weights", "linear", "logging_overhead", "long",
-    "pruning", "quality", "scaling", "step", "structured", "study", "topology", "training",
+    "attention", "baselines", "compiled", "density", "generate", "gpu_day", "grown_weights", "linear",
+    "logging_overhead", "long", "pruning", "quality", "scaling", "step", "structured", "study", "topology", "training",
 )  # fmt: skip
 
 

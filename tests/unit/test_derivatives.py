@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import mst_scale
+from mst_scale.engine.compact_linear import compact_embedding
 from mst_scale.engine.weight_functions import LayerFunction
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, attention
@@ -32,6 +33,7 @@ from mst_scale.sparse_linear import Product, SparseLayers, cpu, semi_structured
 from mst_scale.sparse_linear.compact import CompactIndex, compact_cross_entropy, compact_linear
 from mst_scale.sparse_linear.narrow import NarrowIndex
 from mst_scale.tensor_parallel import copied, summed
+from mst_scale.zero_shards import CompactIndex as StoredIndex
 from tests.support.triton_interpreter import interpret
 
 ROOT = Path(mst_scale.__file__).parent
@@ -67,7 +69,7 @@ SQUARES = drawn(4, 8), drawn(8, 8, seed=1)
 Q, K = drawn(1, 2, 12, 8), drawn(1, 2, 12, 8, seed=1)
 ACTIVE = torch.rand(6, 5, generator=torch.Generator().manual_seed(1)) < 0.5
 WHOLE = torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.bool)[:, None] & torch.tensor([1, 1, 0, 1, 0], dtype=torch.bool)
-TARGETS = torch.tensor([0, 5, -1, 2])
+TARGETS, TOKENS = torch.tensor([0, 5, -1, 2]), torch.tensor([0, 5, 2, 2])
 
 
 def sparse(index: Any, dense_gradient: bool = False) -> Product:
@@ -114,6 +116,11 @@ def compact(backend: str) -> Layer:
     return lambda x, w: compact_linear(x, w[ACTIVE], index)
 
 
+def embedded(x: Tensor, w: Tensor) -> Tensor:
+    index = StoredIndex("layer", tuple(w.shape), ACTIVE.flatten().nonzero().flatten())
+    return x * compact_embedding(TOKENS, w[ACTIVE], index, None, False)
+
+
 def compact_head(x: Tensor, w: Tensor) -> Tensor:
     loss = compact_cross_entropy(x, w[ACTIVE], TARGETS, COMPACT_HEAD)
     assert loss is not None
@@ -150,6 +157,10 @@ CASES = {
     "narrow, placed": Case("sparse_linear/narrow:_Placed", sparse(NarrowIndex(WHOLE)), masked(WHOLE), X, W, BACKEND),
     "compact": Case("sparse_linear/compact:_Expanded", compact("dense"), masked(ACTIVE), X, W, BACKEND),
     "compact, compiled": Case("sparse_linear/derivatives:ValuesLinear", compact("cpu"), masked(ACTIVE), X, W, BACKEND),
+    "compact embedding": Case(
+        "engine/compact_linear:_Embedding", embedded, lambda x, w: x * F.embedding(TOKENS, w * ACTIVE), X, W,
+        "mst.compute.compact",
+    ),
     "sparse head": Case(
         "sparse_linear/derivatives:_Gather", head, lambda x, w: plain_loss(x, w * ACTIVE), X, W, BACKEND, second=False
     ),
