@@ -8,7 +8,8 @@ parameter is the dense matrix, everything included: gathering the values, transp
 gradient. "values" is the compact layer, whose parameter and gradient are the active weights alone. The baseline is the
 dense layer of the same dtype, `F.linear` with autograd. Further baselines: torch.sparse (MKL: CSR × dense and
 `sampled_addmm`) with values gathered at each call, float32 only; and for values, expanding them to a matrix for
-`F.linear`. Runs alternate in one process and medians are compared; ranges are the middle half of the runs.
+`F.linear`. Runs alternate in one process and medians are compared; ranges are the middle half of the runs. On one
+thread, times are CPU times.
 
 `crossover` rows have the sparsity from which ours is faster: our time is interpolated between the measured sparsities.
 --tune stores them, for one thread and for all, and for MKL, which is used without a compiler, in the table that
@@ -32,7 +33,7 @@ from mst_scale.sparse_linear.measuring import USUAL, Layer, crossover
 from . import linear_cuda
 from .machine import machine
 from .page import Row, outputs, tell
-from .timing import Run, for_seconds, middle_half, versus
+from .timing import Run, cpu_seconds_of, for_seconds, middle_half, seconds_of, versus
 
 DENSE, MKL, EXPANDED = "dense, F.linear", "torch.sparse (MKL)", "values, expanded"
 WEIGHT, VALUES = "dense weight", "values"  # what our layers are given
@@ -47,8 +48,9 @@ ASKED = {("float32", 0.96): 5.0, ("float32", 0.9): 2.5, ("bfloat16", 0.96): 2.5}
 
 
 def alternate(runs: Sequence[Run], seconds: float) -> list[list[float]]:
-    """Return the milliseconds of each run, in turns."""
-    return for_seconds(runs, seconds, least=5)
+    """Return the milliseconds of each run, in turns; on one thread, of CPU time."""
+    clock = seconds_of if torch.get_num_threads() > 1 else cpu_seconds_of
+    return for_seconds(runs, seconds, least=5, clock=clock)
 
 
 def layer_of(dtype: str, shape: tuple[int, int]) -> Layer:

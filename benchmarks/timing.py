@@ -32,17 +32,30 @@ def seconds_of(run: Run, device: torch.device = CPU) -> float:
     return time.perf_counter() - start
 
 
+def cpu_seconds_of(run: Run, device: torch.device = CPU) -> float:
+    """Return the CPU time that a run takes on this thread, which other load on the machine hardly changes."""
+    start = time.thread_time()
+    run()
+    return time.thread_time() - start
+
+
 def for_seconds(
-    runs: Sequence[Run], seconds: float, *, least: int, most: int | None = None, device: torch.device = CPU
+    runs: Sequence[Run],
+    seconds: float,
+    *,
+    least: int,
+    most: int | None = None,
+    device: torch.device = CPU,
+    clock: Callable[[Run, torch.device], float] = seconds_of,
 ) -> list[list[float]]:
-    """Milliseconds of every run, in turns for about `seconds` in all, after one round to warm up."""
+    """Milliseconds of every run by the clock, in turns for about `seconds` in all, after one round to warm up."""
     for run in runs:
         run()
     times: list[list[float]] = [[] for _ in runs]
     end = time.perf_counter() + seconds
     while len(times[0]) < least or (time.perf_counter() < end and (most is None or len(times[0]) < most)):
         for run, into in zip(runs, times, strict=True):
-            into.append(1e3 * seconds_of(run, device))
+            into.append(1e3 * clock(run, device))
     return times
 
 

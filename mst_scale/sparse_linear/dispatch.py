@@ -113,7 +113,7 @@ def crossovers_of(
             rows, seconds = measuring.measured(kernel, dtype, shapes)
             found |= {(dtype, shape): _in_tables(kernel, dtype, shape, block, anywhere=False) for shape in shapes}
             found |= {(dtype, shape): measuring.crossover_of(row, interval) for shape, row in rows.items()}
-            log.info("%s", measuring.describe(list(rows.values()), seconds, len(shapes) - len(rows)))
+            log.info("%s", measuring.describe(list(rows.values()), seconds, len(shapes) - len(rows), interval))
     return found
 
 

@@ -211,9 +211,9 @@ def in_turns(runs: Sequence[Run], seconds: float) -> list[list[float]] | None:
     return times if steady and (alone or computed >= UNDISTURBED) else None
 
 
-def describe(rows: Sequence[Mapping[str, Any]], seconds: float, others: int = 0) -> str:
+def describe(rows: Sequence[Mapping[str, Any]], seconds: float, others: int = 0, interval: int | None = None) -> str:
     """Describe in one line what was measured; `others` is the number of shapes that were not."""
-    each = [f"{row['shape'][0]} × {row['shape'][1]} {_of(row)}" for row in rows]
+    each = [f"{row['shape'][0]} × {row['shape'][1]} {_describe(row, crossover_of(row, interval))}" for row in rows]
     if others:
         why = "the machine was too busy or there was no time"
         each.append(f"{others} not measured ({why}), which follow the nearest shape measured here or stay dense")
@@ -221,10 +221,10 @@ def describe(rows: Sequence[Mapping[str, Any]], seconds: float, others: int = 0)
     return f"sparse layers, measured {when} and kept in {crossovers.own()}: {'; '.join(each)}"
 
 
-def _of(row: Mapping[str, Any]) -> str:
+def _describe(row: Mapping[str, Any], crossed: float) -> str:
     gains = {float(sparsity): gain for sparsity, gain in row["gains"].items()}
     how = f"in {row['dtype']} by {row['threads']} thread{'s' * (row['threads'] > 1)}"
-    if row["sparsity"] > max(gains):
+    if crossed > max(gains):
         return f"{how} not faster than dense ({gains[max(gains)]:.2f} times at {max(gains):.0%})"
-    shown = next(s for s in sorted(gains) if s >= min(max(row["sparsity"], 0.9), max(gains)))
-    return f"{how} faster from {row['sparsity']:.0%} on ({gains[shown]:.1f} times at {shown:.0%})"
+    shown = next(s for s in sorted(gains) if s >= min(max(crossed, 0.9), max(gains)))
+    return f"{how} faster from {crossed:.0%} on ({gains[shown]:.1f} times at {shown:.0%})"

@@ -11,7 +11,7 @@ import mst_scale
 
 ROOT = Path(mst_scale.__file__).parent
 UNFINISHED = {
-    "checkpoints", "compiled", "data", "doctor", "engine", "launch", "plan", "report", "sparse_linear", "zero_shards",
+    "checkpoints", "data", "doctor", "engine", "launch", "plan", "report", "zero_shards",
 }  # fmt: skip
 FILES = [
     path

@@ -153,7 +153,33 @@ def test_other_processors(another_processor):
     found = results(lambda x, w, b: cpu.CompiledIndex(active).linear(x, w, b, False), *tensors)
     expected = results(lambda x, w, b: definition(x, w, active, b), *(t.double() for t in tensors))
     assert_close(found, expected, torch.float32, 1600)
+    bfloat16_is_float32_rounded((70, 1600, 100))
     float16_is_exact()
+
+
+def bfloat16_is_float32_rounded(shape):
+    """Output and input gradient, bit for bit: two tokens in a word are still added up in float32, each in its order."""
+    active, *tensors = case(*shape, 0.8, torch.bfloat16)
+    index = cpu.CompiledIndex(active)
+    found = results(lambda x, w, b: index.linear(x, w, b, False), *tensors)
+    wide = results(lambda x, w, b: index.linear(x, w, b, False), *(t.float() for t in tensors))
+    assert torch.equal(found[0], wide[0].bfloat16()) and torch.equal(found[1], wide[1].bfloat16())
+    assert_close(found, [t.double() for t in wide], torch.bfloat16, max(shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bfloat16_is_float32_rounded(shape):
+    bfloat16_is_float32_rounded(shape)
+
+
+def test_bfloat16_rounds_what_is_not_finite():
+    """NaN stays NaN, and what exceeds the largest number becomes infinite."""
+    largest = torch.finfo(torch.bfloat16).max
+    x = torch.tensor([[torch.nan], [torch.inf], [-torch.inf], [largest], [-largest], [1.0]] * 6).bfloat16()
+    index = cpu.CompiledIndex(torch.ones(20, 1, dtype=torch.bool))
+    weight = torch.full((20, 1), 1.5).bfloat16()
+    y = index.linear(x, weight, None, False)
+    assert torch.equal(y.nan_to_num(7.0), (x * weight.T).nan_to_num(7.0))
 
 
 def float16_is_exact():
