@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -217,7 +218,7 @@ def rows_of(size: str, dtype: str, options: Any) -> list[Row]:
     for batch in options.batch:
         sides: dict[Any, Callable[[int], list[float]]] = {
             EAGER: timed(ours(dense, batch, room)),
-            THEIRS: lambda steps, batch=batch: theirs.milliseconds(batch, steps),
+            THEIRS: partial(theirs.milliseconds, batch),
         }
         if not options.no_compile:
             sides[COMPILED] = timed(compiled(dense, batch, room))

@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mst_scale import _deprecated
+from mst_scale.integrations.on_import import when_imported
 
 if TYPE_CHECKING:
     from mst_scale.checkpoints.warm_start import warm_start
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 _deprecated.install()
+when_imported("deepspeed", lambda found: importlib.import_module("mst_scale.comm.rendezvous").install(found))
 
 _WHERE = {
     "MST": "engine.types",

@@ -1,4 +1,4 @@
-"""Asks whether a GPU computes what the definitions and the CPU do: kernels, topology steps, training."""
+"""Tests that a GPU computes the same as the definitions and the CPU: kernels, topology steps, training."""
 
 from __future__ import annotations
 

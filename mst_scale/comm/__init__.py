@@ -1,6 +1,7 @@
 """Communication between the ranks of a run: process groups, agreement on errors, detection of lost ranks, exits.
 
 launch     reads the launcher's environment and finds a free port
+rendezvous the port of deepspeed.init_distributed, and one line if it is taken
 messages   logging: messages of rank 0, errors of every rank
 exits      ends a rank with one line and an exit code
 groups     creates process groups by name
@@ -8,6 +9,7 @@ ranks      all ranks of a run: shared decisions, errors and exits
 mesh       pipeline, data, sequence and tensor parallelism
 exchange   the small all-reduces of masks; errors that all ranks raise together
 watchdog   detects a rank that is lost or makes no progress, and ends the others
+own_loops  the watchdog and the timeout of your own training loops
 parser     command lines whose errors are one line, on one rank
 """
 

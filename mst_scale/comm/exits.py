@@ -46,7 +46,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def is_plain(error: BaseException) -> bool:
-    """Return whether an error is printed as one line, because its class says that the message is meant for users.
+    """Return whether an error is printed as one line, because errors of its class have a message for users.
 
     Every other error is a crash and is printed with a traceback. `MST_TRACEBACK=1` prints tracebacks of all errors.
     """
@@ -78,7 +78,7 @@ POLL_SECONDS = 1.0
 LINGER = 20.0  # s; a launcher ends all ranks a second or two after one of them has failed
 
 
-def end(error: BaseException, alike: bool = False) -> NoReturn:
+def end(error: BaseException, on_all_ranks: bool = False) -> NoReturn:
     """Print the error and end this process immediately.
 
     See `is_plain` for the format. Unwinding could block in a collective and hang the other ranks, so the process exits
@@ -87,15 +87,15 @@ def end(error: BaseException, alike: bool = False) -> NoReturn:
 
     Args:
         error: The error.
-        alike: Whether all ranks have the same error, so that rank 0 prints it for all. This is assumed before the
-            process group exists.
+        on_all_ranks: Whether all ranks have the same error, so that rank 0 prints it for all. This is assumed before
+            the process group exists.
     """
     if variable := {2: "MST_REFUSED", 3: "MST_DIVERGED"}.get(exit_code(error)):
         tell_launcher(variable)
     silent = isinstance(error, FailedElsewhere) or (isinstance(error, SharedMistake) and launched_rank() != 0)
-    if silent or (launched_rank() != 0 and (alike or not _met())):
+    if silent or (launched_rank() != 0 and (on_all_ranks or not _met())):
         _linger(exit_code(error))
-        # nobody has ended this process, so the error is specific to this machine: its first rank prints it
+        # the launcher has not ended this process, so the error is specific to this machine: its first rank prints it
         silent = silent or os.environ.get("LOCAL_RANK") != "0"
     with contextlib.suppress(OSError):  # a log on a full disk, a terminal that was closed
         sys.stdout.flush()

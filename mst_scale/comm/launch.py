@@ -15,15 +15,29 @@ RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 DEFAULT_TIMEOUT = 30  # minutes, as in launchers/cluster.sh
 LONGEST_TIMEOUT = 60 * 24 * 30
 MINUTE = 60.0  # seconds
+OF_DEEPSPEED = "29500"  # the port of every run that states none
 LOWEST_PORT = 10_000  # below, the well-known services
 
 
+_adopted: list[timedelta] = []  # the timeout of a default process group that the program has created
+
+
 def timeout() -> timedelta:
-    """Return how long a rank waits for the others, in a collective or for a heartbeat: DEEPSPEED_TIMEOUT minutes."""
+    """Return how long a rank waits for the others, in a collective or for a heartbeat: DEEPSPEED_TIMEOUT minutes.
+
+    If that is not set, a default process group that the program has created with another timeout decides (`adopt`).
+    """
+    if _adopted and "DEEPSPEED_TIMEOUT" not in os.environ:
+        return _adopted[-1]
     stated = os.environ.get("DEEPSPEED_TIMEOUT", str(DEFAULT_TIMEOUT))
     if not stated.isascii() or not stated.isdecimal() or not 1 <= int(stated[:9]) <= LONGEST_TIMEOUT:
         raise UserError(f"DEEPSPEED_TIMEOUT = {stated!r} must be an integer from 1 to {LONGEST_TIMEOUT:,} (minutes)")
     return timedelta(seconds=int(stated) * MINUTE)
+
+
+def adopt(limit: timedelta) -> None:
+    """Make `timeout` return this limit unless DEEPSPEED_TIMEOUT is set."""
+    _adopted[:] = [limit]
 
 
 def several() -> bool:
@@ -42,9 +56,14 @@ def under_mpi() -> bool:
 
 
 def complete_environment() -> None:
-    """Set the launcher's variables if it has not: to those that mpi4py finds, or to those of a single rank."""
+    """Set the launcher's variables if it has not: to those that mpi4py finds, or to those of a single rank.
+
+    The ranks of DeepSpeed's launcher get a port of their own if the launcher only offers its default.
+    """
     if not all(name in os.environ for name in LAUNCHER_VARIABLES):
         os.environ.update(_mpi_ranks() if under_mpi() else _alone())
+    elif os.environ["MASTER_PORT"] == OF_DEEPSPEED and os.environ.get("CROSS_SIZE") == "1":
+        os.environ["MASTER_PORT"] = str(_port_of(os.getppid()))
 
 
 def _alone() -> dict[str, str]:
@@ -74,6 +93,11 @@ def free_port() -> int:
             probe.bind(("", port))
             return port
     raise OSError(f"no free port was found above {LOWEST_PORT}: choose one with --master_port")
+
+
+def _port_of(launcher: int) -> int:
+    """Return a port that all ranks of one launcher on a machine choose alike, and ranks of other launchers do not."""
+    return LOWEST_PORT + launcher % (_first_ephemeral_port() - LOWEST_PORT)
 
 
 def _first_ephemeral_port() -> int:

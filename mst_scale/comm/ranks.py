@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from mst_scale.comm.exits import FailedElsewhere, exit_code, is_plain, one_line
-from mst_scale.comm.groups import new_group
+from mst_scale.comm.exits import FailedElsewhere, exit_code, is_plain
+from mst_scale.comm.groups import bound_later_groups, new_group
 from mst_scale.comm.launch import complete_environment, timeout
 from mst_scale.comm.messages import logger, speak
+from mst_scale.comm.rendezvous import unreachable
 from mst_scale.compiled.first_use import announced
 
 T = TypeVar("T")
@@ -147,7 +148,7 @@ def init(through_deepspeed: bool = True) -> Ranks:
     complete_environment()
     speak()
     limit = timeout()
-    _bound_later_groups(limit)
+    bound_later_groups(limit)
     joined = not dist.is_initialized()
     if joined:
         try:
@@ -156,11 +157,7 @@ def init(through_deepspeed: bool = True) -> Ranks:
                 _join(through_deepspeed, limit)
             logger.debug("%s", printed.getvalue())
         except dist.DistNetworkError as error:
-            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise OSError(
-                f"cannot connect to the other ranks at {address} ({one_line(error)}); "
-                "if the port is in use, choose another with --master_port"
-            ) from None
+            raise unreachable(error) from None
     return Ranks(
         rank=dist.get_rank(),
         local_rank=int(os.environ["LOCAL_RANK"]),
@@ -180,18 +177,6 @@ def _join(through_deepspeed: bool, limit: timedelta) -> None:
 
         on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=limit)
-
-
-def _bound_later_groups(limit: timedelta) -> None:
-    """Give the groups that DeepSpeed creates the same timeout as the default group.
-
-    DeepSpeed calls `new_group` without a timeout. torch then uses its default (30 minutes, 10 for NCCL), which no
-    public function can change.
-    """
-    from torch.distributed import distributed_c10d
-
-    distributed_c10d.default_pg_timeout = limit
-    distributed_c10d.default_pg_nccl_timeout = limit
 
 
 class Verdict(NamedTuple):

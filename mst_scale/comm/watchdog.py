@@ -21,6 +21,7 @@ Rank 0 notifies all ranks, and all exit with code 1, so that the launcher can re
                         "gone …" or "failed …"             about another rank: exit at once, or after a grace period
 
 A run that was asked to stop does not wait the whole timeout for a frozen rank, which cannot save: see STOPPING_SECONDS.
+`mst_scale.pretrain` starts one `Watch`; `comm.own_loops` starts it for programs with a loop of their own.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from mst_scale.comm.exits import FailedElsewhere
@@ -56,6 +58,7 @@ BEATS = 10  # heartbeats within the allowed silence …
 BEAT_SECONDS = 5.0  # … and at least one every 5 s
 KEEP_ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6))  # 10 + 6 · 5 = 40 s
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+ADVICE = "; the same command continues from the newest complete checkpoint"
 
 
 class Peer:
@@ -86,10 +89,18 @@ class Peer:
 
 
 class Watch:
-    """Monitors the other ranks; one per process. It does nothing before `start` or with a single rank."""
+    """Monitors the other ranks; one per process. It does nothing before `start` or with a single rank.
 
-    def __init__(self) -> None:
+    Args:
+        advice: What the user can do when a rank is lost, for the message.
+        done: Whether ranks may exit without a message by now, because the program has finished its work.
+    """
+
+    def __init__(self, advice: str = ADVICE, done: Callable[[], bool] = lambda: False) -> None:
+        self.advice, self.done = advice, done
+        self.world: Any = None  # the default process group; once it is destroyed, ranks are no longer watched
         self.ranks: Ranks | None = None
+        self.pid = os.getpid()  # a forked child, such as a worker that loads data, has copies of the connections
         self.lost: str | None = None
         self.ending = False
         self.leaving = threading.Lock()  # only one thread prints the message
@@ -100,7 +111,9 @@ class Watch:
         self.signals: socket.socket | None = None  # receives the numbers of incoming signals
 
     def start(self, ranks: Ranks) -> None:
-        """Connect to rank 0; if that fails, log an error and run without monitoring."""
+        """Connect to rank 0; if a rank cannot connect, no rank is monitored, and an error is logged."""
+        import torch.distributed as dist
+
         if ranks.world_size == 1:
             return
         self.ranks = ranks
@@ -109,16 +122,21 @@ class Watch:
         if ranks.first:
             listener = _listen(ranks.world_size)
             port = listener.getsockname()[1]
-        token, port = ranks.on_first(lambda: (token, port))
-        try:
-            if listener is not None:
-                self._meet_all(listener, token)
-            else:
-                self._meet_first(port, token)
-        except OSError as error:
-            logger.error("rank %d is not monitored (%s): if a rank is killed, others may hang", ranks.rank, error)
+        token, port, host = ranks.on_first(lambda: (token, port, socket.gethostname()))
+        if listener is None:
+            failure = self._meet_first(host, port, token)
+        else:
+            with listener:
+                failure = self._meet_all(listener, token)
+        if ranks.any(bool(failure)):
+            if failure:
+                logger.error("ranks are not monitored (%s): if one is killed, others may wait for it", failure)
+            self._disconnect()
             return
+        self.world = dist.group.WORLD
+        _of_process[:] = [self]
         self._hear_signals()
+        os.register_at_fork(after_in_child=self._forked)
         threading.Thread(target=self._watch, name="mst_scale watch", daemon=True).start()
 
     def close(self) -> None:
@@ -131,7 +149,7 @@ class Watch:
         Called before a rank exits with `error`. A collective fails on the other ranks a moment before the message about
         the lost rank arrives.
         """
-        if self.ranks is None:
+        if self.ranks is None or os.getpid() != self.pid:
             return
         if isinstance(error, FailedElsewhere):
             self._tell("bye")
@@ -143,47 +161,80 @@ class Watch:
         deadline = time.monotonic() + seconds
         while isinstance(error, RuntimeError) and self.lost is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        if isinstance(error, RuntimeError) and self.lost is not None:
+        if isinstance(error, RuntimeError) and self.lost is not None and self._joined():
             self._leave()
         self._tell("failed")
 
     # --- meeting ---
 
-    def _meet_all(self, listener: socket.socket, token: str) -> None:
+    def _meet_all(self, listener: socket.socket, token: str) -> str:
+        """Accept the connections of all other ranks; return what went wrong, or ""."""
         assert self.ranks is not None
-        listener.settimeout(MEET_SECONDS)
-        with listener:
-            while len(self.peers) < self.ranks.world_size - 1:
+        port = listener.getsockname()[1]
+        deadline = time.monotonic() + min(MEET_SECONDS, timeout().total_seconds() / 2)
+        while len(self.peers) < self.ranks.world_size - 1:
+            try:
+                listener.settimeout(max(0.001, deadline - time.monotonic()))
                 peer, _ = listener.accept()
-                peer.settimeout(MEET_SECONDS)
-                try:
-                    who = json.loads(_line(peer))
-                except (OSError, ValueError, RecursionError):
-                    peer.close()
-                    continue
-                if not isinstance(who, dict) or who.get("token") != token:
-                    peer.close()  # an unrelated connection
-                    continue
-                _keep_alive(peer)
-                self.peers.append(Peer(peer, f"rank {who['rank']} ({who['host']}, process {who['pid']})"))
+            except OSError as error:
+                missing = self.ranks.world_size - 1 - len(self.peers)
+                return f"{missing} of the other ranks have not connected to rank 0 at port {port}: {error}"
+            peer.settimeout(MEET_SECONDS)
+            try:
+                who = json.loads(_line(peer))
+            except (OSError, ValueError, RecursionError):
+                peer.close()
+                continue
+            if not isinstance(who, dict) or who.get("token") != token:
+                peer.close()  # an unrelated connection
+                continue
+            _keep_alive(peer)
+            self.peers.append(Peer(peer, f"rank {who['rank']} ({who['host']}, process {who['pid']})"))
+        return ""
 
-    def _meet_first(self, port: int, token: str) -> None:
+    def _meet_first(self, host: str, port: int, token: str) -> str:
+        """Connect to rank 0, which runs on this host; return what went wrong, or ""."""
         assert self.ranks is not None
-        first = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=MEET_SECONDS)
-        _keep_alive(first)
-        who = {"rank": self.ranks.rank, "host": socket.gethostname(), "pid": os.getpid(), "token": token}
-        first.sendall(json.dumps(who).encode() + b"\n")
+        here = socket.gethostname()
+        address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if here == host else host)
+        try:
+            first = socket.create_connection((address, port), timeout=MEET_SECONDS)
+            _keep_alive(first)
+            who = {"rank": self.ranks.rank, "host": here, "pid": os.getpid(), "token": token}
+            first.sendall(json.dumps(who).encode() + b"\n")
+        except OSError as error:
+            return f"rank {self.ranks.rank} cannot reach rank 0 at {address}, port {port}: {error}"
         self.peers.append(Peer(first, "rank 0"))
+        return ""
+
+    def _disconnect(self) -> None:
+        """Close this process's connections without a message; those of the process it was forked from stay open."""
+        for peer in self.peers:
+            peer.connection.close()
+        self.peers = []
+
+    def _forked(self) -> None:
+        """Drop connections and signals in a forked child: they belong to the rank."""
+        self._disconnect()
+        if self.signals is not None:
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.set_wakeup_fd(-1)
+            self.signals.close()
 
     def _hear_signals(self) -> None:
-        """Receive signal numbers on a socket.
+        """Receive signal numbers on a socket, unless the program does so itself.
 
         Python runs signal handlers on the main thread only, which may be blocked in a collective.
         """
-        if threading.current_thread() is threading.main_thread():
-            self.signals, into = socket.socketpair()
-            into.setblocking(False)
-            signal.set_wakeup_fd(into.detach(), warn_on_full_buffer=False)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self.signals, into = socket.socketpair()
+        into.setblocking(False)
+        if (of_program := signal.set_wakeup_fd(into.fileno(), warn_on_full_buffer=False)) != -1:
+            signal.set_wakeup_fd(of_program)
+            self.signals = None
+        else:
+            into.detach()
 
     # --- watching ---
 
@@ -196,7 +247,7 @@ class Watch:
                 selector.register(peer.connection, selectors.EVENT_READ, peer)
             if self.signals is not None:
                 selector.register(self.signals, selectors.EVENT_READ)
-            while connected and not self.ending:
+            while connected and not self.ending and self._joined():
                 every = min(BEAT_SECONDS, min(self.silence, STOPPING_SECONDS) / BEATS)
                 ready = selector.select(every)
                 now = time.monotonic()
@@ -220,6 +271,9 @@ class Watch:
                         self._lose(peer.who, silent)
                 if self.verdict_at is not None and now > self.verdict_at:
                     self._name_stuck_ranks(connected)
+        if not self._joined():
+            for peer in self.peers:
+                peer.send("bye")
 
     def _hear(self, peer: Peer, line: str) -> bool:
         """Handle one message; return whether it is the peer's last one."""
@@ -229,7 +283,7 @@ class Watch:
         elif line in ("late", "cut off"):
             peer.waiting = True
             self._expect_verdict(line == "late")
-        elif line == "bye":
+        elif line == "bye" or (line == "" and self.done()):
             return True
         elif line != "alive" and not self.ending:
             if word == "gone":
@@ -286,6 +340,11 @@ class Watch:
         self._pass_on(f"gone {who}: {how}")
         self._leave()
 
+    def _joined(self) -> bool:
+        """Return whether the default process group is still the one whose ranks are watched."""
+        dist = sys.modules["torch.distributed"]
+        return dist.group.WORLD is self.world
+
     def _pass_on(self, message: str) -> None:
         assert self.ranks is not None
         if self.ranks.first:
@@ -294,23 +353,30 @@ class Watch:
 
     def _leave(self) -> NoReturn:
         with self.leaving:
+            if not self._joined():
+                sys.exit()  # ends this thread only: no rank waits for the lost one any more
             assert self.ranks is not None and self.lost is not None
             if self.ranks.first or (self.lost.startswith("rank 0 ") and self.ranks.local_rank <= 1):
-                print(
-                    f"\nmst_scale: {self.lost}. The other ranks exit now; run the same command again to resume from "
-                    "the latest complete checkpoint",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(f"\nmst_scale: {self.lost}. The other ranks exit now{self.advice}", file=sys.stderr, flush=True)
             os._exit(1)
 
     def _tell(self, word: str) -> None:
+        if os.getpid() != self.pid:
+            return
         self.ending = True
         for peer in self.peers:
             peer.send(word)
         if self.signals is not None and threading.current_thread() is threading.main_thread():
             os.close(signal.set_wakeup_fd(-1))
             self.signals = None
+
+
+_of_process: list[Watch] = []
+
+
+def of_process() -> Watch | None:
+    """Return the `Watch` that was started last in this process."""
+    return _of_process[0] if _of_process and _of_process[0].pid == os.getpid() else None
 
 
 def _listen(world_size: int) -> socket.socket:

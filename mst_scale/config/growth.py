@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from mst_scale.config.blocks import Experiment, ModelConfig
-from mst_scale.config.load import read
+from mst_scale.config.load import read_of_run
 from mst_scale.errors import UserError
 from mst_scale.validation import parse
 
@@ -32,10 +32,10 @@ def smaller_model(run: str) -> ModelConfig:
     fix = "give the folder of a run of mst_scale.pretrain"
     if not config.is_file():
         raise UserError(f"{OPTION} {run}: there is no {config}: {fix}")
-    where, raw = read(config)
-    if "model" not in raw:  # of transformers, say
-        raise UserError(f"{OPTION} {run}: {where} has no model block: {fix}")
-    return parse(ModelConfig, raw["model"], "model", where)
+    raw = read_of_run(config)
+    if "model" not in raw:  # for example a transformers model
+        raise UserError(f"{OPTION} {run}: {config} has no model block: {fix}")
+    return parse(ModelConfig, raw["model"], "model", str(config))
 
 
 def check_growth(experiment: Experiment, begun: bool) -> None:

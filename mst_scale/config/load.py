@@ -154,6 +154,16 @@ def read_saved(path: Path) -> dict[str, Any]:
         raise Damaged(f"{error}; the run wrote this file, and run.json next to it has a copy under 'config'") from None
 
 
+def read_of_run(path: Path) -> dict[str, Any]:
+    """Return the contents of a config.json; next to checkpoints, a run has written it: if broken, Damaged."""
+    return read_saved(path) if path.is_file() and (path.parent / "checkpoints").is_dir() else read(path)[1]
+
+
+def load_of_run(path: Path) -> Experiment:
+    """Return the experiment of a config.json, which is read as `read_of_run` does."""
+    return resolve(read_of_run(path), str(path))
+
+
 def states(config: Experiment | str | Path | dict[str, Any], block: str, key: str) -> bool:
     """Return whether a config sets a key of one of our blocks; a resolved experiment sets all of them."""
     return isinstance(config, Experiment) or read(config)[1].get(block, {}).get(key) is not None
@@ -308,7 +318,7 @@ def _known(name: Any, table: Mapping[str, Any], key: str, where: str) -> str:
         return name
     if table is METHODS and name in list(RECIPES):
         raise UserError(f'{where}: {name!r} is a recipe, not a method: --set recipe={name}, or "recipe": "{name}"')
-    near = difflib.get_close_matches(str(name), table, n=1, cutoff=0.0)[0]
+    near = difflib.get_close_matches(str(name).lower(), table, n=1, cutoff=0.0)[0]
     raise UserError(
         f"{where}: unknown {key} {format_value(name)}: the nearest is {near!r} (there are {', '.join(table)})"
     )

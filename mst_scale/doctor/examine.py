@@ -40,6 +40,7 @@ class Check:
     run: Callable[[Any], list[Finding]]
     together: bool = False  # has collectives, so that all ranks must run it at once
     seconds: float = LONGEST
+    slow: bool = False  # may compile for minutes, and is announced
 
 
 def _checks(full: bool, tune: bool) -> list[Check]:
@@ -57,13 +58,15 @@ def _checks(full: bool, tune: bool) -> list[Check]:
     from mst_scale.doctor import full as more  # imports torch's compiler, which takes seconds
 
     def training(stage: int) -> Check:
-        return Check(f"training, ZeRO {stage}", lambda group: more.check_training(group, stage), together=True)
+        return Check(
+            f"training, ZeRO {stage}", lambda group: more.check_training(group, stage), together=True, slow=True
+        )
 
     return [
         *quick,
-        Check("kernels", lambda _: more.check_kernels()),
+        Check("kernels", lambda _: more.check_kernels(), slow=True),
         *map(training, (0, 1, 3)),  # at stage 0 each rank chooses its own masks, at the others ranks hold shards of one
-        *([Check("tune", more.tune, seconds=TUNING)] if tune else []),
+        *([Check("tune", more.tune, seconds=TUNING, slow=True)] if tune else []),
         Check("choices", lambda _: more.check_choices()),
     ]
 
@@ -89,7 +92,7 @@ def run(as_json: bool, full: bool = False, tune: bool = False) -> tuple[bool, Ra
             return False, None
         report.add(run_each({"build locks": machine.locks}))  # before DeepSpeed builds anything
         group, met = meet(lambda: comm.init(through_deepspeed=full))
-        fine = examine(group, [Check("meeting", lambda _: [met]), *checks], report.add, verbose=full)
+        fine = examine(group, [Check("meeting", lambda _: [met]), *checks], report.add)
         report.end(time.monotonic() - began, full)
         return fine, group
 
@@ -114,9 +117,7 @@ def meet(init: Callable[[], Ranks]) -> tuple[Ranks | None, Finding]:
     return group, ok("ranks meet", f"{group.world_size} of them" if group.world_size > 1 else "one process")
 
 
-def examine(
-    group: Ranks | None, checks: Sequence[Check], add: Callable[[Sequence[Finding]], None], verbose: bool = False
-) -> bool:
+def examine(group: Ranks | None, checks: Sequence[Check], add: Callable[[Sequence[Finding]], None]) -> bool:
     """Run the checks, pass the findings of each to `add` as they come, and return whether nothing is wrong.
 
     Without `group` (the ranks could not meet), checks that need other ranks are left out.
@@ -136,7 +137,7 @@ def examine(
     for check in checks:
         if check.together and group is None:
             continue
-        if verbose and comm.launched_rank() == 0:
+        if check.slow and comm.launched_rank() == 0:
             announce(check.name)
         findings, stuck = [], False
         if check.together and blocked:

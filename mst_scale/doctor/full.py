@@ -221,7 +221,8 @@ def _judge(name: str, errors: Sequence[Error], began: float, instead: str) -> Fi
         message = f"wrong results: {worst.what} in {dtype} is off by {worst.error:.1e}, {worst.bound:.1e} is allowed"
         fix = f"empty the kernel cache ({cache_folder()}) and check again; until it is right, use {instead}"
         return wrong(name, message, fix)
-    by_type = {_type(one.dtype): one for one in ordered}  # the worst of each
+    worst_of = {one.dtype: one for one in ordered}
+    by_type = {_type(dtype): worst_of[dtype] for dtype in DTYPES if dtype in worst_of}
     largest = ", ".join(f"{dtype} {one.error:.0e} ≤ {one.bound:.0e}" for dtype, one in by_type.items())
     numbers = {dtype: one.error for dtype, one in by_type.items()}
     return ok(name, f"largest errors {largest}; {time.monotonic() - began:.1f} s", **numbers)

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,11 +82,9 @@ def _facts() -> Facts:
 
 def compare_software(of: Sequence[Facts]) -> Finding:
     """Compare versions and sources."""
-    for name, ours in of[0].software.items():
-        if differing := _differing(of, [fact.software[name] for fact in of]):
-            theirs = of[differing[0]].software[name]
-            message = f"{_describe(differing, of)}: {name} {theirs}, and rank 0 {ours}"
-            return wrong("same software", message, "use one environment and one clone on all machines")
+    for name in of[0].software:
+        if difference := _difference(of, [f"{name} {fact.software[name]}" for fact in of]):
+            return wrong("same software", difference, "use one environment and one clone on all machines")
     return ok("same software", "the same versions and the same sources on all ranks")
 
 
@@ -112,38 +109,35 @@ def compare_clocks(times: Sequence[float], of: Sequence[Facts]) -> Finding:
 def check_threads(of: Sequence[Facts]) -> Finding:
     """Check that ranks have equally many threads, and machines no more threads than cores."""
     fix = "set OMP_NUM_THREADS to the cores of a machine divided by its ranks"
-    if differing := _differing(of, [fact.threads for fact in of]):
-        theirs = of[differing[0]].threads
-        message = f"{_describe(differing, of)}: {theirs}, and rank 0 {of[0].threads}: all wait for the slowest"
-        return look("threads", message, fix)
-    for host in {fact.host: None for fact in of}:
+    if difference := _difference(of, [str(fact.threads) for fact in of]):
+        return look("threads", f"{difference}: all wait for the slowest", fix)
+    for host in dict.fromkeys(fact.host for fact in of):
         here = [fact for fact in of if fact.host == host]
         threads, cores = sum(fact.threads for fact in here), max(fact.cores for fact in here)
-        pinned = sum(fact.cores for fact in here if fact.cores < cores)  # a launcher may pin ranks to cores
-        if threads > max(cores, pinned):
-            message = f"the ranks of {host} have {threads} threads together on {cores} cores"
-            return look("threads", message, fix)
+        if threads > cores:
+            return look("threads", f"the ranks of {host} have {threads} threads together on {cores} cores", fix)
     return ok("threads", f"{of[0].threads} per rank, {of[0].cores} cores")
 
 
 def compare_devices(of: Sequence[Facts]) -> Finding:
     """Compare devices and the types that they compute in."""
     types = [" ".join(["fp32", *fact.types]) for fact in of]
-    if differing := _differing(of, [fact.device for fact in of]):
-        message = f"{_describe(differing, of)}: {of[differing[0]].device}, and rank 0 {of[0].device}"
+    if difference := _difference(of, [fact.device for fact in of]):
         fix = "ask for machines of one kind, and check their drivers"
         if any(fact.device == "CPU" for fact in of):
-            return wrong("devices", message, fix)
-        return look("devices", f"{message}: all wait for the slowest", fix)
-    if differing := _differing(of, types):
-        message = f"{_describe(differing, of)}: {types[differing[0]]}, and rank 0 {types[0]}"
-        return wrong("devices", message, "train in a type that all ranks have: bf16.enabled, fp16.enabled")
+            return wrong("devices", difference, fix)
+        return look("devices", f"{difference}: all wait for the slowest", fix)
+    if difference := _difference(of, types):
+        return wrong("devices", difference, "train in a type that all ranks have: bf16.enabled, fp16.enabled")
     return ok("devices", f"{of[0].device}, {types[0]}")
 
 
-def _differing(of: Sequence[Facts], values: Sequence[Any]) -> list[int]:
-    """Return the ranks whose value differs from that of rank 0."""
-    return [rank for rank in range(len(of)) if values[rank] != values[0]]
+def _difference(of: Sequence[Facts], values: Sequence[str]) -> str | None:
+    """Describe the ranks whose value differs from that of rank 0; None if there are none."""
+    differing = [rank for rank, value in enumerate(values) if value != values[0]]
+    if not differing:
+        return None
+    return f"{_describe(differing, of)}: {values[differing[0]]}, and rank 0 {values[0]}"
 
 
 def _describe(ranks: Sequence[int], of: Sequence[Facts]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,11 +15,12 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from mst_scale import zero_shards
-from mst_scale.comm import complete_environment, logger, speak, under_mpi
+from mst_scale.comm import complete_environment, logger, own_loops, speak, under_mpi
 from mst_scale.compiled.first_use import announced
 from mst_scale.config import RECIPES, Experiment, load, overridden_in_recipe, read, states
 from mst_scale.config.parallel import KEYS, check_pipeline, sizes_of
 from mst_scale.config.support import check_supported, precision_of
+from mst_scale.engine.compaction import make_compact
 from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse_training import SparseTraining
 from mst_scale.engine.types import MST, Engine
@@ -98,12 +100,15 @@ def initialize(
     zero_shards.hasten()
     if not torch.distributed.is_initialized() and not under_mpi():
         complete_environment()  # a free port for a script that no launcher started: DeepSpeed would always take 29500
+    own_loops.prepare()
+    parameters = model.parameters() if model_parameters is None else model_parameters
+    parameters = make_compact(model, experiment, optimizer, parameters, others)
     with announced(), zero_shards.asserted_of_cutting(model, sizes_of(experiment.deepspeed).tensor):
         engine, made, loader, scheduler = _deepspeeds_own(
             args,
             model,
             optimizer,
-            model.parameters() if model_parameters is None else model_parameters,
+            parameters,
             config=experiment.deepspeed,
             **others,
         )
@@ -111,6 +116,8 @@ def initialize(
     public: MST = training
     engine.mst = public
     zero_shards.install(engine, training)
+    latest, steps = weakref.ref(training), experiment.training.steps
+    own_loops.watch(lambda: (engine := latest()) is None or engine.step >= steps)
     training.begin()
     return engine, made, loader, scheduler
 

@@ -2,8 +2,8 @@
 
 `module.load_state_dict`, an edit in place under `no_grad` or averaged weights that are swapped in would make inactive
 weights nonzero, and where there is a master copy (ZeRO 1 to 3, bf16, fp16) the next step would undo the change. Version
-counters detect this at no cost: each forward pass in training and each step compares them with those after the last
-step. The reaction depends on the master copy:
+counters detect this at no cost: each forward pass in training, each step and each save compares them with those after
+the last step. The reaction depends on the master copy:
 
     without a master copy    the masks are applied to what has changed, and one line is logged
     with one                 weights that differ from it are rejected: `mst_scale.load_weights` changes both
@@ -62,6 +62,9 @@ class ChangedWeights(Component):
     def weights_written(self) -> None:
         self._accept()
 
+    def before_save(self) -> None:
+        self.check()
+
     def check(self) -> None:
         """Mask changed weights again, or reject them. Ranks change the same, or they would train different models."""
         stamps = self._now()
@@ -109,7 +112,7 @@ class ChangedWeights(Component):
         found, first = 0, ""
         for i in changed:
             mask = self.masks[i]
-            if mask.dense:
+            if mask.dense or zero_shards.index_of(self.store.parameters[i]) is not None:
                 continue
             stray = mask.count_inactive(self.store.read(i))
             found, first = found + stray, first or (mask.name if stray else "")

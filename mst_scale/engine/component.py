@@ -82,6 +82,9 @@ class Component:
     def weights_written(self) -> None:
         """Follow weights that `load_weights` has written between two steps."""
 
+    def before_save(self) -> None:
+        """Check or correct what a checkpoint is about to hold."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps under `state_key`."""
         return {}

@@ -67,9 +67,13 @@ class Masking(Component):
         if topology.under_way is None and self.state.masks.dense:
             return
         scale = zero_shards.loss_scale(self.engine)
-        for i, mask in enumerate(self.state.masks):
-            if store.frozen(i):
-                continue
+        trained = [(i, mask) for i, mask in enumerate(self.state.masks) if not store.frozen(i)]
+        if store.group is None and trained and all(store.gradient(i) is None for i, _ in trained):
+            raise SharedMistake(
+                "engine.step() was called without gradients: call engine.backward(loss) before each step, and no "
+                "zero_grad() in between"
+            )
+        for i, mask in trained:
             gradient = store.gradient(i)
             if gradient is None:  # the loss does not depend on this parameter
                 gradient = torch.zeros(mask.length, device=mask.device)

@@ -136,5 +136,5 @@ def load_decoder(weights: ModelWeights, dtype: torch.dtype | None = None) -> Dec
 
 
 def _computed(stored: torch.dtype) -> torch.dtype:
-    """The dtype that holds the same values: float16 is computed as float32."""
+    """Return the dtype to compute in: that of the values, except that float16 is computed as float32."""
     return stored if stored in DTYPES else torch.float32

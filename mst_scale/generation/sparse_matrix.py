@@ -25,10 +25,8 @@ from mst_scale.mixed_growing import packed_bits
 SOURCES = Path(__file__).parent / "cpp_kernel"
 DTYPES = (torch.float32, torch.bfloat16)  # kernel.cpp's codes 0, 1
 CHUNK = 256  # columns that a byte can number
-NARROW = (
-    64  # columns of a chunk that an AVX-512 processor looks up in registers; worth it from this many values in one:
-)
-NARROW_FROM = 4
+NARROW = 64  # columns of a chunk that an AVX-512 processor looks up in registers
+NARROW_FROM = 4  # average number of values in NARROW columns of a row from which narrow chunks are used
 SLACK = 64  # the kernel decodes columns 16 at a time
 BUILD_SPAN = 1 << 22  # weights whose places are numbered at once: 32 MiB of int64 at most
 DEFINITION_SPAN = 1 << 20  # weights that `definition` writes out at once: 4 MiB

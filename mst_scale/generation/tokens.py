@@ -40,7 +40,7 @@ def tokenizer_for(weights: ModelWeights, given: str | None = None) -> Tokenizer:
 
 
 def _of_transformers(folder: Path) -> Tokenizer:
-    """The tokenizer in a folder of transformers."""
+    """Return the tokenizer in a folder of transformers."""
     from transformers import AutoTokenizer
 
     try:
@@ -85,7 +85,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def _unknown_id(tokenizer: Tokenizer) -> int:
-    """The id of [UNK]: every word of more than 100 characters becomes one."""
+    """Return the id of [UNK]: every word of more than 100 characters becomes one."""
     return int(tokenizer.encode("x" * 101)[0])
 
 

@@ -132,12 +132,13 @@ def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
 ) -> tuple[torch.Tensor, None]:
     """Compute attention with the signature of transformers' attention interface.
 
-    q is (batch, heads, length, head_dim), k and v have as many heads or fewer; the result is (batch, length, heads, …).
+    `query` is (batch, heads, length, head_dim), `key` and `value` have as many heads or fewer; the result is (batch,
+    length, heads, …).
     """
     for name in UNKNOWN:
-        asked = others.get(name)
-        if torch.is_tensor(asked) or asked:
-            raise UserError(f"{type(module).__name__} asks for {name}, which sparse attention does not support")
+        given = others.get(name)
+        if torch.is_tensor(given) or given:
+            raise UserError(f"{type(module).__name__} uses {name}, which sparse attention does not support")
     if not query.shape[1]:  # there are more ranks than heads
         return (query + key + value).transpose(1, 2), None
     pattern: Pattern = getattr(module, "mst_pattern", Pattern("dense"))

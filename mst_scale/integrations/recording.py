@@ -2,11 +2,11 @@
 
     recording = mst_scale.record(engine, "runs/mine")        after initialize, on every rank
     …
-    recording.log(val_loss=…)                                values that only the loop knows, for the step just taken
+    recording.log(val_loss=…)                                adds values of the loop to the row of the last step
 
-`OUT/metrics.jsonl`, `run.json` and TensorBoard are those of `mst_scale.pretrain`. The loss is the one that goes
-backward, and FLOPs are counted from the matrices that the model multiplies (`flops.any_model`). The FLOPs spent and the
-rows follow the engine's checkpoints, so that a resumed run reads like one that was never stopped.
+`OUT/metrics.jsonl`, `run.json` and TensorBoard are those of `mst_scale.pretrain`. The loss is the one that is passed to
+`backward`, and FLOPs are counted from the matrices of the model (`flops.any_model`). FLOPs and rows are saved with the
+engine's checkpoints, so that a resumed run reads like one that was never stopped.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ DENSE = Pattern("dense")
 
 
 def record(engine: Engine, out: str | Path, *, every: int = 10, tensorboard: bool = True) -> Recording:
-    """Record a run from now on. Call it on every rank.
+    """Start to record a run. Call this on every rank.
 
     Args:
         engine: The engine that `mst_scale.initialize` returned.
         out: The folder of the run.
-        every: A row is written every so many optimizer steps, and at the last one.
+        every: The number of optimizer steps between rows; a row is also written at the last step.
         tensorboard: Whether to write the same numbers for TensorBoard.
 
     Raises:
         UserError: if `every` is below 1, or the engine cannot be recorded.
     """
     if every < 1:
-        raise UserError(f"record(every={every}): a row is written every 1 or more steps")
+        raise UserError(f"record(every={every}): every must be at least 1")
     return Recording(engine, Path(out), every=every, tensorboard=tensorboard, shows=True)
 
 
@@ -91,21 +91,21 @@ class Recording:
         self.waits = False  # the latest row is not written yet
         self.closed = False  # no step will come that writes it
         self.saved_row: Row | None = None  # the row that waited when the loaded checkpoint was saved
-        self._compute_with_these()
-        zero_shards.watch_losses(engine, self._see)
+        self._read_next_step()
+        zero_shards.watch_losses(engine, self._add_loss)
         zero_shards.carry_state(engine, STATE, self._saved, self._loaded)
         self.mst.on_step(self._after_step)
         atexit.register(_close, weakref.ref(self))  # a weak reference, so that the engine can be freed
 
     # --- the engine's steps ---
 
-    def _see(self, loss: torch.Tensor, divided: bool) -> None:
+    def _add_loss(self, loss: torch.Tensor, divided: bool) -> None:
         if self.engine.module.training:
             self.loss += loss.float()
             self.losses, self.divided = self.losses + 1, divided
 
-    def _compute_with_these(self) -> None:
-        """Take densities, pattern and rate of the next step; after it, those of the following one are in place."""
+    def _read_next_step(self) -> None:
+        """Store densities, pattern and rate of the next step, because the engine replaces them during that step."""
         self.densities, self.gradients = self.mst.densities(), self.mst.gradient_densities()
         self.pattern = self.mst.pattern if self.mst.attended else DENSE
         self.kind = kind_of(self.mst, self.densities)
@@ -127,7 +127,7 @@ class Recording:
         before, self.ended = self.ended, time.monotonic()
         if before:  # with what the loop does between steps: medians leave out an evaluation
             self.record.times.add(self.kind, self.ended - before, moved=mst.changed_at == mst.step)
-        self._compute_with_these()
+        self._read_next_step()
         if self.step == self.steps or (self.every and self.step % self.every == 0):
             self.row()
 
@@ -149,7 +149,7 @@ class Recording:
             self.run_file = RunFile(self.out / "run.json", self._config(), self._start(step))
         self.record = Record(
             self.out, self.steps, batch=zero_shards.sequences_a_step(self.engine), step=kept, tokens=tokens,
-            monitor=_Board(self.out if self.tensorboard and self.first else None), first=self.first,
+            monitor=_TensorBoard(self.out if self.tensorboard and self.first else None), first=self.first,
             layers=self.layers, shows=self.shows,
         )  # fmt: skip
         self.record.restart(step, tokens, self.ledger.begun)
@@ -157,14 +157,14 @@ class Recording:
     # --- rows ---
 
     def row(self, **known: Any) -> Row:
-        """Return a row for the step just taken, with the values `known` instead of those seen here.
+        """Return a row for the last step, in which the values `known` replace the recorded ones.
 
         Call it on every rank. The row is written a step later, and the next pace is measured from now on.
         """
         return self._row(None, **known)
 
     def _row(self, until: float | None, **known: Any) -> Row:
-        """Return a row for the step just taken, which ended at `until` (now, if None)."""
+        """Return a row for the last step, which ended at `until` (default: now)."""
         assert self.record is not None, "no optimizer step has been taken"
         loss, rate = self.last
         spent = self._spent()
@@ -186,16 +186,16 @@ class Recording:
         return row
 
     def log(self, **values: float) -> None:
-        """Add values that only the loop knows (val_loss=…) to the step just taken. Call it on every rank.
+        """Add values of the loop, such as val_loss, to the row of the last step. Call this on every rank.
 
         Raises:
             UserError: if no step has been taken, or a checkpoint has been loaded since.
         """
         if self.record is None:
-            raise UserError("log() adds to the step just taken, but none has been taken")
+            raise UserError("log() adds values to the last step, but no step has been taken")
         if self.mst.step != self.step:
             raise UserError(
-                f"log() adds to the step just taken, {self.step}, but the engine is at step {self.mst.step}: a "
+                f"log() adds values to the last step, {self.step}, but the engine is at step {self.mst.step}: a "
                 "checkpoint has been loaded since, or the step has no row yet; call it after engine.step()"
             )
         row = self.newest
@@ -212,7 +212,7 @@ class Recording:
             self._flush()
 
     def note(self, **values: float) -> None:
-        """Do what `log` does, under its old name."""
+        """Call `log`, the new name of this method."""
         warnings.warn("note() is now log(); the old name goes with mst_scale 0.3", DeprecationWarning, stacklevel=2)
         self.log(**values)
 
@@ -222,7 +222,7 @@ class Recording:
         self.waits = False
 
     def close(self) -> None:
-        """Write the row that waits, and the end of this start."""
+        """Write the pending row, and record the end of this start."""
         self._flush()
         self.closed = True
         if self.record is not None:
@@ -239,7 +239,7 @@ class Recording:
         return float(zero_shards.base_optimizer(self.engine).param_groups[0]["lr"])
 
     def _optimizer(self) -> dict[str, Any]:
-        """Describe the optimizer, which the config may not, because the loop has made it."""
+        """Describe the optimizer, which the loop may have created without the config."""
         optimizer = zero_shards.base_optimizer(self.engine)
         group = optimizer.param_groups[0]
         rate, decay = group.get("initial_lr", group["lr"]), group.get("weight_decay")
@@ -257,7 +257,7 @@ class Recording:
         return float(mean) / dist.get_world_size(self.group)
 
     def _spent(self) -> dict[str, float]:
-        """Return what all ranks have spent, in this start and those before."""
+        """Return the FLOPs of all ranks, in this start and earlier ones."""
         mine = torch.tensor(list(self.ledger.spent.values()), dtype=torch.float64, device=self.engine.device)
         dist.all_reduce(mine, group=self.group)
         return {key: self.before[key] + value for key, value in zip(self.before, mine.tolist(), strict=True)}
@@ -280,7 +280,7 @@ class Recording:
         self.saved_row = state["row"] if state else None
         self.ledger.spent = dict.fromkeys(self.ledger.spent, 0.0)
         self.ledger.inputs.clear()
-        self._compute_with_these()
+        self._read_next_step()
 
     # --- run.json ---
 
@@ -315,7 +315,7 @@ def _close(recording: weakref.ref[Recording]) -> None:
         found.close()
 
 
-class _Board:
+class _TensorBoard:
     """TensorBoard's writer, with the interface of DeepSpeed's monitor; disabled without a folder."""
 
     def __init__(self, out: Path | None):

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from mst_scale.config import ready
 from mst_scale.errors import UserError
 
+COUNTS = ("--processes", "--nodes", "--ranks-per-node", "--cpus-per-rank")  # 0 of them train nothing
+
 
 def read_options(
     words: Sequence[str],
@@ -58,6 +60,8 @@ def read_options(
         if name in numbers:
             if not (value.isascii() and value.isdigit()):
                 raise UserError(f"{name} must be a number, not '{value}'")
+            if int(value) == 0 and name in COUNTS:
+                raise UserError(f"{name} must be at least 1, not {value}")
             values[name] = int(value)
         elif name in texts:
             values[name] = value

@@ -24,7 +24,7 @@ from mst_scale.launch.environment import SCRIPTS, load_cluster_settings, shown_v
 from mst_scale.launch.restarts import keep_running
 from mst_scale.launch.supervisor import Supervisor, forward, output_of, unblock
 
-PORT_OF_DOCTOR = 15  # beside those of up to 15 starts of a job
+PORT_OF_DOCTOR = 15  # in addition to those of up to 15 starts of a job
 FAILURES = re.compile(r"(.*?) ?mst_failures=([0-9]+)")
 
 
@@ -153,7 +153,7 @@ def main(words: list[str]) -> int:
             supervisor, lambda: job.run(run, int(os.environ["MST_RESTART"])), config, arguments, int(restarts)
         )
     stopping = supervisor.asked_to_stop()
-    if stopping and supervisor.stopping != signal.SIGUSR1:  # this process itself was told to stop
+    if stopping and supervisor.stopping != signal.SIGUSR1:  # this process itself was asked to stop
         _say("the job was asked to stop for good; the same command continues its run")
     elif code != 2 and (stopping or (code == 0 and job.ranks_stopped)):
         _say("the job was asked to stop; its run goes on in the next job")

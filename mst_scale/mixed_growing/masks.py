@@ -108,7 +108,7 @@ class LayerMask:
         return 0 if self.bits is None else packed_bits.count_outside(values, self.bits)
 
     def whole(self, exchange: Exchange) -> Tensor:
-        """Return the mask of the matrix that this rank multiplies with, from the slices of all ranks of ZeRO.
+        """Return the mask of the matrix that this rank multiplies by, from the slices of all ranks of ZeRO.
 
         The result is a temporary bool tensor. Each rank contributes its bits at their positions. No two ranks set the
         same bit, so sums of bytes never carry.

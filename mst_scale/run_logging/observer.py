@@ -1,10 +1,10 @@
 """Observes the weights of a sharded model while it trains, for the report and for TensorBoard.
 
 Each rank reduces its own slices to a few sums (moments, picture cells, histogram bins), and one small all-reduce per
-kind adds them up: no weight leaves its rank, at any ZeRO stage. Nothing is written to the model and no random number is
-drawn, so an observed run trains bit for bit like one that is not.
+kind adds them up: no weights are sent, at any ZeRO stage. Nothing is written to the model and no random number is
+drawn, so observation does not change training, bit for bit.
 
-The ends of phases are kept as snapshots (`snapshots.py`). TensorBoard gets pictures and histograms every
+Snapshots are kept of the ends of phases (`snapshots.py`). TensorBoard gets pictures and histograms every
 `training.histogram_every` steps, as long as they have taken less than 1 % of the time.
 """
 
@@ -35,7 +35,7 @@ from mst_scale.run_logging.snapshots import Matrix, Snapshot
 from mst_scale.shard import Shard
 from mst_scale.sparsity_variation import Schedule
 
-SHARE = 0.01  # of the training time that TensorBoard's pictures and histograms may take
+SHARE = 0.01  # fraction of the training time that TensorBoard's pictures and histograms may take
 EMBEDDINGS = ("wte.", "wpe.", "embeddings.")  # of a dense run, whose checkpoint does not state its targets
 BINS = 65  # odd: zeros fall into the middle bin, from which inactive weights are subtracted
 
@@ -52,7 +52,7 @@ class Observer:
     def __init__(
         self, engine: Any, experiment: Experiment, out: Path, ranks: Ranks, step: int, *, choose_targets: ChooseTargets
     ):
-        """`choose_targets` finds the matrices to look at in a run without masks; it may raise UserError."""
+        """Begin to observe; `choose_targets` finds the matrices of a run without masks, and may raise UserError."""
         self.engine, self.out, self.ranks = engine, out, ranks
         self.every = experiment.training.histogram_every
         self.schedule: Schedule = engine.mst.schedule
@@ -84,7 +84,7 @@ class Observer:
         return True
 
     def rewind(self, step: int) -> None:
-        """Remove the snapshots after `step`, to which the run goes back."""
+        """Remove the snapshots after `step`, to which the run is rolled back."""
         self.ranks.on_first(lambda: snapshots.cut(self.out, step))
 
     def after(self, step: int, samples: int) -> None:
@@ -96,7 +96,7 @@ class Observer:
 
     def _keep(self, step: int) -> None:
         phase = self.schedule.at(max(0, step - 1)).phase
-        snapshot = self.look(step, phase)
+        snapshot = self.snapshot(step, phase)
         if self.ranks.first:
             self.disk.attempt("snapshots of the weights", lambda: snapshots.save(self.out, snapshot))
 
@@ -108,14 +108,14 @@ class Observer:
         affordable = self.spent <= SHARE * (start - self.started)
         if not self.ranks.any(writer is not None and affordable):
             return
-        snapshot = self.look(0, "")
+        snapshot = self.snapshot(0, "")
         histograms = self._histograms({m.name: m.largest for m in snapshot.matrices})
         if writer is not None:
             self.disk.attempt("TensorBoard's pictures", lambda: _write_images(writer, snapshot, histograms, samples))
         self.spent += time.monotonic() - start
 
-    def look(self, step: int, phase: str) -> Snapshot:
-        """Return a snapshot of the weights as they are, the same on every rank."""
+    def snapshot(self, step: int, phase: str) -> Snapshot:
+        """Return a snapshot of the current weights, the same on every rank."""
         slices = self.shards.slices
         active = [self._active(i) for i in range(len(slices))]
         moments = torch.zeros(len(slices), 2, dtype=torch.float64)
@@ -210,7 +210,7 @@ def _write_images(
 
 
 def phase_ends(schedule: Schedule) -> set[int]:
-    """Return the steps after which weights are kept: the last of each phase, before the topology moves on."""
+    """Return the steps after which snapshots are kept: the last step of each phase, before its topology changes."""
     return {phase.stop - 1 for phase in schedule.phases[:-1]} | {schedule.total_steps}
 
 

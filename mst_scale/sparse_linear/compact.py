@@ -8,14 +8,16 @@
 `values` is one-dimensional: the K active weights in the order of the flattened matrix. They are the parameter, and
 their gradient is K numbers as well. A `CompactIndex` says where they stand. It is built once per mask.
 
-The backend "dense" expands the values to a matrix in the forward pass and again in the backward pass, so that only one
-layer's matrix exists at a time. It gives the bits of `F.linear` and its gradients, and it is the definition that the
-other backend is tested against.
+    dense   expands the values to a matrix in the forward pass and again in the backward pass, so that only one layer's
+            matrix exists at a time. It gives the bits of `F.linear` and its gradients, and it is the definition that
+            the other backend is tested against. Torch's dense products use AMX or AVX512-BF16 where the CPU has them
+    cpu     multiplies with the values alone (`cpu.build_products`), with the bits of `cpu.CompiledIndex`. No dense
+            matrix exists in the forward or the backward pass, except for the gradient that `dense_gradient` asks for
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -23,11 +25,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mst_scale.errors import UserError
-from mst_scale.sparse_linear.definition import under_autocast
-from mst_scale.sparse_linear.derivatives import TO_DENSE
+from mst_scale.sparse_linear import cpu, head
+from mst_scale.sparse_linear.definition import under_autocast, wide
+from mst_scale.sparse_linear.derivatives import TO_DENSE, Sink, ValuesLinear, outside_graphs
+from mst_scale.sparse_linear.kernel import CompiledProducts
 from mst_scale.transforms import check_not_transformed, leave_graph
 
-Sink = Callable[[Tensor], None]
+
+def products_of(positions: Tensor, shape: tuple[int, int], across: bool = False) -> cpu.Products:
+    """Return what the backend "cpu" multiplies with, for another index's attribute `products`.
+
+    Args:
+        positions: where the values stand in the flattened matrix, ascending.
+        shape: the shape in which the matrix is flattened.
+        across: the matrix is stored as (inputs, outputs).
+    """
+    active = torch.zeros(shape, dtype=torch.bool)
+    active.view(-1)[positions.long()] = True
+    return cpu.build_products(active, across)
 
 
 class CompactIndex:
@@ -38,13 +53,18 @@ class CompactIndex:
         columns: columns of the same.
         across: whether the matrix is stored as (inputs, outputs), as transformers' Conv1D does.
         count: the number of active weights, K.
-        backend: "dense".
+        backend: "dense" or "cpu".
     """
 
     def __init__(self, active: Tensor, *, across: bool = False, backend: str = "dense"):
         """Build the index of a mask; `active` is bool, of the shape in which the matrix is flattened."""
         self.rows, self.columns = int(active.shape[0]), int(active.shape[1])
         self.across, self.backend = across, backend
+        if backend == "cpu":
+            self.products = cpu.build_products(active, across)
+            self.count = self.products.entries
+            return
+        assert backend == "dense", backend
         self.where = active.reshape(-1).nonzero().view(-1)
         self.count = len(self.where)
 
@@ -72,6 +92,11 @@ class CompactIndex:
                 f"give {rows * columns} bools, or {-(-rows * columns // 8)} bytes of packed bits"
             )
         return cls(mask.reshape(rows, columns), across=across, backend=backend)
+
+    @functools.cached_property
+    def where(self) -> Tensor:
+        """The position of each value in the flattened matrix."""
+        return self.products.where
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -125,13 +150,27 @@ def compact_linear(
     x, values, bias = under_autocast(x), under_autocast(values), None if bias is None else under_autocast(bias)
     _check(x, values, index, bias)
     leave_graph("a compact layer", TO_DENSE)
-    return _outside_graphs(x, values, bias, (index, dense_gradient))
+    if index.backend == "dense":
+        y: Tensor = outside_graphs(_Expanded, x, values, bias, (index, dense_gradient))
+        return y
+    flat = x.reshape(-1, index.inputs).contiguous()
+    y = outside_graphs(ValuesLinear, flat, values, bias, (index.products, dense_gradient))
+    return y.view(*x.shape[:-1], index.outputs)
 
 
-@torch._disable_dynamo
-def _outside_graphs(*arguments: Any) -> Tensor:
-    y: Tensor = _Expanded.apply(*arguments)
-    return y
+def compact_cross_entropy(
+    x: Tensor, values: Tensor, targets: Tensor, index: CompactIndex, count: Tensor | None = None
+) -> Tensor | None:
+    """Return the cross-entropy of x Sᵀ without keeping the logits, or None if the index's backend has to compute them.
+
+    See `head.cross_entropy`.
+    """
+    if index.backend == "dense" or not isinstance(index.products, CompiledProducts):
+        return None
+    check_not_transformed("a compact layer", TO_DENSE, x, values)
+    x, values = under_autocast(x), under_autocast(values)
+    _check(x, values, index, None)
+    return head.cross_entropy(x, values.to(wide(values.dtype)), targets, index.products, count)
 
 
 def _check(x: Tensor, values: Tensor, index: CompactIndex, bias: Tensor | None) -> None:
@@ -174,7 +213,7 @@ class _Expanded(torch.autograd.Function):
             by_columns = flat_x.stride() == (1, len(flat_x))  # then autograd computes the transpose: other bits
             dx = ((weight.T @ flat.T).T if by_columns else flat @ weight).reshape(x.shape)
         if wants_values:
-            gradient = weight_gradient(flat_x, flat, index.across)
+            gradient = flat_x.T @ flat if index.across else flat.T @ flat_x
             if ctx.sink is not None:
                 ctx.sink(gradient.detach())
             dvalues = index.collect(gradient)
@@ -190,8 +229,3 @@ def _dense_product(x: Tensor, matrix: Tensor, bias: Tensor | None, across: bool)
     flat = x.reshape(-1, x.shape[-1])
     y = flat @ matrix if bias is None else torch.addmm(bias, flat, matrix)
     return y.view(*x.shape[:-1], matrix.shape[1])
-
-
-def weight_gradient(x: Tensor, dy: Tensor, across: bool = False) -> Tensor:
-    """Return the gradient of the whole matrix for x (tokens, inputs) and dy (tokens, outputs), with autograd's bits."""
-    return x.T @ dy if across else dy.T @ x

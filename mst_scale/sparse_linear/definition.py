@@ -37,6 +37,11 @@ def under_autocast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.get_autocast_dtype(device)) if eligible else tensor
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which kernels compute with a weight: float64 for float64, float32 for all others."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class _Masked(torch.autograd.Function):
     """W ⊙ M, with a gradient that is not masked."""
 

@@ -58,6 +58,7 @@ class Product:
         self.dense_gradient = False
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x Wᵀ + b, where inactive weights count as zero; x is (…, inputs)."""
         if self.index is None:
             if self.function is None:
                 return F.linear(x, weight, bias)

@@ -13,6 +13,9 @@ supported     checks that an engine has no feature of DeepSpeed with which spars
 store         which store holds the parameters of an engine
 dense_store   for every sparse parameter this rank's slice, with live views of its master weight, reduced gradient
               and optimizer states, at every stage
+compact_index which weights of a matrix a compact parameter stores
+compact_store the same slices for parameters that store their active weights alone
+compact_files which weights those are, in a checkpoint
 put_weights   writes weights into a live engine
 muon          Muon in one place at every stage
 powers        Adam's powers of its betas on a CPU, from the count of updates alone
@@ -24,6 +27,8 @@ universal     DeepSpeed's universal layout, for every stage
 """
 
 from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, check_cuttable, is_linear
+from mst_scale.zero_shards.compact_index import CompactIndex, index_of, indexes_of, mark
+from mst_scale.zero_shards.compact_store import CompactStore
 from mst_scale.zero_shards.groups import Groups, exchanges_of, groups_of, sequences_a_step, stage_count, tensor_slices
 from mst_scale.zero_shards.half_types import check_precision
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
@@ -66,6 +71,8 @@ __all__ = [
     "HOOKS",
     "TABLES",
     "TORCH_FUSED",
+    "CompactIndex",
+    "CompactStore",
     "Follower",
     "Groups",
     "NamedCollectives",
@@ -88,12 +95,15 @@ __all__ = [
     "groups_of",
     "has_moments",
     "hasten",
+    "index_of",
+    "indexes_of",
     "install",
     "is_cut",
     "is_linear",
     "is_matrix",
     "load_checkpoint",
     "loss_scale",
+    "mark",
     "muon_shapes",
     "named_parameters",
     "on_cpu",

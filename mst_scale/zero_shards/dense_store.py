@@ -14,7 +14,7 @@ from torch import nn
 from mst_scale.errors import UserError
 from mst_scale.shard import Shard
 from mst_scale.zero_shards.groups import groups_of, tensor_slices
-from mst_scale.zero_shards.logical import cut_of, is_empty
+from mst_scale.zero_shards.logical import is_empty, stored_cut_of
 from mst_scale.zero_shards.step import base_optimizer, total_norm
 
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,6 +33,11 @@ class DenseStore(ABC):
         self.optimizer = base_optimizer(engine)
         self.parameters = list(parameters.values())
         self._frozen = [not p.requires_grad for p in self.parameters]
+
+    @property
+    def device(self) -> torch.device:
+        """Where master weights lie."""
+        return self.weight(0).device
 
     def frozen(self, i: int) -> bool:
         """Whether the parameter was not trained when the engine was made: no optimizer state and no gradient is its."""
@@ -121,7 +126,7 @@ class Replicated(DenseStore):
 
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
         super().__init__(engine, parameters)
-        self.slices = [Shard(name, cut_of(p), 0, p.numel()) for name, p in parameters.items()]
+        self.slices = [Shard(name, stored_cut_of(p), 0, p.numel()) for name, p in parameters.items()]
         self._masters = _stage0_masters(engine.optimizer)
         self._any = next(iter(self._masters.values()), None)  # all masters are updated at once
 
@@ -184,11 +189,11 @@ class FlatPartitions(DenseStore):
         if not parameter.requires_grad:  # whole on every rank, which looks after an equal part of its mask
             part = -(-parameter.numel() // dist.get_world_size(self.group))
             start = min(part * dist.get_rank(self.group), parameter.numel())
-            return Shard(name, cut_of(parameter), start, min(part, parameter.numel() - start))
+            return Shard(name, stored_cut_of(parameter), start, min(part, parameter.numel() - start))
         mapping = _mapping(parameter)
         address = None if mapping is None else mapping.lp_fragment_address
         start, length = (0, 0) if address is None else (address.start, address.numel)
-        return Shard(name, cut_of(parameter), start, length)
+        return Shard(name, stored_cut_of(parameter), start, length)
 
     def _place(self, i: int) -> tuple[torch.Tensor, int]:
         if self.frozen(i):
@@ -252,7 +257,7 @@ class CutParameters(DenseStore):
     def _slice(self, name: str, parameter: Any) -> Shard:
         part = parameter.partition_numel()
         start = min(part * dist.get_rank(self.group), parameter.ds_numel)
-        return Shard(name, cut_of(parameter), start, min(part, parameter.ds_numel - start))
+        return Shard(name, stored_cut_of(parameter), start, min(part, parameter.ds_numel - start))
 
 
 def _zero_whole(shards: FlatPartitions | CutParameters, i: int, active: torch.Tensor) -> None:

@@ -248,7 +248,7 @@ def test_phases_of_each_pattern(pattern: str, phases: list[str]):
         ({"warmup": 400}, "do not fit in 300 steps"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(changes: dict, message: str):
+def test_invalid_values_are_rejected(changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         resolved(300, **changes)
 

@@ -120,6 +120,40 @@ def test_with_a_master_copy_a_change_that_would_be_undone_is_refused(stage, prec
             assert message is not None and "mst_scale.load_weights" in message and f"stage {stage}" in message
 
 
+def saved_after_a_change(rank, world, stage, precision, folder):
+    """What is said of a save right after a change, and how many inactive weights the checkpoint brings back."""
+    engine = sparse(world, rank, stage, precision)
+    edit(engine, lambda parameter: parameter.add_(1))
+    message = said(lambda: engine.save_checkpoint(folder, tag="changed"))
+    if message is not None:
+        return message, None
+    again, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world, precision))
+    again.load_checkpoint(folder, tag="changed")
+    masks = list(enumerate(again.mst.masks))
+    assert any(mask.count_inactive(torch.ones(mask.length)) for _, mask in masks)
+    return message, sum(mask.count_inactive(read_by_forward(again, i, world)) for i, mask in masks)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), *WITH_MASTERS])
+def test_a_checkpoint_right_after_a_change_has_no_weights_where_the_mask_has_none(stage, precision, tmp_path):
+    for message, stray in pool.run(saved_after_a_change, 2, stage, precision, str(tmp_path)):
+        if (stage, precision) == (0, "fp32"):
+            assert message is None and stray == 0
+        else:
+            assert message is not None and "mst_scale.load_weights" in message
+
+
+def steps_without_gradients(rank, world):
+    engine = sparse(world, rank, 0)
+    engine.zero_grad()
+    return said(engine.step)
+
+
+def test_a_step_without_gradients_says_what_is_missing():
+    for message in pool.run(steps_without_gradients, 2):
+        assert message is not None and "engine.backward" in message
+
+
 def swapped(rank, world, stage, precision):
     """Losses and lines of a run whose weights are swapped out for an evaluation and in again."""
     engine = sparse(world, rank, stage, precision)

@@ -48,7 +48,7 @@ def recorded(rank, world, folder, method, stage):
 
 
 @pytest.mark.parametrize(("method", "stage"), [("rigl", 2), ("dense", 0), ("dense", 3)])
-def test_a_loop_of_ones_own(tmp_path, method, stage):
+def test_a_custom_loop(tmp_path, method, stage):
     found = pool.run(recorded, 2, str(tmp_path), method, stage)
     written = rows(tmp_path)
     assert [one["step"] for one in written] == [2, 4]
@@ -119,22 +119,22 @@ def twice(rank, world, folder):
     return recording.row(), recording.row(loss=2.5)
 
 
-def beside_the_ledger(rank, world, folder, mst):
+def with_ledger(rank, world, folder, mst):
     """Trains a GPT whose sequences are cut over all ranks; what our own ledger says after each step."""
     with cut_sequences.mesh_of(world) as mesh:
         raw = cut_sequences.config(1, mesh, "fp32", 8, **mst)
         engine, *_ = mst_scale.initialize(model=cut_sequences.model(), mpu=mesh, config=raw)
         ledger = Ledger(ModelConfig(**cut_sequences.SHAPE), cut_sequences.BATCH)
         recording = mst_scale.record(engine, folder, every=1)
-        told = []
+        reported = []
         for step in range(8):
             ledger.add(engine.mst.pattern, engine.mst.densities(), engine.mst.gradient_densities())
             batch = cut_sequences.batch(step, cut_sequences.SHAPE["seq_length"])
             engine.backward(engine(*cut_sequences.mine(mesh, *batch)))
             engine.step()
-            told.append(ledger.row())
+            reported.append(ledger.row())
         recording.close()
-        return told
+        return reported
 
 
 OF_FUNCTIONS = {"sparsity": {"variation": "sd", "warmup": 2, "ultra": 4, "max": 0.5}, "topology": {}, "attention": {}}
@@ -148,11 +148,11 @@ OF_FUNCTIONS = {"sparsity": {"variation": "sd", "warmup": 2, "ultra": 4, "max": 
         *((1, {"method": name, **OF_FUNCTIONS}) for name in ("sr-ste", "s-ste", "top-kast", "spartan")),
     ],
 )
-def test_a_model_of_ours_costs_what_our_ledger_says(tmp_path, world, mst):
+def test_our_model_has_the_flops_of_our_ledger(tmp_path, world, mst):
     """With its tied head, the pattern of whole sequences, and gradients of weights as the method counts them."""
-    told = pool.run(beside_the_ledger, world, str(tmp_path), mst)[0]
-    assert told[-1]["reduction"] > 1.05
-    for one, expected in zip(rows(tmp_path), told, strict=True):
+    reported = pool.run(with_ledger, world, str(tmp_path), mst)[0]
+    assert reported[-1]["reduction"] > 1.05
+    for one, expected in zip(rows(tmp_path), reported, strict=True):
         assert {key: one[key] for key in expected} == pytest.approx(expected), one["step"]
 
 
@@ -227,7 +227,7 @@ def test_checkpointed_layers_are_counted_once():
     assert spent[0] == spent[1] and spent[0]["flops"] == 2 * 3 * 5 * 7 * 8
 
 
-def refused(rank, world, folder):
+def rejected(rank, world, folder):
     import deepspeed
 
     found = []
@@ -250,7 +250,7 @@ def refused(rank, world, folder):
 
 
 def test_wrong_use_is_one_line(tmp_path):
-    (found,) = pool.run(refused, 1, str(tmp_path))
+    (found,) = pool.run(rejected, 1, str(tmp_path))
     assert (
         "this one has no .mst" in found[0] and "every 1 or more steps" in found[1] and "none has been taken" in found[2]
     )

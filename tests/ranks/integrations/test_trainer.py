@@ -58,7 +58,7 @@ def trained(folder, stage, kind, *, resume=None, callback=None, **more):
     return trainer, seen, masks
 
 
-def beside_own_loop(rank, world, folder, stage, kind):
+def with_and_without_trainer(rank, world, folder, stage, kind):
     with opened():
         trainer, seen, masks = trained(folder, stage, kind)
         logged = [row for row in trainer.state.log_history if "loss" in row]
@@ -84,8 +84,8 @@ def beside_own_loop(rank, world, folder, stage, kind):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "kind"), [*((stage, "llama") for stage in STAGES), (2, "gpt2"), (3, "gpt2")])
-def test_trainer_is_a_loop_of_ones_own(tmp_path, stage, kind):
-    found = pool.run(beside_own_loop, 2, str(tmp_path), stage, kind)
+def test_trainer_is_a_custom_loop(tmp_path, stage, kind):
+    found = pool.run(with_and_without_trainer, 2, str(tmp_path), stage, kind)
     for wrong, sparsest, phases, reduction in found:
         assert wrong == []
         assert sparsest == pytest.approx(0.8, abs=0.01)
@@ -229,7 +229,7 @@ def used(rank, world, folder, stage):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_people_do_around_training(tmp_path, stage):
+def test_common_uses_around_training(tmp_path, stage):
     found = pool.run(used, 2, str(tmp_path), stage)
     for partitioned, best, step, (masks, zeros), (loss, history), length, (there, here) in found:
         assert partitioned == (stage == 3)

@@ -60,7 +60,7 @@ def halved(monkeypatch):
     exec(example(), {})
 
 
-def test_a_method_of_ones_own(tmp_path, halved):
+def test_a_custom_method(tmp_path, halved):
     check_run(tmp_path, "halved", 1, attempt_example)
 
 

@@ -51,7 +51,7 @@ def look_and_gather(rank, world, stage, folder, method):
     observer = Observer(engine, experiment, Path(folder), ranks, step=0, choose_targets=targets)
     train(engine, rank, world, 24)
     before = [observer.shards.weight(i).clone() for i in range(3)]
-    seen = observer.look(24, "ultra")
+    seen = observer.snapshot(24, "ultra")
     assert all(torch.equal(a, observer.shards.weight(i)) for i, a in enumerate(before))
     histograms = observer._histograms({m.name: m.largest for m in seen.matrices})
     engine.save_checkpoint(folder, tag="saved")
@@ -70,18 +70,18 @@ def test_moments_pictures_and_histograms_are_those_of_the_whole_weights(tmp_path
     assert [m.name for m in seen.matrices] == ["up.weight", "down.weight", "out.weight"]
     assert 0.5 < seen.sparsity < 0.9 and seen.parameters == sum(p.numel() for p in toy().parameters())
     for m in seen.matrices:
-        w, alive = weights[m.name].astype(np.float64), masks[m.name]
-        assert m.shape == w.shape and m.active == alive.sum() and 0 < m.active < w.size
+        w, kept = weights[m.name].astype(np.float64), masks[m.name]
+        assert m.shape == w.shape and m.active == kept.sum() and 0 < m.active < w.size
         # sums of at most 481 float32 in another order
         assert m.mean == pytest.approx(w.mean(), rel=1e-6, abs=1e-8)
         assert m.std == pytest.approx(w.std(), rel=1e-6)
-        assert m.std_active == pytest.approx(w[alive > 0].std(), rel=1e-6)
+        assert m.std_active == pytest.approx(w[kept > 0].std(), rel=1e-6)
         assert m.largest == np.abs(w).max()
         np.testing.assert_allclose(seen.weights[m.name], cells_by_hand(np.abs(w), 6), rtol=1e-5)
-        np.testing.assert_allclose(seen.active[m.name], cells_by_hand(alive, 6), rtol=1e-6)
+        np.testing.assert_allclose(seen.active[m.name], cells_by_hand(kept, 6), rtol=1e-6)
         edges, counts = histograms[m.name]
         assert sum(counts) == m.active and min(counts) >= 0
-        expected, _ = np.histogram(w[alive > 0].astype(np.float32), np.float32(edges))
+        expected, _ = np.histogram(w[kept > 0].astype(np.float32), np.float32(edges))
         assert np.abs(np.array(counts) - expected).sum() <= 4, "but for weights on a border"
     for other in results[1:]:
         assert other[0].matrices == seen.matrices, "every rank sees the same"
@@ -138,7 +138,7 @@ def looks(rank, world, folder, spent):
     return writer.images, writer.histograms, observer.spent - before
 
 
-def test_tensorboard_sees_weights_beside_masks_and_only_while_it_costs_less_than_a_hundredth(tmp_path):
+def test_tensorboard_shows_weights_next_to_masks_while_it_takes_less_than_one_percent(tmp_path):
     first, *others = pool.run(looks, 3, str(tmp_path), 0.0)
     images, histograms, seconds = first
     assert sorted(images) == [f"mst_weights_and_mask/{name}.weight" for name in ("down", "out", "up")]
@@ -171,7 +171,7 @@ def test_phase_ends_are_the_last_steps_of_each_phase():
     assert [schedule.at(step).phase for step in sorted(phase_ends(schedule))] == ["warmup", "ultra", "restore", "dense"]
 
 
-def test_a_snapshot_comes_back_from_disk_and_a_damaged_one_is_named(tmp_path):
+def test_a_snapshot_is_read_back_and_a_damaged_one_is_named(tmp_path):
     rng = np.random.default_rng(3)
     cells = {"a.0.b": rng.random((6, 5)).astype(np.float32)}
     matrix = snapshots.Matrix("a.0.b", (600, 500), 30_000, 1e-4, 0.02, 0.05, 0.4)

@@ -14,7 +14,7 @@ from tests.support import tiny_run
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", False), ("0", False), ("false", False), ("1", True), ("yes", True)])
-def test_tracebacks_are_shown_where_they_are_asked_for(monkeypatch, value, wanted):
+def test_tracebacks_are_shown_on_request(monkeypatch, value, wanted):
     monkeypatch.setenv("MST_TRACEBACK", value)
     assert comm.is_plain(OSError("gone")) != wanted
 
@@ -46,7 +46,7 @@ def test_the_verbs_are_listed(capsys):
 
 
 @pytest.mark.parametrize("option", ["--version", "--help"])
-def test_what_is_asked_of_the_command_itself_is_answered_without_torch(option):
+def test_help_and_version_do_not_import_torch(option):
     program = (
         f"import sys\nfrom mst_scale import cli\ntry: cli.main(['{option}'])\nfinally: print('torch' in sys.modules)"
     )

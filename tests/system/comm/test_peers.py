@@ -211,7 +211,7 @@ def test_every_process_group_has_the_stated_timeout(tmp_path):
 
 
 @pytest.mark.parametrize("stated", ["ten", "0", "-3", "1.5", "", "9" * 30])
-def test_a_timeout_that_is_no_number_of_minutes_is_refused(monkeypatch, stated):
+def test_an_invalid_timeout_is_rejected(monkeypatch, stated):
     monkeypatch.setenv("DEEPSPEED_TIMEOUT", stated)
     with pytest.raises(UserError, match="DEEPSPEED_TIMEOUT"):
         timeout()

@@ -253,7 +253,7 @@ def test_a_rank_with_other_software_clock_threads_or_device_is_named():
     two = replace(one, host="b")
     assert ranks.compare_software([one, two]).verdict == ranks.check_threads([one, two]).verdict == OK
     other = ranks.compare_software([one, replace(two, software={"torch": "2.9.0", "sources": "new"})])
-    assert other.verdict == WRONG and "rank 1 (b): torch 2.9.0, and rank 0 2.13.0" in other.message
+    assert other.verdict == WRONG and "rank 1 (b): torch 2.9.0, and rank 0 torch 2.13.0" in other.message
     older = replace(two, software={"torch": "2.13.0", "sources": "old"})
     assert "sources old" in ranks.compare_software([one, older]).message
     late = ranks.compare_clocks([0.0, 7.5], [one, two])

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.full
 
 
 def test_local_restarts_after_a_kill_and_finishes(tmp_path):
-    """A rank is killed without a word; the launcher starts again from the newest checkpoint. Names are hostile."""
+    """A rank is killed; the launcher starts again from the newest checkpoint. Names are hostile."""
     out, made = tmp_path / HOSTILE, config(tmp_path, HOSTILE + ".json")
     child = launch("local.sh", str(made), "--out", str(out), cwd=tmp_path)
     wait_for_checkpoint(out, child)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mst_scale import launch
+from mst_scale.errors import UserError
 from mst_scale.launch import environment
 from mst_scale.launch.command_line import quoted, read_options
 from tests.support import tiny_run
@@ -135,6 +136,12 @@ def test_an_option_may_take_a_word_that_begins_with_a_dash():
     options, rest = read_options(words, None, numbers={"--nodes": 1, "--grace": 300}, lists=["--sbatch"])
     assert (options.sbatch, options.nodes, options.grace) == (["--qos=long", "-x"], 2, 300)
     assert rest == ["demo", "--nodes", "3"], "what follows the config belongs to pretrain"
+
+
+@pytest.mark.parametrize("word", ["0", "-1", "1.5", "two", "٣", ""])
+def test_a_number_of_processes_that_trains_nothing_is_rejected(word):
+    with pytest.raises(UserError, match="--processes"):
+        read_options(["--processes", word, "demo"], None, numbers={"--processes": None})
 
 
 def test_a_quoted_command_is_read_back_by_a_shell():

@@ -20,7 +20,7 @@ def folder(tmp_path, monkeypatch):
 def test_what_is_said(folder, capsys):
     assert main(["reshape", str(folder)]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{folder / 'universal'}: ") and "3 masks" in first and "made in" in first
+    assert first.startswith(f"{folder / 'universal'}: ") and "3 masks" in first and "written in" in first
     assert "any number of ranks" in second
     assert main(["reshape", str(folder)]) == 0
     assert "was there already" in capsys.readouterr().out

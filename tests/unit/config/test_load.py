@@ -37,7 +37,7 @@ def test_the_papers_config():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_is_no_method(recipe):
+def test_a_recipe_is_not_a_method(recipe):
     with pytest.raises(ValueError, match=f"'{recipe}' is a recipe, not a method: --set recipe={recipe}"):
         load(MINIMAL, method=recipe)
     assert load(MINIMAL, [f"recipe={recipe}"]).mst.method == "mst"
@@ -217,7 +217,7 @@ def test_model_presets_fill_in_under_the_users_keys():
         ({"data": {"dir": "\ud800"}}, r"data.dir must not contain the character '\\ud800'"),
     ],
 )
-def test_mistakes_name_the_key_and_the_cure(raw, message):
+def test_errors_name_the_key_and_the_fix(raw, message):
     with pytest.raises(ValueError, match=message):
         load({**MINIMAL, **raw})
 
@@ -366,7 +366,7 @@ def test_validation_sequences_may_be_the_same_whatever_the_seed():
         ({"sparsity": {"variation": "sparse"}}, "strided"),
     ],
 )
-def test_after_the_last_step_attention_is_what_it_was(mst, last):
+def test_after_the_last_step_attention_is_unchanged(mst, last):
     experiment = load({"training": {"steps": 140}, "mst": {"method": "mst", "attention": {"stride": 64}, **mst}})
     attention = experiment.attention_schedule
     assert attention.pattern_at(140) == attention.pattern_at(139) and attention.pattern_at(140).kind == last

@@ -135,7 +135,7 @@ def test_a_unit_is_dead_exactly_when_none_of_its_gradients_is_nonzero(name):
         assert max(largest_gradient(model, factor, unit) for factor in some.factors) > 0
 
 
-def test_what_cannot_be_counted_is_left_out_with_the_reason():
+def test_uncountable_units_are_left_out_with_the_reason():
     model = gpt2()
     model.transformer.h[0].mlp.act = nn.Sigmoid()
     units, left_out = find_units(model)

@@ -1,0 +1,86 @@
+"""Watches the ranks of a program that has a training loop of its own, or that of Trainer, Accelerate or Lightning.
+
+`mst_scale.pretrain` joins the ranks itself and starts a `Watch` before anything else. In other programs the
+default process group already exists, and `mst_scale.initialize` is the first place where all ranks meet:
+
+    prepare()     before DeepSpeed creates ZeRO's groups: every group gets the same timeout (`comm.timeout`)
+    watch(done)   when the engine is there: a rank that is killed, frozen or stuck is named, and the others end
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing import util
+from typing import Any
+
+from mst_scale.comm import watchdog
+from mst_scale.comm.groups import bound_existing_groups, bound_later_groups, new_group, timeout_of
+from mst_scale.comm.launch import adopt, timeout
+from mst_scale.comm.messages import logger
+from mst_scale.comm.ranks import Ranks
+from mst_scale.comm.watchdog import Watch
+
+ADVICE = "; start the program again from its newest checkpoint"
+BEFORE_OTHERS = 1000  # priority at exit: notifies the ranks before anything that may wait for them is cleaned up
+
+
+def prepare() -> None:
+    """Give all process groups of this process one timeout, those made later too.
+
+    It is DEEPSPEED_TIMEOUT if that is set, and otherwise that of the default process group if the program has created
+    one, such as by Trainer's `ddp_timeout`.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        of_program = timeout_of(dist.group.WORLD)
+        if of_program is not None:
+            adopt(of_program)
+        limit = timeout()
+        if of_program not in (None, limit):
+            logger.info(
+                "process groups wait %g minutes for a rank (DEEPSPEED_TIMEOUT); the default one was created with %g",
+                limit.total_seconds() / 60,
+                of_program.total_seconds() / 60,
+            )
+        bound_existing_groups(limit)
+    bound_later_groups(timeout())
+
+
+def watch(done: Callable[[], bool]) -> None:
+    """Watch the ranks from now on, until the program ends or destroys the default process group. Call it on all ranks.
+
+    Args:
+        done: Whether the loop has taken all steps of the run, so that a rank may exit without a message (`os._exit`).
+    """
+    import torch.distributed as dist
+
+    running = watchdog.of_process()
+    if dist.get_world_size() == 1:
+        return
+    if running is not None and running.world is dist.group.WORLD:
+        if running.advice == ADVICE:  # an earlier engine of the same program
+            running.done = done
+        return
+    bound_existing_groups(timeout())  # the default group too, where DeepSpeed has just created it
+    rank = dist.get_rank()
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    control = new_group("control", backend="gloo")
+    watching = Watch(ADVICE, done)
+    watching.start(Ranks(rank, local_rank, dist.get_world_size(), control, joined=False))
+    # also at the end of a process of multiprocessing, where atexit is not called
+    util.Finalize(None, watching.close, exitpriority=BEFORE_OTHERS)
+    _explain_errors(watching)
+
+
+def _explain_errors(watching: Watch) -> None:
+    """Name the lost rank when a collective of this one fails, and tell the others when this one ends with an error."""
+    before = sys.excepthook
+
+    def hook(kind: Any, error: BaseException, trace: Any) -> None:
+        watching.explain(error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
