@@ -6,7 +6,8 @@ One more token for each sequence of a batch, after a prompt of 32 tokens, by a G
 96 % are zero (every matrix and the embedding; the position embedding is dense). Baselines, in turns with ours and in
 the same process: the same model dense, eager or with torch.compile, whichever is faster; `generate` of transformers
 with the dense model; and a dense model of our own code that has about as many weights as ours has nonzero ones. Times
-are milliseconds per step, medians over the steps of all rounds, with the middle half of them.
+are milliseconds per step, medians over the steps of all rounds, with the middle half of them; with --cpu-time they are
+processor time of one thread, which depends less on what else runs on the machine.
 
 `weights` are the bytes of all weights in memory, the places of sparse ones included, as a share of the dense model's.
 With --memory, `resident` is what a process gains by building the model and decoding with it; no times are measured.
@@ -50,6 +51,7 @@ EAGER, COMPILED, THEIRS = "dense, eager", "dense, torch.compile", "transformers,
 SIZES = {"small": "gpt2", "medium": "gpt2-medium"}
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Step = Callable[[], object]
+Clock = Callable[[], float]
 
 
 def config_of(size: str) -> ModelConfig:
@@ -159,13 +161,13 @@ class Transformers:
                 parameter.normal_(0, 0.02)
         self.model.tie_weights()
 
-    def milliseconds(self, batch: int, steps: int) -> list[float]:
+    def milliseconds(self, batch: int, clock: Clock, steps: int) -> list[float]:
         """Return the milliseconds of each new token but the first."""
         times: list[float] = []
 
         class EachStep:  # asked after every step of a batch; a streamer takes one sequence only
             def __call__(self, ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-                times.append(time.perf_counter())
+                times.append(clock())
                 return torch.zeros(len(ids), dtype=torch.bool)
 
         from transformers import StoppingCriteriaList
@@ -190,15 +192,15 @@ def in_turns(sides: dict[Any, Callable[[int], list[float]]], rounds: int, steps:
     return times
 
 
-def timed(step: Step) -> Callable[[int], list[float]]:
+def timed(step: Step, clock: Clock) -> Callable[[int], list[float]]:
     """Return a function that measures as many steps."""
 
     def measure(steps: int) -> list[float]:
         times = []
         for _ in range(steps):
-            start = time.perf_counter()
+            start = clock()
             step()
-            times.append(1e3 * (time.perf_counter() - start))
+            times.append(1e3 * (clock() - start))
         return times
 
     return measure
@@ -211,20 +213,21 @@ def rows_of(size: str, dtype: str, options: Any) -> list[Row]:
     """Measure one model in one dtype: all sparsities and batches."""
     config, kind = config_of(size), TYPES[dtype]
     room = PROMPT + 1 + (options.rounds + 1) * options.steps
+    clock = time.thread_time if options.cpu_time else time.perf_counter
     dense, theirs = build(config, 0.0, kind), Transformers(config, kind)
     sparse = {s: build(config, s, kind) for s in options.sparsity}
     equal = {s: build(narrower(config, (1 - s) * config.weights), 0.0, kind) for s in options.sparsity}
     found: list[Row] = []
     for batch in options.batch:
         sides: dict[Any, Callable[[int], list[float]]] = {
-            EAGER: timed(ours(dense, batch, room)),
-            THEIRS: partial(theirs.milliseconds, batch),
+            EAGER: timed(ours(dense, batch, room), clock),
+            THEIRS: partial(theirs.milliseconds, batch, clock),
         }
         if not options.no_compile:
-            sides[COMPILED] = timed(compiled(dense, batch, room))
+            sides[COMPILED] = timed(compiled(dense, batch, room), clock)
         for s in options.sparsity:
-            sides["ours", s] = timed(ours(sparse[s], batch, room))
-            sides["equal", s] = timed(ours(equal[s], batch, room))
+            sides["ours", s] = timed(ours(sparse[s], batch, room), clock)
+            sides["equal", s] = timed(ours(equal[s], batch, room), clock)
         times = in_turns(sides, options.rounds, options.steps)
         fastest = min((EAGER, COMPILED), key=lambda name: statistics.median(times.get(name, [torch.inf])))
         for s in options.sparsity:
@@ -321,12 +324,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=at_least(2), default=10, help="tokens of a turn")
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: torch's choice)")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes a minute")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="processor time of one thread, if others use the machine"
+    )
     parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
     parser.add_argument("--quick", action="store_true", help="the small model in float32, without torch.compile")
     outputs(parser)
     options = parser.parse_args(given)
     if options.quick:
         options.model, options.dtype, options.no_compile = ["small"], ["float32"], True
+    if options.cpu_time:
+        options.threads = 1
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if isinstance(reason := sparse_matrix.library(), str):
@@ -339,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     rows = [row for size in options.model for dtype in options.dtype for row in rows_of(size, dtype, options)]
     command += f" --batch {' '.join(map(str, options.batch))} --rounds {options.rounds} --steps {options.steps}"
-    command += f" --threads {about['threads']}{' --no-compile' * options.no_compile}"
+    command += f" --threads {about['threads']}{' --no-compile' * options.no_compile}{' --cpu-time' * options.cpu_time}"
     tell(options, rows, table(rows), about=about, doc=__doc__, command=command)
     return 0
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the dependencies, prepares a small corpus, and pretrains a small GPT with Mixed Sparsity Training on two
-# processes: about two minutes of training on 2 CPU cores, less on GPUs. Arguments go to mst_scale.pretrain.
+# processes: about two minutes of training on 2 CPU cores, less on GPUs. At the end it shows two lines that the model
+# writes, next to two of the dense baseline. Arguments go to mst_scale.pretrain.
 #   bash launchers/demo.sh                              # the demo
 #   bash launchers/demo.sh --method dense --out runs/d  # the same without sparsity
 # A demo that has finished is shown again, and one that was stopped continues: for a new one remove runs/demo.

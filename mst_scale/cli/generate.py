@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.cli import add_command
+from mst_scale.errors import UserError
 
 TEXT = """\
 Continue a prompt with a trained GPT, on the CPU. Sparse matrices are multiplied from their nonzero values; the zeros
@@ -51,16 +52,18 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate in this process."""
+    if args.stream and args.json:
+        raise UserError("--stream prints text while it is generated, and --json one object at the end: use one of them")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # unpickling imports DeepSpeed, which would look for a GPU
     if args.json:
         logging.getLogger("mst_scale").setLevel(logging.WARNING)
     from mst_scale.generation.generate import generate
 
-    def say(text: str) -> None:
-        print(text, end="", flush=True)
+    before = iter([args.prompt])  # what is printed before the first piece, when all arguments were found to be right
 
-    if args.stream and not args.json:
-        say(args.prompt)
+    def say(text: str) -> None:
+        print(next(before, "") + text, end="", flush=True)
+
     done = generate(
         args.model,
         args.prompt,
@@ -71,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         tokenizer=args.tokenizer,
         config=None if args.config is None else Path(args.config),
-        stream=say if args.stream and not args.json else None,
+        stream=say if args.stream else None,
     )
     if args.json:
         print(json.dumps(done.to_dict()))

@@ -4,7 +4,7 @@
 // of 64 or 256, and a 16-bit count per chunk: 5 bytes per weight in float32, 3 in bfloat16. Decoding text reads every weight
 // once per token, so these bytes are the time. A row's bytes become column numbers in a buffer that stays in the
 // first-level cache. One token is then a dot product over gathered inputs; several tokens are stored as
-// (columns, tokens), so that each weight is multiplied with a vector of tokens. Sums are in float32, in the order of
+// (columns, tokens), so that each weight is multiplied by a vector of tokens. Sums are in float32, in the order of
 // columns (one token: in as many partial sums as a vector has lanes); they do not depend on the number of threads.
 #pragma once
 #include "scratch.h"

@@ -130,6 +130,7 @@ BAD = {
     "seed": ["--prompt", "a", "--seed", "-1"],
     "tokens": ["--prompt", "a", "--tokens", "0"],
     "dtype": ["--prompt", "a", "--dtype", "int8"],
+    "stream and json": ["--prompt", "a", "--stream", "--json"],
     "another tokenizer": ["--prompt", "a", "--tokenizer", "byt"],
 }
 

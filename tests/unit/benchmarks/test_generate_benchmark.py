@@ -1,0 +1,38 @@
+"""The benchmark of decoding, with a model that is small enough for a test."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import generate
+from mst_scale.config import ModelConfig
+
+TINY = ModelConfig(n_layer=2, n_head=4, n_embd=128, seq_length=128, vocab_size=1024)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generate, "config_of", lambda size: TINY)
+
+
+def test_rows_have_both_sides_of_each_comparison(capsys: pytest.CaptureFixture[str]):
+    assert generate.main(["--quick", "--rounds", "1", "--steps", "2", "--batch", "1", "2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == 2 * 2 * 3  # batches, sparsities, baselines
+    for row in rows:
+        assert row["ours_ms"] > 0 and row["baseline_ms"] > 0 and row["speedup"] > 0
+        assert row["asked"] is None or (row["batch"], row["baseline"]) == (1, "dense, eager")
+    assert {row["weights"] for row in rows if row["sparsity"] == 0.96} < {row["weights"] for row in rows}
+
+
+def test_the_memory_of_a_process_is_measured(capsys: pytest.CaptureFixture[str]):
+    generate.main(["--child", json.dumps({"model": "small", "dtype": "float32", "sparsity": 0.8})])
+    found = json.loads(capsys.readouterr().out)
+    assert found["weights"] == generate.build(TINY, 0.8, torch.float32).weight_bytes
+
+
+def test_a_narrower_model_has_as_many_weights():
+    config = ModelConfig(n_layer=12, n_head=12, n_embd=768)
+    narrow = generate.narrower(config, 0.2 * config.weights)
+    assert abs(narrow.weights / (0.2 * config.weights) - 1) < 0.1 and narrow.n_layer == 12
